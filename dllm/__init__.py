@@ -28,10 +28,10 @@ def register() -> None:
     In a version of vLLM that the plugin was not tested with, and beside another package called
     ``dllm``, it only refuses servers of our models (``patches.neighbours``).
     """
-    from dllm.patches.neighbours import is_disabled, keep_out
+    from dllm.patches.neighbours import keep_out
 
     if keep_out():
         return
     from dllm.patches.install import install
 
-    install(serve_with_dllm=not is_disabled())
+    install()

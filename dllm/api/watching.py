@@ -53,12 +53,14 @@ class CanvasFeed:
 
     Attributes:
         request_id: of the stream, as its client sees it. Empty before a request has started.
+        traces: those that have come, by the number of the answer.
         bell: set while something is unread.
         is_open: until its stream has ended.
     """
 
     def __init__(self, pace: Pace) -> None:
         self.request_id = ""
+        self.traces: dict[int, dict[str, Any]] = {}
         self.bell = asyncio.Event()
         self.is_open = True
         self._pace = pace
@@ -143,6 +145,8 @@ class Watchers:
             if feed is not None:
                 choice = self._first_choice[state.external_req_id] + state.request_index
                 feed.put(choice, frame)
+                if frame.trace is not None:
+                    feed.traces[choice] = vars(state)[traces.FIELD]
 
 
 def frames_taken(processor: Any, arrived: list[EngineCoreOutput]) -> Iterator[tuple[Any, Frame]]:

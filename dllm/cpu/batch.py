@@ -26,10 +26,7 @@ import functools
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import Kernel, lengths, spread
-
-_INPUT_BATCH = "vllm.v1.worker.gpu.input_batch."
-_BLOCK_TABLE = "vllm.v1.worker.gpu.block_table."
+from dllm.cpu.ragged import lengths, spread
 
 
 @functools.lru_cache(maxsize=64)  # the addresses are the same in every step
@@ -346,20 +343,3 @@ def _post_update_num_computed_tokens_kernel(
     slots = idx_mapping_ptr.numpy()
     spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
     num_computed_tokens_ptr.numpy()[slots] += lengths(spans)
-
-
-BATCH_KERNELS: dict[str, Kernel] = {
-    "vllm.v1.worker.gpu.buffer_utils._apply_write_kernel": _apply_write_kernel,
-    _BLOCK_TABLE + "_gather_block_tables_kernel": _gather_block_tables_kernel,
-    _BLOCK_TABLE + "_compute_slot_mappings_kernel": _compute_slot_mappings_kernel,
-    _INPUT_BATCH + "_prepare_prefill_inputs_kernel": _prepare_prefill_inputs_kernel,
-    _INPUT_BATCH + "_prepare_pos_seq_lens_kernel": _prepare_pos_seq_lens_kernel,
-    _INPUT_BATCH + "_combine_sampled_and_draft_tokens_kernel": (
-        _combine_sampled_and_draft_tokens_kernel
-    ),
-    _INPUT_BATCH + "_expand_idx_mapping_kernel": _expand_idx_mapping_kernel,
-    _INPUT_BATCH + "_post_update_kernel": _post_update_kernel,
-    _INPUT_BATCH + "_post_update_num_computed_tokens_kernel": (
-        _post_update_num_computed_tokens_kernel
-    ),
-}

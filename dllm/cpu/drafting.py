@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import Kernel, lengths, spread
+from dllm.cpu.ragged import lengths, spread
 
 
 @dataclass(frozen=True)
@@ -222,12 +222,3 @@ def _gather_draft_sampled_kernel(
     sampled = np.where(is_placeholder, -1, input_ids_ptr.numpy()[tokens])
     draft_sampled_ptr.numpy()[:num_logits] = sampled
     pos_ptr.numpy()[:num_logits] = positions
-
-
-_SPECULATION = "vllm.v1.worker.gpu.spec_decode."
-
-DRAFTING_KERNELS: dict[str, Kernel] = {
-    _SPECULATION + "dflash.speculator._prepare_dflash_inputs_kernel": _prepare_dflash_inputs_kernel,
-    _SPECULATION + "rejection_sampler._flatten_sampled_kernel": _flatten_sampled_kernel,
-    _SPECULATION + "rejection_sampler._gather_draft_sampled_kernel": _gather_draft_sampled_kernel,
-}

@@ -15,9 +15,7 @@ explains how these functions are written. Here
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import Kernel, spread
-
-_SAMPLE = "vllm.v1.worker.gpu.sample."
+from dllm.cpu.ragged import spread
 
 
 def _listed_ids(
@@ -236,14 +234,3 @@ def _prompt_logprobs_token_ids_kernel(
     following = np.minimum(following, all_token_ids.shape[1] - 1)
     out = prompt_logprobs_token_ids_ptr.numpy()
     out[spans[0] : spans[-1]] = all_token_ids[slots[rows], following]
-
-
-LOGIT_EDIT_KERNELS: dict[str, Kernel] = {
-    _SAMPLE + "penalties._penalties_kernel": _penalties_kernel,
-    _SAMPLE + "penalties._bincount_kernel": _bincount_kernel,
-    _SAMPLE + "logit_bias._bias_kernel": _bias_kernel,
-    _SAMPLE + "bad_words._bad_words_kernel": _bad_words_kernel,
-    _SAMPLE + "prompt_logprob._prompt_logprobs_token_ids_kernel": (
-        _prompt_logprobs_token_ids_kernel
-    ),
-}

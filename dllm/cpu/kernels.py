@@ -1,16 +1,50 @@
 """Which of vLLM's Triton kernels are replaced on a CPU, and by what."""
 
-from dllm.cpu.batch import BATCH_KERNELS
-from dllm.cpu.drafting import DRAFTING_KERNELS
-from dllm.cpu.edits import LOGIT_EDIT_KERNELS
-from dllm.cpu.logits import LOGITS_KERNELS
-from dllm.cpu.ragged import Kernel
-from dllm.cpu.sampling import SAMPLING_KERNELS
+from collections.abc import Callable
+
+from dllm.cpu import batch, drafting, edits, logits, sampling
+
+# A function that replaces a Triton kernel. It takes the arguments of the launch, without the grid.
+Kernel = Callable[..., None]
+
+# By the module of vLLM's Model Runner V2 that has kernels of these names.
+_REPLACED: dict[str, tuple[Kernel, ...]] = {
+    "block_table": (
+        batch._gather_block_tables_kernel,
+        batch._compute_slot_mappings_kernel,
+    ),
+    "buffer_utils": (batch._apply_write_kernel,),
+    "input_batch": (
+        batch._prepare_prefill_inputs_kernel,
+        batch._prepare_pos_seq_lens_kernel,
+        batch._combine_sampled_and_draft_tokens_kernel,
+        batch._expand_idx_mapping_kernel,
+        batch._post_update_kernel,
+        batch._post_update_num_computed_tokens_kernel,
+        sampling._get_num_sampled_and_rejected_kernel,
+    ),
+    "metrics.logits": (sampling._num_nans_kernel,),
+    "sample.bad_words": (edits._bad_words_kernel,),
+    "sample.gumbel": (sampling._gumbel_sample_kernel, sampling._temperature_kernel),
+    "sample.logit_bias": (edits._bias_kernel,),
+    "sample.logprob": (
+        logits._topk_log_softmax_kernel,
+        logits._ranks_kernel,
+        logits._fill_logprob_token_ids_kernel,
+    ),
+    "sample.min_p": (sampling._min_p_kernel,),
+    "sample.penalties": (edits._penalties_kernel, edits._bincount_kernel),
+    "sample.prompt_logprob": (edits._prompt_logprobs_token_ids_kernel,),
+    "spec_decode.dflash.speculator": (drafting._prepare_dflash_inputs_kernel,),
+    "spec_decode.rejection_sampler": (
+        drafting._flatten_sampled_kernel,
+        drafting._gather_draft_sampled_kernel,
+    ),
+    "structured_outputs": (logits._apply_grammar_bitmask_kernel,),
+}
 
 KERNELS: dict[str, Kernel] = {
-    **BATCH_KERNELS,
-    **LOGITS_KERNELS,
-    **LOGIT_EDIT_KERNELS,
-    **SAMPLING_KERNELS,
-    **DRAFTING_KERNELS,
+    f"vllm.v1.worker.gpu.{module}.{kernel.__name__}": kernel
+    for module, kernels in _REPLACED.items()
+    for kernel in kernels
 }

@@ -7,10 +7,6 @@ vLLM launches them for diffusion models too. `batch` explains how these function
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import Kernel
-
-_LOGPROB = "vllm.v1.worker.gpu.sample.logprob."
-
 
 def _topk_log_softmax_kernel(
     output_ptr: torch.Tensor,
@@ -104,13 +100,3 @@ def _apply_grammar_bitmask_kernel(
         logits_row = cu_num_logits[row] + position
         if logits_row < cu_num_logits[row + 1]:
             logits_ptr[logits_row].masked_fill_(is_forbidden[mask], -torch.inf)
-
-
-LOGITS_KERNELS: dict[str, Kernel] = {
-    _LOGPROB + "_topk_log_softmax_kernel": _topk_log_softmax_kernel,
-    _LOGPROB + "_ranks_kernel": _ranks_kernel,
-    _LOGPROB + "_fill_logprob_token_ids_kernel": _fill_logprob_token_ids_kernel,
-    "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel": (
-        _apply_grammar_bitmask_kernel
-    ),
-}

@@ -3,12 +3,7 @@
 ``starts`` says where the spans are: row i has elements [starts[i], starts[i + 1]).
 """
 
-from collections.abc import Callable
-
 import numpy as np
-
-# A function that replaces a Triton kernel. It takes the arguments of the launch, without the grid.
-Kernel = Callable[..., None]
 
 
 def spread(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

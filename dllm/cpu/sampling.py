@@ -11,10 +11,7 @@ import numpy as np
 import torch
 
 from dllm.cpu.gumbel import DRAFT_NOISE_SALT, best_per_block, drawn_at_once, gumbel_noise
-from dllm.cpu.ragged import Kernel, lengths
-
-_GPU = "vllm.v1.worker.gpu."
-
+from dllm.cpu.ragged import lengths
 
 # --------------------------------------------------------------------------- sampling
 
@@ -141,12 +138,3 @@ def _num_nans_kernel(
 ) -> None:
     """Count the NaNs of each logits row."""
     num_nans_ptr.copy_(logits_ptr.isnan().sum(1))
-
-
-SAMPLING_KERNELS: dict[str, Kernel] = {
-    _GPU + "input_batch._get_num_sampled_and_rejected_kernel": _get_num_sampled_and_rejected_kernel,
-    _GPU + "metrics.logits._num_nans_kernel": _num_nans_kernel,
-    _GPU + "sample.gumbel._gumbel_sample_kernel": _gumbel_sample_kernel,
-    _GPU + "sample.gumbel._temperature_kernel": _temperature_kernel,
-    _GPU + "sample.min_p._min_p_kernel": _min_p_kernel,
-}

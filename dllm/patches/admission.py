@@ -1,13 +1,11 @@
 """Patches of the API server: what cannot be served is refused there, with HTTP 400 and a reason."""
 
-import asyncio
 import importlib.util
 import weakref
 from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
 from dllm.settings.denoising import DenoiseSettings
-
 
 # In the ``__dict__`` of parameters that were checked a moment ago: what vLLM's check returned.
 VERDICT = "dllm_verdict"
@@ -18,17 +16,9 @@ def check_requests_at_admission() -> None:
 
     The message says what was given, what is allowed and what to do.
     """
-    from dllm.patches.routes import add_endpoint_plugins, extend_routes
-    from dllm.patches.streaming import take_frames_out
-
     _parse_requests()
-    _refuse_before_the_stream_starts()
-    _start_in_turn()
     _explain_refusals()
     _explain_missing_images()
-    extend_routes()
-    add_endpoint_plugins()
-    take_frames_out()
 
 
 def _parse_requests() -> None:
@@ -42,7 +32,6 @@ def _parse_requests() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     from dllm.api.encoder import Encoder
-    from dllm.patches.streaming import refuse_offline_streams
     from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
     from dllm.settings.pins import without_noise
     from dllm.settings.request import constrained
@@ -67,7 +56,6 @@ def _parse_requests() -> None:
             configs[self] = settings_of(self.vllm_config)
         vocab_size = self.model_config.get_vocab_size()
         admit(params, configs[self], vocab_size)
-        refuse_offline_streams(self, params)
         extra = params.extra_args
         params.extra_args = without_noise(extra) if extra else extra
         try:
@@ -138,75 +126,6 @@ def _text_only_message(hf_config: Any) -> str:
     elif importlib.util.find_spec("torchvision") is None:
         why = "images need torchvision, which is not installed here"
     return f"This server is text-only: {why}. Send text alone."
-
-
-def _refuse_before_the_stream_starts() -> None:
-    """Refuse a bad streaming request with HTTP 400 as well.
-
-    ``AsyncLLM.generate`` is a generator. vLLM's checks run when the first item is taken from it; by
-    then the server has sent HTTP 200. Here the checks run when ``generate`` is called, and vLLM's
-    next call of them returns the same verdict.
-    """
-    from vllm import SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from dllm.patches.routes import count, start_fill
-    from dllm.patches.streaming import serving_of, start_watching
-
-    generate = AsyncLLM.generate
-
-    def check_now(llm: Any, params: Any) -> None:
-        verdict = llm.input_processor._validate_params(params, ("generate",))
-        vars(params)[VERDICT] = verdict
-
-    def checked_generate(  # type: ignore[no-untyped-def]
-        self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
-    ):
-        if self.model_config.architecture in FAMILIES:
-            if isinstance(sampling_params, SamplingParams):
-                serving_of(self)
-                check_now(self, sampling_params)
-                start_watching(self, sampling_params, request_id)
-                given = (prompt, sampling_params, request_id, *args)
-                if (filled := start_fill(self, generate, *given, **kwargs)) is not None:
-                    return filled
-                count(1, sampling_params.n)
-            if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
-                self.renderer.validate_token_ids(prompt["prompt_token_ids"])
-        elif self.model_config.architecture in AUTOREGRESSIVE:
-            check_now(self, sampling_params)
-        return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
-
-    AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
-
-
-def _start_in_turn() -> None:
-    """Let the API server answer others between two of the many requests of one body.
-
-    vLLM checks all prompts of a list in one loop, and then starts all of them in one turn of the
-    event loop.
-    """
-    from vllm.entrypoints.serve.engine.serving import BaseServing
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    headers_of, add = BaseServing._get_trace_headers, AsyncLLM.add_request
-    turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
-
-    async def headers_after_others(self: Any, headers: Any) -> Any:
-        """vLLM's; its routes wait for it between two prompts, and for nothing else."""
-        if self.model_config.architecture in FAMILIES:
-            await asyncio.sleep(0)
-        return await headers_of(self, headers)
-
-    async def add_in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.model_config.architecture not in FAMILIES:
-            return await add(self, *args, **kwargs)
-        async with turns.setdefault(self, asyncio.Lock()):
-            await asyncio.sleep(0)  # while others wait for their turn
-            return await add(self, *args, **kwargs)
-
-    BaseServing._get_trace_headers = headers_after_others  # type: ignore[method-assign]
-    AsyncLLM.add_request = add_in_turn  # type: ignore[method-assign]
 
 
 def _explain_refusals() -> None:

@@ -16,7 +16,7 @@ from dllm.models.quantized import emulate_on_cpu
 from dllm.patches.contract import ASYNC_SCHEDULER, CPU_WORKER, GPU_WORKER, SCHEDULER, SCHEDULERS
 from dllm.patches.cpu import make_replicas_independent, set_cpu_worker
 from dllm.patches.cuda_graphs import choose_cuda_graphs
-from dllm.patches.statistics import read_statistics
+from dllm.patches.serving import prepare_front_end
 from dllm.settings.denoising import DenoiseSettings
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ def configure_dllm(vllm_config: Any) -> None:
     from vllm.config.diffusion import DiffusionConfig
     from vllm.platforms import current_platform
 
-    from dllm.patches.lifetime import end_together
     from dllm.settings.server import PluginOptions
 
     settings = settings_of(vllm_config)
@@ -62,8 +61,7 @@ def configure_dllm(vllm_config: Any) -> None:
         vllm_config.scheduler_config.disable_chunked_mm_input = True
     make_replicas_independent(vllm_config)
     set_cpu_worker(vllm_config)
-    read_statistics()
-    end_together()
+    prepare_front_end()
     if not current_platform.is_cpu() and vllm_config.parallel_config.worker_cls == "auto":
         vllm_config.parallel_config.worker_cls = GPU_WORKER
     worker = vllm_config.parallel_config.worker_cls

@@ -72,7 +72,9 @@ PATCHES = {
     "vllm.entrypoints.serve.engine.serving.BaseServing._get_trace_headers": (
         "between two prompts of a body the API server answers others"
     ),
-    "vllm.v1.engine.llm_engine.LLMEngine.add_request": "the same for the offline engine",
+    "vllm.v1.engine.llm_engine.LLMEngine.add_request": (
+        "a request's grammar is compiled and sent with it; canvases are shown in streams alone"
+    ),
     "vllm.tool_parsers.structural_tag_registry.register_vllm_structural_tag": (
         "in the front end: the grammar of tool calls in Gemma 4's syntax"
     ),
@@ -135,13 +137,6 @@ PATCHES = {
     "vllm.config.VllmConfig._get_v2_model_runner_unsupported_features": (
         "Model Runner V2 runs a target with remote drafts; vLLM's own has no custom_class"
     ),
-    "vllm.v1.worker.gpu.model_runner.RejectionSampler": (
-        "in a worker that drafts: drafts are kept if they are the tokens of plain decoding: the "
-        "text never depends on them"
-    ),
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids": (
-        "in the worker: each request's drafts are cut to the width that the policy chose"
-    ),
     "vllm.v1.engine.core.EngineCore.post_step": (
         "in the engine's process: drafting is skipped after a step that finished every request"
     ),
@@ -169,9 +164,6 @@ PATCHES = {
     ),
     "vllm._custom_ops.weight_packed_linear_cpu": (
         "in the CPU worker: a product of zero rows divides by zero and kills the process"
-    ),
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.gather_batch_req_state": (
-        "a head with a narrow canvas behind it is no full CUDA graph, whatever its length"
     ),
     "vllm.v1.engine.core.EngineCoreProc.run_busy_loop": (
         "in a worker that is in the engine core's process: the denoise loop ends when a request "

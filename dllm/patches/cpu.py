@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.cpu.instructions import computes_bf16
 from dllm.models import AUTOREGRESSIVE, FAMILIES
-from dllm.patches.contract import CPU_WORKER, GPU_WORKER, IN_PROCESS_EXECUTOR
+from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
 from dllm.patches.preflight import refuse_missing_parts
 
 logger = init_logger(LOGGER)
@@ -47,54 +47,26 @@ def set_cpu_worker(vllm_config: Any) -> None:
         parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
 
 
-def use_our_worker(vllm_config: Any, needs: str, advice: str = "Leave the flag out.") -> None:
-    """Choose our worker of this platform for a server of any model.
-
-    Args:
-        needs: who needs it, as the message begins: "recording needs".
-
-    Raises:
-        ValueError: the user chose another worker.
-    """
-    from vllm.platforms import current_platform
-
-    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
-    parallel = vllm_config.parallel_config
-    if parallel.worker_cls not in ("auto", worker):
-        raise ValueError(f"--worker-cls {parallel.worker_cls}: {needs} {worker}. {advice}")
-    parallel.worker_cls = worker
-    set_cpu_worker(vllm_config)
-
-
-def choose_dtype() -> None:
+def choose_dtype(arguments: Any, model_config: Any) -> None:
     """Let ``--dtype auto`` be float32 for what we serve, on a CPU without bf16 instructions.
 
     Matrix products are several times faster in float32 there. Quantized checkpoints keep their
     dtype, for which the kernels of their format are made.
     """
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or computes_bf16():
         return
-    create = EngineArgs.create_model_config
-
-    @functools.wraps(create)
-    def create_model_config(self: Any) -> Any:
-        config = create(self)
-        speculative = self.speculative_config or {}
-        is_ours = (
-            config.architecture in {*FAMILIES, *AUTOREGRESSIVE}
-            or speculative.get("method") == "dflash"
-            or str(speculative.get("model")).startswith("dllm.")
-        )
-        is_open = self.dtype == "auto" and config.quantization is None
-        if is_ours and is_open and config.dtype == torch.bfloat16:
-            config.dtype = torch.float32
-            logger.info("dllm: --dtype auto is float32: this CPU has no bf16 instructions")
-        return config
-
-    EngineArgs.create_model_config = create_model_config  # type: ignore[method-assign]
+    speculative = arguments.speculative_config or {}
+    is_ours = (
+        model_config.architecture in {*FAMILIES, *AUTOREGRESSIVE}
+        or speculative.get("method") == "dflash"
+        or str(speculative.get("model")).startswith("dllm.")
+    )
+    is_open = arguments.dtype == "auto" and model_config.quantization is None
+    if is_ours and is_open and model_config.dtype == torch.bfloat16:
+        model_config.dtype = torch.float32
+        logger.info("dllm: --dtype auto is float32: this CPU has no bf16 instructions")
 
 
 def register_model(architecture: str, path: str) -> None:
@@ -246,40 +218,3 @@ def register_cpu_kernels() -> None:
     from dllm.cpu.kernels import KERNELS
 
     register_kernels(KERNELS)
-
-
-def refuse_new_int8_weights(model: Any) -> None:
-    """vLLM's INT8 layers on a CPU keep packed weights alone, and would go on computing with them.
-
-    Raises:
-        ValueError: the model has such layers.
-    """
-    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
-        CompressedTensorsW8A8Int8,
-    )
-
-    for name, layer in model.named_modules():
-        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8):
-            raise ValueError(
-                f"New weights cannot go into INT8 layers on a CPU ({name}). Start the server "
-                "again with them, or serve an unquantized, FP8 or NVFP4 checkpoint."
-            )
-
-
-def pack_new_weights(model: Any) -> None:
-    """Bring what ``reload_weights`` leaves out into the layouts of vLLM's CPU kernels.
-
-    vLLM packs experts only when a model is loaded first, and a head that shares the embedding's
-    weights only if the checkpoint has weights of its own for it.
-    """
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-        UnquantizedFusedMoEMethod,
-    )
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for layer in model.modules():
-        method: Any = getattr(layer, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
-            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-        elif isinstance(layer, ParallelLMHead):
-            method.process_weights_after_loading(layer)

@@ -10,7 +10,6 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 import gc
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -21,19 +20,12 @@ from dllm.patches.compile_cache import (
     reload_compiled_backbone,
     write_checksums,
 )
-from dllm.patches.contract import SCHEDULERS
-from dllm.patches.cpu import (
-    allow_product_of_no_rows,
-    pack_new_weights,
-    refuse_new_int8_weights,
-    register_cpu_kernels,
-)
-from dllm.patches.drafting import draft_in_this_worker, verify_by_our_rule
-from dllm.patches.remote import RidingDrafts
-from dllm.patches.worker import Records, Visits, notice_arrivals
+from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
+from dllm.patches.new_weights import pack_new_weights, refuse_new_int8_weights
+from dllm.patches.worker import Drafts, Records, Visits
 
 
-class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
+class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
     """A CPU worker that replaces Triton kernels, and compiles everything before it is ready."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
@@ -43,13 +35,6 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
         register_cpu_kernels()
         reload_compiled_backbone()
         allow_product_of_no_rows()
-        draft_in_this_worker(vllm_config)
-        verify_by_our_rule()  # also of other methods' drafts: vLLM's rule needs Triton
-        # False for vLLM's built-in DiffusionGemma, which has the same architecture name and may run
-        # on this worker, too.
-        self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
-        if self.serves_canvases:
-            notice_arrivals()
         super().__init__(vllm_config, *args, **kwargs)
 
     def determine_available_memory(self) -> int:
@@ -84,13 +69,3 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
         """vLLM's; see ``start_weight_update``."""
         super().finish_weight_update()
         pack_new_weights(self.model_runner.model)
-
-    @torch.inference_mode()
-    def save_context_only(self) -> None:
-        """Called instead of ``take_draft_token_ids`` after a step that finished every request.
-
-        See ``Drafter.save_context_only``.
-        """
-        speculator = self.model_runner.speculator  # type: ignore[attr-defined]
-        if speculator is not None:  # only the last pipeline stage has one
-            speculator.save_context_only()

@@ -16,13 +16,11 @@ A batch is padded to the next captured size. vLLM's default sizes end at 512 tok
 canvases of 256; a batch that is larger than all sizes runs without a graph.
 """
 
-import functools
 from typing import Any
 
 from vllm.logger import init_logger
 
 from dllm import LOGGER
-from dllm.models import FAMILIES
 
 logger = init_logger(LOGGER)
 
@@ -59,28 +57,26 @@ def choose_cuda_graphs(vllm_config: Any, canvas_length: int) -> None:
         )
 
 
-@functools.cache
-def keep_heads_out_of_full_graphs() -> None:
-    """Let vLLM's runner take a full graph for a diffusion model's canvases alone.
+def canvas_runner() -> Any:
+    """The class of vLLM's runner of a diffusion model: a full graph is for canvases alone.
 
-    It takes one where all requests have as many tokens as the widest canvas. That may be a head and
-    a narrower canvas behind it. With blocks it is always one block, which is one sequence.
+    vLLM takes one where all requests have as many tokens as the widest canvas. That may be a head
+    and a narrower canvas behind it. With blocks it is always one block, which is one sequence.
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    gather = GPUModelRunner.gather_batch_req_state
-
-    def gather_batch_req_state(self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
-        state, num_tokens_each = gather(self, scheduler_output, dummy_run)
-        widths = getattr(state, "num_draft_tokens_np", None)
-        if widths is None or self.model_config.architecture not in FAMILIES:
+    class CanvasModelRunner(GPUModelRunner):
+        def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+            state, num_tokens_each = super().gather_batch_req_state(scheduler_output, dummy_run)
+            widths = getattr(state, "num_draft_tokens_np", None)
+            if widths is None:
+                return state, num_tokens_each
+            has_head = (widths > 0) & (widths < state.num_scheduled_tokens)
+            if self.model_state.family.settings.block_size == 1 and has_head.any():
+                num_tokens_each = None
             return state, num_tokens_each
-        has_head = (widths > 0) & (widths < state.num_scheduled_tokens)
-        if self.model_state.family.settings.block_size == 1 and has_head.any():
-            num_tokens_each = None
-        return state, num_tokens_each
 
-    GPUModelRunner.gather_batch_req_state = gather_batch_req_state  # type: ignore[method-assign]
+    return CanvasModelRunner
 
 
 def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:

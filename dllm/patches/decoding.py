@@ -7,7 +7,8 @@ Served as such it is a causal language model to vLLM, with whatever vLLM does fo
 from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
-from dllm.patches.cpu import register_model, use_our_worker
+from dllm.patches.cpu import choose_dtype, register_model
+from dllm.patches.serving import use_our_worker
 
 SPECULATOR = "dllm.drafter.self_drafter.SelfDrafter"
 
@@ -16,7 +17,7 @@ def serve_decodings() -> None:
     """Let this process serve such models in each of the ways that they can decode."""
     for architecture, path in AUTOREGRESSIVE.items():
         register_model(architecture, path)
-    _read_option()
+    _choose_model_config()
     _reserve_slots()
 
 
@@ -79,46 +80,57 @@ def use_v2_for_autoregressive(vllm_config: Any) -> None:
         use_our_worker(vllm_config, "serving token by token needs")
 
 
-def _read_option() -> None:
-    """Let the option choose the model class and, with ``self_speculation``, the speculator."""
+def _choose_model_config() -> None:
+    """Let our option choose the model class, and the CPU its dtype."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from dllm.settings.server import WHERE, PluginOptions
+    from dllm.settings.server import PluginOptions
 
     create = EngineArgs.create_model_config
 
     def create_model_config(self: Any) -> Any:
         decoding = PluginOptions.from_additional_config(self.additional_config).decoding
         config = create(self)
-        if decoding == "diffusion":
-            return config
-        served = FAMILIES.get(config.architecture)
-        if served is not None and served.autoregressive is not None:
-            self.hf_overrides = {**(self.hf_overrides or {}), "canvas_length": None}
-            config = create(self)
-        if config.architecture not in AUTOREGRESSIVE:
-            both = ", ".join(name for name, served in FAMILIES.items() if served.autoregressive)
-            raise ValueError(
-                f"{WHERE}: decoding = {decoding!r}, and {config.architecture} has one way to "
-                f"decode; allowed for {both}. Leave it out."
-            )
-        if decoding != "self_speculation":
-            return config
-        if (given := self.speculative_config) and given.get("model") != SPECULATOR:
-            raise ValueError(
-                f"{WHERE}: decoding = 'self_speculation' beside --speculative-config; allowed: one "
-                "of them, because both say what drafts. Leave that flag out, or choose 'ar'."
-            )
-        if given is None:
-            self.speculative_config = {
-                "method": "custom_class",
-                "model": SPECULATOR,
-                "num_speculative_tokens": config.hf_config.widest_canvas - 1,
-                "draft_sample_method": "probabilistic",
-            }
+        if decoding != "diffusion":
+            served = FAMILIES.get(config.architecture)
+            if served is not None and served.autoregressive is not None:
+                self.hf_overrides = {**(self.hf_overrides or {}), "canvas_length": None}
+                config = create(self)
+            _choose_speculator(self, config, decoding)
+        choose_dtype(self, config)
         return config
 
     EngineArgs.create_model_config = create_model_config  # type: ignore[method-assign]
+
+
+def _choose_speculator(arguments: Any, config: Any, decoding: str) -> None:
+    """With ``self_speculation``, let the model draft for itself.
+
+    Raises:
+        ValueError: the model or a flag does not fit the option.
+    """
+    from dllm.settings.server import WHERE
+
+    if config.architecture not in AUTOREGRESSIVE:
+        both = ", ".join(name for name, served in FAMILIES.items() if served.autoregressive)
+        raise ValueError(
+            f"{WHERE}: decoding = {decoding!r}, and {config.architecture} has one way to "
+            f"decode; allowed for {both}. Leave it out."
+        )
+    if decoding != "self_speculation":
+        return
+    if (given := arguments.speculative_config) and given.get("model") != SPECULATOR:
+        raise ValueError(
+            f"{WHERE}: decoding = 'self_speculation' beside --speculative-config; allowed: one "
+            "of them, because both say what drafts. Leave that flag out, or choose 'ar'."
+        )
+    if given is None:
+        arguments.speculative_config = {
+            "method": "custom_class",
+            "model": SPECULATOR,
+            "num_speculative_tokens": config.hf_config.widest_canvas - 1,
+            "draft_sample_method": "probabilistic",
+        }
 
 
 def _reserve_slots() -> None:

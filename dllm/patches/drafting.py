@@ -7,32 +7,23 @@ CPU worker verifies the drafts of every method by our rule.
 import functools
 from typing import Any
 
-from vllm.logger import init_logger
-
-from dllm import LOGGER
 from dllm.models import FAMILIES
 from dllm.patches.contract import DRAFTING_SCHEDULER
-from dllm.patches.cpu import register_model, use_our_worker
+from dllm.patches.cpu import register_model
 from dllm.patches.decoding import (
     configure_self_drafting,
     drafts_itself,
     use_v2_for_autoregressive,
 )
+from dllm.patches.neighbours import is_disabled
 from dllm.patches.remote import (
     configure_remote,
     drafts_remotely,
-    make_speculator,
-    run_remote_targets_on_v2,
+    run_our_speculators_on_v2,
 )
-from dllm.patches.statistics import read_statistics
-
-logger = init_logger(LOGGER)
+from dllm.patches.serving import use_our_worker
 
 DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
-
-# Whether `serve_drafters` was called. With DLLM_DISABLE=1 vLLM's own drafter stays in place.
-_is_ours = False
-_drafter: Any = None  # the last one made in this process
 
 
 def serve_drafters() -> None:
@@ -41,8 +32,6 @@ def serve_drafters() -> None:
 
     from dllm.settings.drafting import DRAFTER_ARCHITECTURE
 
-    global _is_ours
-    _is_ours = True
     register_model(DRAFTER_ARCHITECTURE, DRAFTER_MODEL)
     verify_and_update = VllmConfig.try_verify_and_update_config
 
@@ -54,14 +43,12 @@ def serve_drafters() -> None:
             _choose_classes(self)
         elif is_first and drafts_with_ours(self.speculative_config):
             _configure_drafting(self)
-        elif is_first and configure_remote(self):
-            read_statistics()
-        elif is_first:
+        elif is_first and not configure_remote(self):
             use_v2_for_autoregressive(self)
             _configure_recording(self)
 
     VllmConfig.try_verify_and_update_config = try_verify_and_update_config  # type: ignore[method-assign]
-    run_remote_targets_on_v2()
+    run_our_speculators_on_v2()
     _admit_all_sampling_parameters()
 
 
@@ -71,7 +58,7 @@ def drafts_with_ours(speculative_config: Any) -> bool:
 
     if drafts_itself(speculative_config):
         return True
-    if not _is_ours or speculative_config is None or speculative_config.method != "dflash":
+    if is_disabled() or speculative_config is None or speculative_config.method != "dflash":
         return False
     return DRAFTER_ARCHITECTURE in (speculative_config.draft_model_config.architectures or ())
 
@@ -103,7 +90,6 @@ def _choose_classes(vllm_config: Any) -> None:
     from vllm.platforms import current_platform
 
     from dllm.drafter.pair import drafter_options
-    from dllm.patches.lifetime import end_together
     from dllm.settings.drafting import always_verifies_all
 
     if vllm_config.lora_config is not None:
@@ -116,8 +102,6 @@ def _choose_classes(vllm_config: Any) -> None:
         "drafting needs",
         "Leave the flag out, or set DLLM_DISABLE=1 for vLLM's own drafter.",
     )
-    read_statistics()
-    end_together()
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     verifies_all = always_verifies_all(
         drafter_options(vllm_config), speculative.num_speculative_tokens
@@ -141,7 +125,6 @@ def _configure_recording(vllm_config: Any) -> None:
         ValueError: the server cannot record what is asked for.
     """
     from dllm.drafter.recording import refuse_unrecordable
-    from dllm.patches.lifetime import end_together
     from dllm.settings.drafting import WHERE
     from dllm.settings.server import PluginOptions
 
@@ -158,7 +141,6 @@ def _configure_recording(vllm_config: Any) -> None:
         )
     refuse_unrecordable(vllm_config)
     use_our_worker(vllm_config, "recording needs")
-    end_together()
     if not vllm_config.use_v2_model_runner:
         raise ValueError(
             f"{WHERE}: record needs vLLM's Model Runner V2, and this server would run another one."
@@ -215,59 +197,22 @@ def _admit_all_sampling_parameters() -> None:
 
 
 @functools.cache
-def _patch_runner() -> None:
-    """Let Model Runner V2 make our ``Drafter``, and take each request's drafts from it."""
-    import torch
+def make_our_speculators() -> None:
+    """Let Model Runner V2 make our speculators. Called by a worker."""
     from vllm.v1.worker.gpu import model_runner
 
     from dllm.drafter.self_drafter import SelfDrafter
     from dllm.drafter.speculator import Drafter
+    from dllm.remote.speculator import RemoteDrafts
 
     init_speculator = model_runner.init_speculator
-    take_draft_token_ids = model_runner.GPUModelRunner.take_draft_token_ids
 
     def init_ours(vllm_config: Any, device: Any, req_states: Any = None) -> Any:
-        global _drafter
         if drafts_with_ours(vllm_config.speculative_config):
             kind = SelfDrafter if drafts_itself(vllm_config.speculative_config) else Drafter
-            _drafter = kind(vllm_config, device)
-            return _drafter
+            return kind(vllm_config, device)
         if drafts_remotely(vllm_config.speculative_config):
-            return make_speculator(vllm_config, device)
+            return RemoteDrafts(vllm_config, device)
         return init_speculator(vllm_config, device, req_states)
 
-    def take_trimmed(self: Any) -> Any:
-        if not isinstance(self.speculator, Drafter):
-            return take_draft_token_ids(self)
-        with torch.inference_mode():
-            self.speculator.draft_late(self.req_states, self.draft_tokens_handler)
-        drafts = take_draft_token_ids(self)
-        return None if drafts is None else self.speculator.report(drafts)
-
     model_runner.init_speculator = init_ours
-    model_runner.GPUModelRunner.take_draft_token_ids = take_trimmed  # type: ignore[method-assign]
-
-
-def drafter_of_this_process() -> Any:
-    """The last ``Drafter`` that was made in this process, None if there is none.
-
-    A worker makes it, so with a worker in another process there is none here.
-    """
-    return _drafter
-
-
-def draft_in_this_worker(vllm_config: Any) -> None:
-    """Called by a worker: patch its model runner if this server has a drafter of ours."""
-    speculative = vllm_config.speculative_config
-    if drafts_with_ours(speculative) or drafts_remotely(speculative):
-        _patch_runner()
-        verify_by_our_rule()
-
-
-def verify_by_our_rule() -> None:
-    """Let this process keep drafts that are the target's own tokens, whoever made them."""
-    from vllm.v1.worker.gpu import model_runner
-
-    from dllm.drafter.verification import DrafterInvariantSampler
-
-    model_runner.RejectionSampler = DrafterInvariantSampler  # type: ignore[misc]

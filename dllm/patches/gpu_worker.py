@@ -3,39 +3,37 @@
 ``cpu_worker`` is a module of its own because importing its base class patches torch for a CPU.
 """
 
+import gc
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import ref
 
-from vllm.config import VllmConfig
+import torch
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.drafter.cache import check_pages
 from dllm.engine.warm_up import warm_up
-from dllm.patches.contract import SCHEDULERS
-from dllm.patches.cuda_graphs import keep_heads_out_of_full_graphs
+from dllm.patches.cuda_graphs import canvas_runner
 from dllm.patches.decoding import drafts_itself
-from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
-from dllm.patches.remote import RidingDrafts
+from dllm.patches.drafting import drafts_with_ours
 from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
-from dllm.patches.sleep import LoadedTensors
-from dllm.patches.worker import Records, Visits, notice_arrivals
+from dllm.patches.worker import Drafts, Records, Visits
 
 
-class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
+class CanvasGPUWorker(Records, Visits, Drafts, Worker):
     """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
 
-    loaded: LoadedTensors | None = None  # where sleep mode is enabled
+    loaded: "LoadedTensors | None" = None  # where sleep mode is enabled
 
-    def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
+    def _make_model_runner(self) -> Any:
+        """vLLM's; of a diffusion model, one that knows which batches can be a full graph."""
         if self.serves_canvases:
-            notice_arrivals()
-            keep_heads_out_of_full_graphs()
-        draft_in_this_worker(vllm_config)
-        super().__init__(vllm_config, *args, **kwargs)
+            return canvas_runner()(self.vllm_config, self.device)
+        return super()._make_model_runner()
 
     def load_model(self, **options: Any) -> None:
         """vLLM's, with kernels that have passed a test.
@@ -87,3 +85,52 @@ class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
         if drafts_with_ours(self.vllm_config.speculative_config):
             check_pages(self.vllm_config, specs)
         return specs
+
+
+class LoadedTensors:
+    """All tensors of a device that were made while a model was loaded.
+
+    Sleep mode of level 2 gives their memory back. After ``wake_up`` a trainer sends weights again,
+    and vLLM restores the model's buffers. What else was built beside them would hold whatever is in
+    that memory then, for instance the state of canvases and the tables of the sampler.
+
+    Args:
+        load: loads the model.
+    """
+
+    def __init__(self, load: Callable[[], None], device: torch.device) -> None:
+        before = _tensors(device)  # kept, so that no new tensor has the id of one of them
+        known = {id(tensor) for tensor in before}
+        load()
+        self._made = [ref(tensor) for tensor in _tensors(device) if id(tensor) not in known]
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @torch.inference_mode()
+    def save(self, others: Iterable[torch.Tensor]) -> None:
+        """Copy their memory to the host, each piece once.
+
+        Args:
+            others: tensors that somebody else restores, the model's weights and buffers.
+        """
+        seen = {tensor.untyped_storage().data_ptr() for tensor in others}
+        for reference in self._made:
+            tensor = reference()
+            if tensor is None or tensor.untyped_storage().data_ptr() in seen:
+                continue
+            seen.add(tensor.untyped_storage().data_ptr())
+            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            memory.set_(tensor.untyped_storage())
+            self._saved.append((memory, memory.to("cpu", copy=True)))
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Copy it back to where it was, because captured graphs read these addresses."""
+        for memory, copy in self._saved:
+            memory.copy_(copy)
+        self._saved = []
+
+
+def _tensors(device: torch.device) -> list[torch.Tensor]:
+    # Not isinstance(): it asks every object for its class, and some answer with a warning.
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    return [tensor for tensor in found if tensor.device == device]

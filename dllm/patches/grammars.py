@@ -11,12 +11,11 @@ So a grammar is compiled once, within limits of time and memory, and all hold th
 import asyncio
 import json
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from types import AsyncGeneratorType
 from typing import Any
 
 from dllm.grammar.automaton import Unsupported
@@ -24,9 +23,8 @@ from dllm.grammar.compile import Grammars, Spec, check_length, tokens_of
 from dllm.grammar.constraint import Constraint, Thoughts
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
-from dllm.settings.request import has_structured_outputs, refuse, with_grammar
+from dllm.settings.request import STREAM, has_structured_outputs, refuse, with_grammar
 
-EVENTS_BEFORE_THE_ENGINE = 4  # at most
 GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
 
 
@@ -34,8 +32,7 @@ def serve_structured_outputs() -> None:
     """Admit structured outputs and ship their tables, for our architectures."""
     _admit()
     _check_in_the_engine()
-    _compile_before_the_engine()
-    _compile_before_the_stream_starts()
+    _compile_before_an_offline_engine()
 
 
 def _admit() -> None:
@@ -82,27 +79,23 @@ def _check_in_the_engine() -> None:
     StructuredOutputManager.grammar_init = table_init  # type: ignore[method-assign]
 
 
-def _compile_before_the_engine() -> None:
-    """Wrap both of vLLM's engines: a request goes on with its table."""
-    from vllm.v1.engine.async_llm import AsyncLLM
+def _compile_before_an_offline_engine() -> None:
+    """Let a request of vLLM's Python classes go on with its table, as in a server (``async_llm``).
+
+    One that asks for its canvases is refused: they are shown in streams alone.
+    """
+    from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    add_async, add = AsyncLLM.add_request, LLMEngine.add_request
-
-    async def async_add_request(
-        self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if _needs_table(self, params):
-            ended = kwargs.get("reasoning_ended")
-            of_parser = kwargs.get("reasoning_parser_kwargs") or {}
-            shipped = await _shipped(self, params, prompt, ended, of_parser)
-            params = with_grammar(params, shipped)
-        return await add_async(self, request_id, prompt, params, *args, **kwargs)
+    add = LLMEngine.add_request
 
     def add_request(
         self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if _needs_table(self, params):
+        is_ours = self.model_config.architecture in FAMILIES
+        if is_ours and isinstance(params, SamplingParams) and (params.extra_args or {}).get(STREAM):
+            refuse(STREAM, f"{STREAM} needs a server (vllm serve). Leave it out.")
+        if needs_table(self, params):
             self.input_processor._validate_params(params, ("generate",))
             with _refusing():
                 table = _begin(self, params).result()
@@ -110,93 +103,28 @@ def _compile_before_the_engine() -> None:
             params = with_grammar(params, Constraint.shipped(table, thoughts))
         return add(self, request_id, prompt, params, *args, **kwargs)
 
-    AsyncLLM.add_request = async_add_request  # type: ignore[method-assign]
     LLMEngine.add_request = add_request  # type: ignore[method-assign]
 
 
-_asked: ContextVar[list[Callable[[], Awaitable[Any]]] | None] = ContextVar("asked", default=None)
+# While a route handles a request: what to wait for before its stream starts.
+current_compilations: ContextVar[list[Callable[[], Awaitable[Any]]] | None] = ContextVar(
+    "current_compilations", default=None
+)
 
 
-def _compile_before_the_stream_starts() -> None:
-    """Refuse a grammar of a streaming request with HTTP 400 as well.
+def wait_before_the_stream(llm: Any, prompt: Any, params: Any) -> None:
+    """Let the route that starts a request wait for its grammar, which may be refused.
 
     vLLM adds a streaming request to the engine when the first item is taken from the stream; by
-    then it has sent HTTP 200. So the compilation is waited for before the stream is returned.
+    then it has sent HTTP 200.
     """
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    generate = AsyncLLM.generate
-
-    def noted_generate(
-        self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        asked = _asked.get()
-        if asked is not None and _needs_table(self, sampling_params):
-            asked.append(lambda: _shipped(self, sampling_params, prompt, True, {}))
-        return generate(self, prompt, sampling_params, *args, **kwargs)
-
-    AsyncLLM.generate = noted_generate  # type: ignore[method-assign]
-    for owner, name in (
-        (OpenAIServingChat, "create_chat_completion"),
-        (OpenAIServingCompletion, "create_completion"),
-        (OpenAIServingResponses, "create_responses"),
-    ):
-        setattr(owner, name, _waiting_for_grammars(getattr(owner, name)))
-
-
-def _waiting_for_grammars(create: Any) -> Any:
-    async def created(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.model_config.architecture in FAMILIES:
-            _constrain_gemma_calls()
-        asked: list[Callable[[], Awaitable[Any]]] = []
-        token = _asked.set(asked)
-        try:
-            made = await create(self, request, *args, **kwargs)
-            if isinstance(made, AsyncGeneratorType) and _is_response_with_format(request):
-                made = await _begun(made, asked)
-        finally:
-            _asked.reset(token)
-        if isinstance(made, AsyncGeneratorType):
-            for compiling in asked:
-                await compiling()
-        return made
-
-    return created
-
-
-def _is_response_with_format(request: Any) -> bool:
-    """Whether it is a request of the Responses API that may have structured outputs."""
-    return getattr(getattr(request, "text", None), "format", None) is not None or (
-        hasattr(request, "text") and bool(request.tools)
-    )
-
-
-async def _begun(stream: Any, asked: Sequence[Any]) -> Any:
-    """The same stream, which has begun to generate.
-
-    The Responses API sends two events before it calls the engine.
-    """
-    events: list[Any] = []
-    while not asked and len(events) < EVENTS_BEFORE_THE_ENGINE:
-        try:
-            events.append(await anext(stream))
-        except StopAsyncIteration:
-            break
-
-    async def whole() -> Any:
-        for event in events:
-            yield event
-        async for event in stream:
-            yield event
-
-    return whole()
+    compilations = current_compilations.get()
+    if compilations is not None and needs_table(llm, params):
+        compilations.append(lambda: shipped(llm, params, prompt, True, {}))
 
 
 @cache
-def _constrain_gemma_calls() -> None:
+def constrain_gemma_calls() -> None:
     """Hold tool calls in Gemma 4's syntax to their schemas; vLLM leaves them free.
 
     Called in an API server of one of our models, so that an autoregressive Gemma 4 stays as it is.
@@ -219,7 +147,7 @@ def _constrain_gemma_calls() -> None:
     Gemma4EngineToolParser.structural_tag_model = GEMMA_CALLS
 
 
-def _needs_table(engine: Any, params: Any) -> bool:
+def needs_table(engine: Any, params: Any) -> bool:
     """Whether a request to this engine has structured outputs that we compile."""
     from vllm.sampling_params import SamplingParams
 
@@ -227,7 +155,7 @@ def _needs_table(engine: Any, params: Any) -> bool:
     return is_ours and isinstance(params, SamplingParams) and has_structured_outputs(params)
 
 
-async def _shipped(
+async def shipped(
     engine: Any,
     params: Any,
     prompt: Any,

@@ -4,13 +4,12 @@ Every patch checks what is served: a model or drafter that is not ours behaves a
 plugin. ``contract`` lists every name that is touched, and why.
 """
 
+import functools
 from typing import Any
 
 from dllm.models import FAMILIES, REFUSED, load, own_configs
-from dllm.patches.admission import check_requests_at_admission
 from dllm.patches.configure import configure_dllm, set_batch_defaults
 from dllm.patches.cpu import (
-    choose_dtype,
     enable_cpu_runtime,
     is_cpu_without_triton,
     register_model,
@@ -18,32 +17,26 @@ from dllm.patches.cpu import (
 )
 from dllm.patches.decoding import serve_decodings
 from dllm.patches.drafting import serve_drafters
-from dllm.patches.neighbours import refuse_model_type
+from dllm.patches.neighbours import is_disabled, refuse_model_type
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
 BUILTIN = "dllm.patches.builtin:TextOnlyDiffusionGemma"
 ATTENTION_BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
 
-_installed = False
 
+@functools.cache  # calling it again changes nothing
+def install() -> None:
+    """Install the plugin in this process.
 
-def install(serve_with_dllm: bool) -> None:
-    """Install the plugin in this process; calling it again changes nothing.
-
-    Args:
-        serve_with_dllm: False installs only the CPU runtime, and leaves vLLM's own DiffusionGemma
-            and DFlash drafter in place.
+    With DLLM_DISABLE=1 that is the CPU runtime alone, and vLLM's own DiffusionGemma and DFlash
+    drafter stay in place.
     """
-    global _installed
-    if _installed:
-        return
-    _installed = True
     enable_cpu_runtime()
-    if serve_with_dllm:
-        _serve_families()
-        serve_drafters()
-    else:
+    if is_disabled():
         _keep_builtin()
+        return
+    _serve_families()
+    serve_drafters()
 
 
 def _serve_families() -> None:
@@ -52,7 +45,11 @@ def _serve_families() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     # Not loaded where vLLM's own classes serve.
+    from dllm.patches.admission import check_requests_at_admission
+    from dllm.patches.async_llm import check_requests_early, start_in_turn
     from dllm.patches.grammars import serve_structured_outputs
+    from dllm.patches.routes import add_endpoint_plugins, extend_routes
+    from dllm.patches.streaming import take_frames_out
 
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
@@ -61,10 +58,14 @@ def _serve_families() -> None:
         register_model(architecture, served.model_class())
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm, served.config)
     set_batch_defaults()
-    choose_dtype()
     serve_decodings()
     check_requests_at_admission()
     serve_structured_outputs()
+    check_requests_early()
+    start_in_turn()
+    extend_routes()
+    add_endpoint_plugins()
+    take_frames_out()
 
 
 def _read_config_files() -> None:

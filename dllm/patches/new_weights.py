@@ -62,3 +62,40 @@ def loading(model: Any, load: Callable[[], None]) -> None:
                 _place_kernel_tensors(layer, info)
             info.reset()
         raise
+
+
+def refuse_new_int8_weights(model: Any) -> None:
+    """vLLM's INT8 layers on a CPU keep packed weights alone, and would go on computing with them.
+
+    Raises:
+        ValueError: the model has such layers.
+    """
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+        CompressedTensorsW8A8Int8,
+    )
+
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8):
+            raise ValueError(
+                f"New weights cannot go into INT8 layers on a CPU ({name}). Start the server "
+                "again with them, or serve an unquantized, FP8 or NVFP4 checkpoint."
+            )
+
+
+def pack_new_weights(model: Any) -> None:
+    """Bring what ``reload_weights`` leaves out into the layouts of vLLM's CPU kernels.
+
+    vLLM packs experts only when a model is loaded first, and a head that shares the embedding's
+    weights only if the checkpoint has weights of its own for it.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        elif isinstance(layer, ParallelLMHead):
+            method.process_weights_after_loading(layer)

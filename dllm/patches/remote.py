@@ -7,8 +7,9 @@ A target asks for it in ``--speculative-config``: method "custom_class", and as 
 from typing import Any
 
 from dllm.patches.contract import REMOTE_SCHEDULER
-from dllm.patches.cpu import set_cpu_worker, use_our_worker
+from dllm.patches.cpu import set_cpu_worker
 from dllm.patches.decoding import drafts_itself
+from dllm.patches.serving import use_our_worker
 
 SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
 
@@ -31,7 +32,6 @@ def configure_remote(vllm_config: Any) -> bool:
     Raises:
         ValueError: an option or a flag does not work with remote drafts.
     """
-    from dllm.patches.lifetime import end_together
     from dllm.settings.remote import WHERE
     from dllm.settings.server import PluginOptions
 
@@ -52,7 +52,6 @@ def configure_remote(vllm_config: Any) -> bool:
         )
     _check(vllm_config, options.remote)
     _choose_classes(vllm_config)
-    end_together()
     return True
 
 
@@ -96,8 +95,8 @@ def _choose_classes(vllm_config: Any) -> None:
     scheduler.async_scheduling = False
 
 
-def run_remote_targets_on_v2() -> None:
-    """Let Model Runner V2, which calls our speculators, run targets with one of them."""
+def run_our_speculators_on_v2() -> None:
+    """Let Model Runner V2 run targets with a speculator of ours."""
     from vllm.config import VllmConfig
 
     find = VllmConfig._get_v2_model_runner_unsupported_features
@@ -111,25 +110,3 @@ def run_remote_targets_on_v2() -> None:
     VllmConfig._get_v2_model_runner_unsupported_features = (  # type: ignore[method-assign]
         _get_v2_model_runner_unsupported_features
     )
-
-
-def make_speculator(vllm_config: Any, device: Any) -> Any:
-    """The speculator of a target with remote drafts."""
-    from dllm.remote.speculator import RemoteDrafts
-
-    return RemoteDrafts(vllm_config, device)
-
-
-class RidingDrafts:
-    """A base class in front of a worker of vLLM: takes the drafts that ride in the schedule."""
-
-    vllm_config: Any
-    model_runner: Any
-
-    def execute_model(self, scheduler_output: Any) -> Any:
-        """vLLM's; before it, drafts are copied to where the model runner reads them."""
-        if drafts_remotely(self.vllm_config.speculative_config):
-            from dllm.remote.speculator import take_scheduled
-
-            take_scheduled(self.model_runner.req_states, scheduler_output)
-        return super().execute_model(scheduler_output)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Patches of the routes of chats and completions: what they take beside OpenAI's fields.
+"""Patches of vLLM's routes: what chats and completions take beside OpenAI's fields.
 
 diffusion_pins    given tokens, by text                      (api.pins)
 suffix            fill in the middle, of completions         (api.fill)
@@ -6,9 +6,11 @@ diffusion_stream  unfinished canvases in the stream          (patches.streaming)
 diffusion_trace   when each token was decided                (patches.streaming)
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import AsyncGeneratorType
+from typing import Any, TypeVar
 
 from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
@@ -21,13 +23,15 @@ from dllm.api.page import CanvasPage
 from dllm.api.tally import Tally, current_tally
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
 from dllm.patches.adapters import refuse_wrong_adapters
+from dllm.patches.grammars import constrain_gemma_calls, current_compilations
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.settings.admission import refuse_without_canvases
-from dllm.settings.denoising import block_size_of
 from dllm.settings.request import STREAM, TRACE, refuse
 
 logger = init_logger(LOGGER)
+T = TypeVar("T")
 
+EVENTS_BEFORE_THE_ENGINE = 4  # at most
 # Fields of completions that cannot stand beside a suffix.
 BESIDE_NO_SUFFIX = (
     "echo",
@@ -46,23 +50,136 @@ def extend_routes() -> None:
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 
-    # Subclasses (Anthropic, Cohere) call the chat's method and translate what it streams, so only
-    # the class itself is extended, and for them the method refuses.
-    OpenAIServingChat.create_chat_completion = _counting(  # type: ignore[method-assign]
-        _extended(OpenAIServingChat, OpenAIServingChat.create_chat_completion)
-    )
-    OpenAIServingCompletion.create_completion = _counting(  # type: ignore[method-assign]
-        _filling(_extended(OpenAIServingCompletion, OpenAIServingCompletion.create_completion))
-    )
-    for route, method in (
-        (OpenAIServingResponses, "create_responses"),
-        (OpenAIServingChatBatch, "create_batch_chat_completion"),
-        (ServingTokens, "serve_tokens"),
+    for route, take, method in (
+        (OpenAIServingChat, _create_chat, "create_chat_completion"),
+        (OpenAIServingCompletion, _create_completion, "create_completion"),
+        (OpenAIServingResponses, None, "create_responses"),
+        (OpenAIServingChatBatch, None, "create_batch_chat_completion"),
+        (ServingTokens, None, "serve_tokens"),
     ):
-        setattr(route, method, _counting(_refusing(getattr(route, method))))
+        setattr(route, method, _extended(route, getattr(route, method), take))
     refuse_wrong_adapters()
     _refuse_scores()
     _bound_invocations()
+
+
+def _extended(
+    route: type, create: Create, take: Callable[..., Awaitable[Any]] | None
+) -> Callable[..., Any]:
+    """A method of a route. It waits for grammars, and counts what its request starts.
+
+    Args:
+        create: vLLM's method.
+        take: calls ``create`` with what our fields ask for. None: the route refuses them.
+    """
+
+    async def create_extended(self: Any, request: Any, raw_request: Any = None) -> Any:
+        if self.model_config.architecture not in FAMILIES:
+            if self.model_config.architecture in AUTOREGRESSIVE:
+                await _refuse_fields_of_canvases(raw_request)
+            return await create(self, request, raw_request)
+        constrain_gemma_calls()
+        compilations: list[Callable[[], Awaitable[Any]]] = []
+        with _set(current_tally, Tally()), _set(current_compilations, compilations):
+            try:
+                # Subclasses (Anthropic, Cohere) call the chat's method and translate what it
+                # streams. For them it refuses.
+                if take is not None and type(self) is route:
+                    answer = await take(create, self, request, raw_request)
+                else:
+                    await _refuse_our_fields(raw_request)
+                    answer = await create(self, request, raw_request)
+            except RecursionError:
+                # vLLM reads the arguments of an earlier tool call as JSON.
+                refuse("messages", "a message is nested too deeply. Make it flatter.")
+            if isinstance(answer, AsyncGeneratorType) and _is_response_with_format(request):
+                answer = await _begun(answer, compilations)
+        if isinstance(answer, AsyncGeneratorType):
+            for compilation in compilations:
+                await compilation()
+        return answer
+
+    return create_extended
+
+
+@contextmanager
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable for a while."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+async def _create_chat(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
+    """A chat, with pins; its stream may show canvases."""
+    await _write_pins(self, request)
+    return await create_watched(create, self, request, raw_request)
+
+
+async def _create_completion(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
+    """A completion: as a chat, and in front of a suffix the hole is filled."""
+    if not request.suffix:
+        request.suffix = None  # vLLM would refuse an empty one
+        _refuse_hole_without_suffix(request)
+        return await _create_chat(create, self, request, raw_request)
+    with _set(fill.current_fill, await _take_fill(self, request)):
+        return await _create_chat(create, self, request, raw_request)
+
+
+def _is_response_with_format(request: Any) -> bool:
+    """Whether it is a request of the Responses API that may have structured outputs."""
+    return getattr(getattr(request, "text", None), "format", None) is not None or (
+        hasattr(request, "text") and bool(request.tools)
+    )
+
+
+async def _begun(stream: Any, compilations: Sequence[Any]) -> Any:
+    """The same stream, which has begun to generate.
+
+    The Responses API sends two events before it calls the engine.
+    """
+    events: list[Any] = []
+    while not compilations and len(events) < EVENTS_BEFORE_THE_ENGINE:
+        try:
+            events.append(await anext(stream))
+        except StopAsyncIteration:
+            break
+
+    async def whole() -> Any:
+        for event in events:
+            yield event
+        async for event in stream:
+            yield event
+
+    return whole()
+
+
+async def _refuse_our_fields(raw_request: Any) -> None:
+    """Refuse them where nothing behind the route could.
+
+    Responses start their stream before the request, and other routes drop the fields that they do
+    not know.
+    """
+    if raw_request is None:
+        return
+    sent = await raw_request.json()
+    extra = sent.get("vllm_xargs") or ()
+    if sent.get("diffusing") is True or STREAM in extra:
+        refuse_route(STREAM)
+    if TRACE in extra:
+        refuse_route(TRACE)
+    if sent.get(pins.FIELD) is not None:
+        refuse_route(pins.FIELD)
+
+
+async def _refuse_fields_of_canvases(raw_request: Any) -> None:
+    """Refuse them where a model is served token by token."""
+    sent = await raw_request.json() if raw_request is not None else {}
+    for field in ("diffusing", pins.FIELD):
+        if sent.get(field):
+            refuse_without_canvases(field)
 
 
 def _refuse_scores() -> None:
@@ -116,122 +233,6 @@ def _read_no_structural_tags() -> None:
     protocol.validate_structural_tag_payload = is_text
 
 
-def _counting(create: Create) -> Callable[..., Any]:
-    """A route's method, with a count of what its request starts."""
-
-    async def create_counted(self: Any, request: Any, raw_request: Any = None) -> Any:
-        token = current_tally.set(Tally())
-        try:
-            return await create(self, request, raw_request)
-        except RecursionError:  # the arguments of an earlier tool call, which vLLM reads as JSON
-            if self.model_config.architecture not in FAMILIES:
-                raise
-            refuse("messages", "a message is nested too deeply. Make it flatter.")
-        finally:
-            current_tally.reset(token)
-
-    return create_counted
-
-
-def count(number: int, num_samples: int) -> None:
-    """Count requests of the engine that the current HTTP request starts, for each sample.
-
-    Raises:
-        VLLMValidationError: there are too many.
-    """
-    tally = current_tally.get()
-    if tally is not None:
-        tally.add(number * num_samples, "n" if num_samples > 1 else "prompt")
-
-
-def _extended(served: type, create: Create) -> Callable[..., Any]:
-    """The method of a route, which takes pins, and shows canvases."""
-    refusing = _refusing(create)
-
-    async def create_extended(self: Any, request: Any, raw_request: Any = None) -> Any:
-        if self.model_config.architecture not in FAMILIES or type(self) is not served:
-            return await refusing(self, request, raw_request)
-        await _write_pins(self, request)
-        return await create_watched(create, self, request, raw_request)
-
-    return create_extended
-
-
-def _filling(create: Create) -> Callable[..., Any]:
-    """The method of completions, which takes a suffix."""
-
-    async def create_filling(self: Any, request: Any, raw_request: Any = None) -> Any:
-        if self.model_config.architecture not in FAMILIES:
-            return await create(self, request, raw_request)
-        if not request.suffix:
-            request.suffix = None  # vLLM would refuse an empty one
-            _refuse_hole_without_suffix(request)
-            return await create(self, request, raw_request)
-        token = fill.current_fill.set(await _take_fill(self, request))
-        try:
-            return await create(self, request, raw_request)
-        finally:
-            fill.current_fill.reset(token)
-
-    return create_filling
-
-
-def _refusing(create: Create) -> Callable[..., Any]:
-    """A route's method that refuses our fields.
-
-    Responses start their stream before the request, and other routes drop the fields that they do
-    not know, so that nothing behind them could refuse.
-    """
-
-    async def create_plain(self: Any, request: Any, raw_request: Any = None) -> Any:
-        if self.model_config.architecture in FAMILIES and raw_request is not None:
-            sent = await raw_request.json()
-            extra = sent.get("vllm_xargs") or ()
-            if sent.get("diffusing") is True or STREAM in extra:
-                refuse_route(STREAM)
-            if TRACE in extra:
-                refuse_route(TRACE)
-            if sent.get(pins.FIELD) is not None:
-                _refuse_pins()
-        elif self.model_config.architecture in AUTOREGRESSIVE and raw_request is not None:
-            sent = await raw_request.json()
-            for field in ("diffusing", pins.FIELD):
-                if sent.get(field):
-                    refuse_without_canvases(field)
-        return await create(self, request, raw_request)
-
-    return create_plain
-
-
-def start_fill(
-    llm: Any, generate: Any, prompt: Any, params: Any, *args: Any, **options: Any
-) -> Any:
-    """The outputs of a request that a route with a suffix starts; None for every other request.
-
-    Args:
-        llm: vLLM's AsyncLLM, and ``generate`` its method, with the arguments that follow.
-
-    Raises:
-        VLLMValidationError: hole and suffix do not fit.
-    """
-    hole = fill.current_fill.get()
-    if hole is None:
-        return None
-    prompt_len = len(prompt["prompt_token_ids"])
-    if (block := block_size_of(llm.vllm_config)) > 1:
-        hole = hole.in_a_block(block - prompt_len % block, settings_of(llm.vllm_config).one_step)
-    room = llm.model_config.max_model_len - prompt_len
-    widths = hole.width_range(params.min_tokens, params.max_tokens, room)
-    count(len(widths), params.n)
-    candidate = hole.candidate(params, widths[-1], 0)
-    llm.input_processor._validate_params(candidate, ("generate",))
-    start = functools.partial(generate, llm)
-    decode = functools.partial(
-        llm.renderer.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens
-    )
-    return fill.filled(start, hole, widths, decode, prompt, params, *args, **options)
-
-
 async def _write_pins(self: Any, request: Any) -> None:
     """Turn ``diffusion_pins`` into extra arguments."""
     given = getattr(request, pins.FIELD, None)
@@ -277,14 +278,6 @@ async def _off_the_loop(self: Any, tokenize: Callable[..., Any], *args: Any) -> 
 
 def _encoder(self: Any) -> Encoder:
     return Encoder.of(self.renderer.get_tokenizer())
-
-
-def _refuse_pins() -> NoReturn:
-    refuse(
-        pins.FIELD,
-        f"{pins.FIELD} is not served here; allowed: /v1/chat/completions and /v1/completions. "
-        "Leave it out.",
-    )
 
 
 class OurRoutes:

@@ -7,7 +7,6 @@ vLLM's Python classes as well.
 
 import weakref
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -30,18 +29,8 @@ from dllm.settings.server import PluginOptions
 Create = Callable[[Any, Any, Any], Awaitable[Any]]  # a route's method: self, request, raw request
 
 
-@dataclass
-class Serving:
-    """The watchers of one engine client, and the options of its server."""
-
-    watchers: Watchers
-    options: PluginOptions
-
-
-_by_engine: weakref.WeakKeyDictionary[Any, Serving] = weakref.WeakKeyDictionary()
-_by_client: weakref.WeakKeyDictionary[Any, Serving] = weakref.WeakKeyDictionary()
-# Of API servers. An offline engine has one, too, but nobody who takes frames out of its outputs.
-_online_processors: weakref.WeakSet[Any] = weakref.WeakSet()
+# By vLLM's client of the engine core, to which frames come.
+_watchers: weakref.WeakKeyDictionary[Any, Watchers] = weakref.WeakKeyDictionary()
 
 
 def start_watching(llm: Any, params: Any, request_id: str) -> None:
@@ -65,33 +54,21 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
         asked = STREAM if is_shown else TRACE
         refuse(asked, f"{asked} is not served with the worker {worker}. Leave it out.")
     watch.feed.request_id = watch.feed.request_id or request_id
-    serving_of(llm).watchers.start(request_id, watch)
+    _watchers_of(llm).start(request_id, watch)
 
 
-def serving_of(llm: Any) -> Serving:
-    """The watchers of a server's engine client; made when it is asked for the first time."""
-    if llm not in _by_engine:
-        options = PluginOptions.from_vllm(llm.vllm_config)
-        serving = Serving(Watchers(llm.output_processor, options.canvas_watchers), options)
-        _by_engine[llm] = _by_client[llm.engine_core] = serving
-        _online_processors.add(llm.input_processor)
-    return _by_engine[llm]
-
-
-def refuse_offline_streams(input_processor: Any, params: Any) -> None:
-    """Refuse a request for canvases where there is no server.
-
-    Raises:
-        VLLMValidationError: the request asks for them.
-    """
-    if (params.extra_args or {}).get(STREAM) and input_processor not in _online_processors:
-        refuse(STREAM, f"{STREAM} needs a server (vllm serve). Leave it out.")
+def _watchers_of(llm: Any) -> Watchers:
+    """The watchers of vLLM's AsyncLLM."""
+    if llm.engine_core not in _watchers:
+        limit = PluginOptions.from_vllm(llm.vllm_config).canvas_watchers
+        _watchers[llm.engine_core] = Watchers(llm.output_processor, limit)
+    return _watchers[llm.engine_core]
 
 
 def take_frames_out() -> None:
     """Take frames out of what arrives, before it changes metrics: a frame is no first token.
 
-    An offline engine has traces alone. Those of a request go with its outputs.
+    Where nobody watches there are traces alone. Those of a request go with its outputs.
     """
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
@@ -115,8 +92,9 @@ def take_frames_out() -> None:
 
     async def get_output_async(self: Any) -> Any:
         outputs = await get_output(self)
-        if has_frames(outputs.outputs):
-            _by_client[self].watchers.deliver(outputs)
+        watchers = _watchers.get(self)
+        if watchers is not None and has_frames(outputs.outputs):
+            watchers.deliver(outputs)
         return outputs
 
     AsyncMPClient.get_output_async = get_output_async  # type: ignore[method-assign]
@@ -139,11 +117,12 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
         return await create(self, request, raw_request)
     if form is not None:
         _refuse_what_is_not_shown(self, request, form)
-    serving = serving_of(self.engine_client)
-    feed = serving.watchers.open(serving.options.canvas_frames_per_s, form is not None)
+    options = PluginOptions.from_vllm(self.engine_client.vllm_config)
+    watchers = _watchers_of(self.engine_client)
+    feed = watchers.open(options.canvas_frames_per_s, form is not None)
     if feed is None:
         return self.create_error_response(
-            f"{serving.options.canvas_watchers} canvas streams are open; more are not served. "
+            f"{options.canvas_watchers} canvas streams are open; more are not served. "
             f"Try again later, or leave {STREAM} out.",
             err_type="TooManyRequestsError",
             status_code=HTTPStatus.TOO_MANY_REQUESTS,
@@ -164,14 +143,10 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
 
 
 def _write_traces(answer: Any, feed: CanvasFeed) -> None:
-    """Put the traces that have come into the choices of an answer."""
-    found: dict[int, dict[str, Any]] = {}
-    for choice, frame in feed.take():
-        if (block := traces.block_trace(frame)) is not None:
-            traces.append(found.setdefault(choice, {}), block)
+    """Put the traces of its requests into the choices of an answer."""
     for choice in getattr(answer, "choices", ()):
-        if choice.index in found:
-            setattr(choice, traces.FIELD, found[choice.index])
+        if choice.index in feed.traces:
+            setattr(choice, traces.FIELD, feed.traces[choice.index])
 
 
 def form_asked(request: Any) -> str | None:

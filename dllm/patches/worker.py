@@ -1,4 +1,4 @@
-"""What our workers do beside vLLM's: visits of a diffusion model, records of a target's steps."""
+"""What our workers do beside vLLM's: visits of a diffusion model, drafts, records of steps."""
 
 import functools
 from functools import partial
@@ -19,15 +19,24 @@ from dllm.drafter.recording import (
 )
 from dllm.engine.warm_up import canvas_batch
 from dllm.patches.adapters import adapt_layers, adapt_passes
+from dllm.patches.contract import SCHEDULERS
+from dllm.patches.drafting import drafts_with_ours, make_our_speculators
 from dllm.patches.new_weights import loading, refuse_other_checkpoint
+from dllm.patches.remote import drafts_remotely
 
 
 class Visits:
     """A base class in front of a worker of vLLM: tells the denoise loop when a visit begins."""
 
-    serves_canvases: bool
     vllm_config: VllmConfig
     model_runner: Any
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        # False for vLLM's built-in DiffusionGemma, which has the same architecture name.
+        self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
+        if self.serves_canvases:
+            notice_arrivals()
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's. Memory profiling then runs the denoise step that needs the most memory.
@@ -103,6 +112,71 @@ class Visits:
         step = self.model_runner.execute_model_state
         if first_tokens is not None and step is not None:
             first_tokens.write(step.hidden_states, step.input_batch)
+
+
+class Drafts:
+    """A base class in front of a worker of vLLM: drafts of ours, or of other processes."""
+
+    vllm_config: VllmConfig
+    model_runner: Any
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        speculative = vllm_config.speculative_config
+        self._drafts_remotely = drafts_remotely(speculative)
+        self._is_ours = self._drafts_remotely or drafts_with_ours(speculative)
+        if self._is_ours:
+            make_our_speculators()
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def load_model(self, **options: Any) -> None:
+        """vLLM's. Drafts of ours are then kept if they are the target's own tokens.
+
+        On a CPU also those of other methods: vLLM's rule needs Triton.
+        """
+        from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+        from dllm.drafter.verification import DrafterInvariantSampler
+
+        super().load_model(**options)  # type: ignore[misc]
+        runner = self.model_runner
+        theirs = getattr(runner, "rejection_sampler", None)
+        if isinstance(theirs, RejectionSampler) and (self._is_ours or runner.device.type == "cpu"):
+            runner.rejection_sampler = DrafterInvariantSampler(
+                runner.sampler,
+                runner.speculative_config,
+                runner.device,
+                watermark_key=theirs.watermark_key,
+            )
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's; before it, drafts that ride in the schedule go to where the runner reads them."""
+        if self._drafts_remotely:
+            from dllm.remote.speculator import take_scheduled
+
+            take_scheduled(self.model_runner.req_states, scheduler_output)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def take_draft_token_ids(self) -> Any:
+        """vLLM's, for drafts that are made late, and cut to the widths that the policy chose."""
+        from dllm.drafter.speculator import Drafter
+
+        runner = self.model_runner
+        drafter = runner.speculator if self._is_ours else None
+        if not isinstance(drafter, Drafter):
+            return super().take_draft_token_ids()  # type: ignore[misc]
+        with torch.inference_mode():
+            drafter.draft_late(runner.req_states, runner.draft_tokens_handler)
+        drafts = super().take_draft_token_ids()  # type: ignore[misc]
+        return None if drafts is None else drafter.report(drafts)
+
+    @torch.inference_mode()
+    def save_context_only(self) -> None:
+        """Called instead of ``take_draft_token_ids`` after a step that finished every request.
+
+        See ``Drafter.save_context_only``.
+        """
+        if self.model_runner.speculator is not None:  # only the last pipeline stage has one
+            self.model_runner.speculator.save_context_only()
 
 
 class Records:

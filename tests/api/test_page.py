@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from dllm.api.page import PAGES, CanvasPage, headers, twin_origins
 from dllm.patches import install
 
-install.install(serve_with_dllm=True)
+install.install()
 
 
 @pytest.fixture(scope="module")

@@ -556,8 +556,6 @@ def test_another_rule_of_verification_is_refused_at_start(target, tmp_path, meth
 def test_trials_run_every_width_for_real(repeating, monkeypatch, tmp_path):
     _target, engine = repeating
     engine.reset_prefix_cache()
-    speculator = engine.runner.speculator
-    monkeypatch.setattr(trials, "drafter_of_this_process", lambda: speculator)
     monkeypatch.setattr(trials, "start", lambda settings, longest: engine.llm)
     asked = [prompt(length, length, vocab=14) for length in (3, 9, 12, 5)]
     settings = trials.TrialSettings(

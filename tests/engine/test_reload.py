@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 
 from dllm.patches.cpu_worker import CanvasCPUWorker
-from dllm.patches.sleep import LoadedTensors
+from dllm.patches.gpu_worker import LoadedTensors
 from tests.engine.test_blocks import prompt
 from tests.support import file_transfer  # noqa: F401  registers it
 from tests.support.engine_harness import Engine, get_engine

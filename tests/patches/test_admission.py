@@ -12,7 +12,7 @@ from vllm.multimodal.registry import MultiModalRegistry
 from dllm.patches import install
 from tests.support import family_checkpoints
 
-install.install(serve_with_dllm=True)
+install.install()
 
 PIXEL = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"

@@ -20,7 +20,7 @@ NUM_TOKENS = 40  # no multiple of the canvas of 32
 # Serves one request and prints what served it.
 SCRIPT = """
 import json, sys
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, plugins
 from vllm.exceptions import VLLMValidationError
 
 llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=256, max_num_seqs=2)
@@ -46,6 +46,7 @@ print(json.dumps({
     "model": [name(cls) for cls in type(runner.model).__mro__[:2]],
     "own_attributes": [key for key in vars(type(runner.model)) if not key.startswith("__")],
     "others": [name(type(it)) for it in (runner.model_state, runner.sampler, core.scheduler)],
+    "routes": [type(it).__name__ for it in plugins.load_endpoint_plugins(("generate",))],
     "parameters": [key for key, _ in runner.model.named_parameters()],
     "modules": [key for key in sys.modules if key.startswith("dllm")],
     "files": [str(getattr(it, "__file__", None)) for key, it in sys.modules.items()
@@ -89,6 +90,7 @@ def test_what_a_denoise_step_runs_is_not_overridden(served: dict[str, Any]) -> N
 
 
 def test_ours_is_not_loaded(served: dict[str, Any]) -> None:
+    assert served["routes"] == []  # where ours take over vLLM's /v1/systemone, and add routes
     ours = {
         "dllm.models.gemma.backbone",
         "dllm.engine.model_state",

@@ -33,7 +33,7 @@ from tests.support.vllm_source import (
 )
 
 # What vLLM's plugin loader does; tests that start no engine need it, too.
-install.install(serve_with_dllm=True)
+install.install()
 
 
 def resolve(target: str) -> Any:
@@ -111,7 +111,6 @@ def test_what_we_put_in_the_place_of_a_function_takes_its_calls():
 
 
 NO_FUNCTIONS = {
-    "vllm.v1.worker.gpu.model_runner.RejectionSampler": type,
     "vllm.ModelRegistry.models": dict,
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
     "vllm.entrypoints.generate.structured_decisions.strategies.READ_STRATEGIES": dict,
@@ -305,6 +304,7 @@ ALSO_USED = {
     "DiffusionModelState.prepare_attn",
     "DiffusionModelState.remove_request",
     "Drafter._maybe_predict_acceptance",
+    "Drafts.execute_model",
     "DrafterNetwork._build_fused_kv_buffers",
     "DrafterNetwork.load_weights",
     "DrafterNetwork.precompute_and_store_context_kv",
@@ -318,7 +318,6 @@ ALSO_USED = {
     "Int8Linear.process_weights_after_loading",
     "NemotronLabsDiffusionForCausalLM.load_weights",
     "Records.sample_tokens",
-    "RidingDrafts.execute_model",
     "TranslatingImpl.forward",
     "UnmaskingModel.compute_logits",
     "UnmaskingModel.forward",
@@ -396,11 +395,10 @@ def test_installing_again_changes_nothing():
             ],
         )
 
-    install.install(serve_with_dllm=True)
+    install.install()
     first = state()
     assert first[3].__module__ == first[4].__module__ == "dllm.patches.admission"
-    install.install(serve_with_dllm=True)
-    install.install(serve_with_dllm=False)
+    install.install()
     assert state() == first
 
 

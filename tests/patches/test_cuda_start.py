@@ -11,11 +11,7 @@ from vllm.platforms import current_platform
 
 from dllm.patches.configure import LEAST_ASYNC_BLOCK
 from dllm.patches.contract import ASYNC_SCHEDULER, GPU_WORKER, REMOTE_SCHEDULER, SCHEDULER
-from dllm.patches.cuda_graphs import (
-    capture_sizes,
-    choose_cuda_graphs,
-    keep_heads_out_of_full_graphs,
-)
+from dllm.patches.cuda_graphs import canvas_runner, capture_sizes, choose_cuda_graphs
 from dllm.patches.remote import SPECULATOR
 from dllm.quantize import recipes
 from tests.support.cuda_start import rehearse
@@ -227,48 +223,26 @@ def test_prompts_run_in_no_full_graph(monkeypatch, given, chosen):
 
 
 @pytest.mark.parametrize(
-    ("drafts", "block_size", "architecture", "expected"),
+    ("drafts", "block_size", "expected"),
     [
-        ([CANVAS, CANVAS], 1, "DiffusionGemmaForBlockDiffusion", CANVAS),  # canvases alone
-        (
-            [0, CANVAS],
-            1,
-            "DiffusionGemmaForBlockDiffusion",
-            CANVAS,
-        ),  # an emitted block alone is one sequence, too
-        (
-            [CANVAS // 2, CANVAS],
-            1,
-            "DiffusionGemmaForBlockDiffusion",
-            None,
-        ),  # a head, and a narrow canvas behind it
-        (
-            [3, CANVAS],
-            CANVAS,
-            "DiffusionGemmaForBlockDiffusion",
-            CANVAS,
-        ),  # a tail and a canvas, in one block
-        ([CANVAS // 2, CANVAS], 1, "LlamaForCausalLM", CANVAS),
+        ([CANVAS, CANVAS], 1, CANVAS),  # canvases alone
+        ([0, CANVAS], 1, CANVAS),  # an emitted block alone is one sequence, too
+        ([CANVAS // 2, CANVAS], 1, None),  # a head, and a narrow canvas behind it
+        ([3, CANVAS], CANVAS, CANVAS),  # a tail and a canvas, in one block
     ],
 )
-def test_a_head_with_a_canvas_is_in_no_full_graph(
-    monkeypatch, drafts, block_size, architecture, expected
-):
+def test_a_head_with_a_canvas_is_in_no_full_graph(monkeypatch, drafts, block_size, expected):
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    runner = SimpleNamespace(
-        model_config=SimpleNamespace(architecture=architecture),
-        model_state=SimpleNamespace(
-            family=SimpleNamespace(settings=SimpleNamespace(block_size=block_size))
-        ),
-    )
+    runner = object.__new__(canvas_runner())
+    settings = SimpleNamespace(block_size=block_size)
+    runner.model_state = SimpleNamespace(family=SimpleNamespace(settings=settings))
     state = SimpleNamespace(
         num_draft_tokens_np=np.array(drafts), num_scheduled_tokens=np.array([CANVAS, CANVAS])
     )
     gathered = lambda self, scheduler_output, dummy_run: (state, CANVAS)  # noqa: E731
     monkeypatch.setattr(GPUModelRunner, "gather_batch_req_state", gathered)
-    keep_heads_out_of_full_graphs.__wrapped__()
-    assert GPUModelRunner.gather_batch_req_state(runner, None, False) == (state, expected)
+    assert runner.gather_batch_req_state(None, False) == (state, expected)
 
 
 # --- refusals and other GPUs ----------------------------------------------------------------------

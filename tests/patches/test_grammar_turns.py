@@ -40,7 +40,7 @@ def held(monkeypatch):
 
 
 def request(held, text: str) -> asyncio.Task:
-    shipped = patches._shipped(held.engine, Spec("regex", text), "", None, {})
+    shipped = patches.shipped(held.engine, Spec("regex", text), "", None, {})
     return asyncio.create_task(shipped)
 
 

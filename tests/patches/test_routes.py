@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from dllm.models import FAMILIES
 from dllm.patches import install
 
-install.install(serve_with_dllm=True)
+install.install()
 
 
 class CohereLike(OpenAIServingChat):

@@ -27,7 +27,7 @@ from dllm.quant.schemes import parse_plan
 from tests.support.engine_harness import Engine
 from tests.support.quant_checkpoints import OURS, quantization_config, write_quantized
 
-install(serve_with_dllm=True)
+install()
 
 Q_PROJ = "model.decoder.layers.0.self_attn.q_proj"
 EXPERT = "model.decoder.layers.3.experts.1.up_proj"

@@ -11,7 +11,6 @@ from vllm import LLM, SamplingParams
 from vllm.outputs import CompletionOutput
 
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
-from dllm.patches.drafting import drafter_of_this_process
 from dllm.train.pilot.network import Trials
 
 KV_CACHE_BYTES = 1 << 30
@@ -69,7 +68,7 @@ def run_trials(
     """
     llm = start(settings, max(map(len, prompts)))
     policy = TrialWidth(settings.num_drafts)
-    drafter_of_this_process().policy = policy
+    llm.collective_rpc(lambda worker: setattr(worker.model_runner.speculator, "policy", policy))
     for prompt in prompts:  # one by one, so that the logits are in this order
         given = {"prompt_token_ids": list(prompt)}
         llm.generate(given, SamplingParams(max_tokens=1), use_tqdm=False)

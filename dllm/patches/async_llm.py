@@ -1,0 +1,131 @@
+"""Patches of vLLM's AsyncLLM: what happens to a request between its route and the engine core.
+
+``generate`` is called when a route starts a request, and checks it. ``add_request`` is called when
+the first output is asked for, and sends the request to the engine core.
+"""
+
+import asyncio
+import functools
+import weakref
+from typing import Any
+
+from dllm.api import fill
+from dllm.api.tally import current_tally
+from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
+from dllm.patches.admission import VERDICT
+from dllm.patches.grammars import needs_table, shipped, wait_before_the_stream
+from dllm.patches.streaming import start_watching
+from dllm.settings.denoising import block_size_of
+from dllm.settings.request import with_grammar
+
+
+def check_requests_early() -> None:
+    """Refuse a bad streaming request with HTTP 400 as well.
+
+    ``AsyncLLM.generate`` is a generator. vLLM's checks run when the first item is taken from it; by
+    then the server has sent HTTP 200. Here the checks run when ``generate`` is called, and vLLM's
+    next call of them returns the same verdict.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    generate = AsyncLLM.generate
+
+    def check_now(llm: Any, params: Any) -> None:
+        verdict = llm.input_processor._validate_params(params, ("generate",))
+        vars(params)[VERDICT] = verdict
+
+    def checked_generate(  # type: ignore[no-untyped-def]
+        self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ):
+        if self.model_config.architecture in FAMILIES:
+            if isinstance(sampling_params, SamplingParams):
+                check_now(self, sampling_params)
+                start_watching(self, sampling_params, request_id)
+                given = (prompt, sampling_params, request_id, *args)
+                if (filled := _start_fill(self, generate, *given, **kwargs)) is not None:
+                    return filled
+                _count(1, sampling_params.n)
+                wait_before_the_stream(self, prompt, sampling_params)
+            if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
+                self.renderer.validate_token_ids(prompt["prompt_token_ids"])
+        elif self.model_config.architecture in AUTOREGRESSIVE:
+            check_now(self, sampling_params)
+        return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
+
+    AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
+
+
+def _count(number: int, num_samples: int) -> None:
+    """Count requests of the engine that the current HTTP request starts, for each sample.
+
+    Raises:
+        VLLMValidationError: there are too many.
+    """
+    tally = current_tally.get()
+    if tally is not None:
+        tally.add(number * num_samples, "n" if num_samples > 1 else "prompt")
+
+
+def _start_fill(
+    llm: Any, generate: Any, prompt: Any, params: Any, *args: Any, **options: Any
+) -> Any:
+    """The outputs of a request that a route with a suffix starts; None for every other request.
+
+    Args:
+        llm: vLLM's AsyncLLM, and ``generate`` its method, with the arguments that follow.
+
+    Raises:
+        VLLMValidationError: hole and suffix do not fit.
+    """
+    hole = fill.current_fill.get()
+    if hole is None:
+        return None
+    prompt_len = len(prompt["prompt_token_ids"])
+    if (block := block_size_of(llm.vllm_config)) > 1:
+        hole = hole.in_a_block(block - prompt_len % block, settings_of(llm.vllm_config).one_step)
+    room = llm.model_config.max_model_len - prompt_len
+    widths = hole.width_range(params.min_tokens, params.max_tokens, room)
+    _count(len(widths), params.n)
+    candidate = hole.candidate(params, widths[-1], 0)
+    llm.input_processor._validate_params(candidate, ("generate",))
+    start = functools.partial(generate, llm)
+    decode = functools.partial(
+        llm.renderer.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens
+    )
+    return fill.filled(start, hole, widths, decode, prompt, params, *args, **options)
+
+
+def start_in_turn() -> None:
+    """Let a request wait for its grammar, and the API server answer others between two requests.
+
+    vLLM checks all prompts of a list in one loop, and then starts all of them in one turn of the
+    event loop.
+    """
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    headers_of, add = BaseServing._get_trace_headers, AsyncLLM.add_request
+    turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+    async def headers_after_others(self: Any, headers: Any) -> Any:
+        """vLLM's; its routes wait for it between two prompts, and for nothing else."""
+        if self.model_config.architecture in FAMILIES:
+            await asyncio.sleep(0)
+        return await headers_of(self, headers)
+
+    async def add_in_turn(
+        self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.model_config.architecture not in FAMILIES:
+            return await add(self, request_id, prompt, params, *args, **kwargs)
+        if needs_table(self, params):
+            ended = kwargs.get("reasoning_ended")
+            of_parser = kwargs.get("reasoning_parser_kwargs") or {}
+            params = with_grammar(params, await shipped(self, params, prompt, ended, of_parser))
+        async with turns.setdefault(self, asyncio.Lock()):
+            await asyncio.sleep(0)  # while others wait for their turn
+            return await add(self, request_id, prompt, params, *args, **kwargs)
+
+    BaseServing._get_trace_headers = headers_after_others  # type: ignore[method-assign]
+    AsyncLLM.add_request = add_in_turn  # type: ignore[method-assign]
