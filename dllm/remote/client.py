@@ -2,7 +2,7 @@
 
 ask      behind a step of the target, when its tokens are known: tell what is new, ask for drafts
 collect  before the next step is scheduled: what has arrived, or arrives in time
-drafts   what of it the target's tokens do not contradict
+usable   of a session: drafts that the target's tokens do not contradict
 
 How long a step waits, and whether it asks at all, is the width policy's decision (``drafter``). A
 worker is *out*, so that nobody asks it or waits for it, while its connection is down, and when it
@@ -11,7 +11,7 @@ has not answered within the deadline that the server's options name, until that 
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -198,6 +198,9 @@ class Client:
 
     Args:
         vocab_size: of the target: a reply with another token id is refused whole.
+
+    Attributes:
+        sessions: by request, of those that were asked for.
     """
 
     def __init__(
@@ -210,15 +213,9 @@ class Client:
     ) -> None:
         self.links = links
         self._vocab_size, self._counts, self._clock, self._wait = vocab_size, counts, clock, wait
-        self._sessions: dict[str, Session] = {}
-        self._by_number: dict[int, Session] = {}
+        self.sessions: dict[str, Session] = {}
         self._step = self._number = 0
         self._received_at = float("-inf")
-
-    @property
-    def names(self) -> set[str]:
-        """The requests that have a session."""
-        return set(self._sessions)
 
     def use(self, links: Sequence[Link]) -> None:
         """Use these workers; connections to others are closed."""
@@ -233,7 +230,7 @@ class Client:
         Args:
             deadline_s: how long ``collect`` will wait.
         """
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             session.is_asked = False
         has_news = bool(wishes) or any(link.over for link in self.links)
         if not has_news and self._clock() < self._received_at + RECONNECT_S:
@@ -281,41 +278,22 @@ class Client:
 
     def _is_awaited(self, name: str, wish: Wish) -> bool:
         """Whether a request has no usable draft, and a reply for it is on its way."""
-        session = self._sessions.get(name)
+        session = self.sessions.get(name)
         if session is None or session.link is None or not (session.is_asked and session.is_known):
             return False
         is_coming = not session.link.is_out and session.link.asked_at is not None
         return is_coming and not session.usable(wish)
 
-    def was_asked(self, name: str) -> bool:
-        """Whether the last ``ask`` asked a worker for drafts of this request."""
-        session = self._sessions.get(name)
-        return session is not None and session.is_asked
-
-    def drafts(self, name: str, wish: Wish) -> list[int]:
-        """Drafts for a request; none if there are none, or its tokens differ from the guess."""
-        session = self._sessions.get(name)
-        return [] if session is None else session.usable(wish)
-
-    def worker_of(self, name: str) -> Link | None:
-        """The worker that a request's drafts come from; None before any was asked."""
-        session = self._sessions.get(name)
-        return None if session is None else session.link
-
-    def end(self, names: Iterable[str]) -> None:
-        """These requests are over; their workers hear of it with the next ask."""
-        for name in names:
-            session = self._sessions.pop(name, None)
-            if session is not None:
-                del self._by_number[session.number]
-                self._leave(session)
+    def keep(self, names: Container[str]) -> None:
+        """All other requests are over; their workers hear of it with the next ask."""
+        for name in [name for name in self.sessions if name not in names]:
+            self._leave(self.sessions.pop(name))
 
     def _session(self, name: str) -> Session:
-        session = self._sessions.get(name)
+        session = self.sessions.get(name)
         if session is None:
             self._number += 1
-            session = self._sessions[name] = Session(self._number)
-            self._by_number[self._number] = session
+            session = self.sessions[name] = Session(self._number)
         return session
 
     def _home(self, session: Session) -> Link | None:
@@ -343,8 +321,9 @@ class Client:
                 if any(max(row.tokens, default=0) >= self._vocab_size for row in reply.rows):
                     link.count("refused")
                     continue
+                by_number = {session.number: session for session in self.sessions.values()}
                 for row in reply.rows:
-                    session = self._by_number.get(row.session)
+                    session = by_number.get(row.session)
                     if session is not None and session.link is link:
                         session.take(row, reply.step)
 

@@ -10,7 +10,7 @@ from every wait: the time is the cost of drafting, and a draft that did not come
 one that is rejected.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -100,38 +100,42 @@ class RemoteDrafter:
 
     def take(self) -> tuple[list[str], list[list[int]]]:
         """The drafts to verify of each request of the last step; waits for them if need be."""
-        wishes, self._wishes = self._wishes, {}
-        self._short = set()
-        drafts: list[list[int]] = [[] for _ in wishes]
+        wishes, self._wishes, self._short = self._wishes, {}, set()
         useful = {name: wish for name, wish in wishes.items() if wish.want}
-        if self._wants_drafts and useful:
-            waited_s = self.client.collect(useful, self._wait_s)
-            self.counts.add("drafting_seconds", waited_s)
-            self.policy.note_wait(waited_s)
-            drafts = self._widened(wishes)
-        elif self._wants_drafts:
-            self.policy.leave_untimed()
-        for name, kept in zip(wishes, drafts, strict=True):
-            if name in useful:
-                self.counts.add("draft_widths", label=str(len(kept)))
-            worker = self.client.worker_of(name)
-            if kept and worker is not None:
-                worker.count("drafts", len(kept))
-        return list(wishes), drafts
+        drafts: dict[str, list[int]] = {}
+        if self._wants_drafts:
+            drafts = self._collect(wishes, useful) if useful else {}
+            if not drafts:
+                self.policy.note_wait(None)
+        for name in useful:
+            self.counts.add("draft_widths", label=str(len(drafts.get(name, ()))))
+        return list(wishes), [drafts.get(name, []) for name in wishes]
 
-    def _widened(self, wishes: Mapping[str, Wish]) -> list[list[int]]:
-        """The drafts that there are, cut to the widths that the policy chooses."""
-        drafts = [self.client.drafts(name, wish) for name, wish in wishes.items()]
-        self.counts.add("drafted_tokens", sum(map(len, drafts)))
-        is_asked = [wish.want > 0 and self.client.was_asked(name) for name, wish in wishes.items()]
-        if not (any(drafts) or any(is_asked)):
-            self.policy.leave_untimed()  # nobody is there who drafts
-            return drafts
-        slots = np.array([self._slots[name] for name in wishes])
-        widths = self.policy.widths(slots, None).tolist()
-        for (name, wish), tokens, asked, width in zip(
-            wishes.items(), drafts, is_asked, widths, strict=True
-        ):
-            if (tokens or asked) and len(tokens) < min(width, wish.want):
+    def _collect(self, rows: Collection[str], wishes: Mapping[str, Wish]) -> dict[str, list[int]]:
+        """The drafts that are there in time, cut to the widths that the policy chooses.
+
+        Args:
+            rows: all requests of the step.
+
+        Returns:
+            By request, for all of ``wishes``; nothing if nobody is there who drafts.
+        """
+        waited_s = self.client.collect(wishes, self._wait_s)
+        self.counts.add("drafting_seconds", waited_s)
+        sessions = {name: self.client.sessions[name] for name in wishes}
+        drafts = {name: sessions[name].usable(wish) for name, wish in wishes.items()}
+        self.counts.add("drafted_tokens", sum(map(len, drafts.values())))
+        is_expected = {name: drafts[name] or sessions[name].is_asked for name in wishes}
+        if not any(is_expected.values()):
+            return {}
+        self.policy.note_wait(waited_s)
+        slots = np.array([self._slots[name] for name in rows])
+        widths = dict(zip(rows, self.policy.widths(slots, None).tolist(), strict=True))
+        for name, wish in wishes.items():
+            if is_expected[name] and len(drafts[name]) < min(widths[name], wish.want):
                 self._short.add(name)
-        return [tokens[:width] for tokens, width in zip(drafts, widths, strict=True)]
+            drafts[name] = drafts[name][: widths[name]]
+            worker = sessions[name].link
+            if drafts[name] and worker is not None:
+                worker.count("drafts", len(drafts[name]))
+        return drafts

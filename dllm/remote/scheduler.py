@@ -51,7 +51,7 @@ class RemoteScheduler(DraftingScheduler):
         """vLLM's; then drafts behind the new tokens are asked for."""
         in_prompt = self._in_prompt(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.remote.client.end(self.remote.client.names - self.requests.keys())
+        self.remote.client.keep(self.requests)
         names = list(scheduler_output.num_scheduled_tokens)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         verified = np.array([len(drafts.get(name, ())) for name in names], dtype=np.int64)

@@ -28,7 +28,7 @@ def finish(target: Target, num_tokens: int = NUM_TOKENS) -> None:
     for name, request in target.finished.items():
         assert request.tokens == plain([int(name) % VOCAB, 3, 7], num_tokens), name
     target.step()
-    assert not target.client.names and not target.client._by_number
+    assert not target.client.sessions
 
 
 def steps_without_drafts(target: Target) -> int:
@@ -243,8 +243,8 @@ def test_nobody_waits_for_an_answer_that_will_not_come():
     begin(target, 1, 100)
     begin(target, 1, 3, first=1)
     target.step()
-    target.client._sessions["0"].resets = MAX_RESETS + 1
-    target.client._sessions["0"].guess = []
+    target.client.sessions["0"].resets = MAX_RESETS + 1
+    target.client.sessions["0"].guess = []
     finish_steps = len(target.steps)
     target.run()
     assert target.count("misses") == 0

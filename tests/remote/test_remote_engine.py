@@ -293,7 +293,7 @@ def test_aborted_requests_leave_nothing_behind(alone, small):
         finished = small.run()
     for name, answer in ((kept, answers[1]), (late, answers[2])):
         assert list(finished[name].outputs[0].token_ids) == answer
-    assert not seen.drafter.client.names
+    assert not seen.drafter.client.sessions
     small.reset_prefix_cache()  # asserts that no KV block leaked
 
 

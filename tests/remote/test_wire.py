@@ -161,7 +161,7 @@ def test_mutated_replies_do_no_harm():
         assert request.tokens == plain([int(name) % VOCAB, 5, 7], 40)
     assert target.count("drafts") > 5 * number
     target.step()
-    assert not target.client._sessions and not target.client._by_number
+    assert not target.client.sessions
 
 
 # --- sessions -------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ class Target:
             wishes[name] = Wish(request.tokens, limit)
             if is_over:
                 self.finished[name] = self.requests.pop(name)
-        self.client.end(self.client.names - self.requests.keys())
+        self.client.keep(self.requests)
         self.drafter.follow(outcome(self.drafter, names, in_prompt, sampled, verified), wishes)
         names, drafts = self.drafter.take()
         for name, tokens in zip(names, drafts, strict=True):
