@@ -143,7 +143,7 @@ class Stream:
 
     def _shake_hands(self, keys: Keys) -> None:
         if not isinstance(self._socket, ssl.SSLSocket):
-            self._socket = keys.context(self._is_server).wrap_socket(
+            self._socket = keys.contexts[self._is_server].wrap_socket(
                 self._socket, server_side=self._is_server, do_handshake_on_connect=False
             )
         try:
