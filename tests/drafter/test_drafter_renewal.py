@@ -28,6 +28,7 @@ from tests.support.drafter_harness import (
     drafting_engine,
     greedy,
     plain_engine,
+    prompt,
     watch_drafts,
 )
 from tests.support.drafter_pairs import (
@@ -213,7 +214,7 @@ def target(tmp_path_factory):
     return write_target(tmp_path_factory.mktemp("target"))
 
 
-PROMPTS = [[(20 + 7 * index + salt) % 450 for index in range(30)] for salt in range(3)]
+PROMPTS = [prompt(30, salt) for salt in range(3)]
 
 
 def test_renewed_weights_draft_as_those_of_a_server_that_started_with_them(target, tmp_path):

@@ -24,7 +24,7 @@ from dllm.remote.engine import EngineDrafts
 from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
 from tests.engine.test_engine import scheduler_watch
-from tests.support.drafter_harness import CASES, LIMITS, FixedCosts, greedy, plain_engine
+from tests.support.drafter_harness import CASES, LIMITS, FixedCosts, greedy, plain_engine, prompt
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
 
@@ -209,10 +209,6 @@ def count_steps(engine: Engine) -> int:
 
 
 # --- whatever is drafted, and whatever happens ----------------------------------------------------
-
-
-def prompt(length: int, salt: int = 0) -> list[int]:
-    return [(20 + 7 * index + salt) % 450 for index in range(length)]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from tests.support.drafter_harness import drafting_engine, greedy, watch_context, watch_drafts
+from tests.support.drafter_harness import (
+    drafting_engine,
+    greedy,
+    prompt,
+    watch_context,
+    watch_drafts,
+)
 
 
 def main(target: str, drafter: str, output: str) -> None:
@@ -43,7 +49,7 @@ def main(target: str, drafter: str, output: str) -> None:
         attention_config={"backend": "CUSTOM"}, speculative={"attention_backend": "CUSTOM"},
     )  # fmt: skip
     with watch_context(engine) as states, watch_drafts(engine) as seen:
-        tokens = engine.generate([[(20 + 7 * i) % 450 for i in range(37)]], greedy(5))
+        tokens = engine.generate([prompt(37)], greedy(5))
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
     saved = {
         "taken": taken,
