@@ -11,13 +11,12 @@ has not answered within the deadline that the server's options name, until that 
 
 import hashlib
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dllm.drafter.metrics import Counts
-from dllm.remote import stream
-from dllm.remote.stream import Stream
+from dllm.remote.stream import Stream, wait
 from dllm.remote.wire import MAX_ROWS, MAX_TOLD, Ask, Guess, Reply, Told, frame, read_reply
 
 RECONNECT_S = 0.1  # between two attempts
@@ -98,19 +97,12 @@ class Link:
         return replies
 
     def _read(self, connection: Stream) -> list[Reply]:
-        replies = []
-        for data in connection.read():
-            try:
-                reply = read_reply(data)
-            except ValueError:
-                self.count("refused")
-                self.close()
-                break
-            if reply.step <= self.step:
-                replies.append(reply)
-            else:  # to an ask that was never sent
-                self.count("refused")
-        return replies
+        try:
+            return [read_reply(data) for data in connection.read()]
+        except ValueError:
+            self.count("refused")
+            self.close()
+            return []
 
     def _connect(self) -> None:
         now, connection = self._clock(), self.connection
@@ -148,7 +140,6 @@ class Session:
         is_asked: the last ask wished for drafts of it.
         start: the guess stands behind so many tokens.
         guess: token ids that the worker expects there.
-        answered: the step of the ask that this guess answers.
         resets: how often the worker said that it lacks tokens.
     """
 
@@ -159,7 +150,6 @@ class Session:
     is_asked: bool = False
     start: int = 0
     guess: list[int] = field(default_factory=list)
-    answered: int = 0
     resets: int = 0
 
     @property
@@ -167,13 +157,13 @@ class Session:
         """Whether the worker may know it."""
         return self.link is not None and self.link.is_up and self.link.num_ups == self.num_ups
 
-    def take(self, row: Guess, step: int) -> None:
-        """Take a reply's row; an older one than the last is ignored."""
+    def take(self, row: Guess) -> None:
+        """Take a reply's row."""
         if row.is_unknown:
             self.told, self.is_asked = 0, False
             self.resets += 1
-        elif step >= self.answered:
-            self.start, self.guess, self.answered = row.start, row.tokens, step
+        else:
+            self.start, self.guess = row.start, row.tokens
 
     def usable(self, wish: Wish) -> list[int]:
         """The rest of the guess, as much as is wanted, unless the tokens contradict it."""
@@ -183,11 +173,6 @@ class Session:
         if list(wish.tokens[self.start :]) != self.guess[:done]:
             return []
         return self.guess[done : done + wish.want]
-
-
-def wait(links: Iterable[Link], seconds: float) -> None:
-    """Wait until one of the links has news, ``seconds`` at most."""
-    stream.wait((each.connection for each in links if each.connection is not None), seconds)
 
 
 class Client:
@@ -209,7 +194,7 @@ class Client:
         vocab_size: int,
         counts: Counts,
         clock: Callable[[], float] = time.perf_counter,
-        wait: Callable[[Sequence[Link], float], None] = wait,
+        wait: Callable[[Sequence[Stream], float], None] = wait,
     ) -> None:
         self.links = links
         self._vocab_size, self._counts, self._clock, self._wait = vocab_size, counts, clock, wait
@@ -272,7 +257,7 @@ class Client:
             left = start + seconds - self._clock()
             if left <= 0:
                 break
-            self._wait(self.links, left)
+            self._wait([each.connection for each in self.links if each.connection], left)
             self._receive()
         return self._clock() - start
 
@@ -325,7 +310,7 @@ class Client:
                 for row in reply.rows:
                     session = by_number.get(row.session)
                     if session is not None and session.link is link:
-                        session.take(row, reply.step)
+                        session.take(row)
 
 
 def choose(links: Sequence[Link], key: int) -> Link | None:

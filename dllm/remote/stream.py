@@ -10,7 +10,7 @@ import os
 import select
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from dllm.remote.address import Address, check_private, make_private
 from dllm.remote.keys import Keys
@@ -209,7 +209,7 @@ def dialer(address: Address, keys: Keys | None, max_bytes: int) -> Callable[[], 
     return dial
 
 
-def wait(streams: Iterable[Stream], seconds: float) -> None:
+def wait(streams: Sequence[Stream], seconds: float) -> None:
     """Wait until one of the connections has news, ``seconds`` at most (down to milliseconds)."""
     poll = select.poll()
     for stream in streams:

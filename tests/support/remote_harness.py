@@ -7,6 +7,7 @@ and take no time.
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -123,22 +124,6 @@ def link_to(net: Net, deadline_s: float, counts: Counts | None = None) -> Link:
     return link
 
 
-def wait(clock: Clock, nets: Sequence[Net]):
-    """What ``Client`` waits with: the clock moves until there is news."""
-
-    def waits(links: Sequence[Link], seconds: float) -> None:
-        end = clock.now + seconds
-        while clock.now < end:
-            for net in nets:
-                net.turn()
-            if any(net.has_news for net in nets):
-                return
-            clock.now += min(TICK_S, end - clock.now)
-        clock.now = max(clock.now, end)
-
-    return waits
-
-
 @dataclass
 class Request:
     """One request of the simulated target."""
@@ -180,8 +165,18 @@ class Target:
         self.steps: list[float] = []
         self.widths: list[int] = []
 
-    def _wait(self, links: Sequence[Link], seconds: float) -> None:
-        wait(self.clock, self.nets)(links, seconds)
+    def _wait(self, streams: Sequence[Any], seconds: float) -> None:
+        """What the client waits with: the clock moves until there is news."""
+        self._pass(self.clock.now + seconds, ends_with_news=True)
+
+    def _pass(self, end: float, ends_with_news: bool = False) -> None:
+        """Let the workers do what they do until this time."""
+        while self.clock.now < end:
+            for net in self.nets:
+                net.turn()
+            if ends_with_news and any(net.has_news for net in self.nets):
+                return
+            self.clock.now += min(TICK_S, end - self.clock.now)
 
     def count(self, what: str, worker: int = 0) -> float:
         """What ``remote_WHAT`` of one of the workers says."""
@@ -201,10 +196,7 @@ class Target:
         verified = {name: len(each.drafts) for name, each in self.requests.items()}
         self.widths.append(sum(verified.values()))
         end = start + self.step_s + self.per_draft_s * sum(verified.values())
-        while self.clock.now < end:
-            for net in self.nets:
-                net.turn()
-            self.clock.now += min(TICK_S, end - self.clock.now)
+        self._pass(end)
         names = list(self.requests)
         in_prompt = np.array([each.num_steps == 0 for each in self.requests.values()])
         wishes, sampled = {}, []
