@@ -4,10 +4,15 @@ One projection turns hidden states into keys and values of every drafter layer, 
 drafter's pages of the KV cache. No layer is run over context tokens. On CUDA one kernel does all of
 it (``attention.context_kv``). ``project`` and ``store`` are its definition, and do the work where
 the kernel cannot: on a CPU, with quantized weights, with another attention backend.
+
+While nothing is drafted, nobody reads the context. The hidden states of such steps are only copied
+(``DeferredContext``). They are projected in one matrix product when drafting starts again, or when
+many tokens have collected. A step without drafting then costs almost nothing more than plain
+decoding.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -17,6 +22,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Attention
 
+from dllm.drafter.step import TargetStep
 from dllm.ops.dispatch import CONTEXT_KV, WRONG_KERNELS
 
 if TYPE_CHECKING:
@@ -24,6 +30,9 @@ if TYPE_CHECKING:
     from dllm.attention.inputs import PagedKV
 
 NO_SLOT = -1  # cache slot of a token that is not stored: a rejected draft, or padding
+# Tokens that are kept at most. One product over so many tokens costs little beside the steps that
+# computed them, and is small enough to run at once.
+MAX_DEFERRED = 1024
 
 
 class ContextProjection:
@@ -176,3 +185,66 @@ class ContextProjection:
         ):
             layer = attention.attn
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, layer_slots)
+
+
+class Context(NamedTuple):
+    """What the drafter's context of some tokens is computed from, and where it is stored."""
+
+    features: torch.Tensor  # [tokens, layers * hidden], the target's hidden states
+    positions: torch.Tensor  # [tokens]
+    slots: torch.Tensor  # [groups, tokens], cache slots; NO_SLOT for tokens that are not stored
+
+
+class DeferredContext:
+    """The kept steps, oldest first; ``len`` counts their tokens."""
+
+    def __init__(self) -> None:
+        self._steps: list[Context] = []
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def admits(self, num_tokens: int) -> bool:
+        """Whether there is room for a step of ``num_tokens`` more tokens."""
+        return self._num_tokens + num_tokens <= MAX_DEFERRED
+
+    def append(self, step: TargetStep, slots: torch.Tensor, groups: Sequence[int]) -> None:
+        """Keep a step. Everything is copied, because the next step reuses the same buffers.
+
+        Args:
+            slots: ``[groups, tokens or more]``, cache slots in every group of the KV cache.
+            groups: indices of the drafter's groups.
+        """
+        num_tokens = step.batch.num_tokens
+        # Not by a list of groups as the index: its copy to the device would be waited for.
+        kept = torch.stack([slots[group, :num_tokens] for group in groups])
+        if step.batch.num_draft_tokens:
+            kept.masked_fill_(step.is_rejected(), NO_SLOT)
+        positions = step.batch.positions[:num_tokens].clone()
+        self._steps.append(Context(step.features(), positions, kept))
+        self._num_tokens += num_tokens
+
+    def take(self) -> Context:
+        """Return everything that was kept, oldest first, and forget it."""
+        features, positions, slots = zip(*self._steps, strict=True)
+        self._steps, self._num_tokens = [], 0
+        joined = last_of_each_slot(torch.cat(slots, dim=1))
+        return Context(torch.cat(features), torch.cat(positions), joined)
+
+
+def last_of_each_slot(slots: torch.Tensor) -> torch.Tensor:
+    """Each cache slot kept for the last of its tokens only; ``NO_SLOT`` for the others.
+
+    When a request ends, its page may be given to another request in the next step. Then two kept
+    tokens have the same slot, and a kernel that writes both in one call may leave either there.
+    Sorting leaves all work on the device; ``unique`` would wait for the number of slots.
+
+    Args:
+        slots: ``[groups, tokens]``, oldest token first.
+    """
+    ascending, places = slots.sort(dim=1, stable=True)  # of equal slots the oldest token first
+    is_followed = torch.zeros_like(slots, dtype=torch.bool)
+    is_followed[:, :-1] = ascending[:, :-1] == ascending[:, 1:]
+    kept = ascending.masked_fill(is_followed, NO_SLOT)
+    return torch.empty_like(slots).scatter_(1, places, kept)

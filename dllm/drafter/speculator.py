@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.cache import with_own_cache
-from dllm.drafter.deferred import DeferredContext
+from dllm.drafter.context import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, Counts
 from dllm.drafter.pair import drafter_options, end_ids
 from dllm.drafter.recording import make_recorder
