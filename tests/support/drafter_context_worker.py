@@ -27,23 +27,23 @@ from tests.support.drafter_harness import (
 def main(target: str, drafter: str, output: str) -> None:
     """Generate, and save drafts, hidden states, and which way the context was written."""
     from dllm.attention import context_kv
-    from dllm.drafter.context import ContextProjection
+    from dllm.drafter.network import DrafterNetwork
     from dllm.drafter.pair import drafter_config
 
     serve_with_triton_kernel()
     taken = []
-    write, project = context_kv.write_context_kv, ContextProjection.project
+    write, project = context_kv.write_context_kv, DrafterNetwork._project_context_kv
 
     def spy_write(*args: Any) -> None:
         taken.append("kernel")
         write(*args)
 
     def spy_project(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        taken.append("torch")
+        taken.append("vLLM")
         return project(*args)
 
     context_kv.write_context_kv = spy_write
-    ContextProjection.project = spy_project  # type: ignore[method-assign]
+    DrafterNetwork._project_context_kv = spy_project  # type: ignore[method-assign]
     engine = drafting_engine(
         Path(target), Path(drafter), 3, kv_cache_dtype="fp8", block_size=16,
         attention_config={"backend": "CUSTOM"}, speculative={"attention_backend": "CUSTOM"},
