@@ -11,7 +11,7 @@ from dllm.drafter.widths.policy import FixedWidth
 from dllm.remote import client as asking
 from dllm.remote.client import MAX_RESETS, RECONNECT_S, Wish, choose
 from tests.support.oracle import VOCAB, plain
-from tests.support.remote_harness import Clock, Net, Target, link_to, outcome, worker
+from tests.support.remote_harness import Clock, Net, Target, link_to, worker
 
 STEP_S, DEADLINE_S = 0.01, 0.05
 NUM_TOKENS = 200
@@ -94,8 +94,8 @@ def test_a_step_behind_which_no_draft_is_of_use_is_not_timed(monkeypatch):
     target = Target([Net(worker(clock), clock)], clock, policy=policy)
     drafter = target.drafter
     for want in (4, 0, 4, 4):
-        step = outcome(drafter, ["a"], np.array([False]), [1], {"a": 0})
-        drafter.follow(step, {"a": Wish([1, 2, 1, 2], want)})
+        in_prompt, one, none = np.array([False]), np.array([1]), np.array([0])
+        drafter.follow({"a": Wish([1, 2, 1, 2], want)}, in_prompt, one, none)
         _, (drafts,) = drafter.take()
         assert bool(drafts) == bool(want)
         clock.now += STEP_S

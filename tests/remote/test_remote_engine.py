@@ -19,8 +19,8 @@ from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import REMOTE_SCHEDULER
 from dllm.patches.remote import SPECULATOR
 from dllm.remote.client import Link
-from dllm.remote.drafter import RemoteDrafter
 from dllm.remote.engine import EngineDrafts
+from dllm.remote.scheduler import RemoteDrafter
 from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
 from tests.engine.test_engine import scheduler_watch

@@ -5,16 +5,16 @@ and take no time.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dllm.drafter.metrics import Counts
-from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
+from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.remote.client import Client, Link, Wish
-from dllm.remote.drafter import RemoteDrafter
+from dllm.remote.scheduler import RemoteDrafter
 from dllm.remote.wire import Ask, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
 from tests.support.clock import Clock
@@ -85,8 +85,9 @@ class Net:
         if self.clock.now >= self._drafted_at + self.draft_s:
             self._drafted_at = self.clock.now
             self.worker.draft()
-        for _, reply in self.worker.replies():
-            self._post(self._back, frame(reply)[4:])
+        for peer, reply in self.worker.replies():
+            if peer == self.peer:
+                self._post(self._back, frame(reply)[4:])
 
     @property
     def has_news(self) -> bool:
@@ -215,7 +216,8 @@ class Target:
             if is_over:
                 self.finished[name] = self.requests.pop(name)
         self.client.keep(self.requests)
-        self.drafter.follow(outcome(self.drafter, names, in_prompt, sampled, verified), wishes)
+        num_verified = np.array([verified[name] for name in names], dtype=np.int64)
+        self.drafter.follow(wishes, in_prompt, np.array(sampled, dtype=np.int64), num_verified)
         names, drafts = self.drafter.take()
         for name, tokens in zip(names, drafts, strict=True):
             if name in self.requests:
@@ -227,21 +229,6 @@ class Target:
         while self.requests:
             self.step()
             assert len(self.steps) < max_steps
-
-
-def outcome(
-    drafter: RemoteDrafter,
-    names: Sequence[str],
-    in_prompt: np.ndarray,
-    sampled: Sequence[int],
-    verified: Mapping[str, int],
-) -> VerifiedStep:
-    """A step in which these requests emitted and verified so many tokens."""
-    num_sampled = np.array(sampled, dtype=np.int64)
-    num_verified = np.array([verified[name] for name in names], dtype=np.int64)
-    accepted = np.where(num_verified > 0, np.clip(num_sampled - 1, 0, num_verified), 0)
-    slots = drafter.slots(names)
-    return VerifiedStep(slots, in_prompt, num_sampled > 0, num_verified, accepted)
 
 
 def worker(clock: Clock, alpha: float = 1.0, **limits: float) -> DraftWorker:
