@@ -95,6 +95,8 @@ class DrafterNetwork(DFlashQwen3Model):
         kernel_weights: of the kernel that writes the context; None where vLLM's operations do.
     """
 
+    _fused_kv_weight: torch.Tensor | None
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
         from dllm.drafter.pair import drafter_config
 

@@ -107,7 +107,7 @@ def make_case(spec: Spec, num_query_heads: int = 3) -> Case:
         rope = get_rope(spec.head_size, POSITIONS, spec.is_neox, parameters, dtype=spec.dtype).to(
             DEVICE
         )
-        hidden_norm = RMSNorm(spec.hidden, dtype=spec.dtype)
+        hidden_norm = RMSNorm(spec.hidden, eps=1e-5, dtype=spec.dtype)  # a drafter has one eps
     assert rope.rotary_dim == spec.rotary_size
     hidden_norm.weight.data = 1 + draw(spec.hidden, scale=0.1)
     attentions = []
