@@ -71,10 +71,8 @@ def send_drafting(
     Args:
         workers: all draft workers: whether each is asked.
     """
-    by_name: dict[str, dict[str, float]] = {}
-    for (name, label), amount in counts.items():
-        by_name.setdefault(name, {})[label] = amount
-    put_into(stats, KEY, {"counts": by_name, "workers": workers})
+    new = [(name, label, amount) for (name, label), amount in counts.items()]
+    put_into(stats, KEY, {"counts": new, "workers": workers})
 
 
 def record_drafting(stats: SchedulerStats, labels: Sequence[str]) -> None:
@@ -86,13 +84,12 @@ def record_drafting(stats: SchedulerStats, labels: Sequence[str]) -> None:
     sent = take_out(stats, KEY)
     if sent is None:
         return
-    counts = sent["counts"]
+    new = list(sent["counts"])
     if stats.spec_decoding_stats is not None:
         verified = stats.spec_decoding_stats.num_draft_tokens_per_pos
-        counts["verified_tokens_per_pos"] = {str(place): n for place, n in enumerate(verified)}
-    for name, by_label in counts.items():
-        for label, amount in by_label.items():
-            _counter(name).labels(*labels, *[label] * bool(label)).inc(amount)
+        new += [("verified_tokens_per_pos", str(at), count) for at, count in enumerate(verified)]
+    for name, label, amount in new:
+        _counter(name).labels(*labels, *[label] * bool(label)).inc(amount)
     if sent["workers"] is not None:
         _show_workers(tuple(labels), sent["workers"])
 

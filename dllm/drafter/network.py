@@ -8,16 +8,17 @@ The queries attend to the context's keys and to each other. No layer is run over
 which have keys and values only. Embedding and head are the target's unless the checkpoint has its
 own.
 
-The classes are vLLM's, with other parts of three kinds: a layer has the window and causality that
-``checkpoint`` reads; the context is written by ``context``, on a CPU, too; and a checkpoint that
-contradicts its config.json is refused, where vLLM loads a part of it.
+The classes are vLLM's, with three differences. A layer has the window and causality that
+``checkpoint`` reads. On CUDA a kernel writes the context (``context``), and on a CPU its keys are
+normalized by each layer's own weight. A checkpoint that contradicts its config.json is refused,
+where vLLM loads a part of it.
 Source: DFlash (arXiv 2602.06036); vLLM 0.32, ``qwen3_dflash.py``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -35,7 +36,10 @@ from vllm.model_executor.models.qwen3_dflash import (
 from dllm.attention.layers import bound_queries, use_anchored_window
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
-from dllm.drafter.context import ContextProjection
+from dllm.drafter.context import kernel_weights, renew_weights, write_by_kernel
+
+if TYPE_CHECKING:
+    from dllm.attention.context_kv import ContextWeights
 
 Weights = Mapping[str, torch.Tensor]  # by their names in a checkpoint, without "model."
 
@@ -88,8 +92,10 @@ class DrafterNetwork(DFlashQwen3Model):
 
     Attributes:
         drafter: what the checkpoint says about itself.
-        context: None before the weights are loaded.
+        kernel_weights: of the kernel that writes the context; None where vLLM's operations do.
     """
+
+    _fused_kv_weight: torch.Tensor | None
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
         from dllm.drafter.pair import drafter_config
@@ -98,7 +104,7 @@ class DrafterNetwork(DFlashQwen3Model):
         self.decoder_layer_cls = partial(DrafterLayer, drafter=drafter)
         super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
         self.drafter = drafter
-        self.context: ContextProjection | None = None
+        self.kernel_weights: ContextWeights | None = None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """vLLM's; all but the embedding, which may be the target's, and the mask's row is needed.
@@ -114,10 +120,33 @@ class DrafterNetwork(DFlashQwen3Model):
         return loaded
 
     def _build_fused_kv_buffers(self) -> None:
-        """vLLM's hook behind loading, before its CPU kernels pack the weights."""
-        if self.context is None:
-            attentions = [layer.self_attn for layer in self.layers]
-            self.context = ContextProjection(self.hidden_norm, attentions)
+        """vLLM's hook behind loading, before its CPU kernels pack the weights.
+
+        The buffers are made once: CUDA graphs know where they lie.
+        """
+        if self.has_context_weights:
+            return
+        super()._build_fused_kv_buffers()
+        if self._fused_kv_weight is not None and not self._fused_kv_weight.numel():
+            self._fused_kv_weight = None  # dummy weights are packed by now: each layer projects
+        self.kernel_weights = kernel_weights(self)
+
+    @property
+    def has_context_weights(self) -> bool:
+        """Whether ``_build_fused_kv_buffers`` was called."""
+        return hasattr(self, "_num_attn_layers")
+
+    def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
+        """vLLM's; on a CPU, where its kernel takes the first layer's weight for all layers, torch.
+
+        Args:
+            all_k: ``[layers, tokens, kv_heads, head_dim]``.
+        """
+        if all_k.device.type != "cpu":
+            return cast(torch.Tensor, super()._normalize_context_k(all_k))
+        precise = all_k.float()
+        scale = torch.rsqrt(precise.square().mean(-1, keepdim=True) + self._rms_norm_eps)
+        return (precise * scale).to(all_k.dtype) * self._k_norm_weights[:, None, None]
 
     def precompute_and_store_context_kv(
         self,
@@ -134,8 +163,14 @@ class DrafterNetwork(DFlashQwen3Model):
                 storing, for vLLM's memory profiling.
         """
         self._build_fused_kv_buffers()  # dummy weights are not loaded
-        assert self.context is not None
-        self.context.write(context_states, context_positions, context_slot_mapping)
+        weights, tokens = self.kernel_weights, (context_states, context_positions)
+        if weights is not None:
+            if context_slot_mapping is None:
+                self.hidden_norm(context_states)  # all the memory that the kernel needs
+                return
+            if write_by_kernel(self, weights, *tokens, context_slot_mapping):
+                return
+        super().precompute_and_store_context_kv(*tokens, context_slot_mapping)
 
 
 class DFlashDrafter(DFlashQwen3ForCausalLM):
@@ -155,11 +190,11 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
         self._loaded_shapes = {name: tensor.shape for name, tensor in own.items()}
         self._check_vocabulary(own)
         self._check_shapes(own)
-        context = self.model.context
+        is_renewal = self.model.has_context_weights
         # vLLM's loader takes the tensors of a module in one go: the network's are all at the end.
         super().load_weights(sorted(own.items(), key=lambda one: not one[0].startswith("lm_head")))
-        if context is not None:  # it is a renewal
-            context.load(own)
+        if is_renewal:
+            renew_weights(self.model, own)
 
     def reload_weights(self, weights: Weights) -> None:
         """Copy another checkpoint of the same shape over the weights in use.

@@ -59,37 +59,32 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     Raises:
         ValueError: two values do not fit; the message names both.
     """
-    speculative = vllm_config.speculative_config
+    speculative, target = vllm_config.speculative_config, vllm_config.model_config
     assert speculative is not None, "no drafter"
+    options, num_drafts = drafter_options(vllm_config), speculative.num_speculative_tokens
+    draft = speculative.draft_model_config
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
-    drafter_options(vllm_config).check_against(
-        speculative.num_speculative_tokens, speculative.enable_adaptive_verification
-    )
+    options.check_against(num_drafts, speculative.enable_adaptive_verification)
     refuse_cache_dtype(speculative)
     drafter = drafter_config(vllm_config)
-    if drafter_options(vllm_config).record_layers is not None:
+    if options.record_layers is not None:
         raise ValueError(
             f"{WHERE}: record_layers with a drafter, which says itself what it reads "
             f"({list(drafter.target_layer_ids)}). Leave record_layers out."
         )
-    if drafter_options(vllm_config).renew is not None:
-        refuse_renewal_of(speculative.draft_model_config.model)
-    target = vllm_config.model_config
-    if (pilot := drafter_options(vllm_config).pilot) is not None:
-        PilotConfig.load(pilot).check_against(
-            speculative.num_speculative_tokens, target.get_vocab_size()
-        )
-    text_config = target.hf_text_config
+    if options.renew is not None:
+        refuse_renewal_of(draft.model)
+    if options.pilot is not None:
+        PilotConfig.load(options.pilot).check_against(num_drafts, target.get_vocab_size())
     check_pair(
         drafter,
         TargetFacts(
             hidden_size=target.get_hidden_size(),
             num_layers=target.get_total_num_hidden_layers(),
             vocab_size=target.get_vocab_size(),
-            is_neox_style=not getattr(text_config, "rope_interleave", False),
+            is_neox_style=not getattr(target.hf_text_config, "rope_interleave", False),
         ),
     )
-    draft = speculative.draft_model_config
     check_tokenizers(
         _vocabulary(draft.model, draft.revision),
         _vocabulary(target.tokenizer, target.tokenizer_revision),

@@ -55,56 +55,63 @@ DIGITS = 12  # of a shard's number, with which its name begins
 
 
 @dataclass
-class OpenSample:
-    """A running request's tokens from position ``start`` on, as far as the target computed them."""
+class RecordedSample:
+    """A request's tokens from position ``start`` on, as far as the target computed them.
+
+    Attributes:
+        prompt: length of the request's prompt.
+        verified, accepted: for each token, drafts that were verified, and accepted, directly after
+            it; -1 where none were.
+        hidden: parts of ``[tokens, features]``, in order.
+        num_bytes: of host memory that ``hidden`` takes.
+        last_sampled: the token behind the last one; -1 in the middle of a prompt.
+        seen: number of the recorder's step that last added to it.
+    """
 
     start: int
-    prompt: int  # length of the request's prompt
-    seen: int = 0  # number of the recorder's step that last added to it
+    prompt: int
     tokens: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
-    num_bytes: int = 0  # of host memory that ``hidden`` takes
+    num_bytes: int = 0
     last_sampled: int = -1
+    seen: int = 0
 
     @property
     def end(self) -> int:
         """The position after its last token."""
         return self.start + len(self.tokens)
 
-    def close(self) -> "ClosedSample | None":
-        """The sample as it is written; None if no draft block can be trained on it.
-
-        The last sampled token is added. The target has not computed its hidden state, which is zero
-        here: no draft block reads it, because nothing follows it.
-        """
-        tokens = [*self.tokens, *([self.last_sampled] if self.last_sampled >= 0 else [])]
-        # At least 1: a draft block needs at least one token of context before it.
-        response_start = max(1, self.prompt - self.start)
-        sample = Sample(tuple(tokens), response_start, GROUP)
-        if sample.num_anchors == 0:
-            return None
-        hidden = torch.cat(self.hidden)
-        missing = len(tokens) - len(hidden)
-        hidden = torch.cat([hidden, hidden.new_zeros(missing, hidden.shape[1])])
-        padding = [-1] * missing
-        return ClosedSample(sample, hidden, self.verified + padding, self.accepted + padding)
-
-
-@dataclass(frozen=True)
-class ClosedSample:
-    """A sample as it is written to disk; the lists have one entry for each token."""
-
-    sample: Sample
-    hidden: Tensor
-    verified: list[int]
-    accepted: list[int]
-
     @property
-    def num_bytes(self) -> int:
+    def disk_bytes(self) -> int:
         """Bytes on disk, an upper bound."""
-        return self.hidden.nbytes + SAMPLE_OVERHEAD + TOKEN_OVERHEAD * len(self.verified)
+        return self.num_bytes + SAMPLE_OVERHEAD + TOKEN_OVERHEAD * len(self.tokens)
+
+    def extend(
+        self, tokens: list[int], hidden: Tensor, verified: int = -1, accepted: int = -1
+    ) -> None:
+        """Add the tokens of a step; the counts belong to the first of them."""
+        unmarked = [-1] * (len(tokens) - 1)
+        self.tokens += tokens
+        self.verified += [verified, *unmarked]
+        self.accepted += [accepted, *unmarked]
+        self.hidden.append(hidden)
+        self.num_bytes += hidden.nbytes
+
+    def close(self) -> None:
+        """Add the last sampled token.
+
+        The target has not computed its hidden state, which is zero here: no draft block reads it,
+        because nothing follows it.
+        """
+        if self.last_sampled >= 0:
+            self.extend([self.last_sampled], torch.zeros_like(self.hidden[-1][:1]))
+
+    def sample(self) -> Sample:
+        """As training reads it, without the hidden states."""
+        # At least 1: a draft block needs at least one token of context before it.
+        return Sample(tuple(self.tokens), max(1, self.prompt - self.start), GROUP)
 
 
 class Recorder:
@@ -124,13 +131,13 @@ class Recorder:
         self.shard_bytes = min(MAX_SHARD_BYTES, max_bytes // SHARDS)
         self.num_dropped = 0  # samples
         self._num_steps = 0
-        self._open: dict[str, OpenSample] = {}
+        self._open: dict[str, RecordedSample] = {}
         self._open_bytes = 0  # of the hidden states of all open samples
-        self._closed: list[ClosedSample] = []
+        self._closed: list[RecordedSample] = []
         self._closed_bytes = 0
         self._waiting_since = 0.0
         # One shard is being written and one may wait. A longer queue would only take more memory.
-        self._queue: queue.Queue[list[ClosedSample] | None] = queue.Queue(maxsize=1)
+        self._queue: queue.Queue[list[RecordedSample] | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._write, name="dllm-recorder", daemon=True)
         self._thread.start()
         # Not atexit, whose functions a forked process (vLLM's engine core may be one) does not run.
@@ -187,8 +194,8 @@ class Recorder:
                 or len(sample.tokens) + kept[row] > MAX_SAMPLE_TOKENS
                 or num_bytes > room
             ):
-                self._end(name)
                 room += sample.num_bytes
+                self._end(name)
                 sample = None
             # A sample must begin in the prompt: a response alone is not enough context.
             begins = sample is None and starts[row] < step.batch.prefill_len_np[row]
@@ -199,15 +206,11 @@ class Recorder:
 
     def _extend(self, step: TargetStep, row: int, tokens: np.ndarray, hidden: Tensor) -> None:
         """Add a row's tokens and hidden states to its request's sample."""
-        begun = OpenSample(int(step.starts[row]), int(step.batch.prefill_len_np[row]))
+        begun = RecordedSample(int(step.starts[row]), int(step.batch.prefill_len_np[row]))
         sample = self._open.setdefault(step.batch.req_ids[row], begun)
         verified, rejected = int(step.verified[row]), int(step.rejected[row])
-        unmarked = [-1] * (len(tokens) - 1)  # the counts belong to the row's first token
-        sample.tokens += tokens.tolist()
-        sample.verified += [verified or -1, *unmarked]
-        sample.accepted += [verified - rejected if verified else -1, *unmarked]
-        sample.hidden.append(hidden)
-        sample.num_bytes += hidden.nbytes
+        counts = (verified, verified - rejected) if verified else (-1, -1)
+        sample.extend(tokens.tolist(), hidden, *counts)
         self._open_bytes += hidden.nbytes
         sample.last_sampled = int(step.followers[row])
         sample.seen = self._num_steps
@@ -216,16 +219,13 @@ class Recorder:
         """Close a request's sample."""
         sample = self._open.pop(name)
         self._open_bytes -= sample.num_bytes
-        self._close(sample)
-
-    def _close(self, sample: OpenSample) -> None:
-        closed = sample.close()
-        if closed is None:
-            return
+        sample.close()
+        if sample.sample().num_anchors == 0:
+            return  # no draft block can be trained on it
         if not self._closed:
             self._waiting_since = time.monotonic()
-        self._closed.append(closed)
-        self._closed_bytes += closed.num_bytes
+        self._closed.append(sample)
+        self._closed_bytes += sample.disk_bytes
         if self._closed_bytes >= self.shard_bytes:
             self._hand_over()
 
@@ -237,7 +237,7 @@ class Recorder:
             self._drop(self._closed, "the disk is slower than traffic")
         self._closed, self._closed_bytes = [], 0
 
-    def _drop(self, samples: Sequence[ClosedSample], why: str) -> None:
+    def _drop(self, samples: Sequence[RecordedSample], why: str) -> None:
         if samples and self.num_dropped == 0:
             logger.warning("Recording: dropped %d samples, %s.", len(samples), why)
         self.num_dropped += len(samples)
@@ -279,7 +279,7 @@ class ShardRing:
         """The shards in the folder, oldest first."""
         return sorted(self.folder.glob(f"{'[0-9]' * DIGITS}-*{SUFFIX}"))
 
-    def write(self, samples: Sequence[ClosedSample]) -> None:
+    def write(self, samples: Sequence[RecordedSample]) -> None:
         """Write one shard whole. Old shards are deleted before it, so the limit always holds.
 
         Raises:
@@ -287,7 +287,7 @@ class ShardRing:
         """
         if not samples:
             return
-        needed = 4096 + sum(sample.num_bytes for sample in samples)  # the header is smaller
+        needed = 4096 + sum(sample.disk_bytes for sample in samples)  # the header is smaller
         if needed > self.max_bytes:
             raise OSError(f"a shard of {needed} bytes exceeds the {self.max_bytes} allowed")
         with self._alone():
@@ -300,17 +300,19 @@ class ShardRing:
                 path.unlink()
                 total -= size
             name = f"{number:0{DIGITS}}-{socket.gethostname()}-{os.getpid()}{SUFFIX}"
-            self._write(self.folder / name, samples)
+            _write(self.folder / name, samples, self.layers)
 
-    def _write(self, path: Path, samples: Sequence[ClosedSample]) -> None:
-        marks = {
-            "verified": [mark for sample in samples for mark in sample.verified],
-            "accepted": [mark for sample in samples for mark in sample.accepted],
-        }
-        write_shard(
-            path,
-            [sample.sample for sample in samples],
-            [sample.hidden for sample in samples],
-            {name: torch.tensor(values, dtype=torch.int16) for name, values in marks.items()},
-            self.layers,
-        )
+
+def _write(path: Path, samples: Sequence[RecordedSample], layers: Sequence[int]) -> None:
+    verified = [count for each in samples for count in each.verified]
+    accepted = [count for each in samples for count in each.accepted]
+    write_shard(
+        path,
+        [each.sample() for each in samples],
+        [part for each in samples for part in each.hidden],
+        {
+            "verified": torch.tensor(verified, dtype=torch.int16),
+            "accepted": torch.tensor(accepted, dtype=torch.int16),
+        },
+        layers,
+    )

@@ -71,17 +71,6 @@ def refuse_target_without_hidden_states(vllm_config: VllmConfig) -> None:
         )
 
 
-def give_hidden_states(runner: Any, layers: Sequence[int]) -> None:
-    """Let a loaded target return the outputs of layers, as it would for a drafter.
-
-    Args:
-        runner: the worker's Model Runner V2.
-        layers: 0-based; vLLM counts the embedding as layer 0.
-    """
-    runner.model.set_aux_hidden_state_layers(tuple(layer + 1 for layer in layers))
-    runner.use_aux_hidden_state_outputs = True
-
-
 def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
     """The recorder of this worker; None if the server does not record, or another worker does.
 

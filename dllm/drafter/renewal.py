@@ -15,9 +15,9 @@ the weights before come back, and its number is written to ``rejected``. One tha
 meanwhile takes its place, and is compared with the same weights before.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -63,37 +63,14 @@ def read_weights(path: Path) -> Weights:
     return found
 
 
-@dataclass
-class Tally:
-    """Accepted drafts of the rows that were drafted for: how many rows, their sum, and squares."""
+def is_worse(new: Sequence[int], old: Sequence[int]) -> bool:
+    """Whether MOST_LOSS of the accepted drafts was lost, and more than chance explains.
 
-    rows: int = 0
-    accepted: float = 0.0
-    squares: float = 0.0
-
-    def add(self, accepted: np.ndarray) -> None:
-        """Add a step's rows; what is older counts half when there are twice the rows needed."""
-        self.rows += len(accepted)
-        self.accepted += float(accepted.sum())
-        self.squares += float(np.square(accepted, dtype=np.float64).sum())
-        if self.rows >= 2 * PROBATION:
-            self.rows, self.accepted = self.rows // 2, self.accepted / 2
-            self.squares /= 2
-
-    @property
-    def rate(self) -> float:
-        """Accepted drafts of a row."""
-        return self.accepted / max(self.rows, 1)
-
-    @property
-    def variance(self) -> float:
-        """Of ``rate``, if the rows were independent."""
-        return (self.squares / max(self.rows, 1) - self.rate**2) / max(self.rows, 1)
-
-    def is_worse_than(self, other: "Tally") -> bool:
-        """Whether MOST_LOSS was lost, and more than chance explains."""
-        chance = CERTAINTY * (self.variance + other.variance) ** 0.5
-        return self.rate < (1 - MOST_LOSS) * other.rate - chance
+    Args:
+        new, old: drafts that the target kept of each row that was drafted for.
+    """
+    chance = CERTAINTY * (np.var(new) / len(new) + np.var(old) / len(old)) ** 0.5
+    return bool(np.mean(new) < (1 - MOST_LOSS) * np.mean(old) - chance)
 
 
 class Renewal:
@@ -119,7 +96,9 @@ class Renewal:
         self.folder, self.initial, self.load, self.refuse = folder, initial, load, refuse
         self.current = self._before = 0
         self._refused: set[int] = set()  # also where the folder cannot be written to
-        self._tally, self._tally_before = Tally(), Tally()
+        # Accepted drafts of each of the last rows, of the drafter in use and of the one before.
+        self._accepted: deque[int] = deque(maxlen=2 * PROBATION)
+        self._accepted_before = self._accepted
         self._num_stale = self._num_steps = 0
         self._probation_left = 0  # steps
         self._reader = ThreadPoolExecutor(1, "dllm-renewal")
@@ -139,10 +118,10 @@ class Renewal:
         if self._num_stale > 0:
             self._num_stale -= len(accepted)
         else:
-            self._tally.add(accepted)
+            self._accepted.extend(accepted.tolist())
         if self._probation_left:
             self._probation_left -= 1
-            if self._tally.rows >= PROBATION or not self._probation_left:
+            if len(self._accepted) >= PROBATION or not self._probation_left:
                 self._probation_left = 0
                 self._judge()
         if self._num_steps % STEPS_BETWEEN_LOOKS == 0:
@@ -156,10 +135,10 @@ class Renewal:
                 self._next, self._reading = newest, self._reader.submit(self._read, newest)
         elif answer_of_first_rank(self._reading.done()):
             reading, self._reading = self._reading, None
-            before, tally = self.current, self._tally
+            before, accepted = self.current, self._accepted
             if self._use(self._next, reading.result()):
                 if not self._probation_left:
-                    self._before, self._tally_before = before, tally
+                    self._before, self._accepted_before = before, accepted
                 self._probation_left = LONGEST_PROBATION
 
     def _newest(self) -> int:
@@ -184,7 +163,8 @@ class Renewal:
                     logger.error("The drafter is damaged, and drafts are bad: restart the server.")
             return False
         logger.info("The drafter is that of %s", self._path(number))
-        self.current, self._tally, self._num_stale = number, Tally(), STALE
+        self.current, self._num_stale = number, STALE
+        self._accepted = deque(maxlen=2 * PROBATION)
         return True
 
     def _loads(self, number: int, weights: Weights) -> bool:
@@ -198,22 +178,21 @@ class Renewal:
 
     def _judge(self) -> None:
         """The end of a probation: keep the renewed drafter, or take the one before."""
-        before, rows = self._tally_before, self._tally.rows
-        if before.rows < PROBATION or rows < FEWEST_ROWS:
+        before, worse = self._accepted_before, self.current
+        if len(before) < PROBATION or len(self._accepted) < FEWEST_ROWS:
             return  # too little is known of one of them
-        if not self._tally.is_worse_than(before):
+        if not is_worse(self._accepted, before):
             return
-        worse, rate = self.current, self._tally.rate
         logger.warning(
             "The drafter %s is taken back: %.2f drafts accepted a step, %.2f before",
             self._path(worse),
-            rate,
-            before.rate,
+            np.mean(self._accepted),
+            np.mean(before),
         )
         self._reject(worse)
         for number in dict.fromkeys((self._before, 0)):  # the one before may be deleted by now
             if self._use(number, self._read(number)):
-                self._tally = before
+                self._accepted = before
                 return
 
     def _path(self, number: int) -> Path:

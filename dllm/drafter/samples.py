@@ -66,7 +66,7 @@ def write_shard(
     """Write a shard whole or not at all: a temporary file is renamed when it is complete.
 
     Args:
-        hidden: for each sample ``[tokens, features]``; None stores no hidden states.
+        hidden: ``[tokens, features]`` of all samples, in any number of parts; None stores none.
         more: further tensors of the file, by name.
         layers: of the target, whose outputs ``hidden`` is; empty: not noted.
     """

@@ -69,18 +69,9 @@ class DraftingScheduler(Scheduler):
         if isinstance(draft_token_ids, CountedDrafts):
             self._counts.merge(draft_token_ids.counts)
 
-    def make_stats(
-        self,
-        spec_decoding_stats: Any = None,
-        kv_connector_stats: Any = None,
-        cudagraph_stats: Any = None,
-        perf_stats: Any = None,
-        ec_connector_stats: Any = None,
-    ) -> Any:
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's statistics of the step, with our counts in them; None if statistics are off."""
-        stats = super().make_stats(
-            spec_decoding_stats, kv_connector_stats, cudagraph_stats, perf_stats, ec_connector_stats
-        )
+        stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             self._send_counts(stats)
         return stats

@@ -10,7 +10,6 @@ causal pass that verifies them writes these slots again before it reads them.
 Source: linear speculation of Nemotron-Labs-Diffusion.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,7 +103,3 @@ class OwnNetwork(torch.nn.Module):
         self, hidden_states: torch.Tensor, positions: torch.Tensor, slots: Any = None
     ) -> None:
         """Nothing: the target has written its keys and values."""
-
-    def combine_hidden_states(self, hidden_states: Sequence[torch.Tensor]) -> Any:
-        """Not used: the target gives no other hidden states."""
-        return hidden_states

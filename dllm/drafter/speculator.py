@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.cache import with_own_cache
-from dllm.drafter.deferred import DeferredContext
+from dllm.drafter.context import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, Counts
 from dllm.drafter.pair import drafter_options, end_ids
 from dllm.drafter.recording import make_recorder
@@ -323,27 +323,18 @@ class Drafter(DFlashSpeculator):
         temperature: torch.Tensor,
         seeds: torch.Tensor,
         draft_step: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        spec_step_idx: int = 0,
-        **of_stock: Any,
+        *others: Any,
+        **options: Any,
     ) -> torch.Tensor:
         """vLLM's hook: the drafts ``[rows * N]``, the likeliest or sampled ones.
 
         Sampled drafts use the target's random numbers of their positions (``verification``).
         """
         if not self._samples_drafts:
-            return super().sample_draft(
-                hidden_states,
-                sample_src_positions,
-                idx_mapping,
-                temperature,
-                seeds,
-                draft_step,
-                draft_logits,
-                spec_step_idx,
-                **of_stock,
-            )
-        logits = self.compute_draft_logits(hidden_states, spec_step_idx)
+            tokens = hidden_states, sample_src_positions, idx_mapping
+            rest = temperature, seeds, draft_step, *others
+            return super().sample_draft(*tokens, *rest, **options)
+        logits = self.compute_draft_logits(hidden_states, spec_step_idx=0)
         self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         return gumbel_sample(
             logits,

@@ -57,7 +57,7 @@ def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
 
 
 def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> None:
-    """The same for a drafter: vLLM chooses another attention, and torch computes the context.
+    """The same for a drafter: vLLM chooses another attention, and computes the context.
 
     Raises:
         RuntimeError: our attention kernel is wrong, and no other has the drafter's window.

@@ -11,7 +11,6 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.drafter.recorder import Recorder
 from dllm.drafter.recording import (
-    give_hidden_states,
     layers_without_drafter,
     make_recorder,
     refuse_target_without_hidden_states,
@@ -193,7 +192,9 @@ class Records:
             refuse_target_without_hidden_states(self.vllm_config)
         super().load_model(**options)  # type: ignore[misc]
         if layers:
-            give_hidden_states(self.model_runner, layers)
+            # vLLM counts the embedding as layer 0.
+            self.model_runner.model.set_aux_hidden_state_layers(tuple(i + 1 for i in layers))
+            self.model_runner.use_aux_hidden_state_outputs = True
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """vLLM's, whose steps are not recorded; those after it are."""

@@ -4,11 +4,11 @@ unix:///PATH, /PATH or ~/PATH   processes of this user on this machine
 tcp://HOST:PORT                 other machines; both sides need keys (``keys``)
 """
 
+import errno
 import ipaddress
 import os
 import re
 import socket
-import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Address(NamedTuple):
 
     @property
     def is_numeric(self) -> bool:
-        """Whether nobody has to be asked for the machine's number."""
+        """Whether no name server has to be asked where it is."""
         try:
             return bool(self.path or ipaddress.ip_address(self.host))
         except ValueError:
@@ -135,17 +135,13 @@ def make_private(path: str) -> None:
         check_private(path)
         if not place.exists():
             return
-        if not stat.S_ISSOCK(place.stat().st_mode):
+        if not place.is_socket():
             raise ValueError(f"{path} is there, and no socket.")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
-            try:
-                probe.connect(path)
-            except ConnectionRefusedError:
+            if probe.connect_ex(path) == errno.ECONNREFUSED:
                 place.unlink()
                 return
-            except BlockingIOError:
-                pass  # its queue is full
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     raise ValueError(f"{path} is in use.")

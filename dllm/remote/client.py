@@ -2,7 +2,7 @@
 
 ask      behind a step of the target, when its tokens are known: tell what is new, ask for drafts
 collect  before the next step is scheduled: what has arrived, or arrives in time
-drafts   what of it the target's tokens do not contradict
+usable   of a session: drafts that the target's tokens do not contradict
 
 How long a step waits, and whether it asks at all, is the width policy's decision (``drafter``). A
 worker is *out*, so that nobody asks it or waits for it, while its connection is down, and when it
@@ -11,13 +11,12 @@ has not answered within the deadline that the server's options name, until that 
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dllm.drafter.metrics import Counts
-from dllm.remote import stream
-from dllm.remote.stream import Stream
+from dllm.remote.stream import Stream, wait
 from dllm.remote.wire import MAX_ROWS, MAX_TOLD, Ask, Guess, Reply, Told, frame, read_reply
 
 RECONNECT_S = 0.1  # between two attempts
@@ -98,19 +97,12 @@ class Link:
         return replies
 
     def _read(self, connection: Stream) -> list[Reply]:
-        replies = []
-        for data in connection.read():
-            try:
-                reply = read_reply(data)
-            except ValueError:
-                self.count("refused")
-                self.close()
-                break
-            if reply.step <= self.step:
-                replies.append(reply)
-            else:  # to an ask that was never sent
-                self.count("refused")
-        return replies
+        try:
+            return [read_reply(data) for data in connection.read()]
+        except ValueError:
+            self.count("refused")
+            self.close()
+            return []
 
     def _connect(self) -> None:
         now, connection = self._clock(), self.connection
@@ -148,7 +140,6 @@ class Session:
         is_asked: the last ask wished for drafts of it.
         start: the guess stands behind so many tokens.
         guess: token ids that the worker expects there.
-        answered: the step of the ask that this guess answers.
         resets: how often the worker said that it lacks tokens.
     """
 
@@ -159,7 +150,6 @@ class Session:
     is_asked: bool = False
     start: int = 0
     guess: list[int] = field(default_factory=list)
-    answered: int = 0
     resets: int = 0
 
     @property
@@ -167,13 +157,13 @@ class Session:
         """Whether the worker may know it."""
         return self.link is not None and self.link.is_up and self.link.num_ups == self.num_ups
 
-    def take(self, row: Guess, step: int) -> None:
-        """Take a reply's row; an older one than the last is ignored."""
+    def take(self, row: Guess) -> None:
+        """Take a reply's row."""
         if row.is_unknown:
             self.told, self.is_asked = 0, False
             self.resets += 1
-        elif step >= self.answered:
-            self.start, self.guess, self.answered = row.start, row.tokens, step
+        else:
+            self.start, self.guess = row.start, row.tokens
 
     def usable(self, wish: Wish) -> list[int]:
         """The rest of the guess, as much as is wanted, unless the tokens contradict it."""
@@ -185,11 +175,6 @@ class Session:
         return self.guess[done : done + wish.want]
 
 
-def wait(links: Iterable[Link], seconds: float) -> None:
-    """Wait until one of the links has news, ``seconds`` at most."""
-    stream.wait((each.connection for each in links if each.connection is not None), seconds)
-
-
 class Client:
     """The sessions of one engine core, with the workers that draft for them.
 
@@ -198,6 +183,9 @@ class Client:
 
     Args:
         vocab_size: of the target: a reply with another token id is refused whole.
+
+    Attributes:
+        sessions: by request, of those that were asked for.
     """
 
     def __init__(
@@ -206,19 +194,13 @@ class Client:
         vocab_size: int,
         counts: Counts,
         clock: Callable[[], float] = time.perf_counter,
-        wait: Callable[[Sequence[Link], float], None] = wait,
+        wait: Callable[[Sequence[Stream], float], None] = wait,
     ) -> None:
         self.links = links
         self._vocab_size, self._counts, self._clock, self._wait = vocab_size, counts, clock, wait
-        self._sessions: dict[str, Session] = {}
-        self._by_number: dict[int, Session] = {}
+        self.sessions: dict[str, Session] = {}
         self._step = self._number = 0
         self._received_at = float("-inf")
-
-    @property
-    def names(self) -> set[str]:
-        """The requests that have a session."""
-        return set(self._sessions)
 
     def use(self, links: Sequence[Link]) -> None:
         """Use these workers; connections to others are closed."""
@@ -233,7 +215,7 @@ class Client:
         Args:
             deadline_s: how long ``collect`` will wait.
         """
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             session.is_asked = False
         has_news = bool(wishes) or any(link.over for link in self.links)
         if not has_news and self._clock() < self._received_at + RECONNECT_S:
@@ -275,47 +257,28 @@ class Client:
             left = start + seconds - self._clock()
             if left <= 0:
                 break
-            self._wait(self.links, left)
+            self._wait([each.connection for each in self.links if each.connection], left)
             self._receive()
         return self._clock() - start
 
     def _is_awaited(self, name: str, wish: Wish) -> bool:
         """Whether a request has no usable draft, and a reply for it is on its way."""
-        session = self._sessions.get(name)
+        session = self.sessions.get(name)
         if session is None or session.link is None or not (session.is_asked and session.is_known):
             return False
         is_coming = not session.link.is_out and session.link.asked_at is not None
         return is_coming and not session.usable(wish)
 
-    def was_asked(self, name: str) -> bool:
-        """Whether the last ``ask`` asked a worker for drafts of this request."""
-        session = self._sessions.get(name)
-        return session is not None and session.is_asked
-
-    def drafts(self, name: str, wish: Wish) -> list[int]:
-        """Drafts for a request; none if there are none, or its tokens differ from the guess."""
-        session = self._sessions.get(name)
-        return [] if session is None else session.usable(wish)
-
-    def worker_of(self, name: str) -> Link | None:
-        """The worker that a request's drafts come from; None before any was asked."""
-        session = self._sessions.get(name)
-        return None if session is None else session.link
-
-    def end(self, names: Iterable[str]) -> None:
-        """These requests are over; their workers hear of it with the next ask."""
-        for name in names:
-            session = self._sessions.pop(name, None)
-            if session is not None:
-                del self._by_number[session.number]
-                self._leave(session)
+    def keep(self, names: Container[str]) -> None:
+        """All other requests are over; their workers hear of it with the next ask."""
+        for name in [name for name in self.sessions if name not in names]:
+            self._leave(self.sessions.pop(name))
 
     def _session(self, name: str) -> Session:
-        session = self._sessions.get(name)
+        session = self.sessions.get(name)
         if session is None:
             self._number += 1
-            session = self._sessions[name] = Session(self._number)
-            self._by_number[self._number] = session
+            session = self.sessions[name] = Session(self._number)
         return session
 
     def _home(self, session: Session) -> Link | None:
@@ -343,10 +306,11 @@ class Client:
                 if any(max(row.tokens, default=0) >= self._vocab_size for row in reply.rows):
                     link.count("refused")
                     continue
+                by_number = {session.number: session for session in self.sessions.values()}
                 for row in reply.rows:
-                    session = self._by_number.get(row.session)
+                    session = by_number.get(row.session)
                     if session is not None and session.link is link:
-                        session.take(row, reply.step)
+                        session.take(row)
 
 
 def choose(links: Sequence[Link], key: int) -> Link | None:

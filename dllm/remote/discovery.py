@@ -142,10 +142,10 @@ def list_with_dynamo(address: str) -> Child:
 
 
 class Following:
-    """Keeps a target's list of workers that which Dynamo has.
+    """Lets a target use the workers that Dynamo lists.
 
-    Sessions stay with their worker while it is listed; those of others go to who is there. Workers
-    that were known stay while discovery is away: the connection tells whether they are there.
+    Sessions stay with their worker while it is listed; those of a worker that left go to the
+    others. While Dynamo itself is away the last list is used.
 
     Args:
         child: lists addresses.

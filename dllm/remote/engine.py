@@ -25,9 +25,7 @@ class EngineDrafts:
         self.max_len: int = model.max_model_len
         self._extra: dict[str, Any] | None = None
         if canvas is not None:
-            self._extra = {"diffusion_canvas_length": canvas}
-            if max_steps is not None:
-                self._extra["diffusion_max_steps"] = max_steps
+            self._extra = {"diffusion_canvas_length": canvas, "diffusion_max_steps": max_steps}
         self._numbers = itertools.count()
 
     def start(self, tokens: list[int], count: int) -> str:

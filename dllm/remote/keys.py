@@ -16,7 +16,6 @@ import os
 import ssl
 import stat
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 from dllm.settings.command import OK, CommandError
@@ -29,6 +28,9 @@ class Keys:
 
     Args:
         folder: of ``dllm draft-keys``.
+
+    Attributes:
+        contexts: what makes TLS of a socket, by whether this side is the server.
 
     Raises:
         ValueError: a file is missing or wrong, others can read the secret key, or nobody is
@@ -46,12 +48,9 @@ class Keys:
         if not trusted:
             raise ValueError(f"keys: no certificate in {path / TRUSTED}: nobody is trusted.")
         self._trusted = {_read(each) for each in trusted}
-        self.context = cache(self._context)
-        for is_server in (False, True):
-            self.context(is_server)
+        self.contexts = {is_server: self._context(is_server) for is_server in (False, True)}
 
     def _context(self, is_server: bool) -> ssl.SSLContext:
-        """What makes TLS of a socket, for this side of it."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # the certificate itself is known

@@ -15,12 +15,16 @@ import argparse
 import http.client
 import re
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dllm.settings.checks import FloatRange
 from dllm.settings.command import OK, CommandError
 from dllm.settings.remote import MAX_DRAFTS
+
+SHARE, TIME = FloatRange(0.0, 1.0), FloatRange(0.0, 1e6)
+ABOVE_0 = FloatRange(0.0, 1e6, excludes_low=True)
 
 
 def gains(
@@ -54,14 +58,14 @@ def main(argv: Sequence[str]) -> int:
     """Print, from measured times, what each number of drafts gains, and the best one."""
     parser = argparse.ArgumentParser(prog="dllm plan", description=main.__doc__)
     add = parser.add_argument
-    add("--step-ms", type=_positive, required=True, help="a step of the target without drafts")
-    add("--draft-ms", type=_positive, required=True, help="a step of the draft model")
-    add("--per-draft-ms", type=_time, default=0.0, help="what a verified draft adds to a step")
-    add("--round-trip-ms", type=_time, default=0.5, help="to the worker and back (%(default)s)")
+    add("--step-ms", type=_in(ABOVE_0), required=True, help="a step of the target without drafts")
+    add("--draft-ms", type=_in(ABOVE_0), required=True, help="a step of the draft model")
+    add("--per-draft-ms", type=_in(TIME), default=0.0, help="what a verified draft adds to a step")
+    add("--round-trip-ms", type=_in(TIME), default=0.5, help="to the worker and back (%(default)s)")
     add("--block", action="store_true", help="one step of the draft model makes all drafts")
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--alpha", type=_share, help="each draft is kept with this probability")
-    given.add_argument("--survival", type=_share, nargs="+", help="share kept at each place")
+    given.add_argument("--alpha", type=_in(SHARE), help="each draft is kept with this probability")
+    given.add_argument("--survival", type=_in(SHARE), nargs="+", help="share kept at each place")
     given.add_argument("--metrics", metavar="URL", help="of a target that drafts, as .../metrics")
     add("--drafts", type=int, default=16, help="with --alpha: the most (%(default)s)")
     options = parser.parse_args(argv)
@@ -90,23 +94,15 @@ def main(argv: Sequence[str]) -> int:
     return OK
 
 
-def _number(text: str, low: float, high: float, allows_low: bool = True) -> float:
-    value = float(text)
-    if not low <= value <= high or (value == low and not allows_low):
-        raise argparse.ArgumentTypeError(f"{text}; allowed: {low:g} to {high:g}")
-    return value
+def _in(allowed: FloatRange) -> Callable[[str], float]:
+    """What reads an argument that has to be in a range."""
 
+    def number(text: str) -> float:
+        if float(text) not in allowed:
+            raise argparse.ArgumentTypeError(f"{text}; allowed: {allowed}")
+        return float(text)
 
-def _share(text: str) -> float:
-    return _number(text, 0.0, 1.0)
-
-
-def _time(text: str) -> float:
-    return _number(text, 0.0, 1e6)
-
-
-def _positive(text: str) -> float:
-    return _number(text, 0.0, 1e6, allows_low=False)
+    return number
 
 
 def _fetch(url: str) -> str:

@@ -1,9 +1,19 @@
 """vLLM's scheduler, which asks draft workers for the drafts that it schedules.
 
 It asks, and not the worker of the target, so that every rank gets the same drafts with the schedule
-and nothing is read back from a device. One engine core has one set of connections.
+and nothing is read back from a device. One engine core has one set of connections. Step by step:
+
+    admit    requests that begin: their prompts are sent while the target reads them itself
+    follow   behind a step of the target: learn from it, and ask for what comes next
+    take     before the next step is scheduled: the drafts to verify
+
+The width policy is the DFlash drafter's (``drafter.widths``). It alone decides whether drafts are
+asked for and how long a step waits for them, within the deadline of the server's options. It learns
+from every wait: the time is the cost of drafting, and a draft that did not come is as useless as
+one that is rejected.
 """
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +31,142 @@ from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.remote.address import Address, parse
 from dllm.remote.client import Client, Link, Wish
 from dllm.remote.discovery import Following, watch_dynamo
-from dllm.remote.drafter import RemoteDrafter
 from dllm.remote.keys import Keys
 from dllm.remote.stream import dialer
 from dllm.remote.wire import reply_bytes
 from dllm.settings.remote import WHERE
 from dllm.settings.server import PluginOptions
+
+
+class RemoteDrafter:
+    """Drafts for one engine core.
+
+    Args:
+        policy: does not read the drafter's confidence, because none comes with these drafts.
+        num_slots: requests that run at once.
+        deadline_s: how long a step waits at most.
+        counts: what is drafted is added to it, as for a DFlash drafter; ``drafting_seconds`` is the
+            time waited, ``draft_passes`` are steps that asked.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        policy: WidthPolicy,
+        num_slots: int,
+        deadline_s: float,
+        counts: Counts,
+    ) -> None:
+        assert not policy.reads_confidence
+        self.client, self.policy, self.counts = client, policy, counts
+        self._deadline_s = deadline_s
+        self._free = list(range(num_slots))
+        self._slots: dict[str, int] = {}
+        self._wishes: dict[str, Wish] = {}  # of all requests of the last step
+        self._short: set[str] = set()  # got fewer drafts than the policy would have verified
+        self._wants_drafts = True  # what the policy said behind it
+        self._wait_s = deadline_s
+
+    def admit(self, texts: Mapping[str, Sequence[int]]) -> None:
+        """Send prompts that the target begins to read, so that the first drafts are not late.
+
+        The target's first token is its own: one more draft is asked for.
+        """
+        if texts and self._wants_drafts:
+            wishes = {name: Wish(tokens, self.policy.most + 1) for name, tokens in texts.items()}
+            self.client.ask(wishes, self._deadline_s)
+
+    def _slots_of(self, names: Collection[str]) -> np.ndarray:
+        """``[rows]``: the numbers, below ``num_slots``, that the policy knows these requests by."""
+        if len(set(names) - self._slots.keys()) > len(self._free):
+            for name in self._slots.keys() - set(names):
+                self._free.append(self._slots.pop(name))
+        for name in names:
+            if name not in self._slots:
+                self._slots[name] = self._free.pop()
+        return np.array([self._slots[name] for name in names], dtype=np.int64)
+
+    def follow(
+        self,
+        wishes: dict[str, Wish],
+        in_prompt: np.ndarray,
+        num_sampled: np.ndarray,
+        verified: np.ndarray,
+    ) -> None:
+        """Learn from a step, and ask for drafts of the next one if the policy wants any.
+
+        Args:
+            wishes: for each request of the step, the drafts that may be of use in the next one.
+            in_prompt: ``[rows]`` bool, as ``VerifiedStep``.
+            num_sampled: ``[rows]``, tokens of the step up to the end of the answer. A draft that
+                ends it counts as rejected.
+            verified: ``[rows]``, drafts that the target verified.
+        """
+        self._wishes = wishes
+        slots = self._slots_of(wishes)
+        if self.policy.reads_outcomes:
+            accepted = np.where(verified > 0, np.clip(num_sampled - 1, 0, verified), 0)
+            # One more draft counts as rejected where fewer came in time than the policy would have
+            # verified, or it would go on to expect what a slow worker cannot deliver.
+            short = np.array([name in self._short for name in wishes], dtype=np.int64)
+            tried, samples = verified + short, num_sampled > 0
+            self.policy.observe(VerifiedStep(slots, in_prompt, samples, tried, accepted))
+        self._wants_drafts = self.policy.wants_drafts(slots)
+        asking: dict[str, Wish] = {}
+        if self._wants_drafts:
+            worth_s = 1e-3 * self.policy.worth_ms(slots)
+            self._wait_s = max(0.0, min(self._deadline_s, worth_s))
+            most = self.policy.most
+            asking = {
+                name: Wish(tokens, min(want, most))
+                for name, (tokens, want) in wishes.items()
+                if want
+            }
+        self.client.ask(asking, self._wait_s)
+        if asking:
+            self.counts.add("draft_passes")
+
+    def take(self) -> tuple[list[str], list[list[int]]]:
+        """The drafts to verify of each request of the last step; waits for them if need be."""
+        wishes, self._wishes, self._short = self._wishes, {}, set()
+        useful = {name: wish for name, wish in wishes.items() if wish.want}
+        drafts: dict[str, list[int]] = {}
+        if self._wants_drafts:
+            drafts = self._collect(wishes, useful) if useful else {}
+            if not drafts:
+                self.policy.note_wait(None)
+        for name in useful:
+            self.counts.add("draft_widths", label=str(len(drafts.get(name, ()))))
+        return list(wishes), [drafts.get(name, []) for name in wishes]
+
+    def _collect(self, rows: Collection[str], wishes: Mapping[str, Wish]) -> dict[str, list[int]]:
+        """The drafts that are there in time, cut to the widths that the policy chooses.
+
+        Args:
+            rows: all requests of the step.
+
+        Returns:
+            By request, for all of ``wishes``; nothing if nobody is there who drafts.
+        """
+        waited_s = self.client.collect(wishes, self._wait_s)
+        self.counts.add("drafting_seconds", waited_s)
+        sessions = {name: self.client.sessions[name] for name in wishes}
+        drafts = {name: sessions[name].usable(wish) for name, wish in wishes.items()}
+        self.counts.add("drafted_tokens", sum(map(len, drafts.values())))
+        is_expected = {name: drafts[name] or sessions[name].is_asked for name in wishes}
+        if not any(is_expected.values()):
+            return {}
+        self.policy.note_wait(waited_s)
+        slots = np.array([self._slots[name] for name in rows])
+        widths = dict(zip(rows, self.policy.widths(slots, None).tolist(), strict=True))
+        for name, wish in wishes.items():
+            if is_expected[name] and len(drafts[name]) < min(widths[name], wish.want):
+                self._short.add(name)
+            drafts[name] = drafts[name][: widths[name]]
+            worker = sessions[name].link
+            if drafts[name] and worker is not None:
+                worker.count("drafts", len(drafts[name]))
+        return drafts
 
 
 class RemoteScheduler(DraftingScheduler):
@@ -51,17 +191,15 @@ class RemoteScheduler(DraftingScheduler):
         """vLLM's; then drafts behind the new tokens are asked for."""
         in_prompt = self._in_prompt(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.remote.client.end(self.remote.client.names - self.requests.keys())
+        self.remote.client.keep(self.requests)
         names = list(scheduler_output.num_scheduled_tokens)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         verified = np.array([len(drafts.get(name, ())) for name in names], dtype=np.int64)
-        # vLLM has cut tokens behind the end of an answer: a draft that ends it counts as rejected.
+        # vLLM has cut the tokens behind the end of an answer.
         sampled, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         num_sampled = np.array([len(sampled[row_of[name]]) if sampled else 0 for name in names])
-        accepted = np.where(verified > 0, np.clip(num_sampled - 1, 0, verified), 0)
-        slots = self.remote.slots(names)
-        step = VerifiedStep(slots, in_prompt, num_sampled > 0, verified, accepted)
-        self.remote.follow(step, {name: self._wish(name) for name in names})
+        wishes = {name: self._wish(name) for name in names}
+        self.remote.follow(wishes, in_prompt, num_sampled, verified)
         return outputs
 
     def _in_prompt(self, scheduled: SchedulerOutput) -> np.ndarray:

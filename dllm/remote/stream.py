@@ -10,7 +10,7 @@ import os
 import select
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from dllm.remote.address import Address, check_private, make_private
 from dllm.remote.keys import Keys
@@ -143,7 +143,7 @@ class Stream:
 
     def _shake_hands(self, keys: Keys) -> None:
         if not isinstance(self._socket, ssl.SSLSocket):
-            self._socket = keys.context(self._is_server).wrap_socket(
+            self._socket = keys.contexts[self._is_server].wrap_socket(
                 self._socket, server_side=self._is_server, do_handshake_on_connect=False
             )
         try:
@@ -209,14 +209,19 @@ def dialer(address: Address, keys: Keys | None, max_bytes: int) -> Callable[[], 
     return dial
 
 
-def wait(streams: Iterable[Stream], seconds: float) -> None:
-    """Wait until one of the connections has news, ``seconds`` at most (down to milliseconds)."""
+def wait(streams: Sequence[Stream], seconds: float, listening: socket.socket | None = None) -> None:
+    """Wait until a connection has news or is closed, or somebody connects to a listening socket.
+
+    Args:
+        seconds: at most (down to milliseconds).
+    """
     poll = select.poll()
+    if listening is not None:
+        poll.register(listening, select.POLLIN)
     for stream in streams:
-        if stream.has_news:
+        if stream.has_news or not stream.is_open:
             return
-        if stream.is_open:
-            poll.register(stream, stream.events)
+        poll.register(stream, stream.events)
     poll.poll(int(1e3 * max(0.0, seconds)))
 
 
@@ -262,16 +267,8 @@ class Server:
         None in place of an ask: the connection is closed. Its number does not come back. One ask is
         in memory at a time.
         """
-        streams = list(self._streams.items())
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        for _, stream in streams:
-            if stream.is_open:
-                poll.register(stream, stream.events)
-        # A reply that could not be sent has closed its connection.
-        has_news = any(stream.has_news or not stream.is_open for _, stream in streams)
-        poll.poll(0 if has_news else round(1e3 * seconds))
-        for number, stream in streams:
+        wait(list(self._streams.values()), seconds, self._socket)
+        for number, stream in list(self._streams.items()):
             for ask in self._asks(number, stream):
                 yield number, ask
             if not stream.is_open:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from dllm.settings.remote import MAX_DRAFTS
+from dllm.settings.request import MAX_INT32
 
 MAX_WANT = MAX_DRAFTS + 1  # drafts of a session; at admission it is one more
 MAX_GUESS = 2 * MAX_WANT  # tokens of a guess: those asked for, and some of a run ahead
@@ -21,10 +22,8 @@ MAX_ROWS = 1024  # sessions of a message
 MAX_TOLD = 150_000  # new tokens of an ask, all sessions together; the rest is told with later asks
 MAX_ASK_BYTES = 1 << 20  # more than such an ask has
 LENGTH_BYTES = 4  # in front of each message
-MAX_INT32 = 2**31 - 1
 
-Token = Annotated[int, Meta(ge=0, le=MAX_INT32)]
-Length = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Int32 = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -38,8 +37,8 @@ class Told(Struct, array_like=True, forbid_unknown_fields=True):
     """
 
     session: Number
-    start: Length
-    tokens: Annotated[list[Token], Meta(max_length=MAX_TOLD)]
+    start: Int32
+    tokens: Annotated[list[Int32], Meta(max_length=MAX_TOLD)]
     want: Annotated[int, Meta(ge=0, le=MAX_WANT)]
 
 
@@ -67,8 +66,8 @@ class Guess(Struct, array_like=True, forbid_unknown_fields=True):
     """
 
     session: Number
-    start: Length
-    tokens: Annotated[list[Token], Meta(max_length=MAX_GUESS)]
+    start: Int32
+    tokens: Annotated[list[Int32], Meta(max_length=MAX_GUESS)]
     is_unknown: bool = False
 
 

@@ -96,14 +96,17 @@ class Asker:
 
     Attributes:
         works: by session; the one used last is last.
-        num_tokens: of all of them.
         ask, due: the newest ask, and when its reply has to leave; None if none is waiting.
     """
 
     works: dict[int, Work] = field(default_factory=dict)
-    num_tokens: int = 0
     ask: Ask | None = None
     due: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sessions."""
+        return sum(len(work.tokens) for work in self.works.values())
 
 
 class Counts:
@@ -195,13 +198,11 @@ class DraftWorker:
         work = asker.works.pop(row.session, None) or Work()
         if row.start > len(work.tokens) and work.is_readable:
             self._drop_run(work)
-            asker.num_tokens -= len(work.tokens)
             return  # replied as unknown
         asker.works[row.session] = work
         work.used = now
         if not work.is_readable:
             return
-        num_before = len(work.tokens)
         if not work.hear(row):
             self._drop_run(work)
         is_known = max(row.tokens, default=0) < self._drafts.vocab_size
@@ -209,7 +210,6 @@ class DraftWorker:
         if not work.is_readable:
             self._drop_run(work)
             work.tokens, work.guess = [], []
-        asker.num_tokens += len(work.tokens) - num_before
         if row.want and work.run is None and len(work.guess) < row.want + self.limits.ahead:
             self._start(work, row.want)
 
@@ -235,7 +235,6 @@ class DraftWorker:
         work = asker.works.pop(session, None)
         if work is not None:
             self._drop_run(work)
-            asker.num_tokens -= len(work.tokens)
 
     def _make_room(self) -> None:
         """Drop sessions of the connection that has most, those first that waited longest."""

@@ -11,7 +11,6 @@ a scale, which is off itself by the errors of the head and head_size e; RoPE add
 which doubles at most, and rounds less than four times.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -29,7 +28,8 @@ from dllm.attention import context_kv
 from dllm.attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
 from dllm.attention.context_kv import ContextTiles, context_tiles, write_context_kv
 from dllm.drafter.cache import OWN_DTYPES
-from dllm.drafter.context import NO_SLOT, ContextProjection
+from dllm.drafter.context import NO_SLOT
+from dllm.drafter.network import DrafterNetwork
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
 
 speed_up()
@@ -57,22 +57,36 @@ class Spec:
 
 @dataclass
 class Case:
-    """A projection with its layers, and the arguments of one call."""
+    """A drafter's network, and the arguments of one call."""
 
     spec: Spec
-    projection: ContextProjection
+    network: DrafterNetwork
     hidden: Tensor
     positions: Tensor
     slots: list[Tensor]
 
     @property
+    def layers(self) -> list[Any]:
+        """What vLLM's attention layers are."""
+        return self.network._attn_layers
+
+    @property
     def caches(self) -> list[Tensor]:
         """Each layer's ``[pages, heads, page_size, 2 * head_size]``."""
-        return [attention.attn.kv_cache for attention in self.projection.attentions]
+        return [layer.kv_cache for layer in self.layers]
 
     def write(self) -> None:
         """Write the context as a server does."""
-        self.projection.write(self.hidden, self.positions, self.slots)
+        self.network.precompute_and_store_context_kv(self.hidden, self.positions, self.slots)
+
+    def write_by_kernel(self, **changed: Any) -> None:
+        """The same by the kernel, with other arguments."""
+        caches = [layer.impl.paged_kv(layer, layer.kv_cache) for layer in self.layers]
+        arguments = dict(
+            hidden=self.network.hidden_norm(self.hidden), positions=self.positions,
+            weights=self.network.kernel_weights, caches=caches, slots=self.slots,
+        )  # fmt: skip
+        write_context_kv(**(arguments | changed))
 
 
 def make_case(spec: Spec, num_query_heads: int = 3) -> Case:
@@ -93,7 +107,7 @@ def make_case(spec: Spec, num_query_heads: int = 3) -> Case:
         rope = get_rope(spec.head_size, POSITIONS, spec.is_neox, parameters, dtype=spec.dtype).to(
             DEVICE
         )
-        hidden_norm = RMSNorm(spec.hidden, dtype=spec.dtype)
+        hidden_norm = RMSNorm(spec.hidden, eps=1e-5, dtype=spec.dtype)  # a drafter has one eps
     assert rope.rotary_dim == spec.rotary_size
     hidden_norm.weight.data = 1 + draw(spec.hidden, scale=0.1)
     attentions = []
@@ -120,8 +134,9 @@ def make_case(spec: Spec, num_query_heads: int = 3) -> Case:
         norm = SimpleNamespace(weight=1 + draw(spec.head_size, scale=0.3), variance_epsilon=1e-5)
         attentions.append(
             SimpleNamespace(
-                qkv_proj=projection, k_norm=norm, rotary_emb=rope, attn=layer,
-                num_heads=num_query_heads, num_kv_heads=spec.heads, head_dim=spec.head_size,
+                qkv_proj=projection, k_norm=norm, q_norm=norm, rotary_emb=rope, attn=layer,
+                num_kv_heads=spec.heads, head_dim=spec.head_size,
+                q_size=num_query_heads * spec.head_size, kv_size=spec.heads * spec.head_size,
             )
         )  # fmt: skip
     hidden = draw(spec.num_tokens, spec.hidden)
@@ -135,13 +150,17 @@ def make_case(spec: Spec, num_query_heads: int = 3) -> Case:
         slot = torch.randperm(num_pages * spec.page_size, generator=random)[: spec.num_tokens]
         slot[skipped] = NO_SLOT
         slots.append(slot.to(spec.slots_dtype).to(DEVICE))
-    projection = ContextProjection(hidden_norm, attentions)
-    return Case(spec, projection, hidden, positions.to(DEVICE), slots)
+    network = DrafterNetwork.__new__(DrafterNetwork)
+    torch.nn.Module.__init__(network)
+    network.hidden_norm = hidden_norm
+    network.layers = [SimpleNamespace(self_attn=attention) for attention in attentions]
+    network._build_fused_kv_buffers()
+    return Case(spec, network, hidden, positions.to(DEVICE), slots)
 
 
 def check(case: Case) -> None:
     """Every stored number within the tolerance, everything else of the caches still NaN."""
-    spec, projection = case.spec, case.projection
+    spec = case.spec
     keys, values, key_error, value_error = definition(case)
     for layer, cache in enumerate(case.caches):
         is_stored = case.slots[layer] >= 0
@@ -156,27 +175,27 @@ def check(case: Case) -> None:
         untouched = torch.ones(cache.shape[0], spec.page_size, dtype=torch.bool, device=DEVICE)
         untouched[page, place] = False
         assert cache.transpose(1, 2)[untouched].isnan().all(), f"layer {layer}: wrote elsewhere"
-    assert projection.shape == (spec.layers, 2, spec.heads, spec.head_size)
 
 
 def definition(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys and values ``[layers, tokens, heads, head_size]`` in fp64, and how far fp32 is off."""
-    spec, projection = case.spec, case.projection
-    normed = projection.hidden_norm(case.hidden).double()
-    assert projection.weight is not None
-    weight = projection.weight.double()
+    spec, network = case.spec, case.network
+    normed = network.hidden_norm(case.hidden).double()
+    assert network._fused_kv_weight is not None
+    weight = network._fused_kv_weight.double()
     shape = (-1, spec.layers, 2, spec.heads, spec.head_size)
     product = normed @ weight.T
-    if projection.bias is not None:
-        product = product + projection.bias.double()
+    bias = network._fused_kv_bias
+    if bias is not None:
+        product = product + bias.double()
     magnitude = normed.abs() @ weight.abs().T
-    if projection.bias is not None:
-        magnitude = magnitude + projection.bias.double().abs()
+    if bias is not None:
+        magnitude = magnitude + bias.double().abs()
     error = (spec.hidden + 1) * EPSILON * magnitude
     keys, values = product.view(shape).unbind(2)
     key_error, value_error = error.view(shape).unbind(2)
-    scale = (keys.square().mean(-1, keepdim=True) + projection.eps).rsqrt()
-    norm = projection.k_norm.double()[:, None]
+    scale = (keys.square().mean(-1, keepdim=True) + network._rms_norm_eps).rsqrt()
+    norm = network._k_norm_weights.double()[:, None]
     keys = keys * scale * norm
     scale_error = (key_error * scale).amax(-1, keepdim=True) + spec.head_size * EPSILON
     key_error = key_error * scale * norm.abs() + keys.abs() * scale_error
@@ -189,7 +208,7 @@ def definition(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def rotate(case: Case, keys: Tensor) -> Tensor:
     """RoPE in fp64, written from its definition: pairs of dimensions are turned by an angle."""
     spec = case.spec
-    table = case.projection.rotary_emb.cos_sin_cache.double()
+    table = case.network._rope_cos_sin_cache.double()
     angles = table[case.positions.clamp(max=POSITIONS - 1)][:, None, None]
     cos, sin = angles.chunk(2, -1)
     half = spec.rotary_size // 2
@@ -207,18 +226,18 @@ def rotate(case: Case, keys: Tensor) -> Tensor:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which way each call of ``write`` went."""
     branches: list[str] = []
-    kernel, project = context_kv.write_context_kv, ContextProjection.project
+    kernel, project = context_kv.write_context_kv, DrafterNetwork._project_context_kv
 
     def spy_kernel(*args: Any) -> None:
         branches.append("kernel")
         kernel(*args)
 
     def spy_project(*args: Any) -> tuple[Tensor, Tensor]:
-        branches.append("torch")
+        branches.append("vLLM")
         return project(*args)
 
     monkeypatch.setattr(context_kv, "write_context_kv", spy_kernel)
-    monkeypatch.setattr(ContextProjection, "project", spy_project)
+    monkeypatch.setattr(DrafterNetwork, "_project_context_kv", spy_project)
     return branches
 
 
@@ -258,14 +277,14 @@ def test_the_kernel_computes_the_definition(spec: Spec, taken: list[str]) -> Non
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_torch_computes_the_definition_too(is_neox: bool, taken: list[str]) -> None:
-    """The eager way, on the same case: a reader of the other test may believe the tolerance."""
+def test_vllms_operations_compute_the_definition_too(is_neox: bool, taken: list[str]) -> None:
+    """On the same case: a reader of the other test may believe the tolerance."""
     case = make_case(Spec(is_neox=is_neox, has_bias=True))
     case.positions.clamp_(max=POSITIONS - 1)  # it computes also what has no slot
-    case.projection._kernel_weights = None
+    case.network.kernel_weights = None
     case.write()
     check(case)
-    assert taken == ["torch"]
+    assert taken == ["vLLM"]
 
 
 @pytest.mark.parametrize("tokens", [16, 32])
@@ -276,11 +295,7 @@ def test_groups_of_tiles_cover_everything_once(
     """Full groups and a smaller one at the end."""
     monkeypatch.setattr(context_kv, "TILE_GROUP", 2)
     case = make_case(Spec(num_tokens=16 * 5 + 3, heads=1, hidden=32, is_neox=is_neox))
-    assert case.projection._kernel_weights is not None
-    write_context_kv(
-        case.projection.hidden_norm(case.hidden), case.positions, case.projection._kernel_weights,
-        case.projection._caches(), case.slots, ContextTiles(tokens, 16, 4, 1),
-    )  # fmt: skip
+    case.write_by_kernel(tiles=ContextTiles(tokens, 16, 4, 1))
     check(case)
 
 
@@ -298,9 +313,9 @@ def test_no_slots_write_nothing(taken: list[str]) -> None:
         slots.fill_(NO_SLOT)
     case.write()
     assert all(cache.isnan().all() for cache in case.caches)
-    for attention in case.projection.attentions:
-        attention.attn.kv_cache = torch.tensor([])
-    case.projection.write(case.hidden, case.positions, None)
+    for layer in case.layers:
+        layer.kv_cache = torch.tensor([])
+    case.network.precompute_and_store_context_kv(case.hidden, case.positions, None)
     assert taken == ["kernel"]
 
 
@@ -309,7 +324,8 @@ def test_slots_that_are_a_part_of_a_buffer(taken: list[str]) -> None:
     whole = make_case(Spec(num_tokens=33))
     for start, stop in ((0, 5), (5, 33)):
         part: Sequence[Tensor] = [slots[start:stop] for slots in whole.slots]
-        whole.projection.write(whole.hidden[start:stop], whole.positions[start:stop], part)
+        tokens = whole.hidden[start:stop], whole.positions[start:stop]
+        whole.network.precompute_and_store_context_kv(*tokens, part)
     check(whole)
     assert taken == ["kernel", "kernel"]
 
@@ -327,45 +343,36 @@ def test_layers_of_one_group_share_their_slots(taken: list[str]) -> None:
 
 
 def without_weight(case: Case) -> None:
-    for attention in case.projection.attentions:
-        attention.qkv_proj.quant_method = object()
+    for layer in case.network.layers:
+        layer.self_attn.qkv_proj.quant_method = object()
 
 
 def other_backend(case: Case) -> None:
-    case.projection.attentions[1].attn.attn_backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    case.layers[1].attn_backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
 
 
 def fp8_cache(case: Case) -> None:
-    case.projection.attentions[1].attn.kv_cache_torch_dtype = torch.uint8
+    case.layers[1].kv_cache_torch_dtype = torch.uint8
 
 
-def other_rope(case: Case) -> None:
-    class Angles(type(case.projection.rotary_emb)):  # type: ignore[misc]
-        def forward_native(self, *args: Any) -> Any:
-            raise NotImplementedError
-
-    rope = copy.copy(case.projection.rotary_emb)  # vLLM keeps one for all layers and tests
-    rope.__class__ = Angles
-    case.projection.attentions[0].rotary_emb = rope
-
-
-@pytest.mark.parametrize("change", [without_weight, other_backend, fp8_cache, other_rope])
-def test_what_the_kernel_cannot_do_takes_torch(change: Any) -> None:
+@pytest.mark.parametrize("change", [without_weight, other_backend, fp8_cache])
+def test_what_the_kernel_cannot_do_is_left_to_vllm(change: Any) -> None:
     case = make_case(Spec())
-    assert case.projection._kernel_weights is not None
+    assert case.network.kernel_weights is not None
     change(case)
-    projection = case.projection
-    assert ContextProjection(projection.hidden_norm, projection.attentions)._kernel_weights is None
+    del case.network._num_attn_layers  # or nothing would be built again
+    case.network._build_fused_kv_buffers()
+    assert case.network.kernel_weights is None
 
 
-def test_layers_with_other_pages_take_torch(taken: list[str]) -> None:
+def test_layers_with_other_pages_are_left_to_vllm(taken: list[str]) -> None:
     """One layer's pages are twice as long, as where vLLM equals page sizes of several groups."""
     case = make_case(Spec(page_size=16))
     case.positions.clamp_(max=POSITIONS - 1)
     longer = make_case(Spec(page_size=32))
-    case.projection.attentions[1].attn.kv_cache = longer.caches[1]
+    case.layers[1].kv_cache = longer.caches[1]
     case.write()
-    assert taken == ["torch"]
+    assert taken == ["vLLM"]
     stored = longer.caches[1].transpose(1, 2).flatten(0, 1)
     is_stored = case.slots[1] >= 0
     assert not stored[case.slots[1][is_stored]].isnan().any()
@@ -381,25 +388,20 @@ def test_layers_with_other_pages_take_torch(taken: list[str]) -> None:
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
     case = make_case(Spec(num_tokens=6))
-    weights = case.projection._kernel_weights
-    assert weights is not None
     with pytest.raises(ValueError, match=words):
-        write_context_kv(
-            case.hidden.to(change.get("dtype", torch.float32)),
-            case.positions[: change.get("positions", 6)],
-            weights,
-            case.projection._caches(),
-            case.slots[: change.get("slots", 2)],
+        case.write_by_kernel(
+            hidden=case.hidden.to(change.get("dtype", torch.float32)),
+            positions=case.positions[: change.get("positions", 6)],
+            slots=case.slots[: change.get("slots", 2)],
         )
 
 
 def test_head_sizes_that_are_odd_are_refused() -> None:
     case = make_case(Spec(num_tokens=6))
-    weights = case.projection._kernel_weights
+    weights = case.network.kernel_weights
     assert weights is not None
-    odd = replace(weights, cos_sin=weights.cos_sin[:, :-1])
     with pytest.raises(ValueError, match="63 columns"):
-        write_context_kv(case.hidden, case.positions, odd, case.projection._caches(), case.slots)
+        case.write_by_kernel(weights=replace(weights, cos_sin=weights.cos_sin[:, :-1]))
 
 
 def test_the_drafter_may_keep_what_our_backend_supports() -> None:

@@ -26,6 +26,7 @@ from tests.support.drafter_harness import (
     drafting_engine,
     greedy,
     plain_engine,
+    prompt,
     watch_context,
     watch_drafts,
 )
@@ -284,8 +285,7 @@ def test_an_fp8_target_drafts_with_an_fp32_drafter(tmp_path):
     drafter = write_drafter(tmp_path / "drafter")
     plain = plain_engine(target, kv_cache_dtype="fp8")
     drafting = drafting_engine(target, drafter, NUM_DRAFTS, kv_cache_dtype="fp8")
-    prompts = [[(20 + 7 * i + salt) % 450 for i in range(n)] for salt, n in ((0, 3), (1, 40))]
-    prompts.append([(20 + 7 * i + 2) % 450 for i in range(100)])
+    prompts = [prompt(3), prompt(40, 1), prompt(100, 2)]
 
     layers = drafting.runner.vllm_config.compilation_config.static_forward_context
     own = set(drafting.runner.speculator.model.get_draft_kv_cache_layer_names())

@@ -13,20 +13,20 @@ from vllm.exceptions import VLLMValidationError
 
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.pair import drafter_config as read_config
-from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.train.pilot import trials
 from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import (
     CASES,
     Draft,
-    FixedCosts,
+    RandomWidth,
     assert_greedy,
     drafting_engine,
     greedy,
+    make_policy,
     plain_engine,
     policy_of,
+    prompt,
     watch_drafts,
 )
 from tests.support.drafter_pairs import (
@@ -42,10 +42,6 @@ from tests.support.drafter_pairs import (
 from tests.support.drafter_reference import ReferenceDrafter
 
 NUM_DRAFTS = 5
-
-
-def prompt(length: int, salt: int = 0, vocab: int = 450) -> list[int]:
-    return [(20 + 7 * index + salt) % vocab for index in range(length)]
 
 
 @pytest.fixture(scope="module")
@@ -233,52 +229,11 @@ def test_pages_behind_the_window_are_freed(windowed):
 # --- the output is the target's -------------------------------------------------------------------
 
 
-class AnyWidth(WidthPolicy):
-    """Widths at random, 0 and N included, from everything that a policy may look at."""
-
-    reads_outcomes = reads_prompt = reads_confidence = True
-
-    def __init__(self, num_drafts: int) -> None:
-        super().__init__(num_drafts)
-        self.rng = np.random.default_rng(3)
-        self.steps: list[VerifiedStep] = []
-        self.asked: list[np.ndarray] = []
-        self.confidence: list[np.ndarray] = []
-
-    def observe(self, step: VerifiedStep) -> None:
-        self.steps.append(step)
-
-    def wants_drafts(self, slots: np.ndarray) -> bool:
-        return bool(self.rng.random() < 0.9)
-
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        assert confidence is not None and confidence.shape == (len(slots), self.num_drafts)
-        self.confidence.append(confidence.copy())
-        self.asked.append(self.rng.integers(0, self.num_drafts + 1, len(slots)))
-        return self.asked[-1]
-
-
-def make(kind: str, engine: Any) -> WidthPolicy:
-    """A policy for an engine; the pilot's choice is random, and differs between prompts."""
-    slots = engine.runner.max_num_reqs
-    if kind == "adaptive":
-        policy = AdaptiveWidth(NUM_DRAFTS, slots, clock=lambda: 0.0)
-        # Drafts dear enough that how likely each is kept decides.
-        policy.costs = FixedCosts(NUM_DRAFTS, plain=1.0, drafting=1.1, per_block=2.4)
-        return policy
-    if kind == "pilot":
-        torch.manual_seed(0)
-        vocab = engine.runner.vllm_config.model_config.get_vocab_size()
-        config = PilotConfig(tuple(range(NUM_DRAFTS + 1)), vocab, "normalized")
-        return PilotWidth(NUM_DRAFTS, slots, Pilot(config))
-    return AnyWidth(NUM_DRAFTS) if kind == "any" else FixedWidth(NUM_DRAFTS, int(kind))
-
-
-@pytest.mark.parametrize("kind", ["5", "any", "0", "adaptive", "pilot"])
+@pytest.mark.parametrize("kind", ["5", "random", "0", "adaptive", "pilot"])
 def test_greedy_output_is_the_targets(target, drafting, monkeypatch, kind):
     """Four long requests in mixed batches, in chunks, through preemptions; drafts mostly wrong."""
     drafting.reset_prefix_cache()
-    policy = make(kind, drafting)
+    policy = make_policy(kind, drafting)
     prompts = [prompt(length, length) for length in (5, 60, 90, 130)]
     preempted = scheduler_watch(monkeypatch, drafting, "_preempt_request")
     with policy_of(drafting, policy):
@@ -310,13 +265,13 @@ def test_without_drafts_the_context_is_stored_and_the_drafter_does_not_run(windo
     assert sum(len(positions) for _, positions, _ in stored) == 30 + 9
 
 
-@pytest.mark.parametrize("kind", ["0", "any"])
+@pytest.mark.parametrize("kind", ["0", "random"])
 def test_greedy_output_is_the_targets_with_a_window(target, windowed, kind):
     """Pages that the window leaves behind become the target's: nothing late is written there."""
     engine, *_ = windowed
     engine.reset_prefix_cache()
     prompts = [prompt(10 + 7 * index, index) for index in range(12)]
-    with policy_of(engine, make(kind, engine)):
+    with policy_of(engine, make_policy(kind, engine)):
         outputs = engine.generate(prompts, greedy(90))
     for given, output in zip(prompts, outputs, strict=True):
         assert_greedy(target, given, output)
@@ -337,11 +292,11 @@ def watch_widths(policy: WidthPolicy) -> Iterator[list[list[int]]]:
     yield seen
 
 
-@pytest.mark.parametrize("kind", ["5", "any", "adaptive", "pilot"])
+@pytest.mark.parametrize("kind", ["5", "random", "adaptive", "pilot"])
 def test_greedy_output_is_the_targets_when_drafts_are_right(repeating, kind):
     target, engine = repeating
     engine.reset_prefix_cache()
-    policy = make(kind, engine)
+    policy = make_policy(kind, engine)
     prompts = [prompt(length, length, vocab=14) for length in (3, 40, 70)]
     with (
         policy_of(engine, policy),
@@ -352,7 +307,7 @@ def test_greedy_output_is_the_targets_when_drafts_are_right(repeating, kind):
     for given, output in zip(prompts, outputs, strict=True):
         assert len(output) == 200
         assert_greedy(target, given, output)
-    if kind in ("any", "pilot"):
+    if kind in ("random", "pilot"):
         assert any(len(set(step)) > 1 for step in widths), "every request had the same width"
     if kind == "5":
         # 200 tokens in fewer than 70 steps: more than two of three came from drafts.
@@ -363,7 +318,7 @@ def test_adaptive_widths_follow_each_request(repeating):
     """Side by side, one whose drafts are mostly kept and one whose tokens are nearly random."""
     _target, engine = repeating
     engine.reset_prefix_cache()
-    policy = make("adaptive", engine)
+    policy = make_policy("adaptive", engine)
     params = [greedy(60), greedy(60, temperature=2.0, seed=1)]
     with policy_of(engine, policy), watch_widths(policy) as widths:
         engine.generate([prompt(3, 3, vocab=14), prompt(4, 3, vocab=14)], params)
@@ -379,7 +334,7 @@ def test_a_policy_is_told_what_happened(repeating, monkeypatch):
     speculator = engine.runner.speculator
     monkeypatch.setattr(speculator, "_end_ids", torch.zeros(0, dtype=torch.int64))
     prompts = [prompt(length, length, vocab=14) for length in (9, 300)]
-    with policy_of(engine, AnyWidth(NUM_DRAFTS)) as policy:
+    with policy_of(engine, RandomWidth(NUM_DRAFTS)) as policy:
         outputs = engine.generate(prompts, greedy(30))
     steps: list[VerifiedStep] = policy.steps
     assert sum(step.in_prompt.sum() for step in steps) > len(prompts)  # chunks
@@ -404,7 +359,7 @@ def test_a_draft_that_ends_the_answer_is_of_no_use(repeating, monkeypatch):
     for _ in range(2):
         engine.reset_prefix_cache()
         monkeypatch.setattr(speculator, "_end_ids", torch.tensor(end, dtype=torch.int64))
-        with policy_of(engine, AnyWidth(NUM_DRAFTS)) as policy, watch_drafts(engine) as seen:
+        with policy_of(engine, RandomWidth(NUM_DRAFTS)) as policy, watch_drafts(engine) as seen:
             engine.generate([prompt(9, 9, vocab=14)], greedy(60))
         runs.append((policy, [draft.drafts for draft in seen]))
         end = [seen[-1].drafts[1]]

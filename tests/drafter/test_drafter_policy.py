@@ -27,7 +27,7 @@ def draw_accepted(rng: np.random.Generator, conditional: np.ndarray) -> np.ndarr
 def test_a_policy_that_prices_nothing_waits_and_never_verifies_more_than_its_width():
     policy = FixedWidth(N, 3)
     policy.note_wait(1.0)
-    policy.leave_untimed()
+    policy.note_wait(None)
     assert policy.worth_ms(np.arange(2)) == float("inf")
     assert policy.most == 3 and FixedWidth(N).most == N
 

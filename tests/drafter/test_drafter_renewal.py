@@ -28,6 +28,7 @@ from tests.support.drafter_harness import (
     drafting_engine,
     greedy,
     plain_engine,
+    prompt,
     watch_drafts,
 )
 from tests.support.drafter_pairs import (
@@ -213,7 +214,7 @@ def target(tmp_path_factory):
     return write_target(tmp_path_factory.mktemp("target"))
 
 
-PROMPTS = [[(20 + 7 * index + salt) % 450 for index in range(30)] for salt in range(3)]
+PROMPTS = [prompt(30, salt) for salt in range(3)]
 
 
 def test_renewed_weights_draft_as_those_of_a_server_that_started_with_them(target, tmp_path):
@@ -226,11 +227,11 @@ def test_renewed_weights_draft_as_those_of_a_server_that_started_with_them(targe
         if engine is renewed:
             speculator = engine.runner.speculator
             addresses = [param.data_ptr() for param in speculator.model.parameters()]
-            context = speculator.model.model.context.weight.data_ptr()
+            context = speculator.model.model._fused_kv_weight.data_ptr()
             with torch.inference_mode():
                 speculator._reload(read_weights(second))
             assert [param.data_ptr() for param in speculator.model.parameters()] == addresses
-            assert speculator.model.model.context.weight.data_ptr() == context
+            assert speculator.model.model._fused_kv_weight.data_ptr() == context
         engine.reset_prefix_cache()
         with watch_drafts(engine) as seen:
             engine.generate(PROMPTS, greedy(12))

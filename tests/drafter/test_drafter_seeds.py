@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from dllm.drafter.verification import keep_own_tokens
-from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
-from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
-from tests.support.drafter_harness import drafting_engine, greedy, plain_engine, policy_of
+from dllm.drafter.widths.policy import FixedWidth
+from tests.support.drafter_harness import (
+    drafting_engine,
+    greedy,
+    make_policy,
+    plain_engine,
+    policy_of,
+)
 from tests.support.drafter_pairs import (
     repeating_config,
     repeating_drafter,
@@ -26,20 +30,6 @@ SAMPLED = [
     greedy(60, temperature=2.0, seed=seed, **more)
     for seed, more in ((5, {}), (6, {"top_k": 5}), (7, {"top_p": 0.8}), (8, {"min_p": 0.05}))
 ]
-
-
-class RandomWidth(WidthPolicy):
-    """Any width, 0 and N included, and no drafting in one step of ten."""
-
-    def __init__(self, num_drafts: int, seed: int) -> None:
-        super().__init__(num_drafts)
-        self.rng = np.random.default_rng(seed)
-
-    def wants_drafts(self, slots: np.ndarray) -> bool:
-        return bool(self.rng.random() < 0.9)
-
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        return self.rng.integers(0, self.num_drafts + 1, len(slots))
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +63,9 @@ def engine(request, target, folder) -> Engine:
     return drafting(target, folder, request.param)
 
 
-@pytest.mark.parametrize("widths", ["full", "none", "random", "other random", "adaptive", "pilot"])
-def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, widths):
-    slots = engine.runner.max_num_reqs
-    vocab = engine.runner.vllm_config.model_config.get_vocab_size()
-    torch.manual_seed(0)
-    config = PilotConfig(tuple(range(NUM_DRAFTS + 1)), vocab, "normalized")
-    policy = {
-        "full": FixedWidth(NUM_DRAFTS),
-        "none": FixedWidth(NUM_DRAFTS, 0),
-        "random": RandomWidth(NUM_DRAFTS, 1),
-        "other random": RandomWidth(NUM_DRAFTS, 2),
-        "adaptive": AdaptiveWidth(NUM_DRAFTS, slots),
-        "pilot": PilotWidth(NUM_DRAFTS, slots, Pilot(config)),
-    }[widths]
-    with policy_of(engine, policy):
+@pytest.mark.parametrize("kind", ["5", "0", "random", "adaptive", "pilot"])
+def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, kind):
+    with policy_of(engine, make_policy(kind, engine)):
         assert engine.generate(PROMPTS, SAMPLED) == plain
 
 

@@ -1,7 +1,6 @@
 """Drafting at a real server: its metrics, over HTTP."""
 
 import re
-import urllib.request
 
 import pytest
 
@@ -23,9 +22,7 @@ FLAGS = (
 
 def metrics(server: Server) -> dict[str, float]:
     """Our samples: name and the labels beside model and engine -> value."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
-        text = response.read().decode()
-    found = {}
+    found, text = {}, server.get("/metrics").text
     for name, labels, value in re.findall(r"^dllm:(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
         own = re.sub(r'(model_name|engine)="[^"]*",?', "", labels).strip(",")
         found[name + own] = float(value)

@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 
 from dllm.train.drafter.export import write_checkpoint
-from tests.support.drafter_harness import LIMITS, drafting_engine, greedy, watch_drafts
+from tests.support.drafter_harness import LIMITS, drafting_engine, greedy, prompt, watch_drafts
 from tests.support.drafter_pairs import drafter_config, random_drafter, write_target
 from tests.support.engine_harness import KV_CACHE_BYTES
 from tests.support.process import QUIET_ENGINE, printed_json, run_python
 
 NUM_DRAFTS = 5
-PROMPT = [(21 + 7 * index) % 450 for index in range(40)]
+PROMPT = prompt(40, 1)
 NUM_TOKENS = 12
 
 

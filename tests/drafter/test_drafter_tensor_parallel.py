@@ -9,14 +9,14 @@ import pytest
 from vllm.distributed import get_tp_group
 
 from dllm.drafter.widths.adaptive import AdaptiveWidth
-from tests.support.drafter_harness import drafting_engine, greedy, plain_engine
+from tests.support.drafter_harness import drafting_engine, greedy, plain_engine, prompt
 from tests.support.drafter_pairs import write_drafter, write_target
 from tests.support.process import printed_json, run_python
 
 pytestmark = pytest.mark.nightly
 
 NUM_DRAFTS = 5
-PROMPTS = [[(20 + 7 * index + salt) % 450 for index in range(30 + salt)] for salt in range(3)]
+PROMPTS = [prompt(30 + salt, salt) for salt in range(3)]
 PARAMS = [greedy(40), greedy(40, temperature=1.0, seed=3), greedy(40)]
 
 

@@ -8,16 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import Ministral3ForCausalLM
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.models.nemotron.reference import load_reference
-from tests.support.drafter_harness import greedy, policy_of, watch_drafts
+from tests.engine.test_engine import scheduler_watch
+from tests.support.drafter_harness import greedy, make_policy, policy_of, watch_drafts
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK, NEMOTRON
 from tests.support.nemotron_reference import logits_of
@@ -92,17 +91,6 @@ def test_drafts_are_those_of_a_pass_over_masks(drafting: Engine, model) -> None:
         assert draft.drafts == expected.argmax(-1).tolist()
 
 
-class Told(WidthPolicy):
-    """Verifies as many drafts as it is told, another number in each row and step."""
-
-    def __init__(self) -> None:
-        super().__init__(NUM_DRAFTS)
-        self.rng = np.random.default_rng(4)
-
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        return self.rng.integers(0, NUM_DRAFTS + 1, len(slots))
-
-
 SAMPLED = [
     greedy(60, temperature=1.0, seed=5),
     greedy(60, temperature=0.7, seed=6, top_p=0.9, logprobs=3),
@@ -117,17 +105,12 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("policy", [FixedWidth(NUM_DRAFTS), Told()], ids=["all", "some"])
-def test_the_text_is_the_one_token_by_token(plain, drafting, policy, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", [str(NUM_DRAFTS), "random"])
+def test_the_text_is_the_one_token_by_token(plain, drafting, kind, monkeypatch) -> None:
     """Greedy and seeded, with grammars and logprobs, preempted, from cached prefixes."""
     expected = plain.outputs(prompts(), SAMPLED)
-    preempted, preempt = [], drafting.scheduler._preempt_request
-    monkeypatch.setattr(
-        drafting.scheduler,
-        "_preempt_request",
-        lambda *a, **k: (preempted.append(a), preempt(*a, **k)),
-    )
-    with policy_of(drafting, policy):
+    preempted = scheduler_watch(monkeypatch, drafting, "_preempt_request")
+    with policy_of(drafting, make_policy(kind, drafting)):
         for _ in range(2):  # the second time prefixes are cached
             found = drafting.outputs(prompts(), SAMPLED)
             for ours, theirs in zip(found, expected, strict=True):

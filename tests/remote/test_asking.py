@@ -11,7 +11,7 @@ from dllm.drafter.widths.policy import FixedWidth
 from dllm.remote import client as asking
 from dllm.remote.client import MAX_RESETS, RECONNECT_S, Wish, choose
 from tests.support.oracle import VOCAB, plain
-from tests.support.remote_harness import Clock, Net, Target, link_to, outcome, worker
+from tests.support.remote_harness import Clock, Net, Target, link_to, worker
 
 STEP_S, DEADLINE_S = 0.01, 0.05
 NUM_TOKENS = 200
@@ -28,7 +28,7 @@ def finish(target: Target, num_tokens: int = NUM_TOKENS) -> None:
     for name, request in target.finished.items():
         assert request.tokens == plain([int(name) % VOCAB, 3, 7], num_tokens), name
     target.step()
-    assert not target.client.names and not target.client._by_number
+    assert not target.client.sessions
 
 
 def steps_without_drafts(target: Target) -> int:
@@ -94,8 +94,8 @@ def test_a_step_behind_which_no_draft_is_of_use_is_not_timed(monkeypatch):
     target = Target([Net(worker(clock), clock)], clock, policy=policy)
     drafter = target.drafter
     for want in (4, 0, 4, 4):
-        step = outcome(drafter, ["a"], np.array([False]), [1], {"a": 0})
-        drafter.follow(step, {"a": Wish([1, 2, 1, 2], want)})
+        in_prompt, one, none = np.array([False]), np.array([1]), np.array([0])
+        drafter.follow({"a": Wish([1, 2, 1, 2], want)}, in_prompt, one, none)
         _, (drafts,) = drafter.take()
         assert bool(drafts) == bool(want)
         clock.now += STEP_S
@@ -243,8 +243,8 @@ def test_nobody_waits_for_an_answer_that_will_not_come():
     begin(target, 1, 100)
     begin(target, 1, 3, first=1)
     target.step()
-    target.client._sessions["0"].resets = MAX_RESETS + 1
-    target.client._sessions["0"].guess = []
+    target.client.sessions["0"].resets = MAX_RESETS + 1
+    target.client.sessions["0"].guess = []
     finish_steps = len(target.steps)
     target.run()
     assert target.count("misses") == 0

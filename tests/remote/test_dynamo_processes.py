@@ -1,18 +1,16 @@
 """A target server and draft workers that find each other by NVIDIA Dynamo, and come and go."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dllm.patches.remote import SPECULATOR
 from tests.remote.test_remote_processes import (
     AT_ONCE,
-    DEADLINE_MS,
     NUM_TOKENS,
     TARGET,
     Story,
     answer,
+    flags,
     questions,
 )
 from tests.support.draft_workers import WorkerProcess
@@ -22,23 +20,7 @@ from tests.support.server_harness import Server
 
 pytestmark = [needs_dynamo, pytest.mark.nightly]
 
-FLAGS = (
-    "--dtype=float32",
-    "--enforce-eager",
-    "--max-model-len=512",
-    f"--max-num-seqs={AT_ONCE}",
-)
 LISTED = ("--discovery", "dynamo")
-
-
-def flags() -> list[str]:
-    remote = {"discovery": "dynamo", "policy": "fixed", "deadline_ms": DEADLINE_MS}
-    speculative = {"method": "custom_class", "model": SPECULATOR, "num_speculative_tokens": 4}
-    return [
-        *FLAGS,
-        f"--speculative-config={json.dumps(speculative)}",
-        f"--additional-config={json.dumps({'dllm': {'remote': remote}})}",
-    ]
 
 
 def test_a_server_follows_workers_that_come_and_go(tmp_path, monkeypatch):
@@ -48,7 +30,7 @@ def test_a_server_follows_workers_that_come_and_go(tmp_path, monkeypatch):
     wrong: list[int] = []
     with (
         WorkerProcess(TARGET, tmp_path / "first.log", *LISTED) as first,
-        Server(TARGET, tmp_path / "server.log", flags()) as server,
+        Server(TARGET, tmp_path / "server.log", flags(discovery="dynamo")) as server,
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
 

@@ -19,12 +19,12 @@ from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import REMOTE_SCHEDULER
 from dllm.patches.remote import SPECULATOR
 from dllm.remote.client import Link
-from dllm.remote.drafter import RemoteDrafter
 from dllm.remote.engine import EngineDrafts
+from dllm.remote.scheduler import RemoteDrafter
 from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
 from tests.engine.test_engine import scheduler_watch
-from tests.support.drafter_harness import CASES, LIMITS, FixedCosts, greedy, plain_engine
+from tests.support.drafter_harness import CASES, LIMITS, FixedCosts, greedy, plain_engine, prompt
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
 
@@ -211,10 +211,6 @@ def count_steps(engine: Engine) -> int:
 # --- whatever is drafted, and whatever happens ----------------------------------------------------
 
 
-def prompt(length: int, salt: int = 0) -> list[int]:
-    return [(20 + 7 * index + salt) % 450 for index in range(length)]
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Path:
     """Random weights: small, and any token may follow."""
@@ -293,7 +289,7 @@ def test_aborted_requests_leave_nothing_behind(alone, small):
         finished = small.run()
     for name, answer in ((kept, answers[1]), (late, answers[2])):
         assert list(finished[name].outputs[0].token_ids) == answer
-    assert not seen.drafter.client.names
+    assert not seen.drafter.client.sessions
     small.reset_prefix_cache()  # asserts that no KV block leaked
 
 

@@ -74,30 +74,29 @@ def test_a_command_line_that_cannot_work_is_refused(flags, words, capsys):
     assert all(word in said for word in words), said
 
 
-@pytest.mark.parametrize("flag", ["--canvas", "--max-steps"])
-def test_options_of_diffusion_models_are_refused_for_others(flag, monkeypatch, capsys):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    assert cli.main(["draft-worker", "--model", "checkpoints/tiny-ar", flag, "8"]) == 1
-    assert f"{flag} is of diffusion models; checkpoints/tiny-ar is none" in capsys.readouterr().err
+OF_OTHERS = "is of diffusion models; checkpoints/tiny-ar is none"
+AN_INTEGER = "an integer of at least"
 
 
 @pytest.mark.parametrize(
-    ("model", "canvas", "allowed"),
+    ("model", "flag", "value", "said"),
     [
-        ("tiny-dllm", 1000, "an integer of at least 1 and at most 32"),
-        ("tiny-sdar", 1000, "an integer of at least 32 and at most 32"),
-        ("tiny-sdar", 31, "an integer of at least 32 and at most 32"),
+        ("tiny-ar", "--canvas", 8, OF_OTHERS),
+        ("tiny-ar", "--max-steps", 8, OF_OTHERS),
+        ("tiny-dllm", "--canvas", 1000, f"allowed for MODEL: {AN_INTEGER} 1 and at most 32."),
+        ("tiny-sdar", "--canvas", 1000, f"allowed for MODEL: {AN_INTEGER} 32 and at most 32."),
+        ("tiny-sdar", "--canvas", 31, f"allowed for MODEL: {AN_INTEGER} 32 and at most 32."),
     ],
 )
-def test_a_canvas_that_the_model_has_not_is_refused_before_it_is_loaded(
-    model, canvas, allowed, monkeypatch, capsys
+def test_what_the_model_does_not_have_is_refused_before_it_is_loaded(
+    model, flag, value, said, monkeypatch, capsys
 ):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setattr("vllm.v1.engine.llm_engine.LLMEngine.from_vllm_config", None)
-    command = ["draft-worker", "--model", f"checkpoints/{model}", "--canvas", str(canvas)]
-    assert cli.main(command) == 1
-    said = capsys.readouterr().err
-    assert f"--canvas {canvas}; allowed for checkpoints/{model}: {allowed}." in said
+    path = f"checkpoints/{model}"
+    assert cli.main(["draft-worker", "--model", path, flag, str(value)]) == 1
+    error = capsys.readouterr().err
+    assert flag in error and said.replace("MODEL", path) in error
 
 
 def test_a_listed_worker_names_an_address_that_others_reach(monkeypatch, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +20,9 @@ NUM_REQUESTS, NUM_TOKENS, AT_ONCE = 200, 12, 4
 DEADLINE_MS = 10_000  # the longest: a worker that waits for a busy machine does not miss it
 
 
-def flags(*addresses: str) -> list[str]:
-    remote = {"workers": addresses, "policy": "fixed", "deadline_ms": DEADLINE_MS}
+def flags(**where: object) -> list[str]:
+    """Of a target; ``where`` says how it finds its workers."""
+    remote = {"policy": "fixed", "deadline_ms": DEADLINE_MS} | where
     speculative = {"method": "custom_class", "model": SPECULATOR, "num_speculative_tokens": 4}
     return [
         "--dtype=float32",
@@ -38,13 +38,9 @@ class Story:
     """What the metrics say, by name and the value of their own label."""
 
     def __init__(self, server: Server) -> None:
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
-            text = response.read().decode()
         pattern = r'^dllm:(\w+)\{.*worker="([^"]*)".*\} (\S+)$'
-        self.found = {
-            (name, label): float(value)
-            for name, label, value in re.findall(pattern, text, re.MULTILINE)
-        }
+        found = re.findall(pattern, server.get("/metrics").text, re.MULTILINE)
+        self.found = {(name, label): float(value) for name, label, value in found}
 
     def __getitem__(self, key: tuple[str, str]) -> float:
         return self.found.get(key, 0.0)
@@ -104,7 +100,7 @@ def test_one_worker_is_killed_and_another_hangs_in_the_middle_of_200_requests(
     first, second = (worker.wait_until_ready() for worker in workers)
     addresses = first.address, second.address
     with (
-        Server(TARGET, tmp_path / "server.log", flags(*addresses)) as server,
+        Server(TARGET, tmp_path / "server.log", flags(workers=addresses)) as server,
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
         server.wait_until_ready()

@@ -17,7 +17,7 @@ import pytest
 from dllm.drafter.metrics import Counts
 from dllm.remote import stream
 from dllm.remote.address import Address, check_private, parse
-from dllm.remote.client import Link, wait
+from dllm.remote.client import Link
 from dllm.remote.keys import Keys, main
 from dllm.remote.stream import CHUNK_BYTES, MAX_CONNECTIONS, Server, dialer
 from dllm.remote.wire import (
@@ -51,7 +51,7 @@ def until(link: Link, holds: Callable[[], bool]) -> None:
     end = time.monotonic() + LONG_S
     while not holds():
         assert time.monotonic() < end, "not in time"
-        wait([link], 0.01)
+        stream.wait([link.connection] if link.connection else [], 0.01)
 
 
 @contextlib.contextmanager

@@ -15,35 +15,41 @@ from typing import Any
 
 import torch
 
-from tests.support.drafter_harness import drafting_engine, greedy, watch_context, watch_drafts
+from tests.support.drafter_harness import (
+    drafting_engine,
+    greedy,
+    prompt,
+    watch_context,
+    watch_drafts,
+)
 
 
 def main(target: str, drafter: str, output: str) -> None:
     """Generate, and save drafts, hidden states, and which way the context was written."""
     from dllm.attention import context_kv
-    from dllm.drafter.context import ContextProjection
+    from dllm.drafter.network import DrafterNetwork
     from dllm.drafter.pair import drafter_config
 
     serve_with_triton_kernel()
     taken = []
-    write, project = context_kv.write_context_kv, ContextProjection.project
+    write, project = context_kv.write_context_kv, DrafterNetwork._project_context_kv
 
     def spy_write(*args: Any) -> None:
         taken.append("kernel")
         write(*args)
 
     def spy_project(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        taken.append("torch")
+        taken.append("vLLM")
         return project(*args)
 
     context_kv.write_context_kv = spy_write
-    ContextProjection.project = spy_project  # type: ignore[method-assign]
+    DrafterNetwork._project_context_kv = spy_project  # type: ignore[method-assign]
     engine = drafting_engine(
         Path(target), Path(drafter), 3, kv_cache_dtype="fp8", block_size=16,
         attention_config={"backend": "CUSTOM"}, speculative={"attention_backend": "CUSTOM"},
     )  # fmt: skip
     with watch_context(engine) as states, watch_drafts(engine) as seen:
-        tokens = engine.generate([[(20 + 7 * i) % 450 for i in range(37)]], greedy(5))
+        tokens = engine.generate([prompt(37)], greedy(5))
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
     saved = {
         "taken": taken,

@@ -13,14 +13,21 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.drafter.checkpoint import DrafterConfig
+from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.costs import StepCosts
-from dllm.drafter.widths.policy import WidthPolicy
+from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
+from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
 from tests.support.drafter_pairs import random_drafter
 from tests.support.drafter_reference import GivenContext
 from tests.support.engine_harness import Engine, get_engine
 
 LIMITS = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64, block_size=32)
+
+
+def prompt(length: int, salt: int = 0, vocab: int = 450) -> list[int]:
+    """Token ids in which nothing repeats soon."""
+    return [(20 + 7 * index + salt) % vocab for index in range(length)]
 
 
 def plain_engine(target: Path, **options: Any) -> Engine:
@@ -74,6 +81,45 @@ class FixedCosts(StepCosts):
         _, drafting, per_block = self.given
         num_verified = np.arange(num_rows * self.num_drafts + 1)
         return drafting + per_block * num_verified / (num_rows * self.num_drafts)
+
+
+class RandomWidth(WidthPolicy):
+    """Any width, 0 and N included, and no drafting in one step of ten; notes what it is told."""
+
+    reads_outcomes = reads_prompt = reads_confidence = True
+
+    def __init__(self, num_drafts: int, seed: int = 3) -> None:
+        super().__init__(num_drafts)
+        self.rng = np.random.default_rng(seed)
+        self.steps: list[VerifiedStep] = []
+        self.confidence: list[np.ndarray] = []
+
+    def observe(self, step: VerifiedStep) -> None:
+        self.steps.append(step)
+
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        return bool(self.rng.random() < 0.9)
+
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        assert confidence is not None and confidence.shape == (len(slots), self.num_drafts)
+        self.confidence.append(confidence.copy())
+        return self.rng.integers(0, self.num_drafts + 1, len(slots))
+
+
+def make_policy(kind: str, engine: Engine) -> WidthPolicy:
+    """A policy for an engine: "adaptive", "pilot", "random", or a fixed width."""
+    slots, num_drafts = engine.runner.max_num_reqs, engine.runner.speculator.num_speculative_steps
+    if kind == "adaptive":
+        policy = AdaptiveWidth(num_drafts, slots, clock=lambda: 0.0)
+        # Drafts dear enough that how likely each is kept decides.
+        policy.costs = FixedCosts(num_drafts, plain=1.0, drafting=1.1, per_block=2.4)
+        return policy
+    if kind == "pilot":  # its choice is random, and differs between prompts
+        torch.manual_seed(0)
+        vocab = engine.runner.vllm_config.model_config.get_vocab_size()
+        config = PilotConfig(tuple(range(num_drafts + 1)), vocab, "normalized")
+        return PilotWidth(num_drafts, slots, Pilot(config))
+    return RandomWidth(num_drafts) if kind == "random" else FixedWidth(num_drafts, int(kind))
 
 
 @contextmanager

@@ -5,15 +5,16 @@ and take no time.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from dllm.drafter.metrics import Counts
-from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
+from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.remote.client import Client, Link, Wish
-from dllm.remote.drafter import RemoteDrafter
+from dllm.remote.scheduler import RemoteDrafter
 from dllm.remote.wire import Ask, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
 from tests.support.clock import Clock
@@ -84,8 +85,9 @@ class Net:
         if self.clock.now >= self._drafted_at + self.draft_s:
             self._drafted_at = self.clock.now
             self.worker.draft()
-        for _, reply in self.worker.replies():
-            self._post(self._back, frame(reply)[4:])
+        for peer, reply in self.worker.replies():
+            if peer == self.peer:
+                self._post(self._back, frame(reply)[4:])
 
     @property
     def has_news(self) -> bool:
@@ -121,22 +123,6 @@ def link_to(net: Net, deadline_s: float, counts: Counts | None = None) -> Link:
         link.receive()
     assert link.is_up
     return link
-
-
-def wait(clock: Clock, nets: Sequence[Net]):
-    """What ``Client`` waits with: the clock moves until there is news."""
-
-    def waits(links: Sequence[Link], seconds: float) -> None:
-        end = clock.now + seconds
-        while clock.now < end:
-            for net in nets:
-                net.turn()
-            if any(net.has_news for net in nets):
-                return
-            clock.now += min(TICK_S, end - clock.now)
-        clock.now = max(clock.now, end)
-
-    return waits
 
 
 @dataclass
@@ -180,8 +166,18 @@ class Target:
         self.steps: list[float] = []
         self.widths: list[int] = []
 
-    def _wait(self, links: Sequence[Link], seconds: float) -> None:
-        wait(self.clock, self.nets)(links, seconds)
+    def _wait(self, streams: Sequence[Any], seconds: float) -> None:
+        """What the client waits with: the clock moves until there is news."""
+        self._pass(self.clock.now + seconds, ends_with_news=True)
+
+    def _pass(self, end: float, ends_with_news: bool = False) -> None:
+        """Let the workers do what they do until this time."""
+        while self.clock.now < end:
+            for net in self.nets:
+                net.turn()
+            if ends_with_news and any(net.has_news for net in self.nets):
+                return
+            self.clock.now += min(TICK_S, end - self.clock.now)
 
     def count(self, what: str, worker: int = 0) -> float:
         """What ``remote_WHAT`` of one of the workers says."""
@@ -201,10 +197,7 @@ class Target:
         verified = {name: len(each.drafts) for name, each in self.requests.items()}
         self.widths.append(sum(verified.values()))
         end = start + self.step_s + self.per_draft_s * sum(verified.values())
-        while self.clock.now < end:
-            for net in self.nets:
-                net.turn()
-            self.clock.now += min(TICK_S, end - self.clock.now)
+        self._pass(end)
         names = list(self.requests)
         in_prompt = np.array([each.num_steps == 0 for each in self.requests.values()])
         wishes, sampled = {}, []
@@ -222,8 +215,9 @@ class Target:
             wishes[name] = Wish(request.tokens, limit)
             if is_over:
                 self.finished[name] = self.requests.pop(name)
-        self.client.end(self.client.names - self.requests.keys())
-        self.drafter.follow(outcome(self.drafter, names, in_prompt, sampled, verified), wishes)
+        self.client.keep(self.requests)
+        num_verified = np.array([verified[name] for name in names], dtype=np.int64)
+        self.drafter.follow(wishes, in_prompt, np.array(sampled, dtype=np.int64), num_verified)
         names, drafts = self.drafter.take()
         for name, tokens in zip(names, drafts, strict=True):
             if name in self.requests:
@@ -235,21 +229,6 @@ class Target:
         while self.requests:
             self.step()
             assert len(self.steps) < max_steps
-
-
-def outcome(
-    drafter: RemoteDrafter,
-    names: Sequence[str],
-    in_prompt: np.ndarray,
-    sampled: Sequence[int],
-    verified: Mapping[str, int],
-) -> VerifiedStep:
-    """A step in which these requests emitted and verified so many tokens."""
-    num_sampled = np.array(sampled, dtype=np.int64)
-    num_verified = np.array([verified[name] for name in names], dtype=np.int64)
-    accepted = np.where(num_verified > 0, np.clip(num_sampled - 1, 0, num_verified), 0)
-    slots = drafter.slots(names)
-    return VerifiedStep(slots, in_prompt, num_sampled > 0, num_verified, accepted)
 
 
 def worker(clock: Clock, alpha: float = 1.0, **limits: float) -> DraftWorker:

@@ -167,20 +167,19 @@ class AdaptiveWidth(WidthPolicy):
         gained = np.concatenate(([0.0], -np.sort(-survival.ravel()))).cumsum()
         return float((plain * (1 + gained / num_rows) - cost_ms).max())
 
-    def note_wait(self, seconds: float) -> None:
+    def note_wait(self, seconds: float | None) -> None:
         """Take note that the step that ``widths`` decides next has waited so long for drafts.
 
         Without drafts it would have taken that much less time. So each such step also teaches the
         cost of a step without drafts, which is otherwise learned in trials alone.
         """
+        if seconds is None:
+            self._decided_at = None
+            return
         self._waited_ms = 1e3 * seconds
         if self._is_trial:
             share = self._waited_ms / self.costs.plain(len(self._samples)) / WAITING_SHARE
             self._until_trial = max(self._until_trial, int(share))
-
-    def leave_untimed(self) -> None:
-        """Learn no cost from the time since the last decision: drafts came late, or never."""
-        self._decided_at = None
 
     def _judge(self, slots: np.ndarray) -> None:
         """Decide anew which of the two is faster; what begins to draft is soon tried without."""

@@ -46,7 +46,7 @@ class WidthPolicy(ABC):
     ``wants_drafts``. If it does, the drafter runs, and ``widths`` is called.
 
     Where drafts come from another process, ``worth_ms`` says how long to wait for them, and
-    ``note_wait`` how long that was; or ``leave_untimed`` is called, if they did not come.
+    ``note_wait`` is told how long that was.
 
     Attributes:
         most: no width is larger.
@@ -90,11 +90,13 @@ class WidthPolicy(ABC):
         """Milliseconds that drafts may be waited for; infinity where nothing speaks against it."""
         return float("inf")
 
-    def note_wait(self, seconds: float) -> None:  # noqa: B027
-        """Take note that the step that is decided next has waited so long for drafts."""
+    def note_wait(self, seconds: float | None) -> None:  # noqa: B027
+        """Take note that the step that is decided next has waited so long for drafts.
 
-    def leave_untimed(self) -> None:  # noqa: B027
-        """Learn no cost from the time of the step that was decided last."""
+        Args:
+            seconds: None if there are no drafts, so that ``widths`` is not called. Nothing is
+                learned from the time since the last decision then.
+        """
 
 
 class FixedWidth(WidthPolicy):
