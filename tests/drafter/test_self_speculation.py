@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
-from dllm.models.nemotron.reference import load_reference
+from dllm.models.unmasking.reference import load_model
 from tests.support.drafter_harness import greedy, policy_of, watch_drafts
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK, NEMOTRON
@@ -35,7 +35,7 @@ def path(family: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def model(path: Path) -> Ministral3ForCausalLM:
-    return load_reference(path)
+    return load_model(path)
 
 
 def serving(path: Path, decoding: str, **more: Any) -> Engine:

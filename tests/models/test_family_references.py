@@ -8,10 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dllm.models.llada2 import reference as llada2
-from dllm.models.sdar import reference as sdar
-from dllm.models.unmasking.reference import (
-    DecodingRule,
-)
+from dllm.models.unmasking.reference import DecodingRule, load_model
 from tests.support.family_checkpoints import EOS, LLADA2, MASK, SDAR, SDAR_MOE, write
 
 # --------------------------------------------------------------------------------------------------
@@ -76,8 +73,8 @@ def test_a_missing_weight_is_refused(missing: str, tmp_path: Path) -> None:
 
 
 def test_experts_decide_which_qwen3_it_is(tmp_path: Path) -> None:
-    dense = sdar.load_reference(write(tmp_path / "dense", SDAR))
-    moe = sdar.load_reference(write(tmp_path / "moe", SDAR_MOE))
+    dense = load_model(write(tmp_path / "dense", SDAR))
+    moe = load_model(write(tmp_path / "moe", SDAR_MOE))
     assert [type(model).__name__ for model in (dense, moe)] == [
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
