@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
-from dllm.settings.checks import Choices, FloatRange, IntRange
+from dllm.settings.checks import Choices, FloatRange, IntRange, refuse_value
 
 # In the place of a token's id: there is none, or whoever reads it chooses one.
 NO_TOKEN = -1
@@ -78,6 +78,18 @@ class DenoiseSettings(Protocol):
             VLLMValidationError: the values do not fit each other (``settings.request.refuse``).
         """
         ...
+
+
+def check_defaults(settings: DenoiseSettings) -> None:
+    """Refuse settings whose default of a parameter is nothing that a request may send.
+
+    Raises:
+        ValueError: names the setting, its value and what is allowed.
+    """
+    for parameter in settings.parameters:
+        value = getattr(settings, parameter.setting)
+        if value not in parameter.allowed:
+            refuse_value(f"generation config: {parameter.setting}", value, str(parameter.allowed))
 
 
 def block_size_of(vllm_config: Any) -> int:

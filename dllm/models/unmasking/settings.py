@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from dllm.settings.checks import Choices, FloatRange, IntRange, check_int, refuse_value
-from dllm.settings.denoising import CanvasWindow, Parameter
+from dllm.settings.denoising import CanvasWindow, Parameter, check_defaults
 from dllm.settings.request import MAX_INT32
 
 PROBABILITIES = FloatRange(0.0, 1.0)
@@ -54,19 +54,13 @@ class UnmaskingSettings:
 
     def __post_init__(self) -> None:
         check_int("config.json: block_size", self.canvas_length, at_least=2)
-        check_int("max_denoising_steps", self.max_denoising_steps, at_least=1)
         if self.mask_token_id not in IntRange(0, self.vocab_size - 1):
             refuse_value(
                 "config.json: mask_token_id",
                 self.mask_token_id,
                 f"a token id below vocab_size = {self.vocab_size}",
             )
-        for parameter in self.parameters:
-            value = getattr(self, parameter.setting)
-            if value not in parameter.allowed:
-                refuse_value(
-                    f"generation config: {parameter.setting}", value, str(parameter.allowed)
-                )
+        check_defaults(self)
 
     @property
     def block_size(self) -> int:
