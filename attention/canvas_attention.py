@@ -305,42 +305,23 @@ def plan_of(
 
 
 def canvas_attention(
-    query: Tensor,
-    cache: PagedKV,
-    batch: RaggedBatch,
-    options: AttentionOptions,
-    out: Tensor,
-    plan: AttentionPlan | None = None,
-    workspace: Tensor | None = None,
-) -> AttentionPlan:
-    """Write the attention of every row of a batch into ``out``; returns the plan that was used.
+    query: Tensor, cache: PagedKV, batch: RaggedBatch, options: AttentionOptions, out: Tensor
+) -> None:
+    """Write the attention of every row of a batch into ``out``.
 
     query, out ``[num_tokens, num_heads, head_size]`` fp16, bf16 or fp32 (out must not alias query);
     `inputs.py` describes the other arguments. A row that sees no key gets zeros. Padding tokens and
     sequences with seq_len 0 are not written. K and V of the query tokens must be in the cache
     already (`cache_write.write_kv`). The arguments must fit together: `inputs.check_inputs`.
-
-    workspace: fp32, at least ``plan.workspace_elements(shape)`` elements, overwritten; allocated
-    here when None. Never waits for the device and may be captured in a CUDA graph.
-    Raises ValueError for a workspace that is too small.
+    Never waits for the device and may be captured in a CUDA graph.
     """
     shape = batch_shape(query, cache, batch)
-    if plan is None:
-        plan = plan_of(shape, query, options, cache.is_fp8)
-    needed = plan.workspace_elements(shape)
-    if workspace is None:
-        workspace = torch.empty(needed, dtype=torch.float32, device=query.device)
-    elif workspace.dtype != torch.float32 or workspace.numel() < needed:
-        raise ValueError(
-            f"workspace has {workspace.numel()} elements of {workspace.dtype}, "
-            f"the plan needs {needed} of torch.float32"
-        )
-    if shape.num_tokens > 0 and shape.num_seqs > 0:
-        _launch(query, cache, batch, options, out, plan, workspace)
-    return plan
+    plan = plan_of(shape, query, options, cache.is_fp8)
+    workspace = query.new_empty(plan.workspace_elements(shape), dtype=torch.float32)
+    launch(query, cache, batch, options, out, plan, workspace)
 
 
-def _launch(
+def launch(
     query: Tensor,
     cache: PagedKV,
     batch: RaggedBatch,
@@ -349,8 +330,14 @@ def _launch(
     plan: AttentionPlan,
     workspace: Tensor,
 ) -> None:
-    """Launch the kernel, and the merge of the parts if sequences may be split."""
+    """Launch the kernel, and the merge of the parts if sequences may be split.
+
+    Arguments as of `canvas_attention`. workspace: ``plan.workspace_elements`` fp32 elements, which
+    are overwritten.
+    """
     num_tokens, num_heads, head_size = query.shape
+    if num_tokens == 0 or batch.num_seqs == 0:
+        return
     num_kv_heads = cache.key.shape[2]
     group, config = num_heads // num_kv_heads, plan.config
     rows = plan.max_splits * plan.num_partial_rows * num_heads

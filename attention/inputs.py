@@ -5,9 +5,8 @@ sequence, a *position* the keys of one sequence, a *page* the cache, a *slot* on
 
 `PagedKV` and `RaggedBatch` check themselves when they are made: a cache once at start, a batch once
 a step. `check_inputs` checks that they fit each other and the query; a layer calls it once, because
-neither changes its shape or dtype later. Values (is a page id in range?) can only be checked by
-waiting for the device. `check_values` does that, and `check_inputs` calls it for CPU tensors; on a
-GPU, call it yourself when you debug.
+neither changes its shape or dtype later. Values, as the ids of pages, are not checked: that would
+wait for the device.
 """
 
 from __future__ import annotations
@@ -178,8 +177,7 @@ def expect(
 def check_inputs(query: Tensor, cache: PagedKV, batch: RaggedBatch, out: Tensor) -> None:
     """Refuse a query that does not fit the cache, the batch or the output, naming both sides.
 
-    query and out ``[num_tokens, num_heads, head_size]``. Reads no data of a GPU; on a CPU, where
-    that costs no waiting, `check_values` runs too. Raises ValueError.
+    query and out ``[num_tokens, num_heads, head_size]``. Reads no data. Raises ValueError.
     """
     device, num_kv_heads = cache.key.device, cache.key.shape[2]
     expect("query", query, (None, None, cache.key.shape[3]), cache.dtypes, device)
@@ -189,34 +187,3 @@ def check_inputs(query: Tensor, cache: PagedKV, batch: RaggedBatch, out: Tensor)
         raise ValueError(
             f"{query.shape[1]} query heads are not a multiple of {num_kv_heads} KV heads"
         )
-    if device.type == "cpu":
-        check_values(cache, batch, num_tokens=query.shape[0])
-
-
-def check_values(cache: PagedKV, batch: RaggedBatch, num_tokens: int) -> None:
-    """Refuse lengths and page ids that are too large for the tensors. Waits for the device.
-
-    Negative page ids pass: they stand for pages that no row sees. Raises ValueError, with the
-    sequence and the value.
-    """
-    loc = batch.query_start_loc.tolist()
-    capacity = batch.block_tables.shape[1] * cache.page_size
-    limit = capacity if batch.max_seq_len is None else min(batch.max_seq_len, capacity)
-    if loc[0] != 0 or loc[-1] > num_tokens:
-        raise ValueError(
-            f"query_start_loc runs {loc[0]} .. {loc[-1]}, query has {num_tokens} tokens"
-        )
-    for index, seq_len in enumerate(batch.seq_lens.tolist()):
-        query_len = loc[index + 1] - loc[index]
-        if not 0 <= query_len <= batch.max_query_len:
-            raise ValueError(
-                f"sequence {index} has {query_len} rows, max_query_len is {batch.max_query_len}"
-            )
-        if not 0 <= seq_len <= limit:
-            raise ValueError(f"sequence {index} has seq_len {seq_len}, the limit is {limit}")
-        pages = batch.block_tables[index, : -(-seq_len // cache.page_size)]
-        if pages.numel() and int(pages.max()) >= cache.key.shape[0]:
-            raise ValueError(
-                f"sequence {index} has page {int(pages.max())}, the cache has "
-                f"{cache.key.shape[0]} pages"
-            )

@@ -196,10 +196,6 @@ SCALE = torch.ones(1)
         (r"block_tables is \[1, 2\]", "batch", {"block_tables": CASE.batch.block_tables[:1]}),
         ("block_tables is .*int64", "batch", {"block_tables": CASE.batch.block_tables.long()}),
         ("max_query_len is 0", "batch", {"max_query_len": 0}),
-        ("sequence 1 has 4 rows, max_query_len is 3", "batch", {"max_query_len": 3}),
-        ("sequence 1 has seq_len 13, the limit is 10", "batch", {"max_seq_len": 10}),
-        ("sequence 0 has page 99", "batch", {"block_tables": [[99], [99]]}),
-        ("query_start_loc runs 0 .. 9, query has 7", "batch", {"query_start_loc": [0, 3, 9]}),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(pattern: str, owner: str, change: Any) -> None:
