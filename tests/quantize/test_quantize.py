@@ -75,7 +75,7 @@ class HandMade:
                 parts[name]["input_global_scale"] = input_scale.clone()
         return parts
 
-    def measure(self, job: Job, say: object) -> dict[str, torch.Tensor]:
+    def measure(self, job: Job) -> dict[str, torch.Tensor]:
         self.measured += 1
         layers = [layer.module for group in job.groups for layer in group.layers]
         return {module: torch.tensor([300.0]) for module in layers}
@@ -83,7 +83,7 @@ class HandMade:
 
 def write(job: Job, hands: HandMade | None = None) -> HandMade:
     hands = hands or HandMade(job)
-    make(job, {"quant_method": "by hand"}, hands.quantize, hands.measure, lambda line: None)
+    make(job, {"quant_method": "by hand"}, hands.quantize, hands.measure)
     return hands
 
 
@@ -139,10 +139,10 @@ def test_two_runs_do_not_write_to_one_directory(source: Path, tmp_path: Path) ->
     job = small_job(source, tmp_path / "out")
 
     class Rival(HandMade):
-        def measure(self, job: Job, say: object) -> dict[str, torch.Tensor]:
+        def measure(self, job: Job) -> dict[str, torch.Tensor]:
             with pytest.raises(CommandError, match="another process"):
                 write(job)
-            return super().measure(job, say)
+            return super().measure(job)
 
     assert write(job, Rival(job)).measured == 1
 
@@ -259,8 +259,8 @@ def test_a_wrong_scale_stops_the_run(source: Path, tmp_path: Path, value: float)
     job = small_job(source, tmp_path / "out")
 
     class Uncalibrated(HandMade):
-        def measure(self, job: Job, say: object) -> dict[str, torch.Tensor]:
-            scales = super().measure(job, say)
+        def measure(self, job: Job) -> dict[str, torch.Tensor]:
+            scales = super().measure(job)
             return scales | {f"{DECODER}layers.0.experts.1.down_proj": torch.tensor([value])}
 
     with pytest.raises(CommandError, match=r"layers.0.experts.1.down_proj.input_global_scale"):
