@@ -11,7 +11,6 @@ wait for the device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,8 +31,7 @@ class AttentionOptions:
     scale: multiplies every logit. window: in keys, the row itself included; None lets every row see
     the whole sequence. logit_softcap: logits s become cap * tanh(s / cap); 0 leaves them as they
     are. block_size: positions of a block, which causal rows see as a whole (`masks.py`); 1: none.
-    Raises ValueError for a scale that is not finite and positive, a negative soft cap, a window or
-    a block size below 1, and blocks together with a window.
+    Raises ValueError for blocks together with a window.
     """
 
     scale: float
@@ -42,14 +40,6 @@ class AttentionOptions:
     block_size: int = 1
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale is {self.scale}, it must be finite and above 0")
-        if not (math.isfinite(self.logit_softcap) and self.logit_softcap >= 0):
-            raise ValueError(f"logit_softcap is {self.logit_softcap}, it must be 0 (none) or above")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}, it counts the row itself: at least 1")
-        if self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}, it must be 1 (causal) or above")
         if self.block_size > 1 and self.window is not None:
             raise ValueError(
                 f"block_size is {self.block_size} and window {self.window}: only one of them"
