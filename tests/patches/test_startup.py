@@ -125,7 +125,7 @@ def test_override_generation_config(checkpoint):
 @pytest.mark.parametrize("override", [{"entropy_bound": 0.5}, {"t_maxx": 0.7, "top_k": 9}])
 def test_a_name_that_nobody_reads_is_refused(checkpoint, override):
     message = refusal(checkpoint(), override_generation_config=override)
-    assert f"--override-generation-config: {next(iter(override))};" in message
+    assert f"--override-generation-config: {next(iter(override))}: not of this model" in message
     assert '{"sampler_config": {"entropy_bound": 0.5}}' in message
 
 

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dllm.settings.checks import FloatRange, IntRange, check_int
-from dllm.settings.denoising import CANVAS_WINDOWS, CanvasWindow, Parameter, check_defaults
+from dllm.settings.denoising import (
+    CANVAS_WINDOWS,
+    CanvasWindow,
+    Parameter,
+    check_defaults,
+    refuse_unknown,
+)
 from dllm.settings.request import MAX_INT32, refuse
 
 # What is allowed in a checkpoint and in a request. Narrow enough that no fp32 value overflows: not
@@ -111,7 +117,8 @@ class GemmaSettings:
         model_config = vllm_config.model_config
         generation = dict(model_config.try_get_generation_config())
         override = dict(model_config.override_generation_config)
-        _refuse_unknown(override, generation)
+        hint = """ It holds entropy_bound: '{"sampler_config": {"entropy_bound": 0.5}}'."""
+        refuse_unknown(override, generation, (*GENERATION_KEYS, "sampler_config"), hint)
         sampler_override = override.pop("sampler_config", None)
         generation.update(override)
         if isinstance(sampler_override, Mapping):
@@ -163,19 +170,6 @@ class GemmaSettings:
                 """--override-generation-config '{"sampler_config": {"%s": ...}}'""",
             ),
             **{key: _require(generation, key, "generation config") for key in GENERATION_KEYS},
-        )
-
-
-def _refuse_unknown(override: Mapping[str, object], generation: Mapping[str, object]) -> None:
-    """Refuse what ``--override-generation-config`` names and nobody reads, as a misspelt name."""
-    from transformers import GenerationConfig
-
-    known = {*GENERATION_KEYS, "sampler_config", *generation, *vars(GenerationConfig())}
-    if unknown := sorted(set(override) - known):
-        raise ValueError(
-            f"--override-generation-config: {', '.join(unknown)}; denoising has "
-            f"{', '.join(GENERATION_KEYS)} and sampler_config, which holds entropy_bound: "
-            """'{"sampler_config": {"entropy_bound": 0.5}}'."""
         )
 
 
