@@ -169,30 +169,17 @@ def canvas_attention_kernel(
     value_base = value_cache + kv_head.to(tl.int64) * v_stride_head
 
     # All tiles of a sequence cut its keys at the same places, which are multiples of BLOCK_N.
-    if MAX_SPLITS > 1:
-        num_keys = visible_keys_on_device(query_len, seq_len, WINDOW)
-        num_splits = num_splits_on_device(
-            query_len, num_keys, GROUP, NUM_KV_HEADS, VALUE_BLOCKS,
-            SPLIT_ROWS, MIN_KEYS, MAX_SPLITS, PROGRAMS,
-        )  # fmt: skip
-        split_base = (seq_len - num_keys) // BLOCK_N * BLOCK_N
-        split_len = tl.cdiv(tl.cdiv(seq_len - split_base, num_splits), BLOCK_N) * BLOCK_N
+    num_keys = visible_keys_on_device(query_len, seq_len, WINDOW)
+    num_splits = num_splits_on_device(
+        query_len, num_keys, GROUP, NUM_KV_HEADS, VALUE_BLOCKS,
+        SPLIT_ROWS, MIN_KEYS, MAX_SPLITS, PROGRAMS,
+    )  # fmt: skip
+    split_base = (seq_len - num_keys) // BLOCK_N * BLOCK_N
+    split_len = tl.cdiv(tl.cdiv(seq_len - split_base, num_splits), BLOCK_N) * BLOCK_N
 
-        first_split = tl.program_id(2)
-        split_step = tl.num_programs(2)
-    else:
-        num_splits = 1
-        split_base = 0
-        split_len = 0
-        first_split = 0
-        split_step = 1
-
-    for split in range(first_split, num_splits, split_step):
-        low = union_low
-        high = union_high
-        if MAX_SPLITS > 1:
-            low = tl.maximum(union_low, split_base + split * split_len)
-            high = tl.minimum(union_high, split_base + (split + 1) * split_len)
+    for split in range(tl.program_id(2), num_splits, tl.num_programs(2)):
+        low = tl.maximum(union_low, split_base + split * split_len)
+        high = tl.minimum(union_high, split_base + (split + 1) * split_len)
         # Key tiles [tile_low, tile_high) overlap [low, high); those in [mid_low, mid_high) lie in
         # the part that all rows see, and need no mask.
         tile_low = low // BLOCK_N
