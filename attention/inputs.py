@@ -50,8 +50,8 @@ class AttentionOptions:
 class PagedKV:
     """One layer's cache.
 
-    key, value ``[num_pages, page_size, num_kv_heads, head_size]``, in the query's dtype or fp8. Any
-    strides; a last stride of 1 is the fast case. k_scale, v_scale: one fp32 element on the same
+    key, value ``[num_pages, page_size, num_kv_heads, head_size]``, in the query's dtype or fp8. The
+    elements of a head lie side by side. k_scale, v_scale: one fp32 element on the same
     device by which stored fp8 numbers are multiplied when they are read; None means 1.
     Raises ValueError for tensors that do not fit together, with both values.
     """
@@ -68,7 +68,8 @@ class PagedKV:
                 f"key cache is {list(key.shape)}, expected [num_pages, page_size, num_kv_heads, "
                 f"head_size] with a head size of {MIN_HEAD_SIZE} .. {MAX_HEAD_SIZE}"
             )
-        expect("value cache", self.value, key.shape, [key.dtype], key.device, strides=False)
+        for name, tensor in (("key cache", key), ("value cache", self.value)):
+            expect(name, tensor, key.shape, [key.dtype], key.device)
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if scale is not None:
                 expect(name, scale.reshape(-1), (1,), [torch.float32], key.device)
@@ -142,25 +143,23 @@ def expect(
     shape: Sequence[int | None],
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = None,
-    *,
-    strides: bool = True,
 ) -> None:
     """Refuse a tensor that is not as expected, with what it is and what was expected.
 
-    shape: None stands for any length. device: None allows any. strides: elements of the last axis
-    must lie side by side. Raises ValueError.
+    shape: None stands for any length. device: None allows any. Elements of the last axis must lie
+    side by side. Raises ValueError.
     """
     fits = tensor.dim() == len(shape) and all(
         wanted is None or wanted == length
         for wanted, length in zip(shape, tensor.shape, strict=True)
     )
     is_elsewhere = device is not None and tensor.device != device
-    has_gaps = strides and tensor.dim() > 0 and tensor.stride(-1) != 1
+    has_gaps = tensor.dim() > 0 and tensor.stride(-1) != 1
     if not fits or tensor.dtype not in dtypes or is_elsewhere or has_gaps:
         raise ValueError(
             f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device} with strides "
             f"{tensor.stride()}, expected {list(shape)} of {list(dtypes)} on "
-            f"{device or 'any device'}{' with a last stride of 1' if strides else ''}"
+            f"{device or 'any device'} with a last stride of 1"
         )
 
 

@@ -441,19 +441,17 @@ def test_empty_batches() -> None:
     check(padded, run(padded)[0])
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "vllm", "strided head"])
+@pytest.mark.parametrize("layout", ["interleaved", "vllm"])
 def test_cache_layouts(layout: str) -> None:
-    """[pages, 2, ...], vLLM 0.32's [pages, heads, slots, K and V], and scattered head elements."""
+    """[pages, 2, ...], and vLLM 0.32's [pages, heads, slots, K and V]."""
     case = make_case(CaseSpec(MIXED, device=DEVICE))
     key, value = case.cache.key, case.cache.value
     if layout == "interleaved":
         both = torch.stack((key, value), dim=1)
         key, value = both[:, 0], both[:, 1]
-    elif layout == "vllm":
+    else:
         both = torch.cat((key, value), dim=-1).transpose(1, 2).contiguous()
         key, value = both.transpose(1, 2).split(key.shape[-1], dim=-1)
-    else:
-        key, value = (torch.stack((x, x), dim=-1)[..., 0] for x in (key, value))
     assert key.stride() != case.cache.key.stride()
     moved = dataclasses.replace(case, cache=PagedKV(key, value))
     assert torch.equal(run(moved, UNSPLIT)[0], run(case, UNSPLIT)[0])

@@ -174,6 +174,11 @@ SCALE = torch.ones(1)
         (r"query is .* expected \[None, None, 16\]", "cache", {"both": torch.ones(2, 16, 2, 16)}),
         ("key cache is .* head size of 16", "cache", {"both": torch.ones(2, 16, 2, 8)}),
         ("value cache is", "cache", {"value": torch.ones(1, 16, 2, 32)}),
+        (
+            "value cache is .* a last stride of 1",
+            "cache",
+            {"value": torch.ones(2, 16, 2, 64)[..., ::2]},
+        ),
         ("value cache is .* torch.float16", "cache", {"value": CASE.cache.value.half()}),
         ("4 query heads .* of 3 KV heads", "cache", {"both": torch.zeros(2, 16, 3, 32)}),
         ("query is .* torch.float32 .*float16", "cache", {"both": CASE.cache.key.half()}),
