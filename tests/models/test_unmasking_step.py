@@ -102,7 +102,7 @@ def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p:
     count = 4000
     logits = random_logits(count)
     rows = CanvasRows.whole(torch.full((count,), 16), BLOCK)
-    proposal, _, _ = FAMILY.propose(
+    proposal, _, _ = FAMILY.proposed(
         logits, rows, canvases(count, temperature), filters(count, top_k, top_p)
     )
     reference = llada2_pipeline.scheduler(BLOCK, BLOCK)
@@ -120,7 +120,7 @@ def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p:
 def test_a_greedy_request_takes_the_likeliest_token_at_temperature_one() -> None:
     logits = random_logits(2)
     rows = CanvasRows.whole(torch.tensor([16, 24]), BLOCK)
-    proposal, _, _ = FAMILY.propose(logits, rows, canvases(2, 1.0, is_greedy=True), None)
+    proposal, _, _ = FAMILY.proposed(logits, rows, canvases(2, 1.0, is_greedy=True), None)
     confidence, token = logits.softmax(-1).max(-1)
     assert torch.equal(proposal.token.flatten(), token)
     torch.testing.assert_close(proposal.confidence.flatten(), confidence)

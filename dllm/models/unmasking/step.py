@@ -58,7 +58,7 @@ class Unmasking(Family):
     ) -> Denoised:
         """The denoise step. The logits of the mask are -inf."""
         mask_token_id = self.settings.mask_token_id
-        proposal, ids, stats = self.propose(logits, rows, canvases, filters)
+        proposal, ids, stats = self.proposed(logits, rows, canvases, filters)
         widths, is_behind = _texts(rows, canvases)
         outcome = rule.unmask_step(
             ids=ids,
@@ -89,7 +89,7 @@ class Unmasking(Family):
             decided=outcome.is_decided | is_given,
         )
 
-    def propose(
+    def proposed(
         self, logits: torch.Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
     ) -> tuple[rule.Proposal, torch.Tensor, RowStats]:
         """What the model says about every position, the canvases ``[R, C]``, and the statistics.
