@@ -283,7 +283,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         write_kv(key, value, cache, slot_mapping)
 
     def paged_kv(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> PagedKV:
-        """Views of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache, any strides.
+        """Views of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache.
 
         They are kept: the cache of a layer is allocated once.
         """

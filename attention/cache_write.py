@@ -24,8 +24,7 @@ from dllm.attention.tuning import next_power_of_2
 def write_kv_kernel(
     key, value, key_cache, value_cache, k_scale, v_scale, slot_mapping,
     key_stride_token, key_stride_head, value_stride_token, value_stride_head,
-    k_stride_page, k_stride_slot, k_stride_head, k_stride_dim,
-    v_stride_page, v_stride_slot, v_stride_head, v_stride_dim,
+    k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head,
     PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
@@ -51,8 +50,8 @@ def write_kv_kernel(
         v = tl.clamp(v, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     k_row = page * k_stride_page + in_page * k_stride_slot + head * k_stride_head
     v_row = page * v_stride_page + in_page * v_stride_slot + head * v_stride_head
-    tl.store(key_cache + k_row + dim * k_stride_dim, k.to(key_cache.dtype.element_ty), is_dim)
-    tl.store(value_cache + v_row + dim * v_stride_dim, v.to(value_cache.dtype.element_ty), is_dim)
+    tl.store(key_cache + k_row + dim, k.to(key_cache.dtype.element_ty), is_dim)
+    tl.store(value_cache + v_row + dim, v.to(value_cache.dtype.element_ty), is_dim)
 
 
 def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -> None:
@@ -69,7 +68,8 @@ def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -
         return
     write_kv_kernel[(num_slots, num_kv_heads)](
         key, value, cache.key, cache.value, cache.k_scale, cache.v_scale, slot_mapping,
-        *key.stride()[:2], *value.stride()[:2], *cache.key.stride(), *cache.value.stride(),
+        *key.stride()[:2], *value.stride()[:2],
+        *cache.key.stride()[:3], *cache.value.stride()[:3],
         PAGE_SIZE=cache.page_size, HEAD_SIZE=key.shape[2],
         PADDED_SIZE=next_power_of_2(key.shape[2]),
         HAS_K_SCALE=cache.k_scale is not None, HAS_V_SCALE=cache.v_scale is not None,
@@ -80,18 +80,12 @@ def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -
 def check_write(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -> None:
     """Refuse arguments of `write_kv` that do not fit together, with both values.
 
-    Slots on a CPU are range-checked, those on a GPU are not. Raises ValueError.
+    Reads no data: slots may be beyond the cache. Raises ValueError.
     """
     expect("key", key, (None, *cache.key.shape[2:]), cache.dtypes)
     expect("value", value, key.shape, [key.dtype])
-    expect("slot_mapping", slot_mapping, (None,), [torch.int32, torch.int64], strides=False)
+    expect("slot_mapping", slot_mapping, (None,), [torch.int32, torch.int64])
     if slot_mapping.shape[0] > key.shape[0]:
         raise ValueError(
             f"slot_mapping has {slot_mapping.shape[0]} slots for {key.shape[0]} tokens"
         )
-    if slot_mapping.device.type == "cpu" and slot_mapping.numel():
-        capacity = cache.key.shape[0] * cache.page_size
-        if int(slot_mapping.max()) >= capacity:
-            raise ValueError(
-                f"slot {int(slot_mapping.max())} is beyond the cache's {capacity} slots"
-            )

@@ -115,8 +115,8 @@ def canvas_attention_kernel(
     query_start_loc, seq_lens, block_tables, is_causal, first_keys,
     scale, softcap, num_seqs, num_partial_rows, partial_rows_per_seq,
     out_stride_token, out_stride_head, q_stride_token, q_stride_head,
-    k_stride_page, k_stride_slot, k_stride_head, k_stride_dim,
-    v_stride_page, v_stride_slot, v_stride_head, v_stride_dim, table_stride,
+    k_stride_page, k_stride_slot, k_stride_head,
+    v_stride_page, v_stride_slot, v_stride_head, table_stride,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_FIRST_KEYS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr,
@@ -169,30 +169,17 @@ def canvas_attention_kernel(
     value_base = value_cache + kv_head.to(tl.int64) * v_stride_head
 
     # All tiles of a sequence cut its keys at the same places, which are multiples of BLOCK_N.
-    if MAX_SPLITS > 1:
-        num_keys = visible_keys_on_device(query_len, seq_len, WINDOW)
-        num_splits = num_splits_on_device(
-            query_len, num_keys, GROUP, NUM_KV_HEADS, VALUE_BLOCKS,
-            SPLIT_ROWS, MIN_KEYS, MAX_SPLITS, PROGRAMS,
-        )  # fmt: skip
-        split_base = (seq_len - num_keys) // BLOCK_N * BLOCK_N
-        split_len = tl.cdiv(tl.cdiv(seq_len - split_base, num_splits), BLOCK_N) * BLOCK_N
+    num_keys = visible_keys_on_device(query_len, seq_len, WINDOW)
+    num_splits = num_splits_on_device(
+        query_len, num_keys, GROUP, NUM_KV_HEADS, VALUE_BLOCKS,
+        SPLIT_ROWS, MIN_KEYS, MAX_SPLITS, PROGRAMS,
+    )  # fmt: skip
+    split_base = (seq_len - num_keys) // BLOCK_N * BLOCK_N
+    split_len = tl.cdiv(tl.cdiv(seq_len - split_base, num_splits), BLOCK_N) * BLOCK_N
 
-        first_split = tl.program_id(2)
-        split_step = tl.num_programs(2)
-    else:
-        num_splits = 1
-        split_base = 0
-        split_len = 0
-        first_split = 0
-        split_step = 1
-
-    for split in range(first_split, num_splits, split_step):
-        low = union_low
-        high = union_high
-        if MAX_SPLITS > 1:
-            low = tl.maximum(union_low, split_base + split * split_len)
-            high = tl.minimum(union_high, split_base + (split + 1) * split_len)
+    for split in range(tl.program_id(2), num_splits, tl.num_programs(2)):
+        low = tl.maximum(union_low, split_base + split * split_len)
+        high = tl.minimum(union_high, split_base + (split + 1) * split_len)
         # Key tiles [tile_low, tile_high) overlap [low, high); those in [mid_low, mid_high) lie in
         # the part that all rows see, and need no mask.
         tile_low = low // BLOCK_N
@@ -219,7 +206,7 @@ def canvas_attention_kernel(
             acc, row_max, row_sum, q, row_start, row_stop,
             mid_high - mid_low, mid_low, mid_high, 0, low, high,
             table, key_base, value_base,
-            k_stride_page, k_stride_slot, k_stride_dim, v_stride_page, v_stride_slot, v_stride_dim,
+            k_stride_page, k_stride_slot, v_stride_page, v_stride_slot,
             logit_scale, softcap, value_dim, HEAD_SIZE, PADDED_SIZE, PAGE_SIZE, BLOCK_N, SOFTCAP,
             UPCAST, MASKED=False,
         )  # fmt: skip
@@ -227,7 +214,7 @@ def canvas_attention_kernel(
             acc, row_max, row_sum, q, row_start, row_stop,
             tile_high - tile_low - (mid_high - mid_low), tile_low, mid_low, mid_high - mid_low,
             low, high, table, key_base, value_base,
-            k_stride_page, k_stride_slot, k_stride_dim, v_stride_page, v_stride_slot, v_stride_dim,
+            k_stride_page, k_stride_slot, v_stride_page, v_stride_slot,
             logit_scale, softcap, value_dim, HEAD_SIZE, PADDED_SIZE, PAGE_SIZE, BLOCK_N, SOFTCAP,
             UPCAST, MASKED=True,
         )  # fmt: skip
@@ -305,42 +292,23 @@ def plan_of(
 
 
 def canvas_attention(
-    query: Tensor,
-    cache: PagedKV,
-    batch: RaggedBatch,
-    options: AttentionOptions,
-    out: Tensor,
-    plan: AttentionPlan | None = None,
-    workspace: Tensor | None = None,
-) -> AttentionPlan:
-    """Write the attention of every row of a batch into ``out``; returns the plan that was used.
+    query: Tensor, cache: PagedKV, batch: RaggedBatch, options: AttentionOptions, out: Tensor
+) -> None:
+    """Write the attention of every row of a batch into ``out``.
 
     query, out ``[num_tokens, num_heads, head_size]`` fp16, bf16 or fp32 (out must not alias query);
     `inputs.py` describes the other arguments. A row that sees no key gets zeros. Padding tokens and
     sequences with seq_len 0 are not written. K and V of the query tokens must be in the cache
     already (`cache_write.write_kv`). The arguments must fit together: `inputs.check_inputs`.
-
-    workspace: fp32, at least ``plan.workspace_elements(shape)`` elements, overwritten; allocated
-    here when None. Never waits for the device and may be captured in a CUDA graph.
-    Raises ValueError for a workspace that is too small.
+    Never waits for the device and may be captured in a CUDA graph.
     """
     shape = batch_shape(query, cache, batch)
-    if plan is None:
-        plan = plan_of(shape, query, options, cache.is_fp8)
-    needed = plan.workspace_elements(shape)
-    if workspace is None:
-        workspace = torch.empty(needed, dtype=torch.float32, device=query.device)
-    elif workspace.dtype != torch.float32 or workspace.numel() < needed:
-        raise ValueError(
-            f"workspace has {workspace.numel()} elements of {workspace.dtype}, "
-            f"the plan needs {needed} of torch.float32"
-        )
-    if shape.num_tokens > 0 and shape.num_seqs > 0:
-        _launch(query, cache, batch, options, out, plan, workspace)
-    return plan
+    plan = plan_of(shape, query, options, cache.is_fp8)
+    workspace = query.new_empty(plan.workspace_elements(shape), dtype=torch.float32)
+    launch(query, cache, batch, options, out, plan, workspace)
 
 
-def _launch(
+def launch(
     query: Tensor,
     cache: PagedKV,
     batch: RaggedBatch,
@@ -349,8 +317,14 @@ def _launch(
     plan: AttentionPlan,
     workspace: Tensor,
 ) -> None:
-    """Launch the kernel, and the merge of the parts if sequences may be split."""
+    """Launch the kernel, and the merge of the parts if sequences may be split.
+
+    Arguments as of `canvas_attention`. workspace: ``plan.workspace_elements`` fp32 elements, which
+    are overwritten.
+    """
     num_tokens, num_heads, head_size = query.shape
+    if num_tokens == 0 or batch.num_seqs == 0:
+        return
     num_kv_heads = cache.key.shape[2]
     group, config = num_heads // num_kv_heads, plan.config
     rows = plan.max_splits * plan.num_partial_rows * num_heads
@@ -379,7 +353,7 @@ def _launch(
         batch.first_keys,
         options.scale, options.logit_softcap, batch.num_seqs, plan.num_partial_rows,
         plan.partial_rows_per_seq, *out.stride()[:2], *query.stride()[:2],
-        *cache.key.stride(), *cache.value.stride(), batch.block_tables.stride(0),
+        *cache.key.stride()[:3], *cache.value.stride()[:3], batch.block_tables.stride(0),
         PAGE_SIZE=cache.page_size, HAS_FIRST_KEYS=batch.first_keys is not None,
         SOFTCAP=options.logit_softcap > 0, HAS_K_SCALE=cache.k_scale is not None,
         BLOCK_M=plan.block_m, BLOCK_N=config.block_n,

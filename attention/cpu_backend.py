@@ -54,13 +54,6 @@ class Part:
     metadata: CPUAttentionMetadata
 
 
-@dataclass
-class TranslatedMetadata(CPUAttentionMetadata):
-    """A batch as one or more calls of the kernel."""
-
-    parts: tuple[Part, ...] = ()
-
-
 class TranslatingBuilder(CPUAttentionMetadataBuilder):
     """Builds the calls of a group of layers that were all given to `translate` alike."""
 
@@ -76,25 +69,15 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> TranslatedMetadata:
-        """Build the calls for a batch.
+    ) -> tuple[Part, ...]:  # type: ignore[override]
+        """The calls for a batch: what a layer's ``forward`` gets in place of vLLM's metadata.
 
         In a layer with an anchored window, a bidirectional sequence is a canvas unless it is a key
         of ``mm_req_doc_ranges``: an image.
         """
         common = common_attn_metadata
         parts = self._anchored(common) if self.is_anchored else self._blocks(common)
-        return TranslatedMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            query_start_loc=common.query_start_loc,
-            max_seq_len=common.max_seq_len,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
-            scheduler_metadata=None,
-            parts=tuple(parts),
-        )
+        return tuple(parts)
 
     def _blocks(self, common: CommonAttentionMetadata) -> Iterator[Part]:
         """A single call, in which each block of a causal sequence is a bidirectional one."""
@@ -104,8 +87,7 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         size = np.where(is_causal, self.blocks, np.maximum(stops, 1))  # one block of all keys
         counts = np.maximum(-(-stops // size) - starts // size, 1)
         source = np.repeat(np.arange(common.num_reqs), counts)
-        nth = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
-        first = (starts[source] // size[source] + nth) * size[source]
+        first = (starts[source] // size[source] + _ramp(counts)) * size[source]
         seq_lens = np.minimum(first + size[source], stops[source])
         query_lens = seq_lens - np.maximum(first, starts[source])
         yield self._part(common, source, query_lens, seq_lens, None, self.window_size, False)
@@ -176,14 +158,14 @@ class TranslatingImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: TranslatedMetadata | None,
+        attn_metadata: tuple[Part, ...] | None,  # type: ignore[override]
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write ``[tokens, heads, head_size]`` into ``output``; keys are already in the cache."""
         usual, scales = self.sliding_window, (output_scale, output_block_scale)
-        for part in () if attn_metadata is None else attn_metadata.parts:
+        for part in attn_metadata or ():
             self.sliding_window, tokens = part.window, part.tokens
             rows = output if tokens is None else torch.empty_like(output[: len(tokens)])
             own = query if tokens is None else query[tokens]

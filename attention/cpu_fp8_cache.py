@@ -7,7 +7,7 @@ where rounding to nearest has 2.6%. Here they are rounded first, so that truncat
 import torch
 from vllm.model_executor.layers.attention import Attention
 
-from dllm.attention.inputs import FP8_DTYPES
+from dllm.attention.inputs import FP8_OF
 
 # Rounded values are raised by this factor. The kernel divides them by the scale, and if that gave a
 # little less than the FP8 number, truncating would give the number below. 2^-6 of the value is more
@@ -25,8 +25,7 @@ def write_rounded(layer: Attention) -> None:
     impl = layer.impl
     if layer.attn_backend.get_name() != "CPU_ATTN" or not impl.is_fp8_kv_cache:
         return
-    dtype = FP8_DTYPES["e5m2" in impl.kv_cache_dtype]  # (E4M3, E5M2)
-    write = impl.do_kv_cache_update
+    dtype, write = FP8_OF[impl.kv_cache_dtype], impl.do_kv_cache_update
 
     def do_kv_cache_update(
         layer: Attention,

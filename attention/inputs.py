@@ -5,14 +5,12 @@ sequence, a *position* the keys of one sequence, a *page* the cache, a *slot* on
 
 `PagedKV` and `RaggedBatch` check themselves when they are made: a cache once at start, a batch once
 a step. `check_inputs` checks that they fit each other and the query; a layer calls it once, because
-neither changes its shape or dtype later. Values (is a page id in range?) can only be checked by
-waiting for the device. `check_values` does that, and `check_inputs` calls it for CPU tensors; on a
-GPU, call it yourself when you debug.
+neither changes its shape or dtype later. Values, as the ids of pages, are not checked: that would
+wait for the device.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,8 +31,7 @@ class AttentionOptions:
     scale: multiplies every logit. window: in keys, the row itself included; None lets every row see
     the whole sequence. logit_softcap: logits s become cap * tanh(s / cap); 0 leaves them as they
     are. block_size: positions of a block, which causal rows see as a whole (`masks.py`); 1: none.
-    Raises ValueError for a scale that is not finite and positive, a negative soft cap, a window or
-    a block size below 1, and blocks together with a window.
+    Raises ValueError for blocks together with a window.
     """
 
     scale: float
@@ -43,14 +40,6 @@ class AttentionOptions:
     block_size: int = 1
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale is {self.scale}, it must be finite and above 0")
-        if not (math.isfinite(self.logit_softcap) and self.logit_softcap >= 0):
-            raise ValueError(f"logit_softcap is {self.logit_softcap}, it must be 0 (none) or above")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}, it counts the row itself: at least 1")
-        if self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}, it must be 1 (causal) or above")
         if self.block_size > 1 and self.window is not None:
             raise ValueError(
                 f"block_size is {self.block_size} and window {self.window}: only one of them"
@@ -61,8 +50,8 @@ class AttentionOptions:
 class PagedKV:
     """One layer's cache.
 
-    key, value ``[num_pages, page_size, num_kv_heads, head_size]``, in the query's dtype or fp8. Any
-    strides; a last stride of 1 is the fast case. k_scale, v_scale: one fp32 element on the same
+    key, value ``[num_pages, page_size, num_kv_heads, head_size]``, in the query's dtype or fp8. The
+    elements of a head lie side by side. k_scale, v_scale: one fp32 element on the same
     device by which stored fp8 numbers are multiplied when they are read; None means 1.
     Raises ValueError for tensors that do not fit together, with both values.
     """
@@ -79,7 +68,8 @@ class PagedKV:
                 f"key cache is {list(key.shape)}, expected [num_pages, page_size, num_kv_heads, "
                 f"head_size] with a head size of {MIN_HEAD_SIZE} .. {MAX_HEAD_SIZE}"
             )
-        expect("value cache", self.value, key.shape, [key.dtype], key.device, strides=False)
+        for name, tensor in (("key cache", key), ("value cache", self.value)):
+            expect(name, tensor, key.shape, [key.dtype], key.device)
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if scale is not None:
                 expect(name, scale.reshape(-1), (1,), [torch.float32], key.device)
@@ -153,33 +143,30 @@ def expect(
     shape: Sequence[int | None],
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = None,
-    *,
-    strides: bool = True,
 ) -> None:
     """Refuse a tensor that is not as expected, with what it is and what was expected.
 
-    shape: None stands for any length. device: None allows any. strides: elements of the last axis
-    must lie side by side. Raises ValueError.
+    shape: None stands for any length. device: None allows any. Elements of the last axis must lie
+    side by side. Raises ValueError.
     """
     fits = tensor.dim() == len(shape) and all(
         wanted is None or wanted == length
         for wanted, length in zip(shape, tensor.shape, strict=True)
     )
     is_elsewhere = device is not None and tensor.device != device
-    has_gaps = strides and tensor.dim() > 0 and tensor.stride(-1) != 1
+    has_gaps = tensor.dim() > 0 and tensor.stride(-1) != 1
     if not fits or tensor.dtype not in dtypes or is_elsewhere or has_gaps:
         raise ValueError(
             f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device} with strides "
             f"{tensor.stride()}, expected {list(shape)} of {list(dtypes)} on "
-            f"{device or 'any device'}{' with a last stride of 1' if strides else ''}"
+            f"{device or 'any device'} with a last stride of 1"
         )
 
 
 def check_inputs(query: Tensor, cache: PagedKV, batch: RaggedBatch, out: Tensor) -> None:
     """Refuse a query that does not fit the cache, the batch or the output, naming both sides.
 
-    query and out ``[num_tokens, num_heads, head_size]``. Reads no data of a GPU; on a CPU, where
-    that costs no waiting, `check_values` runs too. Raises ValueError.
+    query and out ``[num_tokens, num_heads, head_size]``. Reads no data. Raises ValueError.
     """
     device, num_kv_heads = cache.key.device, cache.key.shape[2]
     expect("query", query, (None, None, cache.key.shape[3]), cache.dtypes, device)
@@ -189,34 +176,3 @@ def check_inputs(query: Tensor, cache: PagedKV, batch: RaggedBatch, out: Tensor)
         raise ValueError(
             f"{query.shape[1]} query heads are not a multiple of {num_kv_heads} KV heads"
         )
-    if device.type == "cpu":
-        check_values(cache, batch, num_tokens=query.shape[0])
-
-
-def check_values(cache: PagedKV, batch: RaggedBatch, num_tokens: int) -> None:
-    """Refuse lengths and page ids that are too large for the tensors. Waits for the device.
-
-    Negative page ids pass: they stand for pages that no row sees. Raises ValueError, with the
-    sequence and the value.
-    """
-    loc = batch.query_start_loc.tolist()
-    capacity = batch.block_tables.shape[1] * cache.page_size
-    limit = capacity if batch.max_seq_len is None else min(batch.max_seq_len, capacity)
-    if loc[0] != 0 or loc[-1] > num_tokens:
-        raise ValueError(
-            f"query_start_loc runs {loc[0]} .. {loc[-1]}, query has {num_tokens} tokens"
-        )
-    for index, seq_len in enumerate(batch.seq_lens.tolist()):
-        query_len = loc[index + 1] - loc[index]
-        if not 0 <= query_len <= batch.max_query_len:
-            raise ValueError(
-                f"sequence {index} has {query_len} rows, max_query_len is {batch.max_query_len}"
-            )
-        if not 0 <= seq_len <= limit:
-            raise ValueError(f"sequence {index} has seq_len {seq_len}, the limit is {limit}")
-        pages = batch.block_tables[index, : -(-seq_len // cache.page_size)]
-        if pages.numel() and int(pages.max()) >= cache.key.shape[0]:
-            raise ValueError(
-                f"sequence {index} has page {int(pages.max())}, the cache has "
-                f"{cache.key.shape[0]} pages"
-            )

@@ -41,7 +41,7 @@ def attend(
     acc, row_max, row_sum, q, row_start, row_stop,
     num_tiles, first_tile, skip_tile, skip_count, low, high,
     table, key_base, value_base,
-    k_stride_page, k_stride_slot, k_stride_dim, v_stride_page, v_stride_slot, v_stride_dim,
+    k_stride_page, k_stride_slot, v_stride_page, v_stride_slot,
     logit_scale, softcap,
     value_dim, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
@@ -72,8 +72,8 @@ def attend(
         tile = tl.where(tile >= skip_tile, tile + skip_count, tile)
         page = _pages_of_tile(table, tile, low, high, PAGE_SIZE, BLOCK_N)
         # K transposed, [head size, keys], and V, [keys, value columns].
-        k_pointers = key_base + k_offset[None, :] + (dim * k_stride_dim)[:, None]
-        v_pointers = value_base + v_offset[:, None] + (value_dim * v_stride_dim)[None, :]
+        k_pointers = key_base + k_offset[None, :] + dim[:, None]
+        v_pointers = value_base + v_offset[:, None] + value_dim[None, :]
 
         if MASKED:
             is_loaded = (key_pos >= low) & (key_pos < high)

@@ -58,7 +58,7 @@ class TileConfig:
         layers with a window, whose sequences have few visible keys.
     max_splits: the most parts of a sequence; 1 turns splitting off.
     block_v: the most output columns of a program; several programs share a larger head size.
-    The blocks and num_warps are powers of two. Raises ValueError for what the kernel cannot take.
+    The blocks are powers of two from 16 on, and num_warps is one; a part has at least block_n keys.
     """
 
     block_m: int
@@ -77,19 +77,6 @@ class TileConfig:
     def columns(self, head_size: int) -> int:
         """Output columns of a program for this head size, a power of two."""
         return min(self.block_v, max(16, next_power_of_2(head_size)))
-
-    def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("block_v", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} is {value}, expected a power of two of at least {least}")
-        fewest = min(self.min_keys_per_split, self.min_keys_in_window)
-        if fewest < self.block_n or self.max_splits < 1 or self.num_stages < 1:
-            raise ValueError(
-                f"min_keys_per_split is {self.min_keys_per_split} and min_keys_in_window "
-                f"{self.min_keys_in_window} (at least block_n = {self.block_n}), max_splits "
-                f"{self.max_splits} and num_stages {self.num_stages} (at least 1)"
-            )
 
 
 # (head size rounded up to a power of two, at least 64; bytes of a query element) -> tiles.

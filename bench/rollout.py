@@ -41,8 +41,7 @@ from bench.context import (
 )
 from bench.servers import SERVE_FLAGS, Server
 from bench.tables import markdown, section
-from dllm.models.sdar.reference import load_reference
-from dllm.models.unmasking.reference import additive
+from dllm.models.unmasking.reference import additive, load_model
 from dllm.tasks.suite import Question, question, questions
 from dllm.train.lm.objective import Encoded
 from dllm.train.lm.two_copies import TwoCopies
@@ -245,7 +244,7 @@ def train(options: argparse.Namespace, server: Server, folder: Path) -> list[dic
         GateError: the server's log-probabilities are not those of the trainer.
     """
     tokenizer = AutoTokenizer.from_pretrained(options.model).backend_tokenizer
-    model, actor = load_reference(options.model), Actor(server, tokenizer, options.max_steps)
+    model, actor = load_model(options.model), Actor(server, tokenizer, options.max_steps)
     block_length, mask = int(model.config.block_size), int(model.config.mask_token_id)
     optimizer = torch.optim.AdamW(model.parameters(), options.lr, (0.9, 0.99), weight_decay=0.0)
     heldout = questions([options.family], "heldout", options.heldout)

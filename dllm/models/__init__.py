@@ -14,79 +14,87 @@ from dllm.settings.denoising import DenoiseSettings
 
 @dataclass(frozen=True)
 class Served:
-    """The classes of a family as strings "module:Class", so that nothing is imported too early.
+    """A family's classes, by name: none of them is imported before it is asked for.
 
     Attributes:
-        model: the class that vLLM loads. Its ``make_family`` returns an ``engine.family.Family``.
-        settings: a ``settings.denoising.DenoiseSettings`` with a method ``from_vllm``. Its module
-            imports no model.
-        config: the class of its config.json; None: transformers' own.
-        model_with_images: the class that vLLM loads if torchvision is installed. None: the same.
-        autoregressive: the class that serves the same checkpoint token by token, whose name is its
-            architecture. None: it cannot be served so.
+        architecture: as config.json names it, and the name of the class in ``backbone.py`` that
+            vLLM loads. Its ``make_family`` returns an ``engine.family.Family``.
+        folder: of the family, below this one.
+        settings: the class in ``settings.py``, a ``settings.denoising.DenoiseSettings`` with a
+            method ``from_vllm``. That module imports no model.
+        config: the class of its config.json in ``config.py``; None: transformers' own.
+        with_images: the class in ``images.py`` that vLLM loads if torchvision is installed. None:
+            the same.
+        autoregressive: the class in ``backbone.py`` that serves the same checkpoint token by token,
+            whose name is its architecture. None: it cannot be served so.
     """
 
-    model: str
+    architecture: str
+    folder: str
     settings: str
     config: str | None = None
-    model_with_images: str | None = None
+    with_images: str | None = None
     autoregressive: str | None = None
 
-    def model_class(self) -> str:
+    def path(self, module: str, name: str) -> str:
+        """A class or function of the family, as vLLM names one: "module:Class"."""
+        return f"{__name__}.{self.folder}.{module}:{name}"
+
+    def load(self, module: str, name: str) -> Any:
+        """A class or function of the family."""
+        return getattr(importlib.import_module(f"{__name__}.{self.folder}.{module}"), name)
+
+    def model_path(self) -> str:
         """The class that vLLM loads in this environment, as "module:Class"."""
-        if self.model_with_images and importlib.util.find_spec("torchvision") is not None:
-            return self.model_with_images
-        return self.model
+        if self.with_images and importlib.util.find_spec("torchvision") is not None:
+            return self.path("images", self.with_images)
+        return self.path("backbone", self.architecture)
+
+    def settings_class(self) -> Any:
+        """The class of its settings."""
+        return self.load("settings", self.settings)
+
+    def config_class(self) -> Any:
+        """The class of its config.json; None: transformers' own."""
+        return None if self.config is None else self.load("config", self.config)
+
+    def tensor_shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of a checkpoint, from the contents of its config.json."""
+        shapes: dict[str, tuple[int, ...]] = self.load("shapes", "tensor_shapes")(config)
+        return shapes
 
 
 # By the architecture that config.json names.
 FAMILIES = {
-    "DiffusionGemmaForBlockDiffusion": Served(
-        model="dllm.models.gemma.backbone:DiffusionGemmaForBlockDiffusion",
-        settings="dllm.models.gemma.settings:GemmaSettings",
-        model_with_images="dllm.models.gemma.images:DiffusionGemmaWithImages",
-    ),
-    "SDARForCausalLM": Served(
-        model="dllm.models.sdar.backbone:SDARForCausalLM",
-        settings="dllm.models.sdar.settings:SDARSettings",
-        config="dllm.models.sdar.config:SDARConfig",
-    ),
-    "SDARMoeForCausalLM": Served(
-        model="dllm.models.sdar.backbone:SDARMoeForCausalLM",
-        settings="dllm.models.sdar.settings:SDARSettings",
-        config="dllm.models.sdar.config:SDARMoeConfig",
-    ),
-    "A2DQwen3LMHeadModel": Served(
-        model="dllm.models.sdar.backbone:A2DQwen3LMHeadModel",
-        settings="dllm.models.sdar.settings:TinyA2DSettings",
-        config="dllm.models.sdar.config:A2DQwen3Config",
-    ),
-    "A2DQwen2LMHeadModel": Served(
-        model="dllm.models.sdar.backbone:A2DQwen2LMHeadModel",
-        settings="dllm.models.sdar.settings:TinyA2DSettings",
-        config="dllm.models.sdar.config:A2DQwen2Config",
-    ),
-    "StableDiffcoderForCausalLM": Served(
-        model="dllm.models.sdar.backbone:StableDiffcoderForCausalLM",
-        settings="dllm.models.sdar.settings:StableDiffcoderSettings",
-        config="dllm.models.sdar.config:StableDiffcoderConfig",
-    ),
-    "NemotronLabsDiffusionModel": Served(
-        model="dllm.models.nemotron.backbone:NemotronLabsDiffusionModel",
-        settings="dllm.models.nemotron.settings:NemotronSettings",
-        config="dllm.models.nemotron.config:NemotronLabsDiffusionConfig",
-        autoregressive="dllm.models.nemotron.backbone:NemotronLabsDiffusionForCausalLM",
-    ),
-    "LLaDA2MoeModelLM": Served(
-        model="dllm.models.llada2.backbone:LLaDA2MoeModelLM",
-        settings="dllm.models.llada2.settings:LLaDA2Settings",
-        config="dllm.models.llada2.config:LLaDA2MoeConfig",
-    ),
+    served.architecture: served
+    for served in (
+        Served(
+            "DiffusionGemmaForBlockDiffusion",
+            "gemma",
+            "GemmaSettings",
+            with_images="DiffusionGemmaWithImages",
+        ),
+        Served("SDARForCausalLM", "sdar", "SDARSettings", "SDARConfig"),
+        Served("SDARMoeForCausalLM", "sdar", "SDARSettings", "SDARMoeConfig"),
+        Served("A2DQwen3LMHeadModel", "sdar", "TinyA2DSettings", "A2DQwen3Config"),
+        Served("A2DQwen2LMHeadModel", "sdar", "TinyA2DSettings", "A2DQwen2Config"),
+        Served(
+            "StableDiffcoderForCausalLM", "sdar", "StableDiffcoderSettings", "StableDiffcoderConfig"
+        ),
+        Served(
+            "NemotronLabsDiffusionModel",
+            "nemotron",
+            "NemotronSettings",
+            "NemotronLabsDiffusionConfig",
+            autoregressive="NemotronLabsDiffusionForCausalLM",
+        ),
+        Served("LLaDA2MoeModelLM", "llada2", "LLaDA2Settings", "LLaDA2MoeConfig"),
+    )
 }
 
-# The classes that serve token by token. Their names stand for architectures.
+# The paths of the classes that serve token by token, by the architectures that are their names.
 AUTOREGRESSIVE = {
-    served.autoregressive.split(":")[1]: served.autoregressive
+    served.autoregressive: served.path("backbone", served.autoregressive)
     for served in FAMILIES.values()
     if served.autoregressive is not None
 }
@@ -110,21 +118,15 @@ def settings_of(vllm_config: Any) -> DenoiseSettings:
         ValueError: a value of the checkpoint or of a flag is not allowed.
     """
     served = FAMILIES[vllm_config.model_config.architecture]
-    settings: DenoiseSettings = load(served.settings).from_vllm(vllm_config)
+    settings: DenoiseSettings = served.settings_class().from_vllm(vllm_config)
     return settings
-
-
-def load(path: str) -> Any:
-    """The class that "module:Class" names."""
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def own_configs() -> dict[str, type]:
     """The classes of our config.json files whose model_type transformers does not know, by it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    classes = [load(served.config) for served in FAMILIES.values() if served.config is not None]
+    classes = (served.config_class() for served in FAMILIES.values() if served.config)
     return {
         kind.model_type: kind for kind in classes if kind.model_type not in CONFIG_MAPPING_NAMES
     }

@@ -11,11 +11,20 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.quant.checks import checked
+from dllm.quant.formats import Numbers
+from dllm.quant.schemes import Plan, Scheme, parse_model_optimizer, parse_plan
 
 logger = init_logger(LOGGER)
 
 METHOD = "compressed-tensors"
 MODEL_OPTIMIZER_NVFP4 = "modelopt_fp4"  # vLLM's name for NVFP4 checkpoints of Model Optimizer
+
+WORDS: dict[Numbers, str] = {"fp8": "8-bit float", "int8": "8-bit integer", "nvfp4": "4-bit float"}
+# Parts of the names of kernels that take 16-bit inputs, even if the checkpoint quantizes inputs.
+WEIGHT_ONLY_KERNELS = ("marlin", "a16")
+# GPUs below this compute capability (x 10) have no 4-bit arithmetic: whatever kernel runs with FP4
+# weights, its inputs are 16-bit.
+FIRST_CAPABILITY_WITH_FP4 = 100
 
 
 def emulate_on_cpu(vllm_config: Any) -> None:
@@ -41,7 +50,7 @@ def emulate_on_cpu(vllm_config: Any) -> None:
 
 def checked_weights(
     weights: Iterable[tuple[str, torch.Tensor]], quant_config: Any, is_whole: bool
-) -> tuple[Iterable[tuple[str, torch.Tensor]], Any]:
+) -> tuple[Iterable[tuple[str, torch.Tensor]], Plan | None]:
     """(the same names and tensors, which are checked as they are read; ``plan_of`` the checkpoint).
 
     Args:
@@ -80,8 +89,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(extremes.isfinite().all())
 
 
-def plan_of(quant_config: Any) -> Any:
-    """The ``quant.schemes.Plan`` of a checkpoint: which layer has which scheme.
+def plan_of(quant_config: Any) -> Plan | None:
+    """Which layer of a checkpoint has which scheme.
 
     None if the checkpoint is not quantized, or has a scheme that ``quant`` does not know (vLLM on
     CUDA serves more schemes). Then only the values of its scales are checked.
@@ -89,8 +98,6 @@ def plan_of(quant_config: Any) -> Any:
     Raises:
         ValueError: the checkpoint cannot be served.
     """
-    from dllm.quant.schemes import parse_model_optimizer, parse_plan
-
     if quant_config is None:
         return None
     if quant_config.get_name() == MODEL_OPTIMIZER_NVFP4:
@@ -110,7 +117,7 @@ def plan_of(quant_config: Any) -> Any:
         return None
 
 
-def is_unused_scale(parameter: str, plan: Any) -> bool:
+def is_unused_scale(parameter: str, plan: Plan | None) -> bool:
     """Whether a checkpoint may leave this parameter out, because no inputs are quantized.
 
     For Model Optimizer's NVFP4, vLLM's experts have scales of inputs that are not quantized, too.
@@ -150,17 +157,17 @@ def _missing_v_proj(names: Iterable[str], layers: Iterable[int]) -> list[str]:
     return [key.replace(".k_proj", ".v_proj") for key in keys if key in names]
 
 
-def log_kernels(model: Any, plan: Any) -> None:
+def log_kernels(model: Any, plan: Plan | None) -> None:
     """Log, in one line for the user, which kernels compute the quantized layers of ``model``.
 
     plan: from ``plan_of``. None: nothing is logged.
     """
     from vllm.platforms import current_platform
 
-    from dllm.quant.report import Choice, in_words
-
-    capability = current_platform.get_device_capability()
-    choices: dict[tuple[str, str], Choice] = {}
+    gpu = current_platform.get_device_capability()
+    capability = None if gpu is None else gpu.to_int()
+    schemes: set[str] = set()
+    kinds: dict[str, dict[str, None]] = {}  # of layers, by how they are computed
     for name, layer in model.named_modules():
         found = _kernel_of(layer)
         if found is None or plan is None:
@@ -169,11 +176,39 @@ def log_kernels(model: Any, plan: Any) -> None:
         probe = f"{name}.0.up_proj" if layers == "experts" else name
         scheme = plan.scheme_of(probe.replace(".experts.routed_experts.", ".experts."))
         if scheme is not None:
-            number = None if capability is None else capability.to_int()
-            choice = Choice(layers, scheme, kernel, number)
-            choices.setdefault((layers, choice.how()), choice)
-    if choices:
-        logger.info("dllm: %s", in_words(list(choices.values())))
+            schemes.add(scheme.name)
+            kinds.setdefault(how_computed(scheme, kernel, capability), {})[layers] = None
+    if kinds:
+        clauses = (f"{' and '.join(layers)}: {text}" for text, layers in kinds.items())
+        logger.info("dllm: %s checkpoint; %s", " and ".join(sorted(schemes)), "; ".join(clauses))
+
+
+def how_computed(scheme: Scheme, kernel: str | None, capability: int | None) -> str:
+    """How layers are computed, as "8-bit float weights and inputs, by TritonExperts".
+
+    Args:
+        scheme: how the checkpoint quantizes them.
+        kernel: the name of vLLM's class that computes; None: emulated (``quant.cpu_config``).
+        capability: compute capability of the GPU, 90 for Hopper's 9.0; None: a CPU.
+    """
+    weights = f"{WORDS[scheme.weights]} weights"
+    if kernel is None:
+        inputs = "as they are" if scheme.inputs is None else "rounded as the format says"
+        return (
+            f"{weights}, emulated: dequantized when they were loaded, inputs {inputs}; right, but "
+            "neither fast nor small"
+        )
+    if scheme.inputs is None:
+        return f"{weights}, 16-bit inputs, by {kernel}"
+    has_no_fp4 = capability is not None and capability < FIRST_CAPABILITY_WITH_FP4
+    if (scheme.inputs == "nvfp4" and has_no_fp4) or any(
+        name in kernel.lower() for name in WEIGHT_ONLY_KERNELS
+    ):
+        return (
+            f"{weights} only, by {kernel}; inputs stay 16-bit on this GPU, although the checkpoint "
+            "would quantize them"
+        )
+    return f"{weights} and inputs, by {kernel}"
 
 
 def _kernel_of(layer: Any) -> tuple[str, str | None] | None:

@@ -7,7 +7,7 @@ plugin. ``contract`` lists every name that is touched, and why.
 import functools
 from typing import Any
 
-from dllm.models import FAMILIES, REFUSED, load, own_configs
+from dllm.models import FAMILIES, REFUSED, own_configs
 from dllm.patches.configure import configure_dllm, set_batch_defaults
 from dllm.patches.cpu import (
     enable_cpu_runtime,
@@ -55,8 +55,8 @@ def _serve_families() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
     _read_config_files()
     for architecture, served in FAMILIES.items():
-        register_model(architecture, served.model_class())
-        MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm, served.config)
+        register_model(architecture, served.model_path())
+        MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm, served.config_class())
     set_batch_defaults()
     serve_decodings()
     check_requests_at_admission()
@@ -98,11 +98,11 @@ def _keep_builtin() -> None:
         register_model(BUILTIN_ARCHITECTURE, BUILTIN)
 
 
-def _config_hook(configure: Any, config: str | None = None) -> Any:
+def _config_hook(configure: Any, config: Any = None) -> Any:
     """A class as MODELS_CONFIG_MAP holds it, whose method calls ``configure``.
 
-    config: the class of config.json as "module:Class". transformers chooses one by ``model_type``,
-        which an architecture of ours may share with one of its own.
+    config: the class of config.json. transformers chooses one by ``model_type``, which an
+        architecture of ours may share with one of its own.
     """
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
@@ -110,7 +110,7 @@ def _config_hook(configure: Any, config: str | None = None) -> Any:
         @staticmethod
         def verify_and_update_model_config(model_config: Any) -> None:
             if config is not None:
-                model_config.hf_config.__class__ = load(config)
+                model_config.hf_config.__class__ = config
 
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:

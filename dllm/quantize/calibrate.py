@@ -12,6 +12,7 @@ fp32. Two things are changed in the model before:
 This module imports LLM Compressor, so it works only in that environment.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -25,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dllm.models.gemma.weights import DECODER
 from dllm.models.llada2.reference import glm4_name
-from dllm.models.nemotron.shapes import transformers_name
+from dllm.models.nemotron.shapes import TO_TRANSFORMERS
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from dllm.quantize.checkpoint import DIFFUSION_GEMMA, few
 from dllm.quantize.job import Job
@@ -97,7 +98,10 @@ def _masked(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Res
 
     def own_name(module: str) -> str:
         """In transformers; of the queries, where q, k and v are one layer in the checkpoint."""
-        return glm4_name(transformers_name(f"{module}.")).removesuffix(".")
+        name = f"{module}."
+        for released, own in TO_TRANSFORMERS.items():
+            name = re.sub(released, own, name)
+        return glm4_name(name).removesuffix(".")
 
     return {module: layers[own_name(module)] for module in modules}, respond
 

@@ -168,9 +168,8 @@ def _refuse_problems(module: str, parts: Tensors, scheme: Scheme) -> None:
     found = layer_problems(module, shapes, scheme)
     for suffix, part in parts.items():
         name = f"{module}.{suffix}"
-        if is_scale(name):
-            found += [text for text in (scale_problem(name, part),) if text]
-            found += [text for text in (implausible_scale(name, part),) if text and not found]
+        if is_scale(name) and (text := scale_problem(name, part) or implausible_scale(name, part)):
+            found.append(text)
     if found:
         raise CommandError(
             f"{'; '.join(found)}. Nothing of this layer was written: its weights are all zero or "

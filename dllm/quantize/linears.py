@@ -10,12 +10,9 @@ share an NVFP4 global scale. In LLaDA2 q, k and v are one layer in the checkpoin
 import re
 from dataclasses import dataclass
 
-from dllm.models.gemma import shapes as gemma
+from dllm.models import FAMILIES
 from dllm.models.gemma.shapes import Config
 from dllm.models.gemma.weights import DECODER
-from dllm.models.llada2 import shapes as llada2
-from dllm.models.nemotron import shapes as nemotron
-from dllm.models.sdar import shapes as sdar
 from dllm.quant.schemes import LINEAR_ENDINGS, shared_name
 from dllm.quantize.checkpoint import DIFFUSION_GEMMA, Checkpoint
 
@@ -60,14 +57,8 @@ def text_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
     Layer scalars are not among them: they may be missing, and count as 1 then.
     """
-    kind = config["architectures"][0]  # type: ignore[index]
-    if kind == "LLaDA2MoeModelLM":
-        return llada2.tensor_shapes(config)
-    if kind == "NemotronLabsDiffusionModel":
-        return nemotron.tensor_shapes(config)
-    if kind != DIFFUSION_GEMMA:
-        return sdar.tensor_shapes(config)
-    shapes = gemma.tensor_shapes({**config, "vision_config": None})
+    family = FAMILIES[config["architectures"][0]]  # type: ignore[index]
+    shapes = family.tensor_shapes({**config, "vision_config": None})
     return {name: shape for name, shape in shapes.items() if not name.endswith(".layer_scalar")}
 
 

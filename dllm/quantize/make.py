@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -20,15 +21,14 @@ from dllm.quantize.staging import Staging
 from dllm.settings.command import FAILED, INTERRUPTED, OK, CommandError
 
 INPUT_SCALES = "input_scales.safetensors"
-Say = Callable[[str], None]
+say = partial(print, flush=True)  # lines of progress
 
 
 def make(
     job: Job,
     config: dict[str, object],
     quantize: QuantizeFused,
-    measure: Callable[[Job, Say], Tensors],
-    say: Say,
+    measure: Callable[[Job], Tensors],
 ) -> None:
     """Write the quantized checkpoint; files that an interrupted run has finished are kept.
 
@@ -36,7 +36,6 @@ def make(
         config: the ``quantization_config`` for its config.json.
         quantize: turns weights into the tensors of a checkpoint.
         measure: calibrates: finds the scales of inputs. Called if the scheme needs it.
-        say: called with lines of progress.
 
     Raises:
         CommandError: says why it cannot be done; ``job.out`` does not exist then.
@@ -47,9 +46,9 @@ def make(
         if staging.has(INPUT_SCALES):
             say("calibration: already there")
         else:
-            staging.save(INPUT_SCALES, measure(job, say))
+            staging.save(INPUT_SCALES, measure(job))
         input_scales = staging.load(INPUT_SCALES)
-    _write_groups(job, staging, quantize, input_scales, say)
+    _write_groups(job, staging, quantize, input_scales)
     for name in COMPANIONS:
         if (job.source.path / name).is_file():
             staging.copy(job.source.path / name)
@@ -59,7 +58,7 @@ def make(
 
 
 def _write_groups(
-    job: Job, staging: Staging, quantize: QuantizeFused, input_scales: Tensors, say: Say
+    job: Job, staging: Staging, quantize: QuantizeFused, input_scales: Tensors
 ) -> None:
     """Write the file of each group that has none yet, and their index."""
     weight_map: dict[str, str] = {}
@@ -114,7 +113,7 @@ def peak_memory() -> str:
     return in_units(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def _measure(job: Job, say: Say) -> Tensors:
+def _measure(job: Job) -> Tensors:
     """Calibrate with LLM Compressor's observers."""
     from dllm.quantize.calibrate import measure_inputs
 
@@ -132,10 +131,6 @@ def _measure(job: Job, say: Say) -> Tensors:
     return measure_inputs(job, modules, on_prompt)
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 def main(argv: Sequence[str]) -> int:
     """Do what ``dllm quantize`` was asked to; returns an exit status."""
     # Set before LLM Compressor is imported: it would log a line for every module that it touches.
@@ -148,14 +143,14 @@ def main(argv: Sequence[str]) -> int:
         from dllm.quantize.compressor import quantizer
 
         config = quantization_config(job.scheme)
-        make(job, config, quantizer(job.scheme, job.device), _measure, _say)
+        make(job, config, quantizer(job.scheme, job.device), _measure)
     except CommandError as error:
         print(f"dllm quantize: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("dllm quantize: interrupted; the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
-    _say(f"peak memory {peak_memory()}")
+    say(f"peak memory {peak_memory()}")
     return OK
 
 

@@ -216,7 +216,7 @@ class _Checker:
             {name for name in names if not name.endswith(LAYER_SCALAR)} - quantized
             for names in (self.copies, self.originals)
         )
-        if missing := [name for name in self.originals if name in there - here]:
+        if missing := sorted(there - here):
             self.problems.append(f"the original has {few(missing)}, and this has not")
         differing = [
             name

@@ -1,10 +1,10 @@
 """What the settings of every family have in common, for example what a request may change."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
-from dllm.settings.checks import Choices, FloatRange, IntRange
+from dllm.settings.checks import Choices, FloatRange, IntRange, refuse_value
 
 # In the place of a token's id: there is none, or whoever reads it chooses one.
 NO_TOKEN = -1
@@ -78,6 +78,43 @@ class DenoiseSettings(Protocol):
             VLLMValidationError: the values do not fit each other (``settings.request.refuse``).
         """
         ...
+
+
+def check_defaults(settings: DenoiseSettings) -> None:
+    """Refuse settings whose default of a parameter is nothing that a request may send.
+
+    Raises:
+        ValueError: names the setting, its value and what is allowed.
+    """
+    for parameter in settings.parameters:
+        value = getattr(settings, parameter.setting)
+        if value not in parameter.allowed:
+            refuse_value(f"generation config: {parameter.setting}", value, str(parameter.allowed))
+
+
+def refuse_unknown(
+    override: Mapping[str, object],
+    generation: Mapping[str, object],
+    known: Collection[str],
+    hint: str = "",
+) -> None:
+    """Refuse a name in ``--override-generation-config`` that nobody reads, as a misspelt one.
+
+    Args:
+        generation: of generation_config.json; transformers may read what it names.
+        known: the names of the model's settings.
+        hint: ends the message.
+
+    Raises:
+        ValueError: names what is unknown and what is allowed.
+    """
+    from transformers import GenerationConfig
+
+    if unknown := sorted(set(override) - {*known, *generation, *vars(GenerationConfig())}):
+        raise ValueError(
+            f"--override-generation-config: {', '.join(unknown)}: not of this model; allowed: "
+            f"{', '.join(known)}.{hint}"
+        )
 
 
 def block_size_of(vllm_config: Any) -> int:

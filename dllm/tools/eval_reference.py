@@ -21,7 +21,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from dllm.models.unmasking.reference import LOADERS, DecodingRule, generate_blocks, load_model
+from dllm.models import FAMILIES
+from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from dllm.models.unmasking.rule import DYNAMIC, STRATEGIES
 from dllm.settings.command import CommandError
 from dllm.tasks.suite import Question
@@ -125,7 +126,7 @@ def open_reference(
                 f"--token-by-token: {path} is a {architecture}; allowed: {NEMOTRON}."
             )
         return GenerateReference(path, max_tokens, temperature, seed, False)
-    if architecture in LOADERS:
+    if architecture in FAMILIES and architecture != DIFFUSION:
         return MaskedReference(path, max_tokens, temperature)
     return GenerateReference(path, max_tokens, temperature, seed, architecture == DIFFUSION)
 

@@ -14,7 +14,7 @@ from transformers import Ministral3ForCausalLM
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.models.nemotron.reference import load_reference
+from dllm.models.unmasking.reference import load_model
 from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import greedy, make_policy, policy_of, watch_drafts
 from tests.support.engine_harness import Engine, get_engine
@@ -34,7 +34,7 @@ def path(family: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def model(path: Path) -> Ministral3ForCausalLM:
-    return load_reference(path)
+    return load_model(path)
 
 
 def serving(path: Path, decoding: str, **more: Any) -> Engine:

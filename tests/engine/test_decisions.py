@@ -15,7 +15,6 @@ from vllm.exceptions import VLLMValidationError
 
 from dllm.api.decisions.labels import Labels
 from dllm.api.decisions.reads import CanvasReads, Read, WideChoice
-from dllm.models.nemotron.reference import load_reference
 from dllm.models.unmasking import reference
 from dllm.settings import request
 from dllm.settings.decisions import DecisionOptions
@@ -154,7 +153,7 @@ def test_noise(engine, checkpoint, samples):
 def test_masks_on_a_canvas(family):
     """Of a model whose canvases start where the prompt ends: masks, and the end behind them."""
     path = family("nemotron")
-    model, mask = load_reference(path), family_checkpoints.MASK
+    model, mask = reference.load_model(path), family_checkpoints.MASK
     reads = Reads(get_engine(path, max_num_batched_tokens=512))
     found = reads.ask(QUESTIONS)
     expected = []

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 from transformers.models.gemma4 import Gemma4Processor
 from vllm import SamplingParams
@@ -15,6 +14,7 @@ from tests.models.test_images import VISION, picture
 from tests.patches.test_admission import MESSAGES, parse_chat
 from tests.support import hf_reference
 from tests.support.async_engine import get_async_engine
+from tests.support.edited import edited
 from tests.support.engine_harness import Engine, get_engine
 
 IMAGE_TOKEN = 8
@@ -210,14 +210,9 @@ def test_a_checkpoint_without_images_serves_text_and_says_so(checkpoint, served,
 )
 def test_a_missing_tensor_of_the_tower_stops_the_start(checkpoint, tmp_path, name):
     source = checkpoint(vision_config=VISION, image_processor=True)
-    for file in source.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    weights = load_file(source / "model.safetensors")
-    del weights[name]
-    (tmp_path / "model.safetensors").unlink()
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    path = edited(source, tmp_path / "edited", lambda weights: weights.pop(name))
     with pytest.raises(ValueError, match=f"the checkpoint misses {name}\\. "):
-        Engine(tmp_path, max_num_batched_tokens=ONE_CHUNK)
+        Engine(path, max_num_batched_tokens=ONE_CHUNK)
 
 
 def test_extreme_shapes_pass(served):

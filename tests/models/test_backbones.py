@@ -7,9 +7,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from dllm.models.llada2 import reference as llada2
-from dllm.models.sdar import reference as sdar
-from dllm.models.unmasking.reference import DecodingRule, additive, block_causal
+from dllm.models.unmasking.reference import DecodingRule, additive, block_causal, load_model
 from tests.support.engine_harness import DenoiseStep, get_engine
 from tests.support.family_checkpoints import (
     A2D_QWEN2,
@@ -25,16 +23,16 @@ from tests.support.family_checkpoints import (
 # a head that sees one token less than its block differs by more than 1e-2.
 TOLERANCE = 1e-4
 
-KINDS: dict[str, tuple[dict[str, Any], Any]] = {
-    "llada2": (LLADA2, llada2.load_reference),
-    "llada2-4": (LLADA2 | {"block_size": 4, "topk_group": 4}, llada2.load_reference),
-    "sdar-moe": (SDAR_MOE | {"block_size": 8}, sdar.load_reference),
-    "sdar-4": (SDAR, sdar.load_reference),
-    "sdar-32": (SDAR | {"block_size": 32}, sdar.load_reference),
-    "sdar-tied": (SDAR | {"tie_word_embeddings": True}, sdar.load_reference),
-    "a2d-0.6b": (A2D_QWEN3, sdar.load_reference),
-    "a2d-0.5b": (A2D_QWEN2, sdar.load_reference),
-    "diffcoder": (STABLE_DIFFCODER, sdar.load_reference),
+KINDS: dict[str, dict[str, Any]] = {
+    "llada2": LLADA2,
+    "llada2-4": LLADA2 | {"block_size": 4, "topk_group": 4},
+    "sdar-moe": SDAR_MOE | {"block_size": 8},
+    "sdar-4": SDAR,
+    "sdar-32": SDAR | {"block_size": 32},
+    "sdar-tied": SDAR | {"tie_word_embeddings": True},
+    "a2d-0.6b": A2D_QWEN3,
+    "a2d-0.5b": A2D_QWEN2,
+    "diffcoder": STABLE_DIFFCODER,
 }
 
 
@@ -64,9 +62,8 @@ def worst(
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_every_denoise_step(kind: str, tmp_path: Path) -> None:
     """Prompts in chunks and with tails, canvases behind them, and blocks that were emitted."""
-    config, load = KINDS[kind]
-    path = write(tmp_path / "model", config, seed=3)
-    model = load(path)
+    path = write(tmp_path / "model", KINDS[kind], seed=3)
+    model = load_model(path)
     rule = DecodingRule.of_checkpoint(path)
     size = rule.block_size
     engine = get_engine(path, max_num_batched_tokens=4 * size + 64)

@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dllm.models.llada2 import reference as llada2
-from dllm.models.sdar import reference as sdar
-from dllm.models.unmasking.reference import (
-    DecodingRule,
-)
+from dllm.models.unmasking.reference import DecodingRule, load_model
+from tests.support.edited import edited
 from tests.support.family_checkpoints import EOS, LLADA2, MASK, SDAR, SDAR_MOE, write
 
 # --------------------------------------------------------------------------------------------------
@@ -67,17 +65,15 @@ def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
 
 @pytest.mark.parametrize("missing", ["model.norm.weight", "model.layers.2.mlp.gate.expert_bias"])
 def test_a_missing_weight_is_refused(missing: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "model", LLADA2)
-    tensors = load_file(path / "model.safetensors")
-    del tensors[missing]
-    save_file(tensors, path / "model.safetensors")
+    whole = write(tmp_path / "whole", LLADA2)
+    path = edited(whole, tmp_path / "model", lambda tensors: tensors.pop(missing))
     with pytest.raises(RuntimeError, match="Missing key"):
         llada2.load_reference(path)
 
 
 def test_experts_decide_which_qwen3_it_is(tmp_path: Path) -> None:
-    dense = sdar.load_reference(write(tmp_path / "dense", SDAR))
-    moe = sdar.load_reference(write(tmp_path / "moe", SDAR_MOE))
+    dense = load_model(write(tmp_path / "dense", SDAR))
+    moe = load_model(write(tmp_path / "moe", SDAR_MOE))
     assert [type(model).__name__ for model in (dense, moe)] == [
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",

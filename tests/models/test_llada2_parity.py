@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from dllm.models.unmasking.reference import load_model
 from tests.support import family_checkpoints, llada2_pipeline
 from tests.support.engine_harness import Engine, get_engine
 
@@ -25,15 +26,11 @@ class Pair:
     """One checkpoint, served and in the pipeline."""
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        from dllm.models.llada2.reference import load_reference as load_llada2
-        from dllm.models.sdar.reference import load_reference as load_sdar
-
         family_checkpoints.write(path, config)
-        load = load_llada2 if config["model_type"] == "llada2_moe" else load_sdar
         self.block_size = config["block_size"]
         self.engine: Engine = get_engine(path, max_num_batched_tokens=256)
         self.reference = llada2_pipeline.BlockMasked(
-            load(path), self.block_size, family_checkpoints.MASK
+            load_model(path), self.block_size, family_checkpoints.MASK
         )
 
     def expected(self, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:

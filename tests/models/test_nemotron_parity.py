@@ -15,8 +15,7 @@ from transformers import Ministral3ForCausalLM
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.models.nemotron.reference import load_reference
-from dllm.models.unmasking.reference import DecodingRule, generate_blocks
+from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from tests.engine.test_engine import scheduler_watch
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK
@@ -37,7 +36,7 @@ def engine(path: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def model(path: Path) -> Ministral3ForCausalLM:
-    return load_reference(path)
+    return load_model(path)
 
 
 def prompts() -> list[list[int]]:

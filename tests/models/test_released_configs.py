@@ -13,7 +13,7 @@ from vllm.transformers_utils.config import get_config
 
 from dllm import register
 from dllm.models.llada2.reference import glm4_config, to_released
-from dllm.models.sdar.reference import backbone_of
+from dllm.models.unmasking.reference import backbone_of
 from tests.support.released import released
 
 LLADA2_MINI, LLADA2_FLASH, SDAR_1_7B = (

@@ -9,7 +9,7 @@ from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Canvases
 from dllm.models.llada2.settings import LLaDA2Settings
 from dllm.models.sdar.settings import SDARSettings
-from dllm.models.unmasking import step
+from dllm.models.unmasking.step import Unmasking
 from dllm.ops.filters import RowFilters
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import RequestOptions
@@ -17,6 +17,7 @@ from tests.support import llada2_pipeline
 
 VOCAB, BLOCK, MASK = 40, 8, 39
 SETTINGS = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.5, 0, 0.5, 16)
+FAMILY = Unmasking(SETTINGS)
 
 
 def test_a_request_cannot_raise_the_servers_numbers_of_steps():
@@ -101,8 +102,8 @@ def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p:
     count = 4000
     logits = random_logits(count)
     rows = CanvasRows.whole(torch.full((count,), 16), BLOCK)
-    proposal, _, _ = step.propose(
-        logits, rows, canvases(count, temperature), SETTINGS, filters(count, top_k, top_p)
+    proposal, _, _ = FAMILY.proposed(
+        logits, rows, canvases(count, temperature), filters(count, top_k, top_p)
     )
     reference = llada2_pipeline.scheduler(BLOCK, BLOCK)
     scaled = logits[:BLOCK] / temperature
@@ -119,7 +120,7 @@ def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p:
 def test_a_greedy_request_takes_the_likeliest_token_at_temperature_one() -> None:
     logits = random_logits(2)
     rows = CanvasRows.whole(torch.tensor([16, 24]), BLOCK)
-    proposal, _, _ = step.propose(logits, rows, canvases(2, 1.0, is_greedy=True), SETTINGS)
+    proposal, _, _ = FAMILY.proposed(logits, rows, canvases(2, 1.0, is_greedy=True), None)
     confidence, token = logits.softmax(-1).max(-1)
     assert torch.equal(proposal.token.flatten(), token)
     torch.testing.assert_close(proposal.confidence.flatten(), confidence)
@@ -130,7 +131,7 @@ def test_the_mask_is_never_proposed_and_a_canvas_fills_up() -> None:
     rows = CanvasRows.whole(torch.tensor([16]), BLOCK)
     num_masks = [BLOCK]
     while num_masks[-1]:
-        result = step.denoise(random_logits(1), rows, state, SETTINGS)
+        result = FAMILY.denoise(random_logits(1), rows, state, None)
         assert (result.argmax_canvas != MASK).all() and (result.fresh == MASK).all()
         num_masks.append(int((result.canvas == MASK).sum()))
         assert num_masks[-1] < num_masks[-2], "a step without progress"

@@ -1,7 +1,8 @@
-"""Checkpoint names and copies: what ``merge_shared_copies`` accepts, and what it refuses."""
+"""Checkpoints: how names and copies are merged, and what stops a server at start."""
 
-import re
-from collections.abc import Callable
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from dllm.models.gemma.weights import (
     checkpoint_names,
     merge_shared_copies,
 )
+from dllm.models.quantized import finite
 from tests.engine.test_parity import CANVAS, prompt
+from tests.support.edited import WEIGHTS, edited
 from tests.support.engine_harness import Engine, get_engine
 
 LAYERS = 3
@@ -201,27 +204,11 @@ def test_layer_scalars_may_differ_and_come_in_any_order():
 SAMPLING = SamplingParams(max_tokens=2 * CANVAS, seed=3, ignore_eos=True)
 
 
-@pytest.fixture
-def edited(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """Writes a checkpoint whose tensors ``edit`` has changed in place."""
-
-    def write(edit: Callable[[dict[str, torch.Tensor]], object], **options: object) -> Path:
-        source, target = checkpoint(**options), tmp_path / "edited"
-        target.mkdir()
-        for file in source.iterdir():
-            (target / file.name).symlink_to(file)
-        weights = load_file(source / "model.safetensors")
-        edit(weights)
-        (target / "model.safetensors").unlink()
-        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-        return target
-
-    return write
-
-
-def start(path: Path) -> Engine:
-    """An engine that is not supposed to come up."""
-    return Engine(path, max_num_batched_tokens=256)
+def refusal(path: Path) -> str:
+    """What the start of an engine says."""
+    with pytest.raises(Exception) as error:  # safetensors' own is one of them
+        Engine(path, max_num_batched_tokens=256)
+    return f"{type(error.value).__name__}: {error.value}"
 
 
 def test_a_checkpoint_with_both_copies_serves_the_same_tokens(engine, checkpoint):
@@ -233,22 +220,20 @@ def test_a_checkpoint_with_both_copies_serves_the_same_tokens(engine, checkpoint
     assert twin.generate(contexts, SAMPLING) == engine.generate(contexts, SAMPLING)
 
 
-def test_copies_that_disagree_stop_the_start_with_their_names(edited):
+def test_copies_that_disagree_stop_the_start_with_their_names(checkpoint, tmp_path):
     def swap_two(weights: dict[str, torch.Tensor]) -> None:
         for name in ("layers.2.mlp.up_proj.weight", "layers.0.self_attn.q_proj.weight"):
             weights[ENCODER + name] = swap(weights[ENCODER + name])
 
-    path = edited(swap_two, encoder_copies=True)
-    with pytest.raises(
-        ValueError,
-        match=r"differ: layers\.0\.self_attn\.q_proj\.weight, layers\.2\.mlp\.up_proj\.weight\.",
-    ):
-        start(path)
+    path = edited(checkpoint(encoder_copies=True), tmp_path / "edited", swap_two)
+    names = "layers.0.self_attn.q_proj.weight, layers.2.mlp.up_proj.weight."
+    assert f"differ: {names}" in refusal(path)
 
 
 @pytest.mark.parametrize(
     "name",
     [
+        "norm.weight",
         "embed_tokens.weight",
         "layers.0.self_attn.v_proj.weight",  # a third of a stacked parameter
         "layers.1.self_attn.k_proj.weight",  # keys and values of a full layer
@@ -257,14 +242,53 @@ def test_copies_that_disagree_stop_the_start_with_their_names(edited):
         "self_conditioning.up_proj.weight",
     ],
 )
-def test_a_missing_tensor_stops_the_start_with_its_name(edited, name):
+def test_a_missing_tensor_stops_the_start_with_its_name(checkpoint, tmp_path, name):
     """vLLM's own check exempts every linear layer, embedding and expert."""
-    path = edited(lambda weights: weights.pop(DECODER + name))
-    with pytest.raises(ValueError, match=f"the checkpoint misses {re.escape(DECODER + name)}\\. "):
-        start(path)
+    path = edited(checkpoint(), tmp_path / "edited", lambda weights: weights.pop(DECODER + name))
+    assert f"the checkpoint misses {DECODER + name}. " in refusal(path)
 
 
-def test_missing_experts_stop_the_start(edited):
-    path = edited(lambda weights: weights.pop(f"{DECODER}layers.3.experts.down_proj"))
-    with pytest.raises(ValueError, match=r"misses model\.decoder\.layers\.3\.experts\."):
-        start(path)
+def test_missing_experts_stop_the_start(checkpoint, tmp_path):
+    name = f"{DECODER}layers.3.experts.down_proj"
+    path = edited(checkpoint(), tmp_path / "edited", lambda weights: weights.pop(name))
+    assert f"misses {DECODER}layers.3.experts." in refusal(path)
+
+
+@pytest.mark.parametrize("layer", ["self_attn.q_norm", "self_attn.q_proj"])  # kept, and packed
+def test_a_weight_that_is_not_finite_stops_the_start(checkpoint, tmp_path, layer):
+    name = f"layers.1.{layer}.weight"
+
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[DECODER + name].view(-1)[3] = float("nan")
+
+    said = refusal(edited(checkpoint(), tmp_path / "edited", poison))
+    assert "NaN or infinite" in said and name in said
+    assert "Download or convert it again" in said
+
+
+def test_a_truncated_file_stops_the_start(checkpoint, tmp_path):
+    path = Path(shutil.copytree(checkpoint(), tmp_path / "truncated"))
+    os.truncate(path / WEIGHTS, (path / WEIGHTS).stat().st_size // 2)
+    said = refusal(path)
+    assert "SafetensorError" in said and "incomplete" in said.lower()
+
+
+def test_shapes_of_another_config_stop_the_start(checkpoint, tmp_path):
+    path = Path(shutil.copytree(checkpoint(), tmp_path / "other"))
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["intermediate_size"] *= 2
+    (path / "config.json").write_text(json.dumps(config))
+    assert "size" in refusal(path).lower()
+
+
+def test_which_values_are_finite():
+    good = [
+        ("counts", torch.tensor([1])),
+        ("nothing", torch.empty(0)),
+        ("largest", torch.tensor([65504.0] * 9, dtype=torch.half)),
+        ("eight bits", torch.tensor([torch.nan]).to(torch.float8_e4m3fn)),
+    ]
+    assert [name for name, _ in finite(good)] == [name for name, _ in good]
+    for value in (torch.inf, -torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="in scale"):
+            list(finite([*good, ("scale", torch.tensor([0, value], dtype=torch.bfloat16))]))

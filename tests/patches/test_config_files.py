@@ -163,6 +163,7 @@ def test_pages_on_a_gpu_hold_whole_tiles_and_blocks(
             "--override-generation-config: editing: not of this model; allowed: max_denoising",
         ),
         ({"override_generation_config": {"mode": "speed"}}, "mode: not of this model; allowed: "),
+        ({"override_generation_config": {"treshold": 0.5}}, "treshold: not of this model; allow"),
     ],
     ids=str,
 )

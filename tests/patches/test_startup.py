@@ -69,7 +69,7 @@ def edited(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Pat
 # --- the checkpoint ------------------------------------------------------------------------------
 
 TEMPERATURES = "allowed: a number of at least 0.0001 and at most 10000"
-UNREAD = 'denoising has .*{"sampler_config": {"entropy_bound": 0.5}}'
+UNREAD = 'not of this model; .*{"sampler_config": {"entropy_bound": 0.5}}'
 
 
 @pytest.mark.parametrize(
@@ -152,11 +152,11 @@ def test_plugin_options_arrive(checkpoint):
         ({"override_generation_config": {"t_max": -2}}, f"t_max = -2; {TEMPERATURES}"),
         (
             {"override_generation_config": {"entropy_bound": 0.5}},
-            f"--override-generation-config: entropy_bound; {UNREAD}",
+            f"--override-generation-config: entropy_bound: {UNREAD}",
         ),
         (
             {"override_generation_config": {"t_maxx": 0.7, "top_k": 9}},
-            f"--override-generation-config: t_maxx; {UNREAD}",
+            f"--override-generation-config: t_maxx: {UNREAD}",
         ),
         (
             {"diffusion_config": {"canvas_length": 16, "max_denoising_steps": 0}},

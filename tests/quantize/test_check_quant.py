@@ -9,19 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from dllm.cli import main as dllm
 from dllm.quant.checks import implausible_scale, scale_problem
 from dllm.quantize.checkpoint import Checkpoint
 from dllm.quantize.verify import Report, verify
+from tests.support.edited import Edit
 from tests.support.process import run_python
 from tests.support.quant_checkpoints import ENCODER_ONLY, OURS, REDHAT, Layout, write_quantized
 
 SCHEMES = ("fp8-dynamic", "int8-dynamic", "nvfp4", "nvfp4a16")
 LAYER = "model.decoder.layers.0."
 Tensors = dict[str, torch.Tensor]
-Edit = Callable[[Tensors], object]
 
 
 @pytest.fixture(scope="module")
@@ -242,11 +241,10 @@ def test_a_companion_that_the_original_has_may_not_be_missing(
 
 def test_a_tensor_that_the_original_has_may_not_be_missing(source: Path, tmp_path: Path) -> None:
     """Of the vision tower, too: the text model alone would not miss it."""
-    path = write_quantized(source, tmp_path / "quantized", "fp8-dynamic")
-    tensors = load_file(path / "model.safetensors")
     name = "model.encoder.embed_vision.embedding_projection.weight"
-    del tensors[name]
-    save_file(tensors, path / "model.safetensors")
+    path = write_quantized(
+        source, tmp_path / "quantized", "fp8-dynamic", edit=lambda tensors: tensors.pop(name)
+    )
     report = verify(Checkpoint(path), Checkpoint(source), lambda: None)
     assert report.problems == [f"the original has {name}, and this has not"]
     assert verify(Checkpoint(path), None, lambda: None).problems == []

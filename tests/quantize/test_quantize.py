@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
@@ -30,6 +29,7 @@ from dllm.quantize.linears import by_one_name, linears
 from dllm.quantize.make import make
 from dllm.quantize.verify import verify
 from dllm.tasks.prompts import SHIPPED
+from tests.support.edited import Edit, edited
 from tests.support.process import start_python
 from tests.support.quant_checkpoints import quantize as quantize_by_hand
 
@@ -75,7 +75,7 @@ class HandMade:
                 parts[name]["input_global_scale"] = input_scale.clone()
         return parts
 
-    def measure(self, job: Job, say: object) -> dict[str, torch.Tensor]:
+    def measure(self, job: Job) -> dict[str, torch.Tensor]:
         self.measured += 1
         layers = [layer.module for group in job.groups for layer in group.layers]
         return {module: torch.tensor([300.0]) for module in layers}
@@ -83,7 +83,7 @@ class HandMade:
 
 def write(job: Job, hands: HandMade | None = None) -> HandMade:
     hands = hands or HandMade(job)
-    make(job, {"quant_method": "by hand"}, hands.quantize, hands.measure, lambda line: None)
+    make(job, {"quant_method": "by hand"}, hands.quantize, hands.measure)
     return hands
 
 
@@ -139,10 +139,10 @@ def test_two_runs_do_not_write_to_one_directory(source: Path, tmp_path: Path) ->
     job = small_job(source, tmp_path / "out")
 
     class Rival(HandMade):
-        def measure(self, job: Job, say: object) -> dict[str, torch.Tensor]:
+        def measure(self, job: Job) -> dict[str, torch.Tensor]:
             with pytest.raises(CommandError, match="another process"):
                 write(job)
-            return super().measure(job, say)
+            return super().measure(job)
 
     assert write(job, Rival(job)).measured == 1
 
@@ -194,19 +194,10 @@ def test_what_cannot_fit_is_refused_at_once(
         small_job(source, tmp_path / "out")
 
 
-def edited(source: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """A copy of a checkpoint whose tensors were changed."""
-    shutil.copytree(source, target)
-    tensors = load_file(source / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
 LAYER = "model.decoder.layers.1."
 
 
-def put(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], object]:
+def put(name: str, value: torch.Tensor) -> Edit:
     return lambda tensors: tensors.update({name: value})
 
 
@@ -246,7 +237,7 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_a_wrong_source_is_refused_with_the_tensor_named(
-    source: Path, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], object], message: str
+    source: Path, tmp_path: Path, edit: Edit, message: str
 ) -> None:
     with pytest.raises(CommandError, match=message):
         write(small_job(edited(source, tmp_path / "broken", edit), tmp_path / "out"))
@@ -259,8 +250,8 @@ def test_a_wrong_scale_stops_the_run(source: Path, tmp_path: Path, value: float)
     job = small_job(source, tmp_path / "out")
 
     class Uncalibrated(HandMade):
-        def measure(self, job: Job, say: object) -> dict[str, torch.Tensor]:
-            scales = super().measure(job, say)
+        def measure(self, job: Job) -> dict[str, torch.Tensor]:
+            scales = super().measure(job)
             return scales | {f"{DECODER}layers.0.experts.1.down_proj": torch.tensor([value])}
 
     with pytest.raises(CommandError, match=r"layers.0.experts.1.down_proj.input_global_scale"):

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dllm.models.llada2 import shapes as llada2
-from dllm.models.nemotron import shapes as nemotron
-from dllm.models.sdar import shapes as sdar
+from dllm.models import FAMILIES as SERVED
 
 TOKENIZER = Path(__file__).parents[2] / "checkpoints" / "tiny-ar"
 VOCAB, MASK, EOS = 832, 831, 1
@@ -131,11 +129,8 @@ def write(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     for name in TOKENIZER_FILES:
         shutil.copy(TOKENIZER / name, path / name)
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    kind = {"llada2_moe": llada2, "nemotron_labs_diffusion": nemotron}.get(
-        config["model_type"], sdar
-    )
     generator = torch.Generator().manual_seed(seed)
-    shapes = kind.tensor_shapes(config)
+    shapes = SERVED[config["architectures"][0]].tensor_shapes(config)
     tensors = {name: _tensor(name, shape, generator) for name, shape in shapes.items()}
     if config["model_type"].startswith("a2d"):  # the released ones hold the tied head twice
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.kernels import DRAFTER, FULL, SLIDING, SYMMETRIC, Layer
 from dllm.attention.cache_write import write_kv
-from dllm.attention.canvas_attention import batch_shape, canvas_attention
+from dllm.attention.canvas_attention import batch_shape, launch
 from dllm.attention.context_kv import ContextWeights, write_context_kv
 from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 from dllm.attention.planning import plan_attention
@@ -82,8 +82,10 @@ def attend(
     query = meta(MAX_TOKENS, width, dtype=dtype)[:num_tokens].view(num_tokens, -1, layer.head_size)
     options = options or AttentionOptions(layer.head_size**-0.5, layer.window)
     tiles = tiles or tile_config(layer.head_size, dtype.itemsize, arch, cache.is_fp8)
-    plan = plan_attention(batch_shape(query, cache, batch), tiles, options.window)
-    canvas_attention(query, cache, batch, options, torch.empty_like(query), plan)
+    shape = batch_shape(query, cache, batch)
+    plan = plan_attention(shape, tiles, options.window)
+    workspace = query.new_empty(plan.workspace_elements(shape), dtype=torch.float32)
+    launch(query, cache, batch, options, torch.empty_like(query), plan, workspace)
 
 
 def write_cache(layer: Layer, num_tokens: int, cache_dtype: torch.dtype = BF16, first: int = 0):
@@ -216,9 +218,9 @@ def compile_groups(arch: int, groups: Sequence[str]) -> None:
     """Print a JSON line for each kernel of these groups, but none twice."""
     seen: set[tuple[str, str]] = set()
     launched = cases(arch)
-    for label, launch in (case for group in groups for case in launched[group].items()):
+    for label, step in (case for group in groups for case in launched[group].items()):
         with recorded() as launches:
-            launch()
+            step()
         for variant in launches:
             if (variant.name, variant.key) in seen:
                 continue

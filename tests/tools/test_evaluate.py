@@ -10,8 +10,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from dllm.cli import CommandError, main
-from dllm.models.nemotron.reference import load_reference
-from dllm.models.unmasking.reference import Generated, generate_blocks
+from dllm.models.unmasking.reference import Generated, generate_blocks, load_model
 from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES, questions
 from dllm.tasks.tokenizer import (
     TOKEN_ID,
@@ -255,7 +254,7 @@ def test_a_model_that_answers_token_by_token_too(tmp_path: Path) -> None:
     ids = encode_prompt(train_tokenizer(), asked[0].prompt)
     for _ in range(run.answers[0].num_tokens):
         with torch.no_grad():
-            ids.append(int(load_reference(path)(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(int(load_model(path)(torch.tensor([ids])).logits[0, -1].argmax()))
     tokens = ids[-run.answers[0].num_tokens :]
     text = [token for token in tokens if token not in (1, 6)]
     assert run.answers[0].text == model.tokenizer.decode(text, skip_special_tokens=True)

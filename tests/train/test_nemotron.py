@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dllm.models.nemotron.reference import load_reference
-from dllm.models.sdar.reference import load_reference as load_dense
-from dllm.models.unmasking.reference import additive
+from dllm.models.unmasking.reference import additive, load_model
 from dllm.tasks.suite import FAMILIES, Question, questions
 from dllm.train.lm.autoregressive import Autoregressive
 from dllm.train.lm.learner import LanguageLearner
@@ -99,7 +97,7 @@ def test_start_as_an_autoregressive_model(tmp_path: Path) -> None:
     narrow = Nemotron(SETTINGS).begin(tmp_path).model
     ids = torch.randint(10, 800, (8, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected, found = load_dense(tmp_path)(ids).logits, same(ids).logits
+        expected, found = load_model(tmp_path)(ids).logits, same(ids).logits
     off = (found - expected).norm() / expected.norm()
     # Queries of tokens differ in size. With half or twice the right size it is 0.5 and 0.6.
     assert off < 0.35, off
@@ -114,6 +112,6 @@ def test_written_weights_have_the_released_names(tmp_path: Path) -> None:
     objective = Nemotron(SETTINGS)
     model = objective.build_model()
     objective.write(model, tmp_path)
-    again = load_reference(tmp_path).state_dict()
+    again = load_model(tmp_path).state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(again[name], tensor.bfloat16().float()), name

@@ -25,7 +25,7 @@ from dllm.attention.cpu_fp8_cache import write_rounded
 from dllm.attention.layers import use_anchored_window
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.logit_rows import LogitRows, rows_at_once
-from dllm.models import quantized
+from dllm.models import quantized, settings_of
 from dllm.models.gemma.family import Gemma
 from dllm.models.gemma.self_conditioning import SelfConditioning
 from dllm.models.gemma.settings import GemmaSettings
@@ -136,9 +136,11 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         )
         self._layer_scalars = LayerScalars(self.model.config.num_hidden_layers)
         self._checkpoint = vllm_config.model_config.model, vllm_config.model_config.revision
-        if GemmaSettings.from_vllm(vllm_config).canvas_window == "anchored":
-            self._anchor_sliding_layers()
+        self.settings: GemmaSettings = settings_of(vllm_config)  # type: ignore[assignment]
         for layer in self.model.layers:
+            # vLLM's own backends do not have this window.
+            if self.settings.canvas_window == "anchored" and layer.self_attn.is_sliding:
+                use_anchored_window(layer.self_attn.attn)
             write_rounded(layer.self_attn.attn)
 
     def make_family(self, vllm_config: VllmConfig) -> Gemma:
@@ -149,19 +151,13 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         option = PluginOptions.from_vllm(vllm_config).soft_embedding
         is_sparse = uses_sparse_product(option, vocab_size, embedding.weight.device)
         return Gemma(
-            GemmaSettings.from_vllm(vllm_config),
+            self.settings,
             vocab_size,
             None if is_sparse else embedding.weight.dtype,
             self.self_conditioning,
             embedding,
             self.model.normalizer,
         )
-
-    def _anchor_sliding_layers(self) -> None:
-        """Use the ``anchored`` window on sliding layers; vLLM's own backends do not have it."""
-        for layer in self.model.layers:
-            if layer.self_attn.is_sliding:
-                use_anchored_window(layer.self_attn.attn)
 
     def complete_adapter(self, loras: dict[str, LoRALayerWeights]) -> None:
         """Let an adapter of keys change the values, too, where they are the keys, in place."""

@@ -6,7 +6,7 @@ soft token from the patches. These embeddings enter the model in place of token 
 Everything else is the text model.
 
 This module can only be imported where torchvision is installed, because vLLM's processor needs it
-(``models.Served.model_class``).
+(``models.Served.model_path``).
 """
 
 from collections.abc import Iterable, Mapping

@@ -64,10 +64,9 @@ def denoise_step(
             confidence=numbers["confidence"],
             stability_window=stability_window,
         )
-    next_canvas = renoise(stats.sample[rows.padded], accept, drawn.renoise_tokens)
     active = width > 0
     return Denoised(
-        canvas=torch.where(valid, next_canvas, drawn.renoise_tokens),
+        canvas=torch.where(accept, stats.sample[rows.padded], drawn.renoise_tokens),
         fresh=drawn.next_canvas,
         argmax_canvas=torch.where(valid, argmax, canvases.argmax_canvas),
         accepted=accept,
@@ -118,11 +117,6 @@ def accept_mask(entropy: Tensor, width: Tensor, entropy_bound: PerRow) -> Tensor
     return torch.zeros_like(keep).scatter(-1, position, keep)
 
 
-def renoise(sample: Tensor, accept: Tensor, noise_tokens: Tensor) -> Tensor:
-    """The next canvas: sampled tokens where accepted, random tokens elsewhere. All are [R, C]."""
-    return torch.where(accept, sample, noise_tokens)
-
-
 def count_stable(argmax: Tensor, previous_argmax: Tensor, stable_count: Tensor) -> Tensor:
     """For how many steps, including this one, the argmax token has been the same: [R, C], >= 1.
 
@@ -145,11 +139,6 @@ def width_to_stop(is_stop: Tensor, width: Tensor) -> Tensor:
     return torch.minimum(length, width)
 
 
-def mean_entropy(entropy: Tensor, counts: Tensor) -> Tensor:
-    """The mean entropy of the positions in `counts` [R, C] bool: [R] fp32, nats; 0 if none are."""
-    return torch.where(counts, entropy, 0.0).sum(dim=-1) / counts.sum(dim=-1).clamp(min=1)
-
-
 def has_settled(
     stable_count: Tensor,
     entropy: Tensor,
@@ -166,7 +155,9 @@ def has_settled(
     """
     counts = valid_positions(width, entropy.shape[-1]) & ~is_held
     stable = ((stable_count >= _column(stability_window)) | ~counts).all(dim=-1)
-    return stable & (mean_entropy(entropy, counts) < confidence)
+    # The mean entropy; 0 if no position counts.
+    mean = torch.where(counts, entropy, 0.0).sum(dim=-1) / counts.sum(dim=-1).clamp(min=1)
+    return stable & (mean < confidence)
 
 
 def _column(value: PerRow) -> PerRow:

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dllm.settings.checks import FloatRange, IntRange, check_int
-from dllm.settings.denoising import CANVAS_WINDOWS, CanvasWindow, Parameter
+from dllm.settings.denoising import (
+    CANVAS_WINDOWS,
+    CanvasWindow,
+    Parameter,
+    check_defaults,
+    refuse_unknown,
+)
 from dllm.settings.request import MAX_INT32, refuse
 
 # What is allowed in a checkpoint and in a request. Narrow enough that no fp32 value overflows: not
@@ -25,17 +31,6 @@ GENERATION_KEYS = (  # of generation_config.json, beside sampler_config
     "t_max",
     "confidence_threshold",
     "stability_threshold",
-)
-
-
-PARAMETERS = (
-    Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32"),
-    # float64, because the reference subtracts t_min from t_max in float64, and our temperatures are
-    # equal to its, bit by bit.
-    Parameter("t_min", "t_min", TEMPERATURES, "float64"),
-    Parameter("t_max", "t_max", TEMPERATURES, "float64"),
-    Parameter("entropy_bound", "entropy_bound", ENTROPY_BOUNDS, "float32"),
-    Parameter("confidence", "confidence_threshold", CONFIDENCES, "float32"),
 )
 
 
@@ -54,7 +49,15 @@ class GemmaSettings:
         canvas_window: which context canvas rows see on sliding layers (``attention.masks``).
     """
 
-    parameters: ClassVar[tuple[Parameter, ...]] = PARAMETERS
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32"),
+        # float64, because the reference subtracts t_min from t_max in float64, and our
+        # temperatures are equal to its, bit by bit.
+        Parameter("t_min", "t_min", TEMPERATURES, "float64"),
+        Parameter("t_max", "t_max", TEMPERATURES, "float64"),
+        Parameter("entropy_bound", "entropy_bound", ENTROPY_BOUNDS, "float32"),
+        Parameter("confidence", "confidence_threshold", CONFIDENCES, "float32"),
+    )
     one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1}
     modes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     block_size: ClassVar[int] = 1
@@ -71,12 +74,8 @@ class GemmaSettings:
 
     def __post_init__(self) -> None:
         check_int("canvas_length", self.canvas_length, at_least=1)
-        check_int("max_denoising_steps", self.max_denoising_steps, at_least=1)
         check_int("stability_threshold", self.stability_threshold, at_least=0)
-        _check_float("t_min", self.t_min, TEMPERATURES)
-        _check_float("t_max", self.t_max, TEMPERATURES)
-        _check_float("sampler_config.entropy_bound", self.entropy_bound, ENTROPY_BOUNDS)
-        _check_float("confidence_threshold", self.confidence_threshold, CONFIDENCES)
+        check_defaults(self)
         if self.t_min > self.t_max:
             raise ValueError(
                 f"generation config: t_min = {self.t_min} must not exceed t_max = {self.t_max}."
@@ -118,7 +117,8 @@ class GemmaSettings:
         model_config = vllm_config.model_config
         generation = dict(model_config.try_get_generation_config())
         override = dict(model_config.override_generation_config)
-        _refuse_unknown(override, generation)
+        hint = """ It holds entropy_bound: '{"sampler_config": {"entropy_bound": 0.5}}'."""
+        refuse_unknown(override, generation, (*GENERATION_KEYS, "sampler_config"), hint)
         sampler_override = override.pop("sampler_config", None)
         generation.update(override)
         if isinstance(sampler_override, Mapping):
@@ -173,19 +173,6 @@ class GemmaSettings:
         )
 
 
-def _refuse_unknown(override: Mapping[str, object], generation: Mapping[str, object]) -> None:
-    """Refuse what ``--override-generation-config`` names and nobody reads, as a misspelt name."""
-    from transformers import GenerationConfig
-
-    known = {*GENERATION_KEYS, "sampler_config", *generation, *vars(GenerationConfig())}
-    if unknown := sorted(set(override) - known):
-        raise ValueError(
-            f"--override-generation-config: {', '.join(unknown)}; denoising has "
-            f"{', '.join(GENERATION_KEYS)} and sampler_config, which holds entropy_bound: "
-            """'{"sampler_config": {"entropy_bound": 0.5}}'."""
-        )
-
-
 def _require(
     mapping: Mapping[str, object],
     key: str,
@@ -205,8 +192,3 @@ def _require(
             f"with {flag % key}."
         )
     return value
-
-
-def _check_float(key: str, value: object, allowed: FloatRange) -> None:
-    if value not in allowed:
-        raise ValueError(f"generation config: {key} = {value!r}; allowed: {allowed}.")

@@ -15,7 +15,6 @@ logger = init_logger(LOGGER)
 class LLaDA2MoeModelLM(UnmaskingModel, BailingMoeV2ForCausalLM):
     """LLaDA2.0 and LLaDA2.1, mini and flash."""
 
-    settings_class = LLaDA2Settings
     settings: LLaDA2Settings
 
     def make_family(self, vllm_config: VllmConfig) -> Unmasking:

@@ -6,7 +6,6 @@ import torch
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
-from dllm.models.nemotron.settings import NemotronSettings
 from dllm.models.unmasking.model import UnmaskingModel
 
 
@@ -25,5 +24,3 @@ class NemotronLabsDiffusionForCausalLM(MistralForCausalLM):
 
 class NemotronLabsDiffusionModel(UnmaskingModel, NemotronLabsDiffusionForCausalLM):
     """The same as a diffusion model."""
-
-    settings_class = NemotronSettings

@@ -19,6 +19,5 @@ def released_name(name: str) -> str:
     return name.replace("model.", "encoder.", 1).replace("lm_head.", "diffusion_head.", 1)
 
 
-def transformers_name(name: str) -> str:
-    """The other way round."""
-    return name.replace("encoder.", "model.", 1).replace("diffusion_head.", "lm_head.", 1)
+# The other way round: how released names begin -> how those of transformers do.
+TO_TRANSFORMERS = {r"^encoder\.": "model.", r"^diffusion_head\.": "lm_head."}

@@ -5,35 +5,24 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-from dllm.models.sdar.settings import SDARSettings, StableDiffcoderSettings, TinyA2DSettings
 from dllm.models.unmasking.model import UnmaskingModel
 
 
 class SDARForCausalLM(UnmaskingModel, Qwen3ForCausalLM):
     """A dense SDAR; TraDo has this architecture, too."""
 
-    settings_class = SDARSettings
-
 
 class SDARMoeForCausalLM(UnmaskingModel, Qwen3MoeForCausalLM):
     """An SDAR with experts."""
-
-    settings_class = SDARSettings
 
 
 class A2DQwen3LMHeadModel(UnmaskingModel, Qwen3ForCausalLM):
     """Tiny-A2D 0.6B."""
 
-    settings_class = TinyA2DSettings
-
 
 class A2DQwen2LMHeadModel(UnmaskingModel, Qwen2ForCausalLM):
     """Tiny-A2D 0.5B, of Qwen2.5-Coder."""
 
-    settings_class = TinyA2DSettings
-
 
 class StableDiffcoderForCausalLM(UnmaskingModel, LlamaForCausalLM):
     """Stable-DiffCoder 8B."""
-
-    settings_class = StableDiffcoderSettings

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from dllm.attention.cpu_fp8_cache import write_rounded
 from dllm.attention.layers import see_blocks
 from dllm.engine.logit_rows import LogitRows, rows_at_once
-from dllm.models import quantized
+from dllm.models import quantized, settings_of
 from dllm.models.unmasking.settings import UnmaskingSettings
 from dllm.models.unmasking.step import Unmasking
 
@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 
 
 class UnmaskingModel:
-    """A base class in front of a causal language model of vLLM.
+    """A base class in front of a causal language model of vLLM."""
 
-    Attributes:
-        settings_class: of the family.
-    """
-
-    settings_class: ClassVar[type[UnmaskingSettings]]
+    settings: UnmaskingSettings
     embedding_modules: ClassVar[dict[str, str]] = {}  # no adapter changes embedding or head
     _is_loaded = False
 
@@ -42,11 +38,11 @@ class UnmaskingModel:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        self.settings = settings = self.settings_class.from_vllm(vllm_config)
+        self.settings = settings_of(vllm_config)  # type: ignore[assignment]
         self._rows_at_once = rows_at_once(vllm_config)
         for layer in self.modules():  # type: ignore[attr-defined]
             if isinstance(layer, Attention):
-                see_blocks(layer, settings.block_size)
+                see_blocks(layer, self.settings.block_size)
                 write_rounded(layer)
 
     def make_family(self, vllm_config: VllmConfig) -> Unmasking:

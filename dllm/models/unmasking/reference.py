@@ -10,36 +10,61 @@ sampling and one transfer a step. Without editing this is SDAR's ``low_confidenc
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    LlamaForCausalLM,
+    Ministral3ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 
-from dllm.models import FAMILIES, load
+from dllm.models import FAMILIES
 from dllm.models.llada2 import reference as llada2
-from dllm.models.nemotron import reference as nemotron
-from dllm.models.sdar import reference as sdar
+from dllm.models.nemotron.shapes import TO_TRANSFORMERS
 
-# Read a checkpoint directory into transformers' class, by the architecture in config.json.
-LOADERS: dict[str, Callable[[Path], PreTrainedModel]] = {
-    "SDARForCausalLM": sdar.load_reference,
-    "SDARMoeForCausalLM": sdar.load_reference,
-    "A2DQwen3LMHeadModel": sdar.load_reference,
-    "A2DQwen2LMHeadModel": sdar.load_reference,
-    "StableDiffcoderForCausalLM": sdar.load_reference,
-    "LLaDA2MoeModelLM": llada2.load_reference,
-    "NemotronLabsDiffusionModel": nemotron.load_reference,
+# By model_type. All others but LLaDA2 are a Qwen3 or, if there are experts, a Qwen3-MoE.
+BACKBONES: Mapping[object, type[PreTrainedModel]] = {
+    "a2d-qwen2": Qwen2ForCausalLM,
+    "llama": LlamaForCausalLM,
+    "nemotron_labs_diffusion": Ministral3ForCausalLM,
 }
+
+
+def backbone_of(config: Mapping[str, object]) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class of a model in transformers, and its config; not of LLaDA2.
+
+    Args:
+        config: the contents of config.json.
+    """
+    qwen3 = Qwen3MoeForCausalLM if "num_experts" in config else Qwen3ForCausalLM
+    kind = BACKBONES.get(config["model_type"], qwen3)
+    own = kind.config_class
+    return kind, own(**{**config, "model_type": own.model_type})
 
 
 def load_model(path: Path) -> PreTrainedModel:
     """The model of a checkpoint directory in transformers, in fp32 with eager attention."""
-    architecture: str = json.loads((path / "config.json").read_text())["architectures"][0]
-    return LOADERS[architecture](path)
+    fields = json.loads((path / "config.json").read_text())
+    if fields["model_type"] == "llada2_moe":
+        return llada2.load_reference(path)
+    kind, config = backbone_of(fields)
+    model = kind.from_pretrained(
+        path,
+        config=config,
+        key_mapping=TO_TRANSFORMERS,
+        dtype=torch.float32,
+        attn_implementation="eager",
+    )
+    return model.eval()
 
 
 @dataclass(frozen=True)
@@ -78,9 +103,8 @@ class DecodingRule:
         file = path / "generation_config.json"
         generation = json.loads(file.read_text()) if file.exists() else {}
         family = FAMILIES[fields["architectures"][0]]
-        assert family.config is not None, fields["architectures"]
-        config = load(family.config)(**fields)
-        values = load(family.settings).defaults | generation
+        config = family.config_class()(**fields)
+        values = family.settings_class().defaults | generation
         stops = generation.get("eos_token_id", config.eos_token_id)
         return cls(
             config.block_size or 1,

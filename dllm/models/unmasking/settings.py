@@ -5,25 +5,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from dllm.settings.checks import Choices, FloatRange, IntRange, check_int, refuse_value
-from dllm.settings.denoising import CanvasWindow, Parameter
+from dllm.settings.denoising import CanvasWindow, Parameter, check_defaults, refuse_unknown
 from dllm.settings.request import MAX_INT32
 
 PROBABILITIES = FloatRange(0.0, 1.0)
 
 MAX_STEPS = Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32")
 THRESHOLD = Parameter("threshold", "threshold", PROBABILITIES, "float32")
-# Of all families with masks: one family's setting in the place of another's is refused.
-ALL_SETTINGS = {
-    "max_denoising_steps",
-    "threshold",
-    "remasking_strategy",
-    "entropy_bound",
-    "editing",
-    "editing_threshold",
-    "max_post_steps",
-    "mode",
-    "first_token",
-}
 
 
 @dataclass(frozen=True)
@@ -54,19 +42,13 @@ class UnmaskingSettings:
 
     def __post_init__(self) -> None:
         check_int("config.json: block_size", self.canvas_length, at_least=2)
-        check_int("max_denoising_steps", self.max_denoising_steps, at_least=1)
         if self.mask_token_id not in IntRange(0, self.vocab_size - 1):
             refuse_value(
                 "config.json: mask_token_id",
                 self.mask_token_id,
                 f"a token id below vocab_size = {self.vocab_size}",
             )
-        for parameter in self.parameters:
-            value = getattr(self, parameter.setting)
-            if value not in parameter.allowed:
-                refuse_value(
-                    f"generation config: {parameter.setting}", value, str(parameter.allowed)
-                )
+        check_defaults(self)
 
     @property
     def block_size(self) -> int:
@@ -110,13 +92,8 @@ class UnmaskingSettings:
             )
         override = dict(model_config.override_generation_config)
         given = {"max_denoising_steps": canvas_length, **cls.defaults}
-        known = [*given, "mode"] if cls.modes else [*given]
-        unknown = override.keys() & ALL_SETTINGS - {*known}
-        if unknown:
-            raise ValueError(
-                f"--override-generation-config: {', '.join(sorted(unknown))}: not of this model; "
-                f"allowed: {', '.join(known)}."
-            )
+        generation = model_config.try_get_generation_config()
+        refuse_unknown(override, generation, [*given, "mode"] if cls.modes else [*given])
         diffusion = vllm_config.diffusion_config
         if diffusion is not None and diffusion.canvas_length != canvas_length:
             raise ValueError(
@@ -126,9 +103,9 @@ class UnmaskingSettings:
         if diffusion is not None and diffusion.max_denoising_steps is not None:
             override["max_denoising_steps"] = diffusion.max_denoising_steps
         # A mode of the command line beats the file's numbers, and its own numbers beat the mode.
-        for generation in (model_config.try_get_generation_config(), override):
-            given |= cls._of_mode(generation.get("mode"))
-            given |= {key: generation[key] for key in given if generation.get(key) is not None}
+        for values in (generation, override):
+            given |= cls._of_mode(values.get("mode"))
+            given |= {key: values[key] for key in given if values.get(key) is not None}
         return cls(
             vocab_size=model_config.get_vocab_size(),
             canvas_length=canvas_length,

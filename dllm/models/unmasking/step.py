@@ -56,8 +56,73 @@ class Unmasking(Family):
     def denoise(
         self, logits: torch.Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
     ) -> Denoised:
-        """The denoise step, as the function of this name."""
-        return denoise(logits, rows, canvases, self.settings, filters)
+        """The denoise step. The logits of the mask are -inf."""
+        mask_token_id = self.settings.mask_token_id
+        proposal, ids, stats = self.proposed(logits, rows, canvases, filters)
+        widths, is_behind = _texts(rows, canvases)
+        outcome = rule.unmask_step(
+            ids=ids,
+            proposal=proposal,
+            steps_done=canvases.steps_done,
+            post_steps=canvases.carried["post_steps"],
+            width=widths,
+            numbers=canvases.numbers,
+            mask_token_id=mask_token_id,
+            block_size=self.settings.canvas_length,
+        )
+        # The logprobs of given tokens: of the last step where they are held, else of the first one.
+        is_new = (canvases.steps_done == 0)[:, None]
+        is_given = (canvases.held != NO_TOKEN) | (is_new & (ids != mask_token_id))
+        canvas = torch.where(is_behind, mask_token_id, outcome.canvas)
+        is_mask = canvas == mask_token_id
+        return Denoised(
+            canvas=canvas,
+            fresh=torch.full_like(canvas, mask_token_id),
+            # Behind a token that ends the request there may be masks left, and nobody reads them.
+            argmax_canvas=torch.where(is_mask, proposal.token, canvas),
+            accepted=~is_mask,
+            converged=outcome.converged,
+            steps_done=canvases.steps_done + (rows.widths > 0),
+            carried={"post_steps": outcome.post_steps},
+            temperature=canvases.temperature[rows.row_of],
+            stats=stats,
+            decided=outcome.is_decided | is_given,
+        )
+
+    def proposed(
+        self, logits: torch.Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
+    ) -> tuple[rule.Proposal, torch.Tensor, RowStats]:
+        """What the model says about every position, the canvases ``[R, C]``, and the statistics.
+
+        The confidence is the token's probability in the distribution that it is drawn from.
+        Arguments as of ``denoise``.
+        """
+        keys = _row_keys(canvases, rows, self.settings.canvas_length)
+        temperature = canvases.temperature[rows.row_of]  # [N]
+        is_greedy = canvases.is_greedy[rows.row_of, None]
+        keys = torch.where(is_greedy, noise.NO_KEY, keys[rows.row_of, rows.place])  # [N, 2]
+        # A held token is proposed where it stands, so that editing never changes it.
+        stats = row_stats(logits, temperature, keys, None, filters)
+        stats = canvases.with_held_tokens(stats, rows)
+        token = stats.sample
+        # What a grammar has chosen counts as drawn: only its tokens together are an allowed text.
+        is_chosen = canvases.chosen != NO_TOKEN
+        token = torch.where(is_chosen, canvases.chosen, token)
+        logit = logits.gather(1, token[:, None]).squeeze(1)
+        confidence = torch.exp((logit - stats.peak) / temperature - stats.log_z)
+        # A token that does not stay changes with its text (`scores_of_texts`).
+        is_edited = is_chosen & (canvases.ids != self.settings.mask_token_id)
+        confidence = torch.where(is_edited, torch.inf, confidence)
+        ids, padded = canvases.ids[rows.padded].long(), token[rows.padded]  # [R, C]
+        is_stop, slots = canvases.is_stop, rows.slots[:, None]
+        proposal = rule.Proposal(
+            token=padded,
+            is_stop=is_stop[slots, padded],
+            was_stop=is_stop[slots, ids],
+            confidence=confidence[rows.padded],
+            entropy=stats.entropy[rows.padded],
+        )
+        return proposal, ids, stats
 
     def scores_of_texts(
         self,
@@ -90,93 +155,6 @@ class Unmasking(Family):
         its_score = torch.where(stays, 0.0, scores.gather(1, ids[:, None])[:, 0])
         scores.masked_fill_(stays[:, None], OTHER_THAN_FIXED)
         return scores.scatter_(1, ids[:, None], its_score[:, None])
-
-
-def denoise(
-    logits: torch.Tensor,
-    rows: CanvasRows,
-    canvases: Canvases,
-    settings: UnmaskingSettings,
-    filters: RowFilters | None = None,
-) -> Denoised:
-    """One denoise step of R canvases, from their N rows of logits. Writes nothing in place.
-
-    Args:
-        logits: ``[N, V]`` fp32, edited; -inf for the mask.
-        rows: which rows of logits belong to which canvas.
-        canvases: the state before this step.
-        settings: of the model; what a request can change is in ``canvases.numbers``.
-        filters: top-k, top-p and min-p of each row of logits; None: no filters.
-    """
-    proposal, ids, stats = propose(logits, rows, canvases, settings, filters)
-    widths, is_behind = _texts(rows, canvases)
-    outcome = rule.unmask_step(
-        ids=ids,
-        proposal=proposal,
-        steps_done=canvases.steps_done,
-        post_steps=canvases.carried["post_steps"],
-        width=widths,
-        numbers=canvases.numbers,
-        mask_token_id=settings.mask_token_id,
-        block_size=settings.canvas_length,
-    )
-    # The logprobs of given tokens: of the last step where they are held, else of the first one.
-    is_new = (canvases.steps_done == 0)[:, None]
-    is_given = (canvases.held != NO_TOKEN) | (is_new & (ids != settings.mask_token_id))
-    canvas = torch.where(is_behind, settings.mask_token_id, outcome.canvas)
-    is_mask = canvas == settings.mask_token_id
-    return Denoised(
-        canvas=canvas,
-        fresh=torch.full_like(canvas, settings.mask_token_id),
-        # Behind a token that ends the request there may be masks left, and nobody reads them.
-        argmax_canvas=torch.where(is_mask, proposal.token, canvas),
-        accepted=~is_mask,
-        converged=outcome.converged,
-        steps_done=canvases.steps_done + (rows.widths > 0),
-        carried={"post_steps": outcome.post_steps},
-        temperature=canvases.temperature[rows.row_of],
-        stats=stats,
-        decided=outcome.is_decided | is_given,
-    )
-
-
-def propose(
-    logits: torch.Tensor,
-    rows: CanvasRows,
-    canvases: Canvases,
-    settings: UnmaskingSettings,
-    filters: RowFilters | None = None,
-) -> tuple[rule.Proposal, torch.Tensor, RowStats]:
-    """What the model says about every position, the canvases ``[R, C]``, and the statistics.
-
-    The confidence is the token's probability in the distribution that it is drawn from.
-    """
-    keys = _row_keys(canvases, rows, settings.canvas_length)
-    temperature = canvases.temperature[rows.row_of]  # [N]
-    is_greedy = canvases.is_greedy[rows.row_of, None]
-    keys = torch.where(is_greedy, noise.NO_KEY, keys[rows.row_of, rows.place])  # [N, 2]
-    # A held token is proposed where it stands, so that editing never changes it.
-    stats = row_stats(logits, temperature, keys, None, filters)
-    stats = canvases.with_held_tokens(stats, rows)
-    token = stats.sample
-    # What a grammar has chosen counts as drawn: only its tokens together are an allowed text.
-    is_chosen = canvases.chosen != NO_TOKEN
-    token = torch.where(is_chosen, canvases.chosen, token)
-    logit = logits.gather(1, token[:, None]).squeeze(1)
-    confidence = torch.exp((logit - stats.peak) / temperature - stats.log_z)
-    # A token that does not stay changes with its text (`scores_of_texts`).
-    is_edited = is_chosen & (canvases.ids != settings.mask_token_id)
-    confidence = torch.where(is_edited, torch.inf, confidence)
-    ids, padded = canvases.ids[rows.padded].long(), token[rows.padded]  # [R, C]
-    is_stop, slots = canvases.is_stop, rows.slots[:, None]
-    proposal = rule.Proposal(
-        token=padded,
-        is_stop=is_stop[slots, padded],
-        was_stop=is_stop[slots, ids],
-        confidence=confidence[rows.padded],
-        entropy=stats.entropy[rows.padded],
-    )
-    return proposal, ids, stats
 
 
 def _row_keys(canvases: Canvases, rows: CanvasRows, length: int) -> torch.Tensor:

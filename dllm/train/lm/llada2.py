@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Glm4MoeForCausalLM, PreTrainedModel
 
 from dllm.models.llada2.reference import glm4_config, load_reference, to_released
-from dllm.models.sdar.reference import load_reference as load_dense
+from dllm.models.unmasking.reference import load_model
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
 from dllm.train.lm.objective import END_IDS, WEIGHTS, architecture_of, layer_sizes
 from dllm.train.lm.upcycle import upcycle
@@ -85,7 +85,7 @@ class LLaDA2(MaskDiffusion):
         if architecture_of(path) == ARCHITECTURE:
             return load_reference(path).state_dict()
         fresh = self.build_model()
-        return upcycle(load_dense(path).state_dict(), fresh.state_dict(), fresh.config)
+        return upcycle(load_model(path).state_dict(), fresh.state_dict(), fresh.config)
 
     def save_weights(self, average: PreTrainedModel, path: Path) -> None:
         """Write them under the released names, the biases of the router in fp32."""

@@ -15,10 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Ministral3Config, Ministral3ForCausalLM, PreTrainedModel
 
-from dllm.models.nemotron.reference import load_reference
 from dllm.models.nemotron.shapes import released_name
-from dllm.models.sdar.reference import load_reference as load_dense
-from dllm.models.unmasking.reference import DecodingRule
+from dllm.models.unmasking.reference import DecodingRule, load_model
 from dllm.tasks.suite import Question, questions
 from dllm.train.generate import continue_prompts
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
@@ -99,9 +97,9 @@ class Nemotron(MaskDiffusion):
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of a Nemotron, or of a dense SDAR or Qwen3 with MLPs at least as wide."""
         if architecture_of(path) == ARCHITECTURE:
-            return load_reference(path).state_dict()
+            return load_model(path).state_dict()
         fresh = self.build_model()
-        return without_head_norms(load_dense(path).state_dict(), fresh.state_dict(), fresh.config)
+        return without_head_norms(load_model(path).state_dict(), fresh.state_dict(), fresh.config)
 
     def _lay_out(self, encoded: Encoded, random: torch.Generator) -> TwoCopies:
         """Canvases from the start of the answer on, or from one of its tokens on."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from dllm.models.sdar.reference import backbone_of, load_reference
+from dllm.models.unmasking.reference import backbone_of, load_model
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
 from dllm.train.lm.objective import END_IDS, layer_sizes
 
@@ -48,4 +48,4 @@ class SDAR(MaskDiffusion):
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of an SDAR, or of the autoregressive Qwen3 that it begins as."""
-        return load_reference(path).state_dict()
+        return load_model(path).state_dict()
