@@ -29,7 +29,7 @@ this table for fp8 caches, whose keys become 16-bit numbers in registers: its ow
 A window of 1,024 keys and a canvas of 256 make 1,279 keys: min_keys_in_window cuts them into two
 parts, with which one request has 64 programs for the 132 SMs of an H200, and not 32. For each part,
 request and layer 4 MiB are written and read. Where many requests fill the GPU that is all that
-splitting does, so parts are not made smaller (``bench.roofline`` prints what that would change).
+splitting does, so parts are not made smaller.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ tokens/s is at 16 denoise steps for every block, without what it costs to write 
 values. The H200's copy and bf16 product were measured on one (2026-10-28: 4.3 TB/s, 788 TFLOP/s on
 random data). Its FP8 peak was not measured: it is twice the bf16 one, as in the datasheet.
 
-Behind the floors stands how long our attention kernel should take (``roofline_attention``).
-
 ``--small`` measures instead: passes of random diffusion models of about 135M parameters, with one
 request, and steps of SmolLM2-135M's shape, which writes one token in each. How many times longer a
 pass takes is how many tokens it has to decide for the same speed. Written to small_models.csv.
@@ -41,7 +39,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.context import ROOT, Rows, command_line, progress, publish
-from bench.roofline_attention import report
 from bench.servers import child_environment
 from bench.tables import markdown, middle, of, ratios, section
 from dllm.models.gemma.tiny import generation_config, tiny_config
@@ -371,8 +368,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about = {"gpu": gpu.name, "weights": weights, "batch": batch, "context": one.context}
         rows.append(about | {"floor_ms": floor_ms, "tokens_per_s": speed})
     publish(options.results / "roofline.csv", rows)
-    for line in report(config["canvas_length"], (gpu.copy, gpu.bf16)):
-        print(line)
     return 0
 
 
