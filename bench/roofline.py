@@ -217,7 +217,7 @@ def small_models() -> dict[str, dict[str, Any]]:
         "dtype": "bfloat16",
     }
     llama |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-    shape = {key: value for key, value in SMALL.items() if key != "num_hidden_layers"}
+    shape: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "num_hidden_layers"}
     # Likewise, and half of the MLP is computed for every token, as in the released model.
     shape |= {"intermediate_size": 768, "num_experts": 5, "top_k_experts": 3}
     shape |= {"moe_intermediate_size": 256, "global_head_dim": 64, "num_global_key_value_heads": 3}
