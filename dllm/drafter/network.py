@@ -184,12 +184,12 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
         """Load the drafter's weights. Embedding and head may be absent: the target's are used then.
 
         Raises:
-            ValueError: a tensor is missing or has a shape that contradicts config.json.
+            ValueError: a tensor is missing.
+            AssertionError: of vLLM: a tensor has a shape that contradicts config.json.
         """
         own = own_names(weights)
         self._loaded_shapes = {name: tensor.shape for name, tensor in own.items()}
         self._check_vocabulary(own)
-        self._check_shapes(own)
         is_renewal = self.model.has_context_weights
         # vLLM's loader takes the tensors of a module in one go: the network's are all at the end.
         super().load_weights(sorted(own.items(), key=lambda one: not one[0].startswith("lm_head")))
@@ -267,40 +267,6 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
             )
         if self.draft_id_to_target_id is None:  # the whole vocabulary, in another order
             self.draft_id_to_target_id = nn.Parameter(offsets.to(self.lm_head.weight.device), False)
-
-    def _read_mask_embedding(self) -> torch.Tensor | None:
-        """vLLM's: the mask token's own embedding; some checkpoints have it in a separate file."""
-        row = super()._read_mask_embedding()
-        hidden_size = self.model.drafter.hidden_size
-        if row is not None and len(row) != hidden_size:
-            raise ValueError(
-                f"mask_embedding.pt has {len(row)} numbers, and the drafter's hidden size is "
-                f"{hidden_size}."
-            )
-        return row
-
-    def _check_shapes(self, own: Weights) -> None:
-        """Check what config.json alone decides; packed weights have shapes of their own."""
-        drafter = self.model.drafter
-        width = drafter.target_hidden_size * len(drafter.target_layer_ids)
-        for name, rows, columns, note in (
-            (
-                "fc.weight",
-                drafter.hidden_size,
-                width,
-                f": {len(drafter.target_layer_ids)} hidden states of size "
-                f"{drafter.target_hidden_size}",
-            ),
-            ("lm_head.weight", drafter.draft_vocab_size, drafter.hidden_size, ""),
-        ):
-            tensor = own.get(name)
-            if tensor is None or not tensor.is_floating_point():
-                continue
-            if tensor.shape != (rows, columns):
-                raise ValueError(
-                    f"The drafter's {name} is {list(tensor.shape)}, and its config.json asks for "
-                    f"[{rows}, {columns}]{note}."
-                )
 
 
 def own_names(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -485,6 +485,24 @@ def test_a_pair_that_does_not_fit_is_refused_at_start(target, tmp_path, config, 
         drafting_engine(target, write_drafter(tmp_path, config), NUM_DRAFTS, options)
 
 
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (random_drafter(features=3), r"\[64, 192\].*\[64, 128\]"),
+        (random_drafter() | {"norm.weight": None}, r"lacks norm\.weight"),
+        (random_drafter() | {"d2t": torch.zeros(512)}, r"lacks lm_head\.weight"),
+        (
+            random_drafter() | {"d2t": torch.ones(512), "lm_head.weight": torch.zeros(512, 64)},
+            "d2t names tokens 1 to 512",
+        ),
+    ],
+)
+def test_weights_that_contradict_the_config_are_refused(target, tmp_path, weights, words):
+    kept = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    with pytest.raises((ValueError, AssertionError), match=words):
+        drafting_engine(target, write_drafter(tmp_path, drafter_config(), kept), NUM_DRAFTS)
+
+
 def test_a_drafter_with_another_tokenizer_is_refused_at_start(target, tmp_path):
     text = (target / "tokenizer.json").read_text()
     drafter = write_drafter(tmp_path)
