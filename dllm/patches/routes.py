@@ -8,6 +8,7 @@ diffusion_trace   when each token was decided                (patches.streaming)
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from vllm.logger import init_logger
@@ -16,7 +17,6 @@ from vllm.utils.async_utils import make_async
 from dllm import LOGGER
 from dllm.api import fill, pins
 from dllm.api.early_refusal import bound_bodies, bounded_type
-from dllm.api.encoder import Encoder
 from dllm.api.page import CanvasPage
 from dllm.api.tally import Tally, current_tally
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
@@ -219,7 +219,8 @@ def start_fill(
         return None
     prompt_len = len(prompt["prompt_token_ids"])
     if (block := block_size_of(llm.vllm_config)) > 1:
-        hole = hole.in_a_block(block - prompt_len % block, settings_of(llm.vllm_config).one_step)
+        one_step = settings_of(llm.vllm_config).one_step
+        hole = replace(hole, canvas_width=block - prompt_len % block, one_step=one_step)
     room = llm.model_config.max_model_len - prompt_len
     widths = hole.width_range(params.min_tokens, params.max_tokens, room)
     count(len(widths), params.n)
@@ -237,7 +238,7 @@ async def _write_pins(self: Any, request: Any) -> None:
     given = getattr(request, pins.FIELD, None)
     if given is not None:
         canvas = self.engine_client.vllm_config.diffusion_config.canvas_length
-        written = await _off_the_loop(self, pins.as_extra_args, given, _encoder(self), canvas)
+        written = await _off_the_loop(self, pins.as_extra_args, given, _tokenizer(self), canvas)
         both = written.keys() & (request.vllm_xargs or {}).keys()
         if both:
             refuse(pins.FIELD, f"{pins.FIELD} beside {min(both)}; allowed: one. Leave one out.")
@@ -257,7 +258,7 @@ async def _take_fill(self: Any, request: Any) -> fill.Fill:
     canvas = llm.vllm_config.diffusion_config.canvas_length
     end = llm.renderer.get_eos_token_id()
     vocab_size = llm.model_config.get_vocab_size()
-    given = (request.suffix, extra, _encoder(self), end, canvas, vocab_size)
+    given = (request.suffix, extra, _tokenizer(self), end, canvas, vocab_size)
     hole: fill.Fill = await _off_the_loop(self, fill.fill_of, *given)
     request.suffix = None
     request.vllm_xargs = {k: v for k, v in extra.items() if k not in (fill.WIDTHS, fill.END)}
@@ -275,8 +276,8 @@ async def _off_the_loop(self: Any, tokenize: Callable[..., Any], *args: Any) -> 
     return await make_async(tokenize, self.renderer._executor)(*args)
 
 
-def _encoder(self: Any) -> Encoder:
-    return Encoder.of(self.renderer.get_tokenizer())
+def _tokenizer(self: Any) -> Any:
+    return self.renderer.get_tokenizer()
 
 
 def _refuse_pins() -> NoReturn:
@@ -312,7 +313,7 @@ class OurRoutes:
         """
         from vllm.entrypoints.generate.structured_decisions.question_types import QUESTION_TYPES
 
-        from dllm.api import score_route
+        from dllm.api import scores
         from dllm.api.decisions import reads, route
 
         if not engine_client or engine_client.model_config.architecture not in FAMILIES:
@@ -320,7 +321,7 @@ class OurRoutes:
         QUESTION_TYPES["choice"] = reads.WideChoice()
         QUESTION_TYPES["score"] = reads.WideScore()
         route.attach(self._app)
-        score_route.attach(self._app, settings_of(engine_client.vllm_config))
+        scores.attach(self._app, settings_of(engine_client.vllm_config))
         if getattr(state, "serving_structured_decisions", None) is None:
             logger.warning("/v1/decisions answers HTTP 501: %s", route.why_not(state))
         bound_bodies(self._app.routes)

@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-from dllm.api import traces
-from dllm.api.events import CanvasWriter, Stream, TextWriter, TraceWriter
+from dllm.api.events import (
+    TRACE_FIELD,
+    CanvasWriter,
+    Stream,
+    TextWriter,
+    TraceWriter,
+    append_trace,
+    block_trace,
+)
 from dllm.api.watching import (
     CanvasFeed,
     Watch,
     Watchers,
-    Writer,
     current_watch,
     frames_taken,
     has_frames,
@@ -65,7 +71,7 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
         asked = STREAM if is_shown else TRACE
         refuse(asked, f"{asked} is not served with the worker {worker}. Leave it out.")
     watch.feed.request_id = watch.feed.request_id or request_id
-    serving_of(llm).watchers.start(request_id, watch)
+    serving_of(llm).watchers.start(request_id, watch.feed)
 
 
 def serving_of(llm: Any) -> Serving:
@@ -105,8 +111,8 @@ def take_frames_out() -> None:
 
     def _new_completion_output(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = complete(self, *args, **kwargs)
-        if (trace := vars(self).get(traces.FIELD)) is not None:
-            setattr(output, traces.FIELD, trace)
+        if (trace := vars(self).get(TRACE_FIELD)) is not None:
+            setattr(output, TRACE_FIELD, trace)
         return output
 
     OutputProcessor.process_outputs = process_outputs  # type: ignore[method-assign]
@@ -140,7 +146,8 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
     if form is not None:
         _refuse_what_is_not_shown(self, request, form)
     serving = serving_of(self.engine_client)
-    feed = serving.watchers.open(serving.options.canvas_frames_per_s, form is not None)
+    rate, num_choices = serving.options.canvas_frames_per_s, request.n or 1
+    feed = serving.watchers.open(rate, form is not None, num_choices)
     if feed is None:
         return self.create_error_response(
             f"{serving.options.canvas_watchers} canvas streams are open; more are not served. "
@@ -148,7 +155,7 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
             err_type="TooManyRequestsError",
             status_code=HTTPStatus.TOO_MANY_REQUESTS,
         )
-    watch = Watch(feed, request.n or 1)
+    watch = Watch(feed)
     token = current_watch.set(watch)
     lines = None
     try:
@@ -167,11 +174,11 @@ def _write_traces(answer: Any, feed: CanvasFeed) -> None:
     """Put the traces that have come into the choices of an answer."""
     found: dict[int, dict[str, Any]] = {}
     for choice, frame in feed.take():
-        if (block := traces.block_trace(frame)) is not None:
-            traces.append(found.setdefault(choice, {}), block)
+        if (block := block_trace(frame)) is not None:
+            append_trace(found.setdefault(choice, {}), block)
     for choice in getattr(answer, "choices", ()):
         if choice.index in found:
-            setattr(choice, traces.FIELD, found[choice.index])
+            setattr(choice, TRACE_FIELD, found[choice.index])
 
 
 def form_asked(request: Any) -> str | None:
@@ -203,7 +210,7 @@ def _refuse_what_is_not_shown(self: Any, request: Any, form: str) -> None:
         )
 
 
-def _writer(self: Any, form: str | None, request_id: str, request: Any) -> Writer:
+def _writer(self: Any, form: str | None, request_id: str, request: Any) -> TraceWriter:
     """Writes the events of a stream of this route."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 

@@ -161,7 +161,7 @@ def test_hf_overrides_choose_the_canvas_window(edited, given, window):
 
 def test_plugin_options_are_checked_and_arrive(checkpoint):
     message = refusal(checkpoint(), additional_config={"dllm": {"commit": "never"}})
-    assert "commit = 'never'; allowed: overlapped, separate" in message
+    assert "commit = 'never'; allowed: one of overlapped, separate" in message
     config = engine_config(checkpoint(), additional_config={"dllm": {"commit": "separate"}})
     assert PluginOptions.from_vllm(config).commit == "separate"
 
