@@ -4,6 +4,11 @@ trace   events of our own, too: an empty delta, and the trace of a block beside 
 canvas  events of our own between vLLM's: an empty delta, and ``canvas`` beside it
 text    the form of Inception's Mercury: every delta holds the whole text so far, drafts
         included, and replaces the one before; ``diffusion_meta`` tells drafts apart
+
+The trace of an answer is the field ``diffusion_trace`` of a choice: a dictionary of lists over the
+tokens of the answer, and of lists over its blocks. Python code has it as an attribute of vLLM's
+``CompletionOutput``, and JSON in each choice. In a stream each block is told once, and the lists of
+all blocks end to end are the trace of the answer.
 """
 
 import functools
@@ -16,7 +21,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dllm.api import traces
 from dllm.engine.frames import Frame
 
 _encode = msgspec.json.Encoder().encode
@@ -24,6 +28,29 @@ _encode = msgspec.json.Encoder().encode
 MAX_ENTROPY = 10**6
 # The progress of a draft whose every token has settled: the model may still change them.
 ALMOST = 0.999
+TRACE_FIELD = "diffusion_trace"
+
+
+def block_trace(frame: Frame) -> dict[str, Any] | None:
+    """The trace of one block; None if the frame holds none."""
+    if frame.trace is None:
+        return None
+    lists = {name: values for name, values in frame.trace.items() if name != "length"}
+    length = frame.trace["length"]
+    trace: dict[str, Any] = {name: values[:length] for name, values in lists.items()}
+    trace |= {"block_lengths": [length], "block_passes": [frame.step]}
+    if len(lists["token_ids"]) > length:
+        trace["behind_stop"] = {name: values[length:] for name, values in lists.items()}
+    return trace
+
+
+def append_trace(trace: dict[str, Any], block: dict[str, Any]) -> None:
+    """Put the trace of the next block behind those in front of it, in place."""
+    for name, values in block.items():
+        if isinstance(values, list):
+            trace.setdefault(name, []).extend(values)
+        else:
+            trace[name] = values
 
 
 @dataclass(frozen=True)
@@ -45,8 +72,8 @@ class Stream:
     def event(self, frame: Frame, choice: dict[str, Any], index: int, text: str, **top: Any) -> str:
         """An event with one choice, whose new text is ``text``, and the trace of a frame."""
         said = {"delta": {"content": text}} if self.is_chat else {"text": text}
-        if (block := traces.block_trace(frame)) is not None:
-            choice = {**choice, traces.FIELD: block}
+        if (block := block_trace(frame)) is not None:
+            choice = {**choice, TRACE_FIELD: block}
         return _event(
             {
                 "id": self.request_id,
@@ -70,7 +97,7 @@ class Stream:
 
 
 class TraceWriter:
-    """Traces alone."""
+    """Writes the lines of a stream: frames with traces, and vLLM's own lines."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -109,11 +136,11 @@ class CanvasWriter(TraceWriter):
         return self._stream.event(frame, {"canvas": canvas}, choice, "")
 
 
-class TextWriter:
+class TextWriter(TraceWriter):
     """The form "text"."""
 
     def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._said: dict[int, str] = {}  # by choice: the emitted text
         self._shown: dict[int, tuple[str, float]] = {}  # by choice: the last event
 

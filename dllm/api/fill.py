@@ -21,10 +21,10 @@ from collections.abc import (
     Sequence,
 )
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from dllm.api.encoder import Encoder
+from dllm.api.pins import check_length
 from dllm.settings.pins import PIN_ARGS, PIN_AT, PIN_IDS, PIN_MODE
 from dllm.settings.request import STREAM, refuse
 
@@ -61,10 +61,6 @@ class Fill:
     widths: tuple[int, int]
     canvas_width: int
     one_step: Mapping[str, int] | None = None
-
-    def in_a_block(self, width: int, one_step: Mapping[str, int]) -> "Fill":
-        """The same on the first canvas of a model with blocks, ``width`` tokens wide."""
-        return replace(self, canvas_width=width, one_step=one_step)
 
     def width_range(self, min_tokens: int, max_tokens: int, room: int) -> range:
         """The widths to try.
@@ -158,7 +154,7 @@ current_fill: ContextVar[Fill | None] = ContextVar("current_fill", default=None)
 def fill_of(
     suffix: str,
     extra: dict[str, Any],
-    encoder: Encoder,
+    tokenizer: Any,
     end: int,
     canvas: int,
     vocab_size: int,
@@ -168,6 +164,7 @@ def fill_of(
     Args:
         suffix: of the request, not empty.
         extra: its extra arguments.
+        tokenizer: vLLM's.
         end: the token that ends an answer, if the request names no other.
         canvas: the served canvas length.
         vocab_size: of the model.
@@ -197,10 +194,10 @@ def fill_of(
             f"{END} = {end!r:.200}; allowed: the id of a token, from 0 to {vocab_size - 1}. Omit "
             "it for the model's.",
         )
-    encoder.check_length("suffix", len(suffix), canvas)
+    check_length("suffix", len(suffix), canvas, tokenizer)
     width = extra.get("diffusion_canvas_length")
     return Fill(
-        suffix_ids=tuple(encoder.encode(suffix)),
+        suffix_ids=tuple(tokenizer.encode(suffix, add_special_tokens=False)),
         end=end,
         widths=(widths[0], widths[1]),
         canvas_width=width if type(width) is int and width <= canvas else canvas,
@@ -233,25 +230,18 @@ async def filled(
         Exception: the first one of a candidate; all others have ended when it is raised.
     """
 
-    async def last_output(width: int, sample: int) -> "RequestOutput":
+    def tried_with(width: int, sample: int) -> Coroutine[Any, Any, "RequestOutput"]:
         candidate = fill.candidate(params, width, sample)
-        outputs = generate(prompt, candidate, f"{request_id}-{sample}-{width}", **options)
-        output = [output async for output in outputs][-1]
-        assert output.finished, output
-        return output
+        return finished(generate(prompt, candidate, f"{request_id}-{sample}-{width}", **options))
 
     async def best_answer(sample: int) -> tuple["RequestOutput", int]:
-        tried = await at_once(last_output(width, sample) for width in widths)
-        places = sorted(range(len(tried)), key=lambda place: _canvas_score(tried[place]))
-        finalists = [tried[place] for place in places[-FINALISTS:]]
-        its_widths = [widths[place] for place in places[-FINALISTS:]]
-        readings = (
-            _reading_score(generate, fill, prompt, output, width, options)
-            for output, width in zip(finalists, its_widths, strict=True)
+        outputs = await at_once(tried_with(width, sample) for width in widths)
+        tried = [*zip(outputs, widths, strict=True)]
+        finalists = sorted(tried, key=lambda one: _canvas_score(one[0]))[-FINALISTS:]
+        scores = await at_once(
+            _reading_score(generate, fill, prompt, *one, options) for one in finalists
         )
-        scores = await at_once(readings)
-        best = scores.index(max(scores))
-        return finalists[best], its_widths[best]
+        return finalists[scores.index(max(scores))]
 
     best = await at_once(best_answer(sample) for sample in range(params.n))
     holes = [_hole(output.outputs[0], width, params) for output, width in best]
@@ -318,13 +308,13 @@ async def _reading_score(
     """The summed logprob of an answer as it is read: each token after those before it."""
     answer, of_canvas = list(tried.outputs[0].token_ids), tried.outputs[0].logprobs
     read, params = fill.reading(prompt, answer, width)
-    outputs = [one async for one in generate(read, params, f"{tried.request_id}-read", **options)]
-    of_prompt = outputs[-1].prompt_logprobs
+    output = await finished(generate(read, params, f"{tried.request_id}-read", **options))
+    of_prompt = output.prompt_logprobs
     if of_prompt is not None:
         return _summed(answer, of_prompt[-len(answer) :])
     assert of_canvas is not None
     of_hole = _summed(answer[:width], of_canvas[:width])
-    return of_hole + _summed(answer[width:], outputs[-1].outputs[0].logprobs)
+    return of_hole + _summed(answer[width:], output.outputs[0].logprobs)
 
 
 def _hole(answer: "CompletionOutput", width: int, params: "SamplingParams") -> "CompletionOutput":

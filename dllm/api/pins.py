@@ -7,7 +7,6 @@ need not know how many tokens a text has.
 
 from typing import Any, NoReturn
 
-from dllm.api.encoder import Encoder
 from dllm.settings.pins import PIN_AT, PIN_IDS, PINNED_CANVASES
 from dllm.settings.request import refuse
 
@@ -17,11 +16,30 @@ SHAPE = (
 )
 
 
-def as_extra_args(given: Any, encoder: Encoder, canvas_length: int) -> dict[str, list[int]]:
+def check_length(field: str, num_chars: int, num_tokens: int, tokenizer: Any) -> None:
+    """Refuse more characters of text than ``num_tokens`` tokens can stand for.
+
+    For texts that do not go the way of prompts. The API server serves nobody else while it
+    tokenizes them.
+
+    Raises:
+        VLLMValidationError: there are more; nothing was tokenized.
+    """
+    longest = num_tokens * tokenizer.max_chars_per_token
+    if num_chars > longest:
+        refuse(
+            field,
+            f"{field} has {num_chars} characters of text; allowed: at most {longest}, more do "
+            f"not fit {num_tokens} tokens. Send a shorter text.",
+        )
+
+
+def as_extra_args(given: Any, tokenizer: Any, canvas_length: int) -> dict[str, list[int]]:
     """The extra arguments for a list of pins.
 
     Args:
         given: what the client sent.
+        tokenizer: vLLM's.
         canvas_length: the served one.
 
     Raises:
@@ -39,15 +57,15 @@ def as_extra_args(given: Any, encoder: Encoder, canvas_length: int) -> dict[str,
             f"{FIELD} has {len(given)} pins, with {num_ids} ids; allowed: at most {most} of each. "
             "Send fewer.",
         )
-    encoder.check_length(FIELD, num_chars, most)
+    check_length(FIELD, num_chars, most, tokenizer)
     token_at: dict[int, int] = {}
     for pin in given:
-        tokens = _tokens(pin, encoder)
+        tokens = _tokens(pin, tokenizer)
         token_at |= zip(range(pin["at"], pin["at"] + len(tokens)), tokens, strict=True)
     return {PIN_AT: list(token_at), PIN_IDS: list(token_at.values())}
 
 
-def _tokens(pin: Any, encoder: Encoder) -> list[int]:
+def _tokens(pin: Any, tokenizer: Any) -> list[int]:
     """The ids of one pin."""
     keys = set(pin) if isinstance(pin, dict) else set()
     if keys not in ({"at", "text"}, {"at", "ids"}) or type(pin["at"]) is not int or pin["at"] < 0:
@@ -58,7 +76,9 @@ def _tokens(pin: Any, encoder: Encoder) -> list[int]:
             text.encode()
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON may hold
             _refuse(pin)
-    tokens = encoder.encode(text) if isinstance(text, str) else pin.get("ids")
+    tokens = pin.get("ids")
+    if isinstance(text, str):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
     if not isinstance(tokens, list) or not tokens or not all(type(one) is int for one in tokens):
         _refuse(pin)
     return tokens

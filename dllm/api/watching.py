@@ -13,11 +13,12 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from dllm.api import traces
+from dllm.api.events import TRACE_FIELD, TraceWriter, append_trace, block_trace
 from dllm.engine.frames import Frame, frame_of, is_frame
 
 # Of more unread frames of unfinished canvases the oldest are dropped. A frame has 3 KB for 256
@@ -51,20 +52,30 @@ class Pace:
 class CanvasFeed:
     """The unread frames of a stream.
 
+    Args:
+        num_choices: of each prompt.
+
     Attributes:
         request_id: of the stream, as its client sees it. Empty before a request has started.
         traces: those that have come, by the number of the answer.
+        first_choice: of each request of the engine, by its id: one for each prompt of a completion.
         bell: set while something is unread.
         is_open: until its stream has ended.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: Pace, num_choices: int) -> None:
         self.request_id = ""
         self.traces: dict[int, dict[str, Any]] = {}
+        self.first_choice: dict[str, int] = {}
         self.bell = asyncio.Event()
         self.is_open = True
+        self._num_choices = num_choices
         self._pace = pace
         self._unread: list[tuple[int, Frame]] = []
+
+    def add_request(self, request_id: str) -> None:
+        """The next request of the engine starts."""
+        self.first_choice[request_id] = len(self.first_choice) * self._num_choices
 
     def put(self, choice: int, frame: Frame) -> None:
         """Add a frame of the answer number ``choice``; never waits."""
@@ -82,22 +93,11 @@ class CanvasFeed:
         return unread
 
 
+@dataclass
 class Watch:
-    """A request to watch, while its route handles it.
+    """The feed of a request to watch, while its route handles it; then None."""
 
-    A route may start several requests of the engine: one for each prompt of a completion. Prompt i
-    has the choices from ``i * num_choices`` on.
-    """
-
-    def __init__(self, feed: CanvasFeed, num_choices: int) -> None:
-        self.feed: CanvasFeed | None = feed
-        self._num_choices = num_choices
-        self._num_started = 0
-
-    def next_choice(self) -> int:
-        """The first choice of the next request of the engine."""
-        self._num_started += 1
-        return (self._num_started - 1) * self._num_choices
+    feed: CanvasFeed | None
 
 
 # Set by a route that can show canvases; None where a request would be watched in vain.
@@ -116,37 +116,32 @@ class Watchers:
         self._processor = processor
         self._limit = limit
         self._streams: weakref.WeakSet[CanvasFeed] = weakref.WeakSet()
-        # By the request id that the route gave the engine: the feed, and its first choice.
+        # By the request id that the route gave the engine.
         self._feeds: weakref.WeakValueDictionary[str, CanvasFeed] = weakref.WeakValueDictionary()
-        self._first_choice: dict[str, int] = {}
 
-    def open(self, rate: int, shows_canvases: bool) -> CanvasFeed | None:
+    def open(self, rate: int, shows_canvases: bool, num_choices: int) -> CanvasFeed | None:
         """A new feed, for one answer; None if there are too many that show canvases."""
-        if not shows_canvases:
-            return CanvasFeed(Pace(rate))
-        if sum(feed.is_open for feed in self._streams) >= self._limit:
-            return None
-        feed = CanvasFeed(Pace(rate))
-        self._streams.add(feed)
+        feed = CanvasFeed(Pace(rate), num_choices)
+        if shows_canvases:
+            if sum(each.is_open for each in self._streams) >= self._limit:
+                return None
+            self._streams.add(feed)
         return feed
 
-    def start(self, request_id: str, watch: Watch) -> None:
+    def start(self, request_id: str, feed: CanvasFeed) -> None:
         """A request of the engine starts that belongs to a watched stream."""
-        assert watch.feed is not None, "its route has not returned yet"
-        for ended in self._first_choice.keys() - self._feeds.keys():
-            del self._first_choice[ended]
-        self._feeds[request_id] = watch.feed
-        self._first_choice[request_id] = watch.next_choice()
+        self._feeds[request_id] = feed
+        feed.add_request(request_id)
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
         """Take the frames out of a message of the engine core, and give them to their feeds."""
         for state, frame in frames_taken(self._processor, outputs.outputs):
             feed = self._feeds.get(state.external_req_id)
             if feed is not None:
-                choice = self._first_choice[state.external_req_id] + state.request_index
+                choice = feed.first_choice[state.external_req_id] + state.request_index
                 feed.put(choice, frame)
                 if frame.trace is not None:
-                    feed.traces[choice] = vars(state)[traces.FIELD]
+                    feed.traces[choice] = vars(state)[TRACE_FIELD]
 
 
 def frames_taken(processor: Any, arrived: list[EngineCoreOutput]) -> Iterator[tuple[Any, Frame]]:
@@ -164,8 +159,8 @@ def frames_taken(processor: Any, arrived: list[EngineCoreOutput]) -> Iterator[tu
         if state is None:
             continue
         frame = frame_of(output)
-        if (block := traces.block_trace(frame)) is not None:
-            traces.append(vars(state).setdefault(traces.FIELD, {}), block)
+        if (block := block_trace(frame)) is not None:
+            append_trace(vars(state).setdefault(TRACE_FIELD, {}), block)
         yield state, frame
 
 
@@ -174,20 +169,8 @@ def has_frames(arrived: list[EngineCoreOutput]) -> bool:
     return bool(arrived) and is_frame(arrived[-1])
 
 
-class Writer(Protocol):
-    """Writes a stream's lines (``api.events``)."""
-
-    def frame(self, choice: int, frame: Frame) -> str:
-        """A frame as a line of the stream."""
-        ...
-
-    def own(self, line: str) -> str:
-        """A line of vLLM's own."""
-        ...
-
-
 async def interleaved(
-    lines: AsyncGenerator[str, None], feed: CanvasFeed, writer: Writer
+    lines: AsyncGenerator[str, None], feed: CanvasFeed, writer: TraceWriter
 ) -> AsyncIterator[str]:
     """vLLM's lines, and in front of each the frames that have come until then."""
     line = asyncio.ensure_future(anext(lines))

@@ -13,19 +13,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dllm.grammar.rules import EPSILON, NO_END, RULE, NamesTokens, Rules
+from dllm.grammar.rules import EPSILON, NO_END, RULE, Rules, Unsupported
 
 START, DEAD = 0, -1
 MOST_ITEMS = 200_000  # in one state, before it is called unbounded
 MOST_FORCED_CALLS = 16
-
-
-class Unsupported(ValueError):
-    """A grammar that is refused; the message says why, and what to do."""
-
-
-class TooSlow(Unsupported):
-    """A grammar that took too long. It may not when the machine is less busy."""
 
 
 # What a rule returns to: an edge's target and the stack below, and for a repetition also which one
@@ -39,24 +31,15 @@ class Automaton:
     """The states that were asked for so far.
 
     Args:
-        serialized, is_json, is_tag: as of ``Rules``.
+        serialized, kind: as of ``Rules``.
         most_states: more are refused.
 
     Raises:
         Unsupported: no finite text, left recursion, too many states, or tokens in the grammar.
     """
 
-    def __init__(
-        self,
-        serialized: str,
-        is_json: bool = False,
-        most_states: int = 1 << 16,
-        is_tag: bool = False,
-    ) -> None:
-        try:
-            rules = Rules(serialized, is_json, is_tag)
-        except NamesTokens:
-            raise Unsupported("The grammar names tokens; allowed: text only.") from None
+    def __init__(self, serialized: str, kind: str, most_states: int = 1 << 16) -> None:
+        rules = Rules(serialized, kind)
         self.most_states = most_states
         self._edges, self._repeats = rules.edges, rules.repeats
         self._rule_starts, self._rule_ends = rules.starts, rules.ends

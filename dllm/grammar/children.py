@@ -2,13 +2,20 @@
 
 xgrammar's compiler cannot be interrupted, and grammars of a few kilobytes keep it, or our search
 for states, busy for minutes or take gigabytes. So each is compiled in a child of its own, with the
-lowest priority, which ends itself when it takes too long. Children are forked from one process that
-has everything loaded (`child`).
+lowest priority, which ends itself when it takes too long.
+
+Children are forked from one process, which this module is when it runs as a program. That one loads
+xgrammar and the vocabulary, says so with one byte, and waits for sockets. For each of them it forks
+a child, which reads one request there, answers, and ends. A request is JSON: the fields of a
+`Spec`, ``most_states`` and ``absent``, tokens that are in no text. An answer is a letter for its
+kind, and a table or a message.
 """
 
 import json
 import multiprocessing
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -20,12 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import dllm
-from dllm.grammar.automaton import TooSlow, Unsupported
-from dllm.grammar.packing import OUT_OF_MEMORY, REFUSAL, TABLE
+from dllm.grammar.automaton import Automaton
+from dllm.grammar.reach import nearest
+from dllm.grammar.rules import TooSlow, Unsupported
+from dllm.grammar.table import by_tokens
 from dllm.grammar.vocabulary import Vocabulary
 
 SECONDS = 10.0  # for one grammar
 MOST_MEMORY = 1 << 30  # bytes for one grammar
+SHOWN = 300  # characters of a message of xgrammar
+TABLE, REFUSAL, OUT_OF_MEMORY = b"T", b"R", b"M"  # kinds of answers
 
 
 class Children:
@@ -47,7 +58,7 @@ class Children:
         self._control: socket.socket | None = None  # to it
 
     def table(self, request: Mapping[str, Any]) -> bytes:
-        """The table that a request asks for (`child`).
+        """The table that a request asks for.
 
         Raises:
             Unsupported: the grammar is refused.
@@ -99,7 +110,7 @@ class Children:
             limits = [str(self.seconds), str(self.most_memory)]
             with theirs:
                 self.forking = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "dllm.grammar.child", *limits],
+                    [sys.executable, "-P", "-m", "dllm.grammar.children", *limits],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
@@ -118,3 +129,100 @@ class Children:
             self._control.close()
             self.forking.wait()
         self._control = self.forking = None
+
+
+def main(seconds: float, most_memory: int) -> None:
+    """Fork a child for every socket that comes in, until nobody can send one.
+
+    The vocabulary comes first. This process leads a group of its own, in which its children are.
+
+    Args:
+        seconds: after so many a child ends.
+        most_memory: bytes, in addition to those of this process.
+    """
+    import xgrammar  # here: it imports PyTorch
+
+    os.nice(19)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    control = socket.socket(fileno=sys.stdin.fileno())
+    vocabulary = Vocabulary.from_bytes(Connection(os.dup(control.fileno())).recv_bytes())
+    _ = vocabulary.trie, vocabulary.is_text  # made once, and shared with all children
+    # Which tokens xgrammar knows does not matter: only its automaton over bytes is read.
+    info = xgrammar.TokenizerInfo([b"a", b""], vocab_size=2, stop_token_ids=[1])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    control.sendall(b"!")
+    while True:
+        _, sockets, _, _ = socket.recv_fds(control, 1, 1)
+        if not sockets:  # the process that asks has ended: so do all that work for it
+            os.killpg(0, signal.SIGKILL)
+        if os.fork() == 0:
+            control.close()
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends it, also inside of C++
+            used = int(Path("/proc/self/statm").read_text().split()[0])
+            most = used * os.sysconf("SC_PAGE_SIZE") + most_memory
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            connection = Connection(sockets[0])
+            connection.send_bytes(_answer(compiler, vocabulary, connection.recv_bytes()))
+            os._exit(0)
+        os.close(sockets[0])
+
+
+def _answer(compiler: Any, vocabulary: Vocabulary, request: bytes) -> bytes:
+    try:
+        return TABLE + table_of(compiler, vocabulary, **json.loads(request))
+    except Unsupported as refusal:
+        return REFUSAL + str(refusal).encode(errors="replace")
+    except MemoryError:
+        return OUT_OF_MEMORY
+
+
+def table_of(
+    compiler: Any,
+    vocabulary: Vocabulary,
+    most_states: int,
+    absent: list[int],
+    **spec: Any,
+) -> bytes:
+    """The table of a grammar (``Table.to_bytes``), without texts that have ``absent`` tokens."""
+    try:
+        serialized = _compile(compiler, **spec).serialize_json()
+    except RuntimeError as error:
+        if "bad_alloc" in str(error):
+            raise MemoryError from error
+        raise Unsupported(f"xgrammar does not compile the grammar: {str(error)[:SHOWN]}") from error
+    states = nearest(Automaton(serialized, spec["kind"]), most_states)
+    return by_tokens(states, vocabulary).without(absent).to_bytes()
+
+
+def _compile(
+    compiler: Any,
+    kind: str,
+    text: str,
+    any_whitespace: bool,
+    separators: list[str] | None,
+) -> Any:
+    """As vLLM's backend does it."""
+    import xgrammar
+
+    if kind == "json":
+        between = (separators[0], separators[1]) if separators else None
+        return compiler.compile_json_schema(text, any_whitespace=any_whitespace, separators=between)
+    if kind == "structural_tag":
+        given = json.loads(text)
+        if "structures" not in given:
+            return compiler.compile_structural_tag(text)
+        tags = [
+            xgrammar.StructuralTagItem(
+                begin=tag["begin"], schema=json.dumps(tag["schema"]), end=tag["end"]
+            )
+            for tag in given["structures"]
+        ]
+        return compiler.compile_structural_tag(tags, given["triggers"])
+    if kind == "regex":
+        return compiler.compile_regex(text)
+    return compiler.compile_lark(text) if kind == "lark" else compiler.compile_grammar(text)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -22,9 +22,9 @@ from typing import Any, Literal, NamedTuple
 import prometheus_client
 from cachetools import LRUCache
 
-from dllm.grammar.automaton import TooSlow, Unsupported
 from dllm.grammar.children import Children
 from dllm.grammar.json_schema import check_text
+from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import MOST_STATES
 from dllm.grammar.vocabulary import Vocabulary
 

@@ -123,4 +123,4 @@ def _behind_thoughts(table: Table, end: int, forbidden: list[int]) -> tuple[Tabl
     accepts = np.append(table.accepts, False)
     # Counted again: an answer goes without `end`, which a shortest one may have had.
     left = steps_to_end(following, accepts)
-    return Table(class_of, following, accepts, left, table.levels), thinking
+    return Table(class_of, following, accepts, left), thinking

@@ -136,25 +136,23 @@ class TablePool:
             NoRoom: there is none, even for these tables alone; those in front of the first one that
                 does not fit are there.
         """
+        new = self._missing(tables)
         needed = self._used
-        for table in {id(one): one for one in tables}.values():
-            if self._number(table) is None:
-                needed = needed.plus(Sizes.of(table))
+        for table in new:
+            needed = needed.plus(Sizes.of(table))
         if not needed.fits(self._room):
             self._clear()
-        numbers = [self._placed_at(table) for table in tables]
-        return self._packed, numbers
-
-    def _number(self, table: Table) -> int | None:
-        return next((at for at, one in enumerate(self._placed) if one is table), None)
-
-    def _placed_at(self, table: Table) -> int:
-        number = self._number(table)
-        if number is None:
-            number = len(self._placed)
+            new = self._missing(tables)
+        for table in new:
             self._write(table, Sizes.of(table))
             self._placed.append(table)
-        return number
+        number = {id(table): number for number, table in enumerate(self._placed)}
+        return self._packed, [number[id(table)] for table in tables]
+
+    def _missing(self, tables: Sequence[Table]) -> list[Table]:
+        """Those that are not in the pool, each once."""
+        placed = {id(table) for table in self._placed}
+        return [one for key, one in {id(one): one for one in tables}.items() if key not in placed]
 
     def _write(self, table: Table, sizes: Sizes) -> None:
         used, packed = self._used, self._packed

@@ -9,7 +9,7 @@ are written; an object that declares none may have any.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,10 +28,10 @@ from xgrammar.structural_tag import (
     TriggeredTagsFormat,
 )
 
-from dllm.grammar.automaton import Unsupported
 from dllm.grammar.compile import MOST_TEXT
 from dllm.grammar.json_schema import check_schema
 from dllm.grammar.patterns import without_less_than
+from dllm.grammar.rules import Unsupported
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 ANY_STRING = r"([^<]|<+[^<|])*"  # without QUOTE, also where it meets the one that ends it
@@ -67,11 +67,11 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
         raise Unsupported(
             f"The tools' schemas have {length:,} bytes; allowed: {MOST_TEXT:,}. Make them shorter."
         )
-    parts = _Parts()
+    writer = _Writer()
     tags = [
         TagFormat(
             begin=f"{BEGIN}call:{name}{{",
-            content=_Schema(schema, parts).arguments(),
+            content=writer.arguments(schema),
             end=f"}}{END}",
         )
         for (name, _), schema in zip(tools, schemas, strict=True)
@@ -112,30 +112,25 @@ def _length(part: Any, known: dict[int, int]) -> int:
     return known[id(part)]
 
 
-class _Parts:
-    """Counts what is made, so that a small schema does not keep the server busy."""
+class _Writer:
+    """Writes the formats of schemas, one schema after the other.
+
+    It counts what it makes, so that a small schema does not keep the server busy.
+    """
 
     def __init__(self) -> None:
-        self._number = 0
+        self._num_parts = 0
 
-    def count(self, number: int) -> None:
-        self._number += number
-        if self._number > MOST_PARTS:
+    def _count(self, number: int) -> None:
+        self._num_parts += number
+        if self._num_parts > MOST_PARTS:
             raise _too_large()
 
-
-class _Schema:
-    """The formats of one schema's values."""
-
-    def __init__(self, schema: Mapping[str, Any], parts: _Parts) -> None:
-        check_schema(schema)
-        self._root = schema
-        self._count = parts.count
-        self._made: dict[tuple[int, int], Format] = {}  # of (schema, depth)
-
-    def arguments(self) -> Format:
+    def arguments(self, schema: Mapping[str, Any]) -> Format:
         """What stands between the braces of a call."""
-        schema: Any = self._root
+        check_schema(schema)
+        self._root: Any = schema
+        self._made: dict[tuple[int, int], Format] = {}  # of (schema, depth)
         for _ in range(DEEPEST):
             if "$ref" in schema:
                 schema = _checked(self._referenced(str(schema["$ref"])))
@@ -185,16 +180,14 @@ class _Schema:
             bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
             kept = {key: schema[key] for key in bounds if key in schema}
             return JSONSchemaFormat(json_schema={"type": kind} | kept)
-        make: dict[str, Callable[[], Format]] = {
-            "string": lambda: _string(schema),
-            "array": lambda: self._array(schema, depth),
-            "object": lambda: SequenceFormat(
-                elements=[_text("{"), self._members(schema, depth), _text("}")]
-            ),
-        }
-        if kind not in make:
-            raise Unsupported(f"A tool's schema has the type {kind!r}, which JSON Schema has not.")
-        return make[kind]()
+        if kind == "string":
+            return _string(schema)
+        if kind == "array":
+            return self._array(schema, depth)
+        if kind == "object":
+            members = self._members(schema, depth)
+            return SequenceFormat(elements=[_text("{"), members, _text("}")])
+        raise Unsupported(f"A tool's schema has the type {kind!r}, which JSON Schema has not.")
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> Format:
         item = self._value(schema.get("items", True), depth + 1)

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dllm.grammar.automaton import Unsupported
 from dllm.grammar.patterns import check_pattern
+from dllm.grammar.rules import Unsupported
 
 # Ignored by xgrammar.
 NEVER_HELD = (

@@ -6,7 +6,7 @@ around.
 
 import re
 
-from dllm.grammar.automaton import Unsupported
+from dllm.grammar.rules import Unsupported
 
 # xgrammar reads further digits, too: \x03c as \x3c. In a class \d and \w give it such digits: it
 # writes them as 0-9 and a-z.

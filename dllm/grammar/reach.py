@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dllm.grammar.automaton import DEAD, START, Automaton, Unsupported
+from dllm.grammar.automaton import DEAD, START, Automaton
+from dllm.grammar.rules import Unsupported
 
 NEVER = 1 << 30  # steps to the end of the text from a state that has none
 
@@ -25,13 +26,11 @@ class ByteTable:
         rows: ``[S, B]`` int16, the state behind each class of bytes; DEAD if it is not allowed.
         class_of: ``[256]`` uint8, the class of each byte: bytes that all states treat alike.
         accepts: ``[S]`` bool, the text may end here.
-        levels: recursive calls, one inside the other, up to which all texts are kept; -1 for all.
     """
 
     rows: np.ndarray
     class_of: np.ndarray
     accepts: np.ndarray
-    levels: int
 
 
 def nearest(automaton: Automaton, most_states: int) -> ByteTable:
@@ -44,7 +43,7 @@ def nearest(automaton: Automaton, most_states: int) -> ByteTable:
         Unsupported: more states than ``most_states`` without recursion, or with one level of it;
             no text ends within the kept levels.
     """
-    states, levels = _by_level(automaton, most_states)
+    states = _by_level(automaton, most_states)
     number = np.full(len(automaton) + 1, DEAD, dtype=np.int16)  # the last one is for DEAD
     number[states] = np.arange(len(states))
     rows = number[automaton.rows[states]]
@@ -61,11 +60,11 @@ def nearest(automaton: Automaton, most_states: int) -> ByteTable:
     by_byte = np.ascontiguousarray(rows.T)
     class_of = np.array([columns.setdefault(row.tobytes(), len(columns)) for row in by_byte])
     first = np.unique(class_of, return_index=True)[1]
-    return ByteTable(rows[:, first], class_of.astype(np.uint8), accepts, levels)
+    return ByteTable(rows[:, first], class_of.astype(np.uint8), accepts)
 
 
-def _by_level(automaton: Automaton, most_states: int) -> tuple[list[int], int]:
-    """(states in the order of level and distance, last level that is whole, or -1 for all)."""
+def _by_level(automaton: Automaton, most_states: int) -> list[int]:
+    """States in the order of level and distance: all, or those of the levels that are whole."""
     waiting: dict[int, list[int]] = {0: [START]}  # by open recursive calls
     kept: list[int] = []
     seen: set[int] = set()
@@ -82,7 +81,7 @@ def _by_level(automaton: Automaton, most_states: int) -> tuple[list[int], int]:
                         f"The grammar is over the limit of states, {most_states}. Make it smaller: "
                         "fewer optional parts and choices, shorter lists and texts, less nesting."
                     )
-                return kept, num_levels - 1
+                return kept
             state = todo.popleft()
             depth = automaton.level(state)
             for target in np.unique(automaton.row(state)).tolist():
@@ -97,7 +96,7 @@ def _by_level(automaton: Automaton, most_states: int) -> tuple[list[int], int]:
                     todo.append(target)
         kept += found
         num_levels += bool(found)
-    return kept, -1
+    return kept
 
 
 def steps_to_end(following: np.ndarray, accepts: np.ndarray) -> np.ndarray:

@@ -31,8 +31,12 @@ class Repeat(NamedTuple):
     most: int
 
 
-class NamesTokens(ValueError):
-    """A grammar that allows tokens by their ids."""
+class Unsupported(ValueError):
+    """A grammar that is refused; the message says why, and what to do."""
+
+
+class TooSlow(Unsupported):
+    """A grammar that took too long. It may not when the machine is less busy."""
 
 
 class Rules:
@@ -40,9 +44,9 @@ class Rules:
 
     Args:
         serialized: of xgrammar's ``CompiledGrammar.serialize_json()``.
-        is_json: strings must not hold raw control characters; xgrammar 0.2.8 lets them into strings
-            whose length is bounded.
-        is_tag: likewise in the JSON of a structural tag, but not in the text around it.
+        kind: of the grammar (``compile.Kind``). Strings in "json", and in the JSON of a
+            "structural_tag", must not hold raw control characters; xgrammar 0.2.8 lets them into
+            strings whose length is bounded.
 
     Attributes:
         edges: of each state, [low, high, target]: a range of bytes; or, with one of the kinds above
@@ -53,22 +57,22 @@ class Rules:
         root: the first state of the grammar.
         bytes_to_end: for each state the fewest bytes to the end of its rule; at least NO_END if
             there is no way.
-        recursive_returns: states in which a rule goes on behind a call through which the same rule
-            may be called once more.
+        recursive_returns: states that follow a recursive call: the called rule may call the calling
+            one again, directly or through others.
 
     Raises:
-        NamesTokens: the grammar has edges for tokens, which are no bytes.
+        Unsupported: the grammar has edges for tokens, which are no bytes.
     """
 
-    def __init__(self, serialized: str, is_json: bool = False, is_tag: bool = False) -> None:
+    def __init__(self, serialized: str, kind: str) -> None:
         grammar, fsm = _parse(serialized)
         data, bounds = fsm["edges"]["data_"], fsm["edges"]["indptr_"]
         if any(edge[0] in (TOKEN, NOT_TOKEN) for edge in data):
-            raise NamesTokens
+            raise Unsupported("The grammar names tokens; allowed: text only.")
         self.edges = [data[low:high] for low, high in itertools.pairwise(bounds)]
-        if is_json or is_tag:
+        if kind in ("json", "structural_tag"):
             self.edges = [
-                _without_controls(edges) if is_json or _are_in_string(edges) else edges
+                _without_controls(edges) if kind == "json" or _are_in_string(edges) else edges
                 for edges in self.edges
             ]
         _remove_surrogates(self.edges)
@@ -145,7 +149,7 @@ class Rules:
         return high if low == RULE else self.repeats[high].rule if low == REPEAT else None
 
     def _returns_of_recursion(self) -> set[int]:
-        """States behind calls of a rule that may lead to a call of the calling rule again."""
+        """The states that follow recursive calls (see ``recursive_returns``)."""
         calls: list[set[int]] = [set() for _ in self.starts]
         returns: list[tuple[int, int, int]] = []  # (calling rule, called rule, state behind)
         for rule, start in enumerate(self.starts):

@@ -15,10 +15,10 @@ from functools import cached_property
 
 import numpy as np
 
-from dllm.grammar.automaton import DEAD, START, Unsupported
-from dllm.grammar.packing import pack, unpack
+from dllm.grammar.automaton import DEAD, START
 from dllm.grammar.reach import NEVER, ByteTable, only, steps_to_end
-from dllm.grammar.vocabulary import Trie, Vocabulary
+from dllm.grammar.rules import Unsupported
+from dllm.grammar.vocabulary import Trie, Vocabulary, pack, unpack
 
 MOST_STATES = 4096
 # Entries of all maps together, int16 each.
@@ -37,15 +37,12 @@ class Table:
         next: ``[S, K]`` int32, the state behind a token of each class; DEAD if it is not allowed.
         accepts: ``[S]`` bool, the text may end here.
         left: ``[S]`` int32, fewest tokens to a state that accepts.
-        levels: recursive calls (in JSON: objects and lists) that the table holds, one inside the
-            other; texts that are nested deeper were left out. -1 if nothing was left out.
     """
 
     class_of: np.ndarray
     next: np.ndarray
     accepts: np.ndarray
     left: np.ndarray
-    levels: int = -1
 
     @classmethod
     def of_any_text(cls, vocab_size: int) -> "Table":
@@ -95,14 +92,13 @@ class Table:
         """For another process: `from_bytes` reads it."""
         narrow = np.int16 if self.num_classes < 1 << 15 else np.int32
         small = [self.class_of.astype(narrow), self.next.astype(np.int16)]
-        return pack([np.array(self.levels), *small, self.accepts, self.left])
+        return pack([*small, self.accepts, self.left])
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> "Table":
         """What `to_bytes` wrote."""
-        levels, class_of, following, accepts, left = unpack(packed)
-        wide = class_of.astype(np.int32), following.astype(np.int32)
-        return cls(*wide, accepts, left, int(levels))
+        class_of, following, accepts, left = unpack(packed)
+        return cls(class_of.astype(np.int32), following.astype(np.int32), accepts, left)
 
     @cached_property
     def edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -174,7 +170,6 @@ def by_tokens(states: ByteTable, vocabulary: Vocabulary) -> Table:
         next=following,
         accepts=accepts,
         left=steps_to_end(following, accepts),
-        levels=states.levels,
     )
 
 

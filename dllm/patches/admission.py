@@ -31,7 +31,7 @@ def _parse_requests() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from dllm.api.encoder import Encoder
+    from dllm.api.pins import check_length
     from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
     from dllm.settings.pins import without_noise
     from dllm.settings.request import constrained
@@ -65,8 +65,10 @@ def _parse_requests() -> None:
         if params.bad_words and self.tokenizer is not None:
             num_chars = sum(len(word) for word in params.bad_words)
             most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
-            Encoder.of(self.tokenizer).check_length("bad_words", num_chars, most)
-        admit_ids(constrained(with_resolved_ids(self, params)), configs[self], vocab_size)
+            check_length("bad_words", num_chars, most, self.tokenizer)
+        # Nothing else can leave no token, or come to too many.
+        if params.extra_args or params.min_tokens or params.bad_words or params.allowed_token_ids:
+            admit_ids(constrained(with_resolved_ids(self, params)), configs[self], vocab_size)
         return is_watermarked
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:

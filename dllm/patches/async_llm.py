@@ -7,6 +7,7 @@ the first output is asked for, and sends the request to the engine core.
 import asyncio
 import functools
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from dllm.api import fill
@@ -83,7 +84,8 @@ def _start_fill(
         return None
     prompt_len = len(prompt["prompt_token_ids"])
     if (block := block_size_of(llm.vllm_config)) > 1:
-        hole = hole.in_a_block(block - prompt_len % block, settings_of(llm.vllm_config).one_step)
+        one_step = settings_of(llm.vllm_config).one_step
+        hole = replace(hole, canvas_width=block - prompt_len % block, one_step=one_step)
     room = llm.model_config.max_model_len - prompt_len
     widths = hole.width_range(params.min_tokens, params.max_tokens, room)
     _count(len(widths), params.n)

@@ -18,9 +18,9 @@ from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
-from dllm.grammar.automaton import Unsupported
 from dllm.grammar.compile import Grammars, Spec, check_length, tokens_of
 from dllm.grammar.constraint import Constraint, Thoughts
+from dllm.grammar.rules import Unsupported
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
 from dllm.settings.request import STREAM, has_structured_outputs, refuse, with_grammar

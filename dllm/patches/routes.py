@@ -18,7 +18,6 @@ from vllm.utils.async_utils import make_async
 from dllm import LOGGER
 from dllm.api import fill, pins
 from dllm.api.early_refusal import bound_bodies, bounded_type
-from dllm.api.encoder import Encoder
 from dllm.api.page import CanvasPage
 from dllm.api.tally import Tally, current_tally
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
@@ -238,7 +237,7 @@ async def _write_pins(self: Any, request: Any) -> None:
     given = getattr(request, pins.FIELD, None)
     if given is not None:
         canvas = self.engine_client.vllm_config.diffusion_config.canvas_length
-        written = await _off_the_loop(self, pins.as_extra_args, given, _encoder(self), canvas)
+        written = await _off_the_loop(self, pins.as_extra_args, given, _tokenizer(self), canvas)
         both = written.keys() & (request.vllm_xargs or {}).keys()
         if both:
             refuse(pins.FIELD, f"{pins.FIELD} beside {min(both)}; allowed: one. Leave one out.")
@@ -258,7 +257,7 @@ async def _take_fill(self: Any, request: Any) -> fill.Fill:
     canvas = llm.vllm_config.diffusion_config.canvas_length
     end = llm.renderer.get_eos_token_id()
     vocab_size = llm.model_config.get_vocab_size()
-    given = (request.suffix, extra, _encoder(self), end, canvas, vocab_size)
+    given = (request.suffix, extra, _tokenizer(self), end, canvas, vocab_size)
     hole: fill.Fill = await _off_the_loop(self, fill.fill_of, *given)
     request.suffix = None
     request.vllm_xargs = {k: v for k, v in extra.items() if k not in (fill.WIDTHS, fill.END)}
@@ -276,8 +275,8 @@ async def _off_the_loop(self: Any, tokenize: Callable[..., Any], *args: Any) -> 
     return await make_async(tokenize, self.renderer._executor)(*args)
 
 
-def _encoder(self: Any) -> Encoder:
-    return Encoder.of(self.renderer.get_tokenizer())
+def _tokenizer(self: Any) -> Any:
+    return self.renderer.get_tokenizer()
 
 
 class OurRoutes:
@@ -305,7 +304,7 @@ class OurRoutes:
         """
         from vllm.entrypoints.generate.structured_decisions.question_types import QUESTION_TYPES
 
-        from dllm.api import score_route
+        from dllm.api import scores
         from dllm.api.decisions import reads, route
 
         if not engine_client or engine_client.model_config.architecture not in FAMILIES:
@@ -313,7 +312,7 @@ class OurRoutes:
         QUESTION_TYPES["choice"] = reads.WideChoice()
         QUESTION_TYPES["score"] = reads.WideScore()
         route.attach(self._app)
-        score_route.attach(self._app, settings_of(engine_client.vllm_config))
+        scores.attach(self._app, settings_of(engine_client.vllm_config))
         if getattr(state, "serving_structured_decisions", None) is None:
             logger.warning("/v1/decisions answers HTTP 501: %s", route.why_not(state))
         bound_bodies(self._app.routes)

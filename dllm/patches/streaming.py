@@ -10,13 +10,17 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-from dllm.api import traces
-from dllm.api.events import CanvasWriter, Stream, TextWriter, TraceWriter
+from dllm.api.events import (
+    TRACE_FIELD,
+    CanvasWriter,
+    Stream,
+    TextWriter,
+    TraceWriter,
+)
 from dllm.api.watching import (
     CanvasFeed,
     Watch,
     Watchers,
-    Writer,
     current_watch,
     frames_taken,
     has_frames,
@@ -54,7 +58,7 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
         asked = STREAM if is_shown else TRACE
         refuse(asked, f"{asked} is not served with the worker {worker}. Leave it out.")
     watch.feed.request_id = watch.feed.request_id or request_id
-    _watchers_of(llm).start(request_id, watch)
+    _watchers_of(llm).start(request_id, watch.feed)
 
 
 def _watchers_of(llm: Any) -> Watchers:
@@ -82,8 +86,8 @@ def take_frames_out() -> None:
 
     def _new_completion_output(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = complete(self, *args, **kwargs)
-        if (trace := vars(self).get(traces.FIELD)) is not None:
-            setattr(output, traces.FIELD, trace)
+        if (trace := vars(self).get(TRACE_FIELD)) is not None:
+            setattr(output, TRACE_FIELD, trace)
         return output
 
     OutputProcessor.process_outputs = process_outputs  # type: ignore[method-assign]
@@ -119,7 +123,7 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
         _refuse_what_is_not_shown(self, request, form)
     options = PluginOptions.from_vllm(self.engine_client.vllm_config)
     watchers = _watchers_of(self.engine_client)
-    feed = watchers.open(options.canvas_frames_per_s, form is not None)
+    feed = watchers.open(options.canvas_frames_per_s, form is not None, request.n or 1)
     if feed is None:
         return self.create_error_response(
             f"{options.canvas_watchers} canvas streams are open; more are not served. "
@@ -127,7 +131,7 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
             err_type="TooManyRequestsError",
             status_code=HTTPStatus.TOO_MANY_REQUESTS,
         )
-    watch = Watch(feed, request.n or 1)
+    watch = Watch(feed)
     token = current_watch.set(watch)
     lines = None
     try:
@@ -146,7 +150,7 @@ def _write_traces(answer: Any, feed: CanvasFeed) -> None:
     """Put the traces of its requests into the choices of an answer."""
     for choice in getattr(answer, "choices", ()):
         if choice.index in feed.traces:
-            setattr(choice, traces.FIELD, feed.traces[choice.index])
+            setattr(choice, TRACE_FIELD, feed.traces[choice.index])
 
 
 def form_asked(request: Any) -> str | None:
@@ -178,7 +182,7 @@ def _refuse_what_is_not_shown(self: Any, request: Any, form: str) -> None:
         )
 
 
-def _writer(self: Any, form: str | None, request_id: str, request: Any) -> Writer:
+def _writer(self: Any, form: str | None, request_id: str, request: Any) -> TraceWriter:
     """Writes the events of a stream of this route."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 

@@ -5,8 +5,7 @@ and bad words are ids. What vLLM's worker cannot hold would raise there, and end
 vLLM does not check that a request leaves at least one token to emit.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dllm.settings.checks import FloatRange
 from dllm.settings.denoising import NO_TOKEN, DenoiseSettings
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 
 # Sampling parameters that our sampler does not apply; they are refused.
 UNSUPPORTED_PARAMETERS = ("thinking_token_budget", "trace_decode_token_ids")
-# Of lists that are copied for each prompt and sample. vLLM's worker has tables for 1,024 tokens.
-LONGEST_LISTS = {"logit_bias": 1024, "allowed_token_ids": 1024, "stop_token_ids": 1024}
+MOST_STOPS = 1024  # without min_tokens; they are copied for each prompt and sample
 # Far beyond any use, and narrow enough that no fp32 logit overflows in the worker.
 REPETITION_PENALTIES = FloatRange(1e-4, 1e4)
 LOGIT_BIASES = FloatRange(-1e6, 1e6)
@@ -46,23 +44,18 @@ def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) 
     Raises:
         VLLMValidationError: it cannot be served; the client gets HTTP 400.
     """
-    extra = params.extra_args or {}
-    for name, value, why in _not_served(params, settings):
-        if value is not None and value != []:
-            refuse(
-                name,
-                f"{name} = {shown(value)} is not served for this model: {why}. Leave it out.",
-            )
+    _refuse_unserved(params, settings)
     _check_numbers(params)
     options = RequestOptions.read(params, settings)
-    check_integers(SEED_CANVAS, options.seed_canvas, NO_TOKEN, vocab_size - 1)
-    check_integers(PIN_IDS, extra.get(PIN_IDS), 0, vocab_size - 1)
-    never = sorted({*(extra.get(PIN_IDS) or ())} & {*settings.never_emitted})
-    if never:
-        allowed = "tokens that can be emitted, which a mask cannot"
-        refuse_value(PIN_IDS, never[0], allowed, "Leave this pin out.")
-    if extra.get(CONSTRAINED):
-        _check_constrained(params)
+    if extra := params.extra_args:
+        check_integers(SEED_CANVAS, options.seed_canvas, NO_TOKEN, vocab_size - 1)
+        check_integers(PIN_IDS, extra.get(PIN_IDS), 0, vocab_size - 1)
+        never = sorted({*(extra.get(PIN_IDS) or ())} & {*settings.never_emitted})
+        if never:
+            allowed = "tokens that can be emitted, which a mask cannot"
+            refuse_value(PIN_IDS, never[0], allowed, "Leave this pin out.")
+        if extra.get(CONSTRAINED):
+            _check_constrained(params)
     if has_structured_outputs(params):
         _refuse_beside_structured_outputs(params, settings)
     return options
@@ -119,55 +112,61 @@ def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: i
 
 
 def check_sizes(params: "SamplingParams") -> None:
-    """Refuse lists of tokens that are longer than the worker's tables.
+    """Refuse ids of stop tokens and bad words that are too many for the worker's tables.
 
     Args:
         params: with stop tokens and bad words as ids.
     """
     from vllm import envs
-    from vllm.v1.worker.gpu.sample.logit_bias import (
-        MAX_NUM_ALLOWED_TOKEN_IDS,
-        MAX_NUM_LOGIT_BIAS_TOKENS,
-        MAX_NUM_STOP_TOKEN_IDS,
-    )
+    from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_STOP_TOKEN_IDS
 
     stops = params.all_stop_token_ids if params.min_tokens > 0 else set()
     words = params.bad_words_token_ids or []
-    _check_size("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_NUM_ALLOWED_TOKEN_IDS)
-    _check_size("logit_bias", len(params.logit_bias or {}), MAX_NUM_LOGIT_BIAS_TOKENS)
     _check_size("stop_token_ids", len(stops), MAX_NUM_STOP_TOKEN_IDS, " beside min_tokens")
     _check_size("bad_words", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS)
 
 
 def _check_numbers(params: "SamplingParams") -> None:
     """Refuse numbers and lists that do not fit the worker's tables: they would end the server."""
+    from vllm.v1.worker.gpu.sample import logit_bias
+
     # Of n samples, vLLM later gives sample i the seed seed + i, which has to fit 64 bits, too.
     check_integers("seed", [params.seed], -(2**63), 2**63 - params.n)
     check_integers("top_k", [params.top_k], -1, MAX_INT32)
     check_integers("min_tokens", [params.min_tokens], 0, MAX_INT32 // 2)
     if params.repetition_penalty not in REPETITION_PENALTIES:
         refuse_value("repetition_penalty", params.repetition_penalty, REPETITION_PENALTIES)
-    for name, at_most in LONGEST_LISTS.items():
-        _check_size(name, len(getattr(params, name) or ()), at_most)
+    for name, given, at_most in (
+        ("allowed_token_ids", params.allowed_token_ids, logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logit_bias", params.logit_bias, logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stop_token_ids", params.stop_token_ids, MOST_STOPS),
+    ):
+        _check_size(name, len(given or ()), at_most)
     for bias in (params.logit_bias or {}).values():
         if bias not in LOGIT_BIASES:
             refuse_value("logit_bias", bias, LOGIT_BIASES)
 
 
-def _not_served(
-    params: "SamplingParams", settings: DenoiseSettings
-) -> Iterator[tuple[str, Any, str]]:
-    """(name, value, why) of what the model does not take, or takes only without a value."""
-    for name in UNSUPPORTED_PARAMETERS:
-        yield name, getattr(params, name), "it writes canvases, not one token after the other"
-    if settings.block_size == 1:
-        return
-    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
-        why = "every token of a prompt sees its whole block, itself included"
-        yield name, getattr(params, name), f"{why} (so `echo` goes without `logprobs`)"
-    for name in WHOLE_CANVAS_ARGS:
+def _refuse_unserved(params: "SamplingParams", settings: DenoiseSettings) -> None:
+    """Refuse what the model does not take, or takes only without a value."""
+    why = "it writes canvases, not one token after the other"
+    unserved = [(name, getattr(params, name), why) for name in UNSUPPORTED_PARAMETERS]
+    if settings.block_size > 1:
+        why = (
+            "every token of a prompt sees its whole block, itself included (so `echo` goes without "
+            "`logprobs`)"
+        )
+        names = ("prompt_logprobs", "prompt_logprob_token_ids")
+        unserved += [(name, getattr(params, name), why) for name in names]
         why = "a canvas is the rest of a block, and its width depends on the prompt"
-        yield name, (params.extra_args or {}).get(name), why
+        extra = params.extra_args or {}
+        unserved += [(name, extra.get(name), why) for name in WHOLE_CANVAS_ARGS]
+    for name, value, why in unserved:
+        if value is not None and value != []:
+            refuse(
+                name,
+                f"{name} = {shown(value)} is not served for this model: {why}. Leave it out.",
+            )
 
 
 def _check_constrained(params: "SamplingParams") -> None:

@@ -1,11 +1,12 @@
 """Checks of options and settings; errors say what was given, what is allowed, and guess typos."""
 
 import difflib
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
 def did_you_mean(given: str, known: list[str]) -> str:
@@ -41,7 +42,7 @@ class IntRange:
     """The integers from ``low`` to ``high``; its text completes "allowed: "."""
 
     low: int
-    high: int
+    high: float = math.inf
 
     def __contains__(self, value: object) -> bool:
         """Whether ``value`` is an integer (a bool is none) in the range."""
@@ -49,7 +50,8 @@ class IntRange:
         return is_int and self.low <= value <= self.high  # type: ignore[operator]
 
     def __str__(self) -> str:
-        return f"an integer of at least {self.low} and at most {self.high}"
+        most = "" if self.high == math.inf else f" and at most {self.high}"
+        return f"an integer of at least {self.low}{most}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,30 @@ class Choices:
         return f"one of {', '.join(self.names)}"
 
 
+@dataclass(frozen=True)
+class Values:
+    """The values that a function accepts; ``text`` completes "allowed: "."""
+
+    accepts: Callable[[Any], bool]
+    text: str
+
+    def __contains__(self, value: object) -> bool:
+        return self.accepts(value)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+# Types of options, with what is allowed.
+Flag = Annotated[bool, Values(lambda one: isinstance(one, bool), "true or false")]
+Text = Annotated[str | None, Values(lambda one: isinstance(one, str), "a string")]
+
+
+def is_list_of(kind: type, value: object) -> bool:
+    """Whether a value is a list (or tuple) of this type; True and False are no integers."""
+    return isinstance(value, list | tuple) and all(type(one) is kind for one in value)
+
+
 def refuse_value(name: str, value: object, allowed: str) -> NoReturn:
     """Raise a ValueError that names the field, its value and what is allowed."""
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
@@ -76,8 +102,32 @@ def check_int(name: str, value: object, at_least: int) -> None:
     Raises:
         ValueError: names the value and what is allowed.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        refuse_value(name, value, f"an integer of at least {at_least}")
+    if value not in (allowed := IntRange(at_least)):
+        refuse_value(name, value, str(allowed))
+
+
+def check_fields(options: Any, where: str) -> None:
+    """Refuse a field of some options whose value is neither its default nor allowed.
+
+    A field says what it allows by a type ``Literal[...]`` or ``Annotated[..., allowed values]``.
+
+    Args:
+        where: the name of the options in error messages.
+
+    Raises:
+        ValueError: names the field, its value and what is allowed.
+    """
+    types = get_type_hints(type(options), include_extras=True)
+    for field in fields(options):
+        value, kind = getattr(options, field.name), types[field.name]
+        if get_origin(kind) is Literal:
+            allowed = Choices(get_args(kind))
+        elif get_origin(kind) is Annotated:
+            (allowed,) = kind.__metadata__
+        else:
+            continue
+        if value is not field.default and value not in allowed:
+            refuse_value(f"{where}: {field.name}", value, str(allowed))
 
 
 def known_fields(kind: type, given: object, where: str) -> Mapping[str, Any]:

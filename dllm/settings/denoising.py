@@ -54,6 +54,8 @@ class DenoiseSettings(Protocol):
     one_step: ClassVar[Mapping[str, int]]
     modes: ClassVar[Mapping[str, Mapping[str, Any]]]
 
+    def __hash__(self) -> int: ...
+
     @property
     def block_size(self) -> int: ...
 

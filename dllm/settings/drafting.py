@@ -6,13 +6,14 @@ own option ``num_speculative_tokens``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
-from dllm.settings.checks import FloatRange, check_int, known_fields, refuse_value
+from dllm.settings.checks import Flag, FloatRange, IntRange, Text, Values, check_fields, is_list_of
 
 # "architectures" in a drafter's config.json. vLLM uses this name for both checkpoint formats.
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 WHERE = '--additional-config: "dllm": "drafter"'
-POLICIES = ("fixed", "adaptive", "pilot")
+Policy = Literal["fixed", "adaptive", "pilot"]
 # Options that only one policy has; any other policy refuses them.
 POLICY_OPTIONS = {
     "width": "fixed",
@@ -20,7 +21,15 @@ POLICY_OPTIONS = {
     "hysteresis": "adaptive",
     "pilot": "pilot",
 }
-HYSTERESES = FloatRange(0.0, 1.0)  # allowed values of `hysteresis`
+Hysteresis = Annotated[float, FloatRange(0.0, 1.0)]
+
+
+def _are_layers(given: Any) -> bool:
+    in_order = is_list_of(int, given) and sorted({one for one in given if one >= 0})
+    return bool(in_order) and in_order == [*given]
+
+
+LAYERS = Values(_are_layers, "a list of layers of the target, 0-based and ascending")
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class DrafterOptions:
 
     Attributes:
         policy: decides how many drafts of a request the target verifies (its width); one of
-            ``POLICIES`` (``dllm.drafter.widths``).
+            ``Policy`` (``dllm.drafter.widths``).
         width: of the policy ``fixed``: drafts verified in each step, 0 to num_speculative_tokens
             (the default). At 0 nothing is drafted.
         confidence: of the policy ``adaptive``: use the drafter's probability of each draft in the
@@ -50,52 +59,23 @@ class DrafterOptions:
             while it runs (``dllm.drafter.renewal``). None keeps the drafter that it started with.
     """
 
-    policy: str = "fixed"
-    width: int | None = None
-    confidence: bool = True
-    hysteresis: float = 0.03
-    pilot: str | None = None
-    window: int | None = None
-    mask_token_id: int | None = None
-    mask_token: str | None = None
-    record: str | None = None
-    record_layers: Sequence[int] | None = None
-    record_mb: int = 1000
-    renew: str | None = None
+    policy: Policy = "fixed"
+    width: Annotated[int | None, IntRange(0)] = None
+    confidence: Flag = True
+    hysteresis: Hysteresis = 0.03
+    pilot: Text = None
+    window: Annotated[int | None, IntRange(1)] = None
+    mask_token_id: Annotated[int | None, IntRange(0)] = None
+    mask_token: Text = None
+    record: Text = None
+    record_layers: Annotated[Sequence[int] | None, LAYERS] = None
+    record_mb: Annotated[int, IntRange(1)] = 1000
+    renew: Text = None
 
     def __post_init__(self) -> None:
-        for key, at_least in (("width", 0), ("window", 1), ("mask_token_id", 0)):
-            if getattr(self, key) is not None:
-                check_int(f"{WHERE}: {key}", getattr(self, key), at_least)
-        check_int(f"{WHERE}: record_mb", self.record_mb, 1)
-        self._check_record_layers()
-        for key in ("mask_token", "record", "renew"):
-            if getattr(self, key) is not None and not isinstance(getattr(self, key), str):
-                refuse_value(f"{WHERE}: {key}", getattr(self, key), "a string")
-        if self.policy not in POLICIES:
-            refuse_value(f"{WHERE}: policy", self.policy, ", ".join(POLICIES))
-        self._check_policy()
-
-    def _check_record_layers(self) -> None:
-        """Refuse anything but ascending layers; and layers without a folder to record to."""
-        layers = self.record_layers
-        if layers is None:
-            return
-        is_list = isinstance(layers, list | tuple) and all(type(i) is int for i in layers)
-        if not is_list or not layers or list(layers) != sorted({i for i in layers if i >= 0}):
-            allowed = "a list of layers of the target, 0-based and ascending"
-            refuse_value(f"{WHERE}: record_layers", layers, allowed)
-        if self.record is None:
+        check_fields(self, WHERE)
+        if self.record_layers is not None and self.record is None:
             raise ValueError(f'{WHERE}: record_layers needs "record": the folder to write to.')
-
-    def _check_policy(self) -> None:
-        """Refuse wrong values of the policies' options, and options of another policy."""
-        if not isinstance(self.confidence, bool):
-            refuse_value(f"{WHERE}: confidence", self.confidence, "true or false")
-        if self.hysteresis not in HYSTERESES:
-            refuse_value(f"{WHERE}: hysteresis", self.hysteresis, str(HYSTERESES))
-        if self.pilot is not None and not isinstance(self.pilot, str):
-            refuse_value(f"{WHERE}: pilot", self.pilot, "a folder's path")
         if self.policy == "pilot" and self.pilot is None:
             raise ValueError(
                 f'{WHERE}: policy "pilot" needs "pilot": the folder that `dllm train pilot --out` '
@@ -108,17 +88,6 @@ class DrafterOptions:
                     f"{WHERE}: {field.name} = {getattr(self, field.name)!r} belongs to the policy "
                     f'"{owner}", and "policy" is "{self.policy}". Leave one of them out.'
                 )
-
-    @classmethod
-    def from_given(cls, given: object) -> "DrafterOptions":
-        """The options from the parsed JSON object.
-
-        Raises:
-            ValueError: an unknown key (names the most similar known one) or a value out of range.
-        """
-        if isinstance(given, cls):
-            return given
-        return cls(**known_fields(cls, given, WHERE))
 
     def check_against(self, num_drafts: int, is_trimmed_by_vllm: bool) -> None:
         """Refuse options that do not fit the server's speculative config.

@@ -2,15 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
-from dllm.settings.checks import FloatRange, check_int, known_fields, refuse_value
-from dllm.settings.drafting import HYSTERESES, DrafterOptions
+from dllm.settings.checks import (
+    FloatRange,
+    IntRange,
+    Text,
+    Values,
+    check_fields,
+    is_list_of,
+    refuse_value,
+)
+from dllm.settings.drafting import DrafterOptions, Hysteresis
 
 WHERE = '--additional-config: "dllm": "remote"'
-POLICIES = ("adaptive", "fixed")
 MAX_DRAFTS = 127  # of a request, in a step
-DISCOVERIES = ("static", "dynamo")
-DEADLINES_MS = FloatRange(0.0, 10_000.0, excludes_low=True)
+Discovery = Literal["static", "dynamo"]
+DISCOVERIES = get_args(Discovery)
+ADDRESSES = Values(lambda given: is_list_of(str, given), "a list of addresses")
 
 
 @dataclass(frozen=True)
@@ -28,34 +37,18 @@ class RemoteOptions:
         discovery: ``static``: the addresses above; ``dynamo``: those that NVIDIA Dynamo lists.
     """
 
-    workers: Sequence[str] = ()
-    deadline_ms: float = 50.0
-    policy: str = "adaptive"
-    width: int | None = None
-    hysteresis: float = DrafterOptions.hysteresis
-    keys: str | None = None
-    discovery: str = "static"
+    workers: Annotated[Sequence[str], ADDRESSES] = ()
+    deadline_ms: Annotated[float, FloatRange(0.0, 10_000.0, excludes_low=True)] = 50.0
+    policy: Literal["adaptive", "fixed"] = "adaptive"
+    width: Annotated[int | None, IntRange(0)] = None
+    hysteresis: Hysteresis = DrafterOptions.hysteresis
+    keys: Text = None
+    discovery: Discovery = "static"
 
     def __post_init__(self) -> None:
-        for key, allowed in (("policy", POLICIES), ("discovery", DISCOVERIES)):
-            if getattr(self, key) not in allowed:
-                refuse_value(f"{WHERE}: {key}", getattr(self, key), ", ".join(allowed))
-        if self.deadline_ms not in DEADLINES_MS:
-            refuse_value(f"{WHERE}: deadline_ms", self.deadline_ms, str(DEADLINES_MS))
-        if self.hysteresis not in HYSTERESES:
-            refuse_value(f"{WHERE}: hysteresis", self.hysteresis, str(HYSTERESES))
-        if self.width is not None:
-            check_int(f"{WHERE}: width", self.width, 0)
-            if self.policy != "fixed":
-                raise ValueError(f'{WHERE}: width belongs to the policy "fixed". Leave it out.')
-        if self.keys is not None and not isinstance(self.keys, str):
-            refuse_value(f"{WHERE}: keys", self.keys, "a folder's path")
-        self._check_workers()
-
-    def _check_workers(self) -> None:
-        is_list = isinstance(self.workers, list | tuple)
-        if not is_list or not all(isinstance(each, str) for each in self.workers):
-            refuse_value(f"{WHERE}: workers", self.workers, "a list of addresses")
+        check_fields(self, WHERE)
+        if self.width is not None and self.policy != "fixed":
+            raise ValueError(f'{WHERE}: width belongs to the policy "fixed". Leave it out.')
         if len(set(self.workers)) < len(self.workers):
             refuse_value(f"{WHERE}: workers", list(self.workers), "each address once")
         if (self.discovery == "dynamo") == bool(self.workers):
@@ -78,14 +71,3 @@ class RemoteOptions:
                 self.width,
                 f"0 to {num_drafts} (num_speculative_tokens)",
             )
-
-    @classmethod
-    def from_given(cls, given: object) -> "RemoteOptions":
-        """The options from the parsed JSON object.
-
-        Raises:
-            ValueError: an unknown key (names the most similar known one) or a value out of range.
-        """
-        if isinstance(given, cls):
-            return given
-        return cls(**known_fields(cls, given, WHERE))

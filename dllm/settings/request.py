@@ -5,14 +5,14 @@ They come from the request's ``SamplingParams``. Arguments that vLLM does not kn
 refuses it with HTTP 400 (``settings.admission``); the worker reads those that were admitted.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dllm.settings.checks import Choices, IntRange, did_you_mean
+from dllm.settings.checks import Choices, IntRange, Values, did_you_mean, is_list_of
 from dllm.settings.denoising import NO_TOKEN, DenoiseSettings, Parameter
 from dllm.settings.pins import (
-    PIN_ARGS,
     PIN_AT,
     PIN_IDS,
     PIN_MODE,
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 
 # The table of a grammar, which structured outputs ship to the worker (``dllm.grammar``).
 GRAMMAR_ARG = "dllm_grammar"
-# Keys that the server itself puts into extra_args, and the type of value that is expected there.
-# JSON has no bytes, so that no client can send a grammar's table.
-ENGINE_EXTRA_ARGS = {
-    "kv_transfer_params": dict,
-    "ec_transfer_params": dict,
-    "kv_cache_report_mode": str,
-    GRAMMAR_ARG: bytes,
-}
-
 # How a streaming request sees its unfinished canvases (``api.events``): each position, or the text
 # that they stand for; after each denoise step, or once for each visit of the worker.
 STREAM, STREAM_FORMS = "diffusion_stream", ("canvas", "text")
@@ -54,46 +45,70 @@ MODE = "diffusion_mode"  # of families that have ``DenoiseSettings.modes``
 # rows add in another order, and the same request would have other logits in a crowd.
 LEAST_ROWS = 4
 
-# Extra arguments of every family, beside the family's own parameters.
-CANVAS_ARGS = (*PIN_ARGS, READ_ONLY, CONSTRAINED, EOS_STOP, STREAM, STREAM_EVERY, TRACE)
-
-# Those of them that a model with blocks does not take: its first canvas is as wide as the prompt
-# leaves room in its block, which the client does not know.
+# What a model with blocks does not take: its first canvas is as wide as the prompt leaves room in
+# its block, which the client does not know.
 WHOLE_CANVAS_ARGS = (SEED_CANVAS, PINNED, READ_ONLY)
 
 MAX_INT32 = 2**31 - 1
 
 
-class _Flag:
-    """JSON's booleans, which arrive over HTTP as 0 and 1."""
+# JSON's booleans arrive over HTTP as 0 and 1.
+FLAG = Values(lambda one: isinstance(one, int) and one in (0, 1), "true or false (or 1 or 0)")
+INTEGERS = Values(lambda one: is_list_of(int, one), "a list of integers")
+TRACES = Values(
+    lambda one: one in FLAG or (is_list_of(str, one) and {*one} <= {*TRACE_EXTRAS}),
+    f"{FLAG}, or a list of {', '.join(map(repr, TRACE_EXTRAS))}",
+)
+CANVAS_LENGTH = "diffusion_canvas_length"
+# Extra arguments of every family: (allowed values, default).
+COMMON: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys((SEED_CANVAS, PINNED, PIN_AT, PIN_IDS), (INTEGERS, None)),
+    PIN_MODE: (Choices(PIN_MODES), None),
+    READ_ONLY: (FLAG, False),
+    CONSTRAINED: (FLAG, False),  # ``constrained`` writes it out
+    EOS_STOP: (FLAG, True),
+    STREAM: (Choices(STREAM_FORMS), None),  # ``engine.frame_taker`` reads it, and the next one
+    STREAM_EVERY: (Choices(STREAM_PERIODS), None),
+    TRACE: (TRACES, None),  # ``traced`` reads it
+}
 
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, int) and value in (0, 1)
 
-    def __str__(self) -> str:
-        return "true or false (or 1 or 0)"
+def _of_type(kind: type) -> Values:
+    return Values(lambda one: isinstance(one, kind), f"a {kind.__name__}")
 
 
-class _Integers:
-    """Lists of integers, none of them a bool."""
+# What the server itself puts there, of a type that no client can send: JSON has no bytes.
+OF_SERVER: dict[str, tuple[Any, Any]] = {
+    "kv_transfer_params": (_of_type(dict), None),
+    "ec_transfer_params": (_of_type(dict), None),
+    "kv_cache_report_mode": (_of_type(str), None),
+    GRAMMAR_ARG: (_of_type(bytes), None),
+}
 
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, list | tuple) and all(type(item) is int for item in value)
 
-    def __str__(self) -> str:
-        return "a list of integers"
+@functools.lru_cache
+def _arguments(settings: DenoiseSettings, mode: str | None = None) -> dict[str, tuple[Any, Any]]:
+    """The extra arguments that a model with these settings knows: (allowed values, default).
+
+    Args:
+        mode: whose numbers are the defaults; None: the server's.
+    """
+    widest = settings.canvas_length
+    narrowest = 1 if settings.block_size == 1 else widest  # with blocks it is the rest of a block
+    found: dict[str, tuple[Any, Any]] = {CANVAS_LENGTH: (IntRange(narrowest, widest), widest)}
+    if settings.modes:
+        found[MODE] = Choices(tuple(settings.modes)), None
+    of_mode = {} if mode is None else settings.modes[mode]
+    for one in settings.parameters:
+        default = of_mode.get(one.setting, getattr(settings, one.setting))
+        found[one.key] = one.allowed, default
+    return found | COMMON | OF_SERVER
 
 
-class _Trace(_Flag):
-    """A flag, or a list of ``TRACE_EXTRAS``."""
-
-    def __contains__(self, value: object) -> bool:
-        if isinstance(value, list | tuple):
-            return all(one in TRACE_EXTRAS for one in value)
-        return super().__contains__(value)
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, or a list of {', '.join(map(repr, TRACE_EXTRAS))}"
+def extra_args(settings: DenoiseSettings) -> list[str]:
+    """The names of all extra arguments that a request may send to a model with these settings."""
+    refused = {*OF_SERVER, *(WHOLE_CANVAS_ARGS if settings.block_size > 1 else ())}
+    return [key for key in _arguments(settings) if key not in refused]
 
 
 @dataclass(frozen=True)
@@ -135,45 +150,29 @@ class RequestOptions:
         Raises:
             VLLMValidationError: a value in ``extra_args`` is not allowed.
         """
-        extra = dict(params.extra_args or {})
-        width = _take_number(extra, _canvas_width(settings), settings.canvas_length)
-        mode = _take(extra, MODE, Choices(tuple(settings.modes))) if settings.modes else None
-        defaults = {} if mode is None else settings.modes[mode]
-        asked = {
-            one.name: _take_number(
-                extra, one, defaults.get(one.setting, getattr(settings, one.setting))
-            )
-            for one in settings.parameters
-        }
+        extra = params.extra_args or {}
+        given = _given(extra, settings)
+        width = given[CANVAS_LENGTH]
         is_greedy = params.temperature < 1e-5
         temperature = 1.0 if is_greedy else params.temperature
-        numbers = settings.of_request(asked, temperature)
-        given = {
-            key: _take(extra, key, _Integers()) for key in (SEED_CANVAS, PINNED, PIN_AT, PIN_IDS)
-        }
-        given[PIN_MODE] = _take(extra, PIN_MODE, Choices(PIN_MODES))
-        _check_pins(given, int(width), settings.canvas_length)
-        is_read_only = _take(extra, READ_ONLY, _Flag(), default=False)
-        _take(extra, CONSTRAINED, _Flag(), default=False)  # ``constrained`` writes it out
-        eos_stop = _take(extra, EOS_STOP, _Flag(), default=True)
-        _take(extra, TRACE, _Trace())  # ``traced`` reads it
-        form = _take(extra, STREAM, Choices(STREAM_FORMS))  # ``engine.frame_taker`` reads it
-        if _take(extra, STREAM_EVERY, Choices(STREAM_PERIODS)) is not None and form is None:
+        asked = {one.name: _number(one, given[one.key]) for one in settings.parameters}
+        if extra:
+            _check_pins(given, width, settings.canvas_length)
+        if given[STREAM_EVERY] is not None and given[STREAM] is None:
             refuse(STREAM_EVERY, f"{STREAM_EVERY} without {STREAM}. Send both, or omit both.")
-        _refuse_unknown(extra, settings)
-        stops = {params.eos_token_id, *(params.stop_token_ids or ())} - {None} if eos_stop else ()
+        stops = {params.eos_token_id, *(params.stop_token_ids or ())} - {None}
         return cls(
-            canvas_width=int(width),
-            numbers=numbers,
+            canvas_width=width,
+            numbers=settings.of_request(asked, temperature),
             temperature=temperature,
             is_greedy=is_greedy,
             seed=params.seed,
-            stops=frozenset(stops),
+            stops=frozenset(stops if given[EOS_STOP] else ()),
             seed_canvas=given[SEED_CANVAS] and tuple(given[SEED_CANVAS]),
             pins=pins_of(given),
             holds_pins=holds(given),
-            is_read_only=bool(is_read_only),
-            num_rows=_num_rows(params, settings, int(width)),
+            is_read_only=bool(given[READ_ONLY]),
+            num_rows=_num_rows(params, settings, width),
         )
 
 
@@ -191,29 +190,10 @@ def _num_rows(params: "SamplingParams", settings: DenoiseSettings, width: int) -
     return min(width, max(LEAST_ROWS, params.max_tokens or width))
 
 
-def _canvas_width(settings: DenoiseSettings) -> Parameter:
-    """The parameter that every family has: the width of the request's canvases.
-
-    With blocks there is nothing to choose: a canvas is the rest of its block.
-    """
-    least = 1 if settings.block_size == 1 else settings.canvas_length
-    allowed = IntRange(least, settings.canvas_length)
-    return Parameter("canvas_length", "canvas_length", allowed, "int32")
-
-
-def extra_args(settings: DenoiseSettings) -> list[str]:
-    """The names of all extra arguments that a request may send to a model with these settings."""
-    numbers = [parameter.key for parameter in settings.parameters]
-    refused = WHOLE_CANVAS_ARGS if settings.block_size > 1 else ()
-    others = [key for key in CANVAS_ARGS if key not in refused]
-    modes = [MODE] if settings.modes else []
-    return [_canvas_width(settings).key, *modes, *numbers, *others]
-
-
 def requested_canvas_width(params: "SamplingParams | None", canvas_length: int) -> int:
     """The canvas width that an admitted request asks for, else ``canvas_length``."""
     extra = params.extra_args if params is not None else None
-    return (extra or {}).get("diffusion_canvas_length") or canvas_length
+    return (extra or {}).get(CANVAS_LENGTH) or canvas_length
 
 
 def traced(params: "SamplingParams") -> frozenset[str] | None:
@@ -288,39 +268,35 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _refuse_unknown(extra: Mapping[str, object], settings: DenoiseSettings) -> None:
-    """Refuse what is left in ``extra`` when all is taken, except the server's keys."""
-    known = extra_args(settings)
-    for key, value in extra.items():
-        expected = ENGINE_EXTRA_ARGS.get(key)
-        if expected is None:
-            refuse(
-                str(key)[:100],
-                f"unknown extra argument {shown(key)}"
-                f"{did_you_mean(str(key)[:100], known)}. "
-                f"Known: {', '.join(known)}. Remove it or correct its name.",
-            )
-        if value is not None and not isinstance(value, expected):
-            allowed = f"a {expected.__name__}"
-            refuse_value(key, value, allowed, "Leave it out: the server sets it.")
+def _given(extra: Mapping[str, Any], settings: DenoiseSettings) -> Mapping[str, Any]:
+    """The value of every extra argument: what the request has sent, else its default.
 
-
-def _take(extra: dict[str, Any], key: str, allowed: Any, default: Any = None) -> Any:
-    """Pop a value from ``extra`` that ``allowed`` contains, else the default."""
-    value = extra.pop(key, None)
-    value = default if value is None else value
-    if value is not None and value not in allowed:
-        omitted = "none" if default is None else str(default).lower()
-        refuse_value(key, value, allowed, f"Omit it for {omitted}.")
-    return value
-
-
-def _take_number(extra: dict[str, Any], parameter: Parameter, default: float) -> float:
-    """Pop a parameter's value: an int if only integers are allowed, else a float.
-
-    Of a name, the result is the index. default: of the setting, as it stands there.
+    Raises:
+        VLLMValidationError: an argument is unknown, or its value is not allowed.
     """
-    value = _take(extra, parameter.key, parameter.allowed, default)
+    mode = extra.get(MODE)
+    known = _arguments(settings, mode if mode in (*settings.modes,) else None)
+    given = {key: default for key, (_, default) in known.items()}
+    for key, value in extra.items():
+        if key not in known:
+            names, name = extra_args(settings), str(key)[:100]
+            refuse(
+                name,
+                f"unknown extra argument {shown(key)}{did_you_mean(name, names)}. "
+                f"Known: {', '.join(names)}. Remove it or correct its name.",
+            )
+        if value is None:
+            continue
+        allowed, default = known[key]
+        if value not in allowed:
+            omitted = "none" if default is None else str(default).lower()
+            refuse_value(key, value, allowed, f"Omit it for {omitted}.")
+        given[key] = value
+    return given
+
+
+def _number(parameter: Parameter, value: Any) -> float:
+    """A parameter as a number: an int if only integers are allowed; of a name, its index."""
     if isinstance(parameter.allowed, Choices):
         return parameter.allowed.names.index(value)
     return value if isinstance(parameter.allowed, IntRange) else float(value)

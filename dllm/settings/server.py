@@ -7,9 +7,9 @@ of each family, for example ``models.gemma.settings``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from dllm.settings.checks import FloatRange, check_int, known_fields, refuse_value
+from dllm.settings.checks import Flag, FloatRange, IntRange, Values, check_fields, known_fields
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.drafting import DrafterOptions
 from dllm.settings.remote import RemoteOptions
@@ -20,10 +20,13 @@ PassMode = Literal["overlapped", "separate"]
 SoftEmbedding = Literal["auto", "sparse", "exact"]
 Decoding = Literal["diffusion", "self_speculation", "ar"]
 
-PASS_MODES: tuple[PassMode, ...] = ("overlapped", "separate")
-SOFT_EMBEDDINGS: tuple[SoftEmbedding, ...] = ("auto", "sparse", "exact")
-DECODINGS: tuple[Decoding, ...] = ("diffusion", "self_speculation", "ar")
-LOOP_MS = FloatRange(0, 60_000)
+RANGE_MS = FloatRange(0, 60_000)
+LoopMs = Annotated[
+    float | Literal["auto"],
+    Values(lambda one: one == "auto" or one in RANGE_MS, f"auto, or {RANGE_MS}"),
+]
+# Options that are objects themselves.
+GROUPS = {"decisions": DecisionOptions, "drafter": DrafterOptions, "remote": RemoteOptions}
 
 
 @dataclass(frozen=True)
@@ -67,34 +70,19 @@ class PluginOptions:
     decoding: Decoding = "diffusion"
     commit: PassMode = "overlapped"
     first_step: PassMode = "overlapped"
-    denoise_loop_ms: float | Literal["auto"] = "auto"
+    denoise_loop_ms: LoopMs = "auto"
     soft_embedding: SoftEmbedding = "auto"
-    logits_workspace_mib: int = 1024
-    self_test: bool = True
-    canvas_watchers: int = 16
-    canvas_frames_per_s: int = 30
+    logits_workspace_mib: Annotated[int, IntRange(1)] = 1024
+    self_test: Flag = True
+    canvas_watchers: Annotated[int, IntRange(0)] = 16
+    canvas_frames_per_s: Annotated[int, IntRange(1)] = 30
     decisions: DecisionOptions = field(default_factory=DecisionOptions)
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
     remote: RemoteOptions | None = None
-    draft_worker: bool = False
+    draft_worker: Flag = False
 
     def __post_init__(self) -> None:
-        check_int(f"{WHERE}: logits_workspace_mib", self.logits_workspace_mib, 1)
-        check_int(f"{WHERE}: canvas_watchers", self.canvas_watchers, 0)
-        check_int(f"{WHERE}: canvas_frames_per_s", self.canvas_frames_per_s, 1)
-        for key in ("self_test", "draft_worker"):
-            if not isinstance(getattr(self, key), bool):
-                refuse_value(f"{WHERE}: {key}", getattr(self, key), "true or false")
-        if self.denoise_loop_ms != "auto" and self.denoise_loop_ms not in LOOP_MS:
-            refuse_value(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, f"auto, or {LOOP_MS}")
-        for key, value, allowed in (
-            ("decoding", self.decoding, DECODINGS),
-            ("commit", self.commit, PASS_MODES),
-            ("first_step", self.first_step, PASS_MODES),
-            ("soft_embedding", self.soft_embedding, SOFT_EMBEDDINGS),
-        ):
-            if value not in allowed:
-                refuse_value(f"{WHERE}: {key}", value, ", ".join(allowed))
+        check_fields(self, WHERE)
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "PluginOptions":
@@ -117,10 +105,10 @@ class PluginOptions:
         given = additional_config.get("dllm")
         if given is None:
             return cls()
-        values = known_fields(cls, given, WHERE)
-        decisions = DecisionOptions.from_given(values.get("decisions", {}))
-        drafter = DrafterOptions.from_given(values.get("drafter", {}))
-        remote = values.get("remote")
-        if remote is not None:
-            remote = RemoteOptions.from_given(remote)
-        return cls(**{**values, "decisions": decisions, "drafter": drafter, "remote": remote})
+        values = dict(known_fields(cls, given, WHERE))
+        if values.get("remote") is None:
+            values.pop("remote", None)
+        for name in values.keys() & GROUPS.keys():
+            kind: Any = GROUPS[name]
+            values[name] = kind(**known_fields(kind, values[name], f'{WHERE}: "{name}"'))
+        return cls(**values)

@@ -1,6 +1,7 @@
 """Fill in the middle: which widths are tried, which answer is taken, and what the client gets."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,16 +9,15 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from dllm.api.encoder import Encoder
 from dllm.api.fill import Fill, fill_of, filled
+from tests.support.letters import Letters
 
 END = 1
 CANVAS = 12
-ENCODER = Encoder(lambda text: [ord(letter) for letter in text], 1)
 
 
 def hole(suffix: str = "yz", extra: dict[str, Any] | None = None) -> Fill:
-    return fill_of(suffix, extra or {}, ENCODER, END, CANVAS, 128)
+    return fill_of(suffix, extra or {}, Letters(), END, CANVAS, 128)
 
 
 def decode(ids: list[int]) -> str:
@@ -57,31 +57,25 @@ def test_a_hole_that_does_not_fit_and_too_many_widths_are_refused(
     suffix, extra, min_tokens, max_tokens, parameter
 ):
     canvas = 256 if max_tokens == 1000 else CANVAS
-    described = fill_of(suffix, extra, ENCODER, END, canvas, 128)
+    described = fill_of(suffix, extra, Letters(), END, canvas, 128)
     with pytest.raises(VLLMValidationError) as refusal:
         described.width_range(min_tokens, max_tokens, 1000)
     assert refusal.value.parameter == parameter
 
 
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        (
-            "diffusion_fill_widths",
-            [[], 0, [1], [1, 2, 3], [3, 2], [-1, 2], ["a", "b"], "ab", [1.5, 2]],
-        ),
-        ("diffusion_fill_end", ["x", 128, -1]),
-        *(
-            (key, [[1]])
-            for key in ("diffusion_stream", "diffusion_pin_at", "diffusion_seed_canvas")
-        ),
-    ],
-)
-def test_what_describes_no_hole_is_refused(key, values):
-    for value in values:
-        with pytest.raises(VLLMValidationError) as refusal:
-            hole(extra={key: value})
-        assert refusal.value.parameter == key
+NO_WIDTHS = ([], 0, [1], [1, 2, 3], [3, 2], [-1, 2], ["a", "b"], "ab", [1.5, 2])
+NO_HOLES = [
+    *(("diffusion_fill_widths", value) for value in NO_WIDTHS),
+    *(("diffusion_fill_end", value) for value in ("x", 128, -1)),
+    *((key, [1]) for key in ("diffusion_stream", "diffusion_pin_at", "diffusion_seed_canvas")),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), NO_HOLES)
+def test_what_describes_no_hole_is_refused(key, value):
+    with pytest.raises(VLLMValidationError) as refusal:
+        hole(extra={key: value})
+    assert refusal.value.parameter == key
 
 
 def test_a_candidate_holds_suffix_and_end_behind_its_hole():
@@ -108,7 +102,7 @@ def test_a_candidate_holds_suffix_and_end_behind_its_hole():
 
 def test_with_blocks_all_are_in_the_block_of_the_prompts_end():
     """The hole is read as a prompt; suffix and end on masks behind it, in one step."""
-    in_block = hole().in_a_block(9, {"diffusion_max_steps": 1})
+    in_block = replace(hole(), canvas_width=9, one_step={"diffusion_max_steps": 1})
     assert in_block.width_range(0, 50, 100) == range(1, 7)
     with pytest.raises(VLLMValidationError, match="the rest of the block in which the prompt"):
         in_block.width_range(7, 50, 100)
@@ -139,13 +133,14 @@ class Model:
             width = len(ids) - 2 - 3
             logprobs = [None, *({token: SimpleNamespace(logprob=0.0)} for token in ids[1:])]
             logprobs[-1] = {ids[-1]: SimpleNamespace(logprob=self.reading.get(width, -99.0))}
-            yield SimpleNamespace(prompt_logprobs=logprobs, finished=True)
+            read = SimpleNamespace(finish_reason="length")
+            yield SimpleNamespace(prompt_logprobs=logprobs, outputs=[read])
             return
         if params.logprob_token_ids is not None:
             score = self.reading.get(len(ids) - 2, -99.0) / 3
             logprobs = [{token: SimpleNamespace(logprob=score)} for token in (121, 122, END)]
-            answer = SimpleNamespace(logprobs=logprobs)
-            yield SimpleNamespace(prompt_logprobs=None, outputs=[answer], finished=True)
+            answer = SimpleNamespace(logprobs=logprobs, finish_reason="length")
+            yield SimpleNamespace(prompt_logprobs=None, outputs=[answer])
             return
         tokens = [97] * params.max_tokens
         at, held = (params.extra_args[f"diffusion_pin_{name}"] for name in ("at", "ids"))
@@ -154,10 +149,10 @@ class Model:
         scores = [self.canvas.get(width, -50.0 - width) / len(tokens)] * len(tokens)
         yield SimpleNamespace(
             request_id=name,
-            finished=True,
             outputs=[
                 SimpleNamespace(
                     index=0,
+                    finish_reason="length",
                     text="".join(map(chr, tokens[:-1])),
                     token_ids=tokens,
                     logprobs=[
@@ -195,7 +190,7 @@ def test_the_likeliest_to_read_of_the_likeliest_canvases_is_taken():
 
 
 def test_with_blocks_the_readings_decide_too():
-    in_block = hole().in_a_block(11, {"diffusion_max_steps": 1})
+    in_block = replace(hole(), canvas_width=11, one_step={"diffusion_max_steps": 1})
     output, model = fill(SamplingParams(max_tokens=50), asked=in_block)
     assert output.outputs[0].token_ids == [97] * 5 and len(model.asked) == 7 + 4
 

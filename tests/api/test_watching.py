@@ -10,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from dllm.api.watching import MAX_UNREAD, CanvasFeed, Pace, Watch, Watchers, has_frames, interleaved
+from dllm.api.watching import MAX_UNREAD, CanvasFeed, Pace, Watchers, has_frames, interleaved
 from dllm.engine.frames import Frame, FrameMail, StepFrames
 from tests.support.clock import Clock
 
@@ -99,7 +99,7 @@ def test_the_last_frame_of_a_canvas_is_always_sent_and_counts():
 
 
 def test_a_feed_keeps_the_newest():
-    feed = CanvasFeed(Pace(1000))
+    feed = CanvasFeed(Pace(1000), 1)
     for step in range(MAX_UNREAD + 5):
         feed.put(0, frame(step))
     assert [unread.step for _, unread in feed.take()] == list(range(5, MAX_UNREAD + 5))
@@ -111,18 +111,18 @@ def test_a_feed_keeps_the_newest():
 
 def test_a_place_is_free_again_when_its_stream_is_gone_or_has_ended():
     several = watchers(limit=2)
-    first, second = several.open(30, True), several.open(30, True)
-    assert first and second and several.open(30, True) is None
+    first, second = several.open(30, True, 1), several.open(30, True, 1)
+    assert first and second and several.open(30, True, 1) is None
     del first
     gc.collect()
-    assert several.open(30, True) is not None
-    assert all(several.open(30, False) for _ in range(9))  # which show no canvases
+    assert several.open(30, True, 1) is not None
+    assert all(several.open(30, False, 1) for _ in range(9))  # which show no canvases
 
     async def lines() -> Any:
         yield "only"
 
     assert read(lines(), second) == ["only"]
-    assert not second.is_open and several.open(30, True) is not None  # whoever still holds it
+    assert not second.is_open and several.open(30, True, 1) is not None  # whoever still holds it
 
 
 # --- from the worker's answer to the feed ---------------------------------------------------------
@@ -130,10 +130,9 @@ def test_a_place_is_free_again_when_its_stream_is_gone_or_has_ended():
 
 def test_frames_reach_the_choice_that_they_belong_to():
     several = watchers("a", "b")
-    feed = several.open(30, True)
-    watch = Watch(feed, num_choices=2)
+    feed = several.open(30, True, 2)
     for name in ("a", "b"):  # the prompts of one completion
-        several.start(name, watch)
+        several.start(name, feed)
     step = StepFrames(["a/1", "b/0"], ["pass"] * 2, np.stack([packed(12), packed(9, 3, 2, True)]))
     outputs = mailed(step, of=requests("a/1", "b/0"))
     token = EngineCoreOutput(request_id="a/1", new_token_ids=[5])
@@ -174,8 +173,8 @@ def test_each_api_server_gets_the_frames_of_its_requests_and_aborted_ones_have_n
 
 def test_frames_of_an_ended_stream_are_dropped():
     several = watchers("a")
-    feed = several.open(30, True)
-    several.start("a", Watch(feed, 1))
+    feed = several.open(30, True, 1)
+    several.start("a", feed)
     del feed
     gc.collect()
     outputs = mailed(StepFrames(["a/0"], ["pass"], packed()[None]), of=requests("a/0"))
@@ -187,7 +186,7 @@ def test_frames_of_an_ended_stream_are_dropped():
 
 
 def test_frames_come_in_front_of_the_line_that_followed_them():
-    feed = CanvasFeed(Pace(30))
+    feed = CanvasFeed(Pace(30), 1)
 
     async def lines() -> Any:
         feed.put(0, frame(1))
@@ -201,7 +200,7 @@ def test_frames_come_in_front_of_the_line_that_followed_them():
 
 def test_a_frame_does_not_wait_for_a_line_and_leaving_closes_the_lines():
     async def run() -> list[str]:
-        feed, closed = CanvasFeed(Pace(30)), []
+        feed, closed = CanvasFeed(Pace(30), 1), []
 
         async def lines() -> Any:
             try:
@@ -227,4 +226,4 @@ def test_an_error_in_the_lines_is_the_clients():
         yield
 
     with pytest.raises(RuntimeError, match="engine died"):
-        read(lines(), CanvasFeed(Pace(30)))
+        read(lines(), CanvasFeed(Pace(30), 1))

@@ -47,7 +47,7 @@ def test_random_schemas():
         compiled = compiler().compile_json_schema(
             json.dumps(schema), any_whitespace=rng.random() < 0.3
         )
-        made = Automaton(compiled.serialize_json(), is_json=True)
+        made = Automaton(compiled.serialize_json(), "json")
         for _ in range(5):
             same_as_the_matcher(made, compiled, rng, 60)
 
@@ -81,7 +81,7 @@ def test_there_are_no_surrogates():
 
 def test_too_many_states_are_refused():
     compiled = compiler().compile_regex("(a|b)*a(a|b){12}")
-    made = Automaton(compiled.serialize_json(), most_states=100)
+    made = Automaton(compiled.serialize_json(), "regex", most_states=100)
     with pytest.raises(Unsupported, match="more than 100 states"):
         for state in range(200):
             made.row(state)

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from dllm.grammar import compile as compiling
-from dllm.grammar.automaton import DEAD, TooSlow, Unsupported
+from dllm.grammar.automaton import DEAD
 from dllm.grammar.children import Children
 from dllm.grammar.compile import Grammars, Spec, Tokens
+from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import Table
 from tests.support.grammars import GRAMMARS, VOCABULARY, WORDS, table
 from tests.support.process import start_python

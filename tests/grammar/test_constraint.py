@@ -4,11 +4,21 @@ import numpy as np
 import pytest
 
 from dllm.grammar.constraint import Constraint, Thoughts
+from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas, budget_of
 from tests.support.grammars import PADDING, STOP, WORDS, table
 
 END = WORDS.index(b"true")  # ends thoughts here, although it could be text
 ALSO = WORDS.index(b"null")  # forbidden in thoughts
+
+
+def behind_thoughts(
+    found: Table, forbidden: tuple[int, ...] = (), fillers: tuple[int, ...] = ()
+) -> tuple[Canvas, int]:
+    """Canvases of thoughts and an answer, as a worker has them, and the state at their start."""
+    shipped = Constraint.shipped(found.to_bytes(), Thoughts(END, forbidden))
+    both, start = Constraint.from_bytes(shipped).with_start((STOP,), fillers)
+    return Canvas(both, (STOP,), fillers), start
 
 
 def generate(canvas: Canvas, state: int, most: int, width: int, draws) -> list[int]:
@@ -32,10 +42,9 @@ def test_thoughts_end_in_time_and_an_answer_follows(name, width):
         name
     ]
     found, _ = table(kind, text)
-    shipped = Constraint.shipped(found.to_bytes(), Thoughts(END, (ALSO,)))
-    both, start = Constraint.from_bytes(shipped).with_start((STOP,), (PADDING,))
-    canvas, draws = Canvas(both, (STOP,), (PADDING,)), np.random.default_rng(0)
-    shortest = int(both.left[start])
+    canvas, start = behind_thoughts(found, (ALSO,), (PADDING,))
+    draws = np.random.default_rng(0)
+    shortest = int(canvas.table.left[start])
     assert shortest == int(found.left[0]) + 1
     for most in range(shortest, 70):
         tokens = generate(canvas, start, most, width, draws)
@@ -50,9 +59,8 @@ def test_thoughts_end_in_time_and_an_answer_follows(name, width):
 def test_what_thoughts_must_not_hold_the_answer_may():
     """Some parsers take the first token of a tool call for the end of the thoughts."""
     found, _ = table("ebnf", 'root ::= "null" "a"')
-    shipped = Constraint.shipped(found.to_bytes(), Thoughts(END, (ALSO,)))
-    both, start = Constraint.from_bytes(shipped).with_start((STOP,), ())
-    canvas, draws = Canvas(both, (STOP,)), np.random.default_rng(0)
+    canvas, start = behind_thoughts(found, (ALSO,))
+    draws = np.random.default_rng(0)
     for most in range(3, 20):
         tokens = generate(canvas, start, most, 8, draws)
         end = tokens.index(END)
@@ -62,18 +70,16 @@ def test_what_thoughts_must_not_hold_the_answer_may():
 
 def test_the_end_of_thoughts_is_not_in_the_answer():
     found, _ = table("ebnf", 'root ::= "true"')
-    shipped = Constraint.shipped(found.to_bytes(), Thoughts(END))
-    both, start = Constraint.from_bytes(shipped).with_start((STOP,), ())
-    states, num_read = Canvas(both, (STOP,)).read([END, END], start, 99)
+    canvas, start = behind_thoughts(found)
+    states, num_read = canvas.read([END, END], start, 99)
     assert num_read == 1 and states[-1] == 0
 
 
 def test_room_is_left_for_an_answer_that_does_without_the_end_of_thoughts():
     found, _ = table("ebnf", 'root ::= "[true]"')
-    both, start = Constraint(found, Thoughts(END)).with_start((STOP,), ())
-    assert found.left[0] == 3 and both.left[start] == 1 + 6
-    canvas, draws = Canvas(both, (STOP,)), np.random.default_rng(0)
-    tokens = generate(canvas, start, 7, 8, draws)
+    canvas, start = behind_thoughts(found)
+    assert found.left[0] == 3 and canvas.table.left[start] == 1 + 6
+    tokens = generate(canvas, start, 7, 8, np.random.default_rng(0))
     assert b"".join(WORDS[token] for token in tokens) == b"true[true]"
 
 

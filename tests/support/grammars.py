@@ -42,7 +42,7 @@ def automaton(kind: str, text: str) -> tuple[Automaton, Any]:
         "json": lambda schema: compiler().compile_json_schema(schema, any_whitespace=False),
     }[kind]
     compiled = compile_one(text)
-    return Automaton(compiled.serialize_json(), is_json=kind == "json"), compiled
+    return Automaton(compiled.serialize_json(), kind), compiled
 
 
 def build(
