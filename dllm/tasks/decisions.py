@@ -5,11 +5,10 @@ is what a server writes for them (dllm/api/decisions/reads.py). A model and a to
 are made for these families.
 """
 
-from collections.abc import Callable
 from random import Random
 
 from dllm.tasks.chat import Asked, Decision
-from dllm.tasks.families import ADJECTIVES, FOODS, NAMES, NOUNS, Content, Family
+from dllm.tasks.families import ADJECTIVES, FOODS, NAMES, NOUNS, Content, Family, by_name
 
 # The ends of the levels: 0 to 99 in two, three, five or ten parts.
 ENDS = ((49, 99), (29, 59, 99), (19, 39, 59, 79, 99), tuple(range(9, 100, 10)))
@@ -107,8 +106,4 @@ class Odds(DecisionFamily[tuple[int, int, str, str]]):
         return decision, ["yes"] * number + ["no"] * (total - number)
 
 
-_KINDS: tuple[Callable[[], Family], ...] = (YesNo, Choice, Level, Wide, Odds)
-DECISION_FAMILIES: dict[str, Family] = {
-    family.name: family for family in (kind() for kind in _KINDS)
-}
-"""All of them, by name, in the order in which they are listed everywhere."""
+DECISION_FAMILIES = by_name(YesNo(), Choice(), Level(), Wide(), Odds())

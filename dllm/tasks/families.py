@@ -13,7 +13,7 @@ import datetime
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from random import Random
 from typing import Generic, TypeVar
 
@@ -80,11 +80,6 @@ class Family(ABC, Generic[Content]):
         """The class name in lower case."""
         return type(self).__name__.lower()
 
-    @property
-    def description(self) -> str:
-        """The class docstring on one line."""
-        return " ".join((type(self).__doc__ or "").split())
-
     @abstractmethod
     def draw(self, rng: Random) -> Content:
         """Draw the content of a problem.
@@ -99,6 +94,11 @@ class Family(ABC, Generic[Content]):
 
         A family that asks for more than a prompt returns an ``Asked``.
         """
+
+
+def by_name(*families: Family) -> dict[str, Family]:
+    """Families by their names, in the order in which they are listed everywhere."""
+    return {family.name: family for family in families}
 
 
 class Add(Family[tuple[int, int]]):
@@ -352,17 +352,16 @@ class Report(Family[tuple[tuple[str, str], ...]]):
         return f"Write a sentence for each: {listed}.", [answer]
 
 
-_KINDS: tuple[Callable[[], Family], ...] = (
-    Add,
-    Sort,
-    Reverse,
-    Compare,
-    Lookup,
-    Convert,
-    Extract,
-    Schema,
-    Edit,
-    Prose,
-    Report,
+FAMILIES = by_name(
+    Add(),
+    Sort(),
+    Reverse(),
+    Compare(),
+    Lookup(),
+    Convert(),
+    Extract(),
+    Schema(),
+    Edit(),
+    Prose(),
+    Report(),
 )
-FAMILIES: dict[str, Family] = {family.name: family for family in (kind() for kind in _KINDS)}

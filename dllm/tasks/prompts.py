@@ -43,34 +43,53 @@ def read_conversations(file: Path, is_json: bool) -> list[Conversation]:
         ValueError: the file cannot be read, or a line is wrong; the message begins with its name
             and the number of the line.
     """
+    if not is_json:
+        return [asked(line) for line in numbered_lines(file).values()]
+    return [_conversation(where, given) for where, given in json_lines(file)]
+
+
+def numbered_lines(file: Path) -> dict[str, str]:
+    """The lines of a file that are not empty, by where they are: ``FILE, line 3``.
+
+    Raises:
+        ValueError: the file cannot be read; names it.
+    """
     try:
         lines = file.read_text().splitlines()
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: no text in UTF-8 ({error}).") from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not is_json:
-        return [asked(line) for _, line in numbered]
-    return [_conversation(f"{file}, line {number}", line) for number, line in numbered]
+    return {f"{file}, line {number}": line for number, line in enumerate(lines, 1) if line.strip()}
 
 
-def _conversation(where: str, line: str) -> Conversation:
-    try:
-        given = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: no JSON ({error}).") from None
-    given = given if isinstance(given, dict) else {}
-    domain = given.get("domain")
+def json_lines(file: Path) -> list[tuple[str, Any]]:
+    """The JSON values of a file with one on each line, each behind where it is.
+
+    Raises:
+        ValueError: as of ``numbered_lines``, or a line is no JSON.
+    """
+    found = []
+    for where, line in numbered_lines(file).items():
+        try:
+            found.append((where, json.loads(line)))
+        except ValueError as error:
+            raise ValueError(f"{where}: no JSON ({error}).") from None
+    return found
+
+
+def _conversation(where: str, given: Any) -> Conversation:
+    fields = given if isinstance(given, dict) else {}
+    domain = fields.get("domain")
     domain = None if domain is None else str(domain)
-    prompt, messages = given.get("prompt"), given.get("messages")
+    prompt, messages = fields.get("prompt"), fields.get("messages")
     if isinstance(messages, list) and messages and all(map(_is_message, messages)):
         return Conversation(messages, domain)
     if isinstance(prompt, str) and prompt:
         return asked(prompt)._replace(domain=domain)
     raise ValueError(
-        f'{where}: {line[:60]!r}; allowed: {{"prompt": "..."}} or {{"messages": [{{"role": "user", '
-        '"content": "..."}]}.'
+        f"{where}: {json.dumps(given)[:60]!r}; allowed: "
+        '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}.'
     )
 
 

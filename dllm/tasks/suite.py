@@ -16,21 +16,6 @@ from dllm.tasks.decisions import DECISION_FAMILIES
 from dllm.tasks.families import FAMILIES, Family
 from dllm.tasks.tools import TOOL_FAMILIES
 
-__all__ = [
-    "DECISION_FAMILIES",
-    "FAMILIES",
-    "GROUPS",
-    "SPLITS",
-    "STYLES",
-    "TOOL_FAMILIES",
-    "Family",
-    "Question",
-    "group_of",
-    "question",
-    "questions",
-    "split_of",
-]
-
 SPLITS = ("train", "validation", "heldout")
 # A model is trained on families of one group, with the tokenizer of that group.
 GROUPS: dict[str, dict[str, Family]] = {

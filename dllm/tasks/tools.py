@@ -7,11 +7,10 @@ question; the content alone decides the split, as in the other families.
 """
 
 import json
-from collections.abc import Callable
 from random import Random
 
 from dllm.tasks.chat import DAYS, STYLES, TOOLS, UNITS, Asked, Chat, answer_text, call_text
-from dllm.tasks.families import CITIES, FOODS, NAMES, Content, Family
+from dllm.tasks.families import CITIES, FOODS, NAMES, Content, Family, by_name
 
 # fmt: off
 SURNAMES = (
@@ -170,6 +169,4 @@ class Record(Family[tuple[str, int, str]]):
         return Asked(prompt, [answer_text(thought, answer, chat)], chat)
 
 
-_KINDS: tuple[Callable[[], Family], ...] = (Weather, Total, Alarm, Phone, Record)
-TOOL_FAMILIES: dict[str, Family] = {family.name: family for family in (kind() for kind in _KINDS)}
-"""All of them, by name, in the order in which they are listed everywhere."""
+TOOL_FAMILIES = by_name(Weather(), Total(), Alarm(), Phone(), Record())

@@ -61,13 +61,11 @@ def log_loss(decided: Sequence[Decided], temperature: float = 1.0) -> float:
     return float(-np.log(np.maximum(of_right, TINY)).mean())
 
 
-def brier(decided: Sequence[Decided], temperature: float = 1.0) -> float:
+def brier(decided: Sequence[Decided]) -> float:
     """Mean squared distance from the right answer (Brier 1950, over all options)."""
-    distances = []
-    for one in decided:
-        right = np.arange(len(one.probs)) == one.right
-        distances.append(np.square(tempered(one.probs, temperature) - right).sum())
-    return float(np.mean(distances))
+    wanted = [np.arange(len(one.probs)) == one.right for one in decided]
+    pairs = zip(decided, wanted, strict=True)
+    return float(np.mean([np.square(np.subtract(one.probs, want)).sum() for one, want in pairs]))
 
 
 def calibration_error(decided: Sequence[Decided], temperature: float = 1.0) -> float:

@@ -2,8 +2,6 @@
 
 import argparse
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,14 +33,11 @@ class Connection:
         Raises:
             CommandError: the server does not answer any more.
         """
-        try:
-            asked = urllib.request.Request(f"{self.url}/metrics", headers=self.client.auth_headers)
-            with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as response:
-                return str(response.read().decode())
-        except urllib.error.HTTPError:
-            return None
-        except OSError as error:
-            raise CommandError(f"the server at {self.url} is gone: {error}") from None
+        with explained(self.url):
+            try:
+                return self.client.get(f"{self.url}/metrics", cast_to=str)
+            except openai.APIStatusError:
+                return None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm.settings.command import CommandError
+from dllm.tasks.prompts import json_lines
 from dllm.tasks.suite import DECISION_FAMILIES, questions
 from dllm.tools.calibration import Decided, cross_validated, report
 from dllm.tools.client import Connection, explained
@@ -53,26 +54,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         CommandError: it cannot be read, or a line is not as the module says.
     """
     try:
-        texts = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"--decisions {path}: {error}") from None
-    lines = []
-    for number, text in enumerate(texts, 1):
-        if not text.strip():
-            continue
+        lines = json_lines(path)
+    except ValueError as error:
+        raise CommandError(f"--decisions {error}") from None
+    for where, line in lines:
         try:
-            line = json.loads(text)
             values = _values(line["question"])
             has_odds = line["question"]["type"] == "predicate" and 0 <= line.get("odds", -1) <= 1
             if not has_odds and line.get("answer") not in values:
                 raise ValueError(f"answer {line.get('answer')!r} is none of {values}")
         except (ValueError, TypeError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
-            raise CommandError(f"--decisions {path}, line {number}: {problem}") from None
-        lines.append(line)
+            raise CommandError(f"--decisions {where}: {problem}") from None
     if not lines:
         raise CommandError(f"--decisions {path}: no line has a question.")
-    return lines
+    return [line for _, line in lines]
 
 
 def _values(question: dict[str, Any]) -> list[Any]:

@@ -120,15 +120,11 @@ def open_reference(
     if not (path / "config.json").exists():
         raise CommandError(f"--reference {path}: no config.json; give a checkpoint's folder.")
     architecture = json.loads((path / "config.json").read_text())["architectures"][0]
-    if token_by_token:
-        if architecture != NEMOTRON:
-            raise CommandError(
-                f"--token-by-token: {path} is a {architecture}; allowed: {NEMOTRON}."
-            )
-        return GenerateReference(path, max_tokens, temperature, seed, False)
-    if architecture in FAMILIES and architecture != DIFFUSION:
+    if token_by_token and architecture != NEMOTRON:
+        raise CommandError(f"--token-by-token: {path} is a {architecture}; allowed: {NEMOTRON}.")
+    if architecture in FAMILIES and architecture != DIFFUSION and not token_by_token:
         return MaskedReference(path, max_tokens, temperature)
-    return GenerateReference(path, max_tokens, temperature, seed, architecture == DIFFUSION)
+    return GenerateReference(path, architecture, max_tokens, temperature, seed)
 
 
 class StepCounter:
@@ -139,45 +135,36 @@ class StepCounter:
         self.blocks = -1  # the first call of `put` is for the prompt
 
     def put(self, value: torch.Tensor) -> None:
-        """Called with the prompt, then with every finished block."""
+        """The prompt, then every finished block."""
         self.blocks += 1
 
     def put_draft(self, value: torch.Tensor) -> None:
-        """Called with the argmax canvas after every denoise step."""
+        """The argmax canvas after every denoise step."""
         self.denoise_steps += 1
 
     def end(self) -> None:
-        """Called at the end; does nothing."""
+        """Nothing is to be done."""
 
 
 class GenerateReference(Reference):
     """A model that transformers' ``generate`` knows; arguments as of ``open_reference``."""
 
     def __init__(
-        self,
-        path: Path,
-        max_tokens: int,
-        temperature: float | None,
-        seed: int,
-        is_diffusion: bool,
+        self, path: Path, architecture: str, max_tokens: int, temperature: float | None, seed: int
     ) -> None:
         super().__init__(path)
-        self.is_diffusion, self.seed = is_diffusion, seed
-        self.model = self._load(path)
+        self.is_diffusion, self.seed = architecture == DIFFUSION, seed
+        if architecture == NEMOTRON:  # in fp32, as for the plain loop
+            self.model = load_model(path)
+            self.model.generation_config = GenerationConfig.from_pretrained(path)
+        else:
+            kind = DiffusionGemmaForBlockDiffusion if self.is_diffusion else AutoModelForCausalLM
+            self.model = kind.from_pretrained(path, dtype="auto").eval()
         self.options: dict[str, object] = {"max_new_tokens": max_tokens}
         if temperature is not None:
             self.options |= self._temperature(temperature)
         eos = self.model.generation_config.eos_token_id
         self.stops = eos if isinstance(eos, list) else [eos]
-
-    def _load(self, path: Path) -> Any:
-        """The model in its own precision; a Nemotron in fp32, as for the plain loop."""
-        if json.loads((path / "config.json").read_text())["architectures"][0] == NEMOTRON:
-            model = load_model(path)
-            model.generation_config = GenerationConfig.from_pretrained(path)
-            return model
-        kind = DiffusionGemmaForBlockDiffusion if self.is_diffusion else AutoModelForCausalLM
-        return kind.from_pretrained(path, dtype="auto").eval()
 
     def _temperature(self, temperature: float) -> dict[str, object]:
         """The arguments of ``generate`` for a request's temperature."""

@@ -45,7 +45,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Score:
-    """The scores of one family of questions, or of all families together."""
+    """The scores of one family of questions, or of all families together; None as in ``Run``."""
 
     name: str
     num_questions: int
@@ -59,36 +59,20 @@ class Score:
     def accuracy(self) -> float:
         return self.num_correct / self.num_questions
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        return wilson_interval(self.num_correct, self.num_questions)
-
-    @property
-    def mean_tokens(self) -> float | None:
-        return _ratio(self.num_tokens, self.num_questions)
-
-    @property
-    def steps_per_block(self) -> float | None:
-        return _ratio(self.denoise_steps, self.blocks)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return _ratio(self.num_tokens, self.seconds)
-
-    def to_mapping(self) -> dict[str, object]:
+    def to_mapping(self) -> dict[str, Any]:
         """All numbers of the table as plain data, for JSON."""
         return {
             "num_questions": self.num_questions,
             "num_correct": self.num_correct,
             "accuracy": self.accuracy,
-            "interval_95": list(self.interval),
-            "mean_output_tokens": self.mean_tokens,
+            "interval_95": list(wilson_interval(self.num_correct, self.num_questions)),
+            "mean_output_tokens": _ratio(self.num_tokens, self.num_questions),
             "denoise_steps": self.denoise_steps,
             "blocks": self.blocks,
-            "denoise_steps_per_block": self.steps_per_block,
+            "denoise_steps_per_block": _ratio(self.denoise_steps, self.blocks),
             "output_tokens_per_step": _ratio(self.num_tokens, self.denoise_steps),
             "seconds": self.seconds,
-            "output_tokens_per_s": self.tokens_per_s,
+            "output_tokens_per_s": _ratio(self.num_tokens, self.seconds),
         }
 
 
@@ -152,16 +136,17 @@ def table(scores: Sequence[Score], title: str) -> Table:
 
 
 def _cells(one: Score) -> list[str]:
-    low, high = one.interval
+    found = one.to_mapping()
+    low, high = found["interval_95"]
     return [
         one.name,
         f"{one.num_correct}/{one.num_questions}",
         f"{100 * one.accuracy:.1f}%",
         f"{100 * low:.1f}-{100 * high:.1f}",
-        _shown(one.mean_tokens),
-        _shown(one.steps_per_block, 2),
+        _shown(found["mean_output_tokens"]),
+        _shown(found["denoise_steps_per_block"], 2),
         f"{one.seconds:.1f}",
-        _shown(one.tokens_per_s),
+        _shown(found["output_tokens_per_s"]),
     ]
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -36,28 +35,22 @@ def main(argv: Sequence[str]) -> int:
     given = parse(argv)
     if given.decisions:
         return evaluate_decisions(given)
-    families = chosen_families(given.tasks)
-    asked = {
-        family: [
-            one.in_style(given.style)
-            for one in _questions(family, given.split, given.num, given.question_seed)
-        ]
-        for family in families
-    }
+    asked = {family: _questions(family, given) for family in chosen_families(given.tasks)}
     model = open_model(given)
     scores, wrong = evaluate(model, asked)
     title = f"{model.name}: {given.split} questions, exact answers"
     Console().print(table(scores, title))
     if given.output:
-        settings = {key: value for key, value in vars(given).items() if key != "api_key"}
+        settings = {key: value for key, value in sorted(vars(given).items()) if key != "api_key"}
         result = {
             "model": model.name,
-            "settings": {key: _plain(value) for key, value in sorted(settings.items())},
+            "settings": settings,
             "families": {one.name: one.to_mapping() for one in scores},
             "all": total(scores).to_mapping(),
             "wrong": wrong,
         }
-        given.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(result, indent=2, ensure_ascii=False, default=str)  # paths
+        given.output.write_text(f"{text}\n")
     return OK
 
 
@@ -195,15 +188,12 @@ def evaluate(
     return scores, wrong
 
 
-def _questions(family: str, split: str, num: int, seed: int) -> list[Question]:
+def _questions(family: str, given: argparse.Namespace) -> list[Question]:
     try:
-        return questions([family], split, num, seed)
+        found = questions([family], given.split, given.num, given.question_seed)
     except ValueError as error:
-        raise CommandError(f"--num {num}: {error}") from None
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
+        raise CommandError(f"--num {given.num}: {error}") from None
+    return [one.in_style(given.style) for one in found]
 
 
 def _positive(text: str) -> int:
@@ -211,7 +201,3 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}; allowed: an integer of at least 1")
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm.settings.command import OK, CommandError
+from dllm.tasks.prompts import json_lines
 from dllm.tools import client
 
 AT_ONCE = 16  # texts
@@ -78,17 +79,16 @@ def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {"prompt": args.prompt, "text": args.text}
         return
     try:
-        lines = args.file.read_text().splitlines()
-        bodies = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
-        raise CommandError(f"--file {args.file}: {error}") from None
-    for number, body in enumerate(bodies, 1):
+        bodies = json_lines(args.file)
+    except ValueError as error:
+        raise CommandError(f"--file {error}") from None
+    for where, body in bodies:
         if not isinstance(body, dict) or not {"prompt", "text"} <= body.keys():
             raise CommandError(
-                f"--file {args.file}: object {number} has no prompt or no text; allowed: objects "
-                "with both, each a text or a list of token ids."
+                f"--file {where}: no prompt or no text; allowed: objects with both, each a text or "
+                "a list of token ids."
             )
-    yield from bodies
+    yield from (body for _, body in bodies)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,8 +11,7 @@ from rich.live import Live
 
 from dllm.settings.command import OK, CommandError
 from dllm.tools.client import Connection, add_arguments, connect, explained
-from dllm.tools.watch_drawing import Frame, Texts, legend, picture
-from dllm.tools.watch_svg import animation
+from dllm.tools.watch_drawing import Frame, Texts, animation, legend, picture
 
 CANVASES = {"vllm_xargs": {"diffusion_stream": "canvas"}, "return_token_ids": True}
 

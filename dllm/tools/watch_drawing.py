@@ -1,26 +1,30 @@
-"""Draws denoise steps: the canvas as cells, and the cells in a terminal.
+"""Draws denoise steps: the canvas as cells, in a terminal or in an animated SVG file.
 
 Every canvas position is a cell with the token that it holds after the step. Its colour shows the
 entropy of the model's distribution there; its status is what the step did:
 
     accepted  the model's sampled token stays              filled
-    renoised  a random token was put in its place          outlined (in the terminal: dim)
-    final     the block has converged and is emitted       filled, framed (in the terminal: bold)
-    unused    after the end of a converged answer          empty
+    renoised  a random token was put in its place          dim
+    final     the block has converged and is emitted       filled, bold
+
+Behind the end of a converged answer cells are empty. The SVG file has no scripts and no fonts, and
+needs no other files. Each of its frames is what the terminal shows, drawn by rich as a group of the
+SVG; CSS shows one after the other. Where CSS animation does not run, or the reader prefers reduced
+motion, the last is shown.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
+from xml.sax.saxutils import escape
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 from dllm.tools.visible import visible
-
-Status = Literal["accepted", "renoised", "final", "unused"]
-LEGEND: tuple[Status, ...] = ("accepted", "renoised", "final")
 
 # (Largest entropy in nats, colour). The bundled model's vocabulary of 832 tokens has at most 6.7.
 ENTROPY_COLORS = (
@@ -30,6 +34,11 @@ ENTROPY_COLORS = (
     (1.5, "#fdae6b"),
     (float("inf"), "#f4836b"),
 )
+STYLES = {
+    "accepted": "black on {}",
+    "renoised": "dim italic {}",
+    "final": "bold underline black on {}",
+}
 CELL_CHARACTERS = 9
 
 
@@ -66,19 +75,6 @@ class Frame:
             f"{sum(self.accepted)}/{len(self.accepted)} accepted, mean entropy {mean:.3f}"
             + (", converged" if self.is_final else "")
         )
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What is drawn at one canvas position."""
-
-    text: str  # of the token
-    status: Status
-    level: int  # index into ENTROPY_COLORS
-
-    @property
-    def color(self) -> str:
-        return ENTROPY_COLORS[self.level][1]
 
 
 @dataclass
@@ -120,30 +116,23 @@ class Texts:
         return next(ends, len(ids))
 
 
-def entropy_level(nats: float) -> int:
-    """The index in ENTROPY_COLORS of an entropy's colour."""
-    return next(i for i, (limit, _) in enumerate(ENTROPY_COLORS) if nats <= limit)
-
-
-def entropy_ranges() -> list[str]:
-    """The entropies that each colour stands for, as text for the legend."""
-    limits = [limit for limit, _ in ENTROPY_COLORS[:-1]]
-    return [*(f"≤ {limit:g}" for limit in limits), f"> {limits[-1]:g}"]
-
-
-def cells(frame: Frame, texts: Texts) -> list[Cell]:
+def cells(frame: Frame, texts: Texts) -> list[Text]:
     """The canvas after a step, one cell for each position."""
-    statuses: list[Status]
-    if frame.is_final:
-        length = texts.length(frame.argmax)
-        held = [texts.cell(token_id) for token_id in frame.argmax[:length]]
-        held += [""] * (len(frame.argmax) - length)
-        statuses = ["final" if place < length else "unused" for place in range(len(held))]
-    else:
-        held = [texts.cell(token_id) for token_id in frame.next_canvas]
-        statuses = ["accepted" if accepted else "renoised" for accepted in frame.accepted]
-    levels = [entropy_level(nats) for nats in frame.entropy]
-    return [Cell(*parts) for parts in zip(held, statuses, levels, strict=True)]
+    if not frame.is_final:
+        held = zip(frame.next_canvas, frame.accepted, frame.entropy, strict=True)
+        return [
+            _cell(texts.cell(token), "accepted" if accepted else "renoised", nats)
+            for token, accepted, nats in held
+        ]
+    length = texts.length(frame.argmax)
+    emitted = zip(frame.argmax[:length], frame.entropy[:length], strict=True)
+    drawn = [_cell(texts.cell(token), "final", nats) for token, nats in emitted]
+    return drawn + [Text()] * (len(frame.argmax) - length)
+
+
+def _cell(text: str, status: str, nats: float) -> Text:
+    color = next(color for limit, color in ENTROPY_COLORS if nats <= limit)
+    return Text(text, style=STYLES[status].format(color))
 
 
 def picture(frame: Frame, texts: Texts, width: int) -> RenderableType:
@@ -152,7 +141,7 @@ def picture(frame: Frame, texts: Texts, width: int) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
     for _ in range(columns):
         grid.add_column(width=CELL_CHARACTERS, no_wrap=True)
-    drawn = [_styled(cell) for cell in cells(frame, texts)]
+    drawn = cells(frame, texts)
     for start in range(0, len(drawn), columns):
         grid.add_row(*drawn[start : start + columns])
     shown = visible(texts.answer(frame), kept="\n\t")
@@ -162,18 +151,79 @@ def picture(frame: Frame, texts: Texts, width: int) -> RenderableType:
 
 def legend() -> Text:
     """Explains the colours and styles, for a terminal."""
-    parts = [Text("entropy (nats): ", style="dim")]
-    for level, shown in enumerate(entropy_ranges()):
-        parts += [_styled(Cell(shown, "accepted", level)), Text(" ")]
-    samples = [_styled(Cell(status, status, 0)) for status in LEGEND]
-    return Text.assemble(*parts, "  ", Text(" ").join(samples))
+    limits = [limit for limit, _ in ENTROPY_COLORS[:-1]]
+    ranges = [_cell(f"≤ {limit:g}", "accepted", limit) for limit in limits]
+    ranges.append(_cell(f"> {limits[-1]:g}", "accepted", float("inf")))
+    statuses = [_cell(status, status, 0) for status in STYLES]
+    space = Text(" ")
+    head = Text("entropy (nats): ", style="dim")
+    return Text.assemble(head, space.join(ranges), "   ", space.join(statuses))
 
 
-def _styled(cell: Cell) -> Text:
-    style = {
-        "accepted": f"black on {cell.color}",
-        "renoised": f"dim italic {cell.color}",
-        "final": f"bold underline black on {cell.color}",
-        "unused": "",
-    }[cell.status]
-    return Text(cell.text, style=style)
+# --- SVG ------------------------------------------------------------------------------------------
+
+STEP_S, LAST_S = 0.8, 3.0  # how long a frame is shown, and the last one of a block
+COLUMNS = 8  # cells in a row
+WIDTH = COLUMNS * (CELL_CHARACTERS + 1)  # characters
+MARGIN = 16  # pixels
+BACKGROUND = SVG_EXPORT_THEME.background_color.hex
+# What rich fills in for a frame.
+FRAME = """{char_width} {line_height}
+<g class="f" id="{unique_id}"><style>{styles}</style>
+<defs>{lines}</defs>{backgrounds}{matrix}</g>"""
+STYLE = """
+text{font:20px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
+.f{visibility:hidden}
+.f:last-of-type{visibility:visible}
+@media (prefers-reduced-motion:reduce){.f{animation:none!important}}
+"""
+
+
+def animation(frames: Sequence[Frame], texts: Texts, question: str) -> str:
+    """The text of the SVG file. The animation starts again after the last frame.
+
+    Raises:
+        ValueError: there is no frame.
+    """
+    if not frames:
+        raise ValueError("an animation needs at least one frame.")
+    head = Text(f"> {visible(question)}\n", style="bold")
+    groups, num_lines = [], 0
+    for index, frame in enumerate(frames):
+        console = Console(file=io.StringIO(), width=WIDTH, record=True, color_system="truecolor")
+        console.print(Group(head, legend(), picture(frame, texts, WIDTH)))
+        num_lines = max(num_lines, console.file.getvalue().count("\n"))  # type: ignore[attr-defined]
+        drawn = console.export_svg(theme=SVG_EXPORT_THEME, code_format=FRAME, unique_id=f"f{index}")
+        size, _, group = drawn.partition("\n")
+        groups.append(group)
+    char_width, line_height = map(float, size.split())
+    width = round(WIDTH * char_width) + 2 * MARGIN
+    height = round(num_lines * line_height) + 2 * MARGIN
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img">',
+            f"<title>{escape(visible(question))}</title>",
+            f"<style>{STYLE}{_timing(frames)}</style>",
+            f'<rect width="{width}" height="{height}" rx="8" fill="{BACKGROUND}"/>',
+            f'<g transform="translate({MARGIN} {MARGIN})">',
+            *groups,
+            "</g></svg>",
+            "",
+        ]
+    )
+
+
+def _timing(frames: Sequence[Frame]) -> str:
+    """CSS that shows the frames in turn: one keyframe rule each, in percent of the cycle."""
+    lengths = [LAST_S if frame.is_final else STEP_S for frame in frames]
+    cycle = sum(lengths)
+    rules, start = [], 0.0
+    for index, length in enumerate(lengths):
+        begin, end = 100 * start / cycle, 100 * (start + length) / cycle
+        before = "0%{visibility:hidden}" if index else ""
+        after = f"{end:.3f}%{{visibility:hidden}}" if index < len(lengths) - 1 else ""
+        rules.append(f"@keyframes k{index}{{{before}{begin:.3f}%{{visibility:visible}}{after}}}")
+        rules.append(f"#f{index}{{animation:k{index} {cycle:.2f}s step-end infinite}}")
+        start += length
+    return "\n".join(rules)

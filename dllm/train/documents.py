@@ -13,7 +13,6 @@ from dllm.settings.command import CommandError
 from dllm.train.precision import processor
 from dllm.train.run import AnyLearner, Run
 from dllm.train.run_files import CURVE, LOG, write_log
-from dllm.train.settings import RunSettings
 
 COMMON_COLUMNS = ("step", "seconds", "loss")
 
@@ -68,15 +67,22 @@ def write_log_and_curve(run: Run[AnyLearner], path: Path, *panels: Panel) -> Non
         figure.savefig(path / CURVE, metadata={"Date": None})
 
 
-def duration(run: Run[AnyLearner]) -> str:
-    """How long it took, on what, with which libraries: the rest of a sentence."""
-    return (
-        f"{run.seconds / 60:.0f} minutes of training on {run.settings.threads} thread(s) of "
+def training_section(run: Run[AnyLearner], command: str, data: str, steps: str) -> list[str]:
+    """The section of a model card on its training, as lines of Markdown, settings included.
+
+    Args:
+        command: the command line that made the weights.
+        data: what they were trained on; steps: in which steps. Each is a sentence.
+    """
+    return [
+        "## Training\n",
+        f"- Data: {data}",
+        f"- {run.step} steps of {steps}",
+        f"- Reproduce with `{command}` and the settings below.",
+        f"- {run.seconds / 60:.0f} minutes of training on {run.settings.threads} thread(s) of "
         f"{processor(run.device)}; torch {torch.__version__}, transformers "
-        f"{transformers.__version__}."
-    )
-
-
-def settings_block(settings: RunSettings) -> list[str]:
-    """All settings, as lines of Markdown."""
-    return ["```json", json.dumps(settings.to_mapping(), indent=2), "```"]
+        f"{transformers.__version__}.\n",
+        "```json",
+        json.dumps(run.settings.to_mapping(), indent=2),
+        "```",
+    ]

@@ -1,9 +1,14 @@
 """The files of a run's directory, and what it was started with."""
 
 import csv
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from dllm.settings.command import CommandError
 
@@ -13,6 +18,7 @@ STATE = "state.pt"  # the checkpoint to resume from
 CURVE = "curve.svg"  # the log as a picture
 MODEL = "model"  # folder of the checkpoint to use
 CARD = "README.md"  # model card, in that folder
+WEIGHTS = "model.safetensors"  # in that folder
 
 
 def begin(out: Path, given: Mapping[str, object], resume: bool) -> None:
@@ -57,3 +63,24 @@ def write_log(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Write an object as indented JSON; characters beyond ASCII stay readable."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def weights_digest(checkpoint: Path) -> str:
+    """SHA-256 of the weights of a checkpoint directory."""
+    with (checkpoint / WEIGHTS).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor], kept: Container[str] = ()) -> None:
+    """Write tensors in bf16, those that are named in ``kept`` as they are.
+
+    An interrupted write leaves the file before.
+    """
+    half = {
+        name: (tensor if name in kept else tensor.to(torch.bfloat16)).cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+    unfinished = path.with_name(f"{path.name}.part")
+    save_file(half, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(0o644)  # safetensors writes it readable by its owner only
+    unfinished.replace(path)

@@ -22,6 +22,7 @@ class Stub:
         passes: forward passes that the metrics count for every answer; None: no such metrics.
         key: that a request under /v1 has to bring; None: none.
         status: HTTP status of chat requests; anything but 200 is an error.
+        complete: makes the answer to a body that is sent to /v1/completions.
         requests: bodies of the chat requests so far.
         url: set while the server runs.
     """
@@ -32,6 +33,7 @@ class Stub:
     passes: int | None = None
     key: str | None = None
     status: int = 200
+    complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -77,6 +79,8 @@ def serve(stub: Stub) -> Iterator[Stub]:
                 return
             if stub.status != 200:
                 self._send_json(stub.status, {"error": {"message": "the stub refuses"}})
+            elif stub.complete is not None and self.path == "/v1/completions":
+                self._send_json(200, stub.complete(body))
             elif body.get("stream"):
                 self._stream(stub.reply(body["messages"]))
             else:

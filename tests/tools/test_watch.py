@@ -16,11 +16,11 @@ from dllm.cli import main
 from dllm.tools.watch_drawing import (
     Frame,
     Texts,
+    animation,
     cells,
     legend,
     picture,
 )
-from dllm.tools.watch_svg import animation
 from tests.support.chat_stub import Stub, serve
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -68,7 +68,7 @@ def test_a_terminal_shows_the_canvas_and_the_answer(two_blocks: list[Frame], tex
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "accepted renoised final" in text
     assert f"block 2, step {two_blocks[-1].step}:" in text
-    shown = [cell.text for cell in cells(two_blocks[-1], texts) if cell.text != "�"]
+    shown = [cell.plain for cell in cells(two_blocks[-1], texts) if cell.plain != "�"]
     assert all(token in text for token in shown)
 
 
@@ -91,7 +91,7 @@ def test_the_svg_has_one_group_a_frame(two_blocks: list[Frame], texts: Texts) ->
     for group, frame in zip(groups, two_blocks, strict=True):
         shown = "".join(group.itertext()).replace("\xa0", " ")
         assert frame.title in shown and "> Is 1 < 2 & 3�?" in shown
-        assert all(cell.text in shown for cell in cells(frame, texts))
+        assert all(cell.plain in shown for cell in cells(frame, texts))
     title = root.find(f"{SVG}title")
     assert title is not None and title.text == "Is 1 < 2 & 3�?"
 

@@ -3,9 +3,7 @@
 import csv
 import json
 import shutil
-import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +32,7 @@ from tests.support.calibrate_cases import (
     target_path,
     weights_of,
 )
+from tests.support.chat_stub import Stub, serve
 from tests.support.drafter_pairs import MASK, random_drafter, write_drafter, write_target
 
 __all__ = ["target", "target_path"]  # fixtures
@@ -300,44 +299,19 @@ def test_sizes_that_the_config_leaves_out_are_the_targets(tmp_path):
 # --- responses of a server ------------------------------------------------------------------------
 
 
-class _Server(BaseHTTPRequestHandler):
-    """Answers every prompt with its first three tokens; with or without their ids."""
-
-    returns_ids = True
-
-    def do_GET(self):
-        assert self.headers["Authorization"] == "Bearer s3cret"
-        self._send({"object": "list", "data": [{"id": "target", "object": "model"}]})
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.headers["Authorization"] == "Bearer s3cret"
-        assert asked["return_token_ids"] and asked["max_tokens"] == 12, asked
-        choice = {"index": 0, "text": "number", "finish_reason": "stop", "logprobs": None}
-        if self.returns_ids:
-            choice["token_ids"] = asked["prompt"][:3]
-        self._send({"id": "x", "object": "text_completion", "model": "target", "choices": [choice]})
-
-    def _send(self, value):
-        body = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.mark.parametrize("returns_ids", [True, False])
 def test_a_server_writes_the_responses(target_path, files, returns_ids):
-    handler = type("Handler", (_Server,), {"returns_ids": returns_ids})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert calibrate(target_path, files, f"--from-server={url}", "--api-key=s3cret") == 0
-        server.shutdown()
+    """Which are the first three tokens of each prompt; with their ids, or with a text alone."""
+
+    def complete(asked: dict) -> dict:
+        assert asked["return_token_ids"] and asked["max_tokens"] == 12, asked
+        choice = {"index": 0, "text": "number", "finish_reason": "stop", "logprobs": None}
+        if returns_ids:
+            choice["token_ids"] = asked["prompt"][:3]
+        return {"id": "x", "object": "text_completion", "model": "target", "choices": [choice]}
+
+    with serve(Stub(str, models=("target",), key="s3cret", complete=complete)) as stub:
+        assert calibrate(target_path, files, f"--from-server={stub.url}", "--api-key=s3cret") == 0
     for file in (files / "run").rglob("*"):
         assert file.is_dir() or b"s3cret" not in file.read_bytes(), file
     for sample in read_shards(files / "run/responses/train"):

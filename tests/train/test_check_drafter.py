@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dllm import cli
-from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.samples import Sample
-from dllm.settings.drafting import DrafterOptions
-from dllm.train.drafter.check import Checker, Conventions, Reading
+from dllm.train.drafter.check import Checker, Reading
 from dllm.train.drafter.network import DraftNetwork, draft_inputs
 from dllm.train.drafter.target import Target
-from tests.support.drafter_pairs import drafter_config, random_drafter, write_target
+from tests.support.calibrate_cases import read_config
+from tests.support.drafter_pairs import random_drafter, write_target
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 TARGET, DRAFTER = CHECKPOINTS / "tiny-ar", CHECKPOINTS / "tiny-drafter"
@@ -102,9 +101,7 @@ def test_causality_that_matters_is_named(tmp_path, is_causal):
     """Random weights, and responses that are what they draft with one causality."""
     block, width = 5, 4
     target = Target(write_target(tmp_path / "target"), "cpu")
-    reading = Reading(
-        DrafterConfig.from_config(drafter_config(), DrafterOptions(), lambda token: None), (1, 3)
-    )
+    reading = Reading(read_config(), (1, 3))
     layers = tuple(replace(one, is_causal=is_causal) for one in reading.config.layers)
     trained = replace(reading, config=replace(reading.config, layers=layers))
     network = DraftNetwork(trained.config)
@@ -121,8 +118,8 @@ def test_causality_that_matters_is_named(tmp_path, is_causal):
         Sample((*prompt, *said), 8, "all")
         for prompt, said in zip(tokens.tolist(), drafts.tolist(), strict=True)
     ]
-    conventions = Conventions(4, {}, {"rope_type": "default", "rope_theta": 1e6})
-    checker = Checker(network, target, samples, block, conventions)
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    checker = Checker(network, target, samples, block, {}, rope)
     assert checker.run(trained).is_ok
     other = tuple(replace(one, is_causal=not is_causal) for one in layers)
     wrong = replace(trained, config=replace(trained.config, layers=other))

@@ -10,7 +10,7 @@ from transformers import Qwen3ForCausalLM
 
 from dllm.drafter.samples import Sample
 from dllm.train.drafter.acceptance import Acceptance, measure, possible, total
-from dllm.train.drafter.network import DraftNetwork, compare, count_params, draft_inputs, losses
+from dllm.train.drafter.network import DraftNetwork, count_params, draft_inputs, losses
 from tests.support.calibrate_cases import random_samples, read_config, target, target_path
 from tests.support.drafter_pairs import MASK, random_drafter
 from tests.support.drafter_reference import ReferenceDrafter
@@ -67,7 +67,7 @@ def test_hidden_states_are_the_outputs_of_the_named_layers(target):
     assert torch.equal(target.hidden_states(tokens, (0, 2)), expected)
 
 
-def test_comparison_in_parts_is_cross_entropy():
+def test_losses_in_parts_are_cross_entropy():
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(11, 8, generator=draw, requires_grad=True)
     head, labels = torch.randn(20, 8, generator=draw), torch.arange(11)
@@ -77,9 +77,6 @@ def test_comparison_in_parts_is_cross_entropy():
     (gradient,) = torch.autograd.grad(parts.sum(), hidden)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(gradient, expected)
-    compared, is_likeliest = compare(hidden, head, labels)
-    torch.testing.assert_close(compared, whole)
-    assert torch.equal(is_likeliest, (hidden @ head.T).argmax(-1) == labels)
 
 
 class Largest(TorchDispatchMode):

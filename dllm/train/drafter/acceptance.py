@@ -6,19 +6,19 @@ before ended. Drafts beyond the end of the response are not counted, neither off
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dllm.drafter.samples import Sample
 from dllm.train.drafter.batch import Batch, load_batch
 from dllm.train.drafter.ends import TargetEnds
-from dllm.train.drafter.network import DraftNetwork, compare
+from dllm.train.drafter.network import DraftNetwork
 
-POSITIONS_AT_ONCE = 8192  # of drafts in a batch
 ANCHORS_AT_ONCE = 64  # of a response in one pass
 
 
@@ -119,55 +119,39 @@ def measure(
         layer_ids: layers of the target to feed it with; None: those of its config.
     """
     layers = network.config.target_layer_ids if layer_ids is None else layer_ids
+    head = network.head_of(target.head).to(network.fc.weight.dtype)
     found: dict[str, Acceptance] = defaultdict(Acceptance)
-    for group in _batches([sample for sample in samples if sample.num_anchors], block):
-        drafted = draft_all(network, target, load_batch(group, target, layers), block)
-        for sample, (agreeing, loss) in zip(group, drafted, strict=True):
-            found[sample.group].add(agreeing[: sample.num_anchors], block - 1, loss)
+    for sample in samples:
+        if sample.num_anchors:
+            batch = load_batch([sample], target, layers)
+            agreeing, loss = draft_all(network, target.embedding, head, batch, block)
+            found[sample.group].add(agreeing, block - 1, loss)
     return dict(found)
 
 
 def draft_all(
-    network: DraftNetwork, target: TargetEnds, batch: Batch, block: int
-) -> list[tuple[list[int], float]]:
-    """Draft behind every token of every response.
+    network: DraftNetwork, embedding: Tensor, head: Tensor, batch: Batch, block: int
+) -> tuple[list[int], float]:
+    """Draft behind every token of a response but the last; the batch has no other.
+
+    Args:
+        embedding, head: ``[V, H]``.
 
     Returns:
-        of each response, how many drafts behind each token agree, and the mean loss in nats.
+        how many drafts behind each token agree, and the mean loss in nats.
     """
-    most = max(sample.num_anchors for sample in batch.samples)
-    every = batch.starts[:, None] + torch.arange(most, device=batch.tokens.device)
-    last = (batch.lengths - 2)[:, None]
-    dtype = network.fc.weight.dtype
-    features, head = batch.features.to(dtype), network.head_of(target.head).to(dtype)
-    agreeing: list[Tensor] = []
-    losses = counts = torch.zeros(len(batch.samples), device=batch.tokens.device)
-    for behind in every.split(ANCHORS_AT_ONCE, 1):
-        # Shorter responses repeat their last anchor; drafts behind the repeated ones do not count.
-        blocks = batch.blocks(behind.minimum(last), block, network.config.mask_token_id)
-        exists = blocks.exists & (behind <= last)[..., None]
-        embeds = target.embedding[blocks.ids].to(dtype)
-        hidden = network(features, embeds, blocks.anchors)[:, :, 1:]
-        labels = network.as_drafted(blocks.labels)
-        loss, is_likeliest = compare(hidden[exists], head, labels[exists])
-        agrees = torch.zeros_like(exists).masked_scatter(exists, is_likeliest)
-        agreeing.append(agrees.int().cumprod(-1).sum(-1))
-        losses = losses + torch.zeros_like(exists, dtype=loss.dtype).masked_scatter(
-            exists, loss
-        ).sum((1, 2))
-        counts = counts + exists.sum((1, 2))
-    return list(zip(torch.cat(agreeing, 1).tolist(), (losses / counts).tolist(), strict=True))
-
-
-def _batches(samples: Sequence[Sample], block: int) -> Iterator[list[Sample]]:
-    """Batches of samples of similar length, each small enough for one pass."""
-    batch: list[Sample] = []
-    for sample in sorted(samples, key=lambda one: one.num_anchors):
-        # Samples are sorted, and all of a batch are padded to the anchors of its last one.
-        is_full = (len(batch) + 1) * sample.num_anchors * block > POSITIONS_AT_ONCE
-        if batch and (is_full or sample.num_anchors > 2 * batch[0].num_anchors):
-            yield batch
-            batch = []
-        batch.append(sample)
-    if batch:
-        yield batch
+    (sample,) = batch.samples
+    first, features = sample.response_start, batch.features.to(head.dtype)
+    every = torch.arange(first, first + sample.num_anchors, device=batch.tokens.device)
+    agreeing: list[int] = []
+    losses = []
+    for anchors in every[None].split(ANCHORS_AT_ONCE, 1):
+        blocks = batch.blocks(anchors, block, network.config.mask_token_id)
+        hidden = network(features, embedding[blocks.ids].to(head.dtype), anchors)[:, :, 1:]
+        labels = network.as_drafted(blocks.labels)[blocks.exists]
+        logits = F.linear(hidden[blocks.exists], head).float()
+        losses.append(F.cross_entropy(logits, labels, reduction="none"))
+        agrees = torch.zeros_like(blocks.exists)
+        agrees[blocks.exists] = logits.argmax(-1) == labels
+        agreeing += agrees[0].int().cumprod(-1).sum(-1).tolist()
+    return agreeing, float(torch.cat(losses).mean())

@@ -17,13 +17,11 @@ class Blocks(NamedTuple):
     """Draft blocks of K positions, A in each of B sequences.
 
     Attributes:
-        anchors: ``[B, A]``, the position of each block's first token, the last that is known.
-        ids: ``[B, A, K]``, that token, then masks.
+        ids: ``[B, A, K]``, the last token that is known, then masks.
         labels: ``[B, A, K - 1]``, the tokens that really follow.
         exists: ``[B, A, K - 1]`` bool; false beyond the end of a sequence.
     """
 
-    anchors: Tensor
     ids: Tensor
     labels: Tensor
     exists: Tensor
@@ -50,12 +48,12 @@ class Batch:
         return torch.tensor(starts, device=self.tokens.device)
 
     def blocks(self, anchors: Tensor, size: int, mask_token_id: int) -> Blocks:
-        """Blocks of ``size`` positions at ``anchors``."""
+        """Blocks of ``size`` positions, of which ``anchors`` ``[B, A]`` are the first."""
         places = anchors[..., None] + torch.arange(1, size, device=anchors.device)
         tokens = self.tokens[:, None].expand(-1, anchors.shape[1], -1)
         labels = tokens.gather(2, places.clamp(max=self.tokens.shape[1] - 1))
         ids = draft_inputs(self.tokens, anchors, size, mask_token_id)
-        return Blocks(anchors, ids, labels, places < self.lengths[:, None, None])
+        return Blocks(ids, labels, places < self.lengths[:, None, None])
 
 
 def load_batch(samples: Sequence[Sample], target: TargetEnds, layer_ids: Sequence[int]) -> Batch:

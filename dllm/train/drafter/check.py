@@ -54,19 +54,10 @@ class Alternative(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Conventions:
-    """Facts of the target that give alternatives: layers, mask tokens by id, RoPE parameters."""
-
-    num_target_layers: int
-    special_tokens: Mapping[int, str]
-    target_rope: Mapping[str, object]
-
-
-@dataclass(frozen=True)
 class Measured:
     """One reading: its loss on each prompt in nats, and its acceptance on all together."""
 
-    losses: tuple[float, ...]
+    losses: list[float]
     everything: Acceptance
 
     def is_better_than(self, other: "Measured") -> bool:
@@ -108,22 +99,17 @@ class Verdict:
     """What the search found.
 
     Attributes:
-        declared, best: as the checkpoint says, and with all mismatches corrected.
+        declared: acceptance as the checkpoint says.
         mismatches: in the order in which they were found, largest gain first. Empty if
             ``is_stranger``: random weights also prefer some reading, which means nothing.
         tried: name and tokens a step of every alternative to the declared reading.
+        is_stranger: hardly any first draft is kept in any reading: made for another target.
     """
 
-    declared: Measured
-    best: Measured
-    mismatches: tuple[Mismatch, ...]
-    tried: Mapping[str, float]
-
-    @property
-    def is_stranger(self) -> bool:
-        """Whether hardly any first draft is kept in any reading: made for another target."""
-        rates = self.best.everything.by_position
-        return not rates or rates[0] < LEAST_FIRST_DRAFT
+    declared: Acceptance
+    mismatches: list[Mismatch]
+    tried: dict[str, float]
+    is_stranger: bool
 
     @property
     def is_ok(self) -> bool:
@@ -133,13 +119,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Checker:
-    """Measures readings of one drafter on a few greedy responses of its target."""
+    """Measures readings of one drafter on a few greedy responses of its target.
+
+    Attributes:
+        special_tokens: of the target that could be meant as the mask, by id.
+        rope: the target's RoPE parameters.
+    """
 
     network: DraftNetwork
     target: Target
     samples: Sequence[Sample]
     block: int
-    conventions: Conventions
+    special_tokens: Mapping[int, str]
+    rope: Mapping[str, object]
 
     def run(self, reading: Reading) -> Verdict:
         """Search from the declared reading for one that no alternative improves."""
@@ -162,8 +154,10 @@ class Checker:
             lengths, losses = (old.length, new.length), (old.mean_loss, new.mean_loss)
             mismatches.append(Mismatch(*one[:3], *lengths, *losses))
             reading, measured = one.reading, after
-        verdict = Verdict(declared, measured, tuple(mismatches), tried)
-        return replace(verdict, mismatches=()) if verdict.is_stranger else verdict
+        rates = measured.everything.by_position
+        is_stranger = not rates or rates[0] < LEAST_FIRST_DRAFT
+        named = [] if is_stranger else mismatches
+        return Verdict(declared.everything, named, tried, is_stranger)
 
     def measure(self, reading: Reading) -> Measured:
         """Loss and acceptance with this reading."""
@@ -171,15 +165,15 @@ class Checker:
         # Each prompt is its own group, so that readings are compared prompt by prompt.
         alone = [replace(sample, group=str(at)) for at, sample in enumerate(self.samples)]
         groups = measure(self.network, self.target, alone, self.block, reading.layer_ids)
-        losses = tuple(groups[sample.group].loss for sample in alone if sample.num_anchors)
+        losses = [groups[sample.group].loss for sample in alone if sample.num_anchors]
         return Measured(losses, total(groups))
 
     def alternatives(self, reading: Reading) -> Iterator[Alternative]:
         """Other readings that differ in one convention."""
-        yield from _other_layers(reading, self.conventions.num_target_layers)
+        yield from _other_layers(reading, len(self.target.layers))
         yield from _other_causality(reading)
-        yield from _other_masks(reading, self.conventions.special_tokens)
-        yield from _other_rope(reading, self.conventions.target_rope)
+        yield from _other_masks(reading, self.special_tokens)
+        yield from _other_rope(reading, self.rope)
 
 
 def _other_layers(reading: Reading, num_layers: int) -> Iterator[Alternative]:
@@ -190,9 +184,8 @@ def _other_layers(reading: Reading, num_layers: int) -> Iterator[Alternative]:
     for other, how in orders.items():
         if other != ids and all(0 <= i < num_layers for i in other):
             text = f"outputs of layers {list(other)} ({how})"
-            yield Alternative(
-                "layer index", f"{list(ids)}", text, replace(reading, layer_ids=other)
-            )
+            moved = replace(reading, layer_ids=other)
+            yield Alternative("layer index", f"{list(ids)}", text, moved)
 
 
 def _other_causality(reading: Reading) -> Iterator[Alternative]:

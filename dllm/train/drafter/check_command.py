@@ -14,12 +14,11 @@ from dllm.drafter.samples import Sample
 from dllm.settings.command import FAILED, OK, CommandError, write_findings
 from dllm.tasks.suite import FAMILIES
 from dllm.train.drafter.acceptance import possible, total
-from dllm.train.drafter.check import Checker, Conventions, Reading, Verdict
-from dllm.train.drafter.export import Drafter, block_of, read_checkpoint, read_config
+from dllm.train.drafter.check import Checker, Reading, Verdict
+from dllm.train.drafter.export import Drafter, block_of, checked_config, read_checkpoint
 from dllm.train.drafter.prompts import Prompt, default_file, file_prompts, suite_prompts
 from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.drafter.target import Target, rope_of, target_facts
-from dllm.train.drafter.target import read_config as read_target_config
+from dllm.train.drafter.target import Target, read_config, rope_of, target_facts
 
 NUM_PROMPTS = 10
 MAX_TOKENS = 96
@@ -29,7 +28,7 @@ MOST_SPECIAL_TOKENS = 32  # so many are tried as the mask token
 def main(argv: Sequence[str]) -> int:
     """Check a pair. Exit status 0: it fits; 1: it does not."""
     given = parse(argv)
-    target_config = read_target_config(given.target)
+    target_config = read_config(given.target)
     facts = target_facts(target_config)
     config, weights = read_checkpoint(given.drafter)
     reading, refusal = read_loosely(config, facts)
@@ -37,10 +36,8 @@ def main(argv: Sequence[str]) -> int:
     network = drafter.network().to(given.device).requires_grad_(False)
     target = Target(given.target, given.device)
     samples = respond(target, load_prompts(given), given.max_tokens)
-    conventions = Conventions(
-        facts.num_layers, special_tokens(given.target), rope_of(target_config)
-    )
-    verdict = Checker(network, target, samples, drafter.block, conventions).run(reading)
+    names, rope = special_tokens(given.target), rope_of(target_config)
+    verdict = Checker(network, target, samples, drafter.block, names, rope).run(reading)
     is_ok = verdict.is_ok and refusal is None
     best = total(possible(samples, drafter.block - 1)).length
     if given.json is not None:
@@ -92,7 +89,7 @@ def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading
     dflash = dict(config.get("dflash_config") or {})  # type: ignore[call-overload]
     ids = dflash.get("target_layer_ids")
     try:
-        read = read_config(config, facts)
+        read = checked_config(config, facts)
         return Reading(read, read.target_layer_ids), None
     except CommandError as error:
         refusal = str(error)
@@ -101,7 +98,7 @@ def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading
     shift = min(0, facts.num_layers - 1 - max(ids)) or max(0, -min(ids))
     moved = tuple(i + shift for i in ids)
     dflash["target_layer_ids"] = sorted(set(moved))
-    read = read_config(config | {"dflash_config": dflash}, facts)
+    read = checked_config(config | {"dflash_config": dflash}, facts)
     if shift:
         refusal += f" (Measured with {list(moved)}.)"
     return Reading(read, moved), refusal
@@ -150,24 +147,22 @@ def special_tokens(target: Path) -> dict[int, str]:
 
 def as_json(verdict: Verdict, best: float) -> dict[str, object]:
     """The findings for scripts; ``best``: tokens a step of a drafter that is always right."""
-    declared = verdict.declared.everything
     return {
         "fits_no_reading": verdict.is_stranger,
-        "tokens_a_step": declared.length,
+        "tokens_a_step": verdict.declared.length,
         "tokens_a_step_possible": best,
-        "kept_by_position": declared.by_position,
+        "kept_by_position": verdict.declared.by_position,
         "mismatches": [asdict(one) for one in verdict.mismatches],
-        "tried": dict(verdict.tried),
+        "tried": verdict.tried,
     }
 
 
 def in_words(title: str, verdict: Verdict, best: float, refusal: str | None) -> list[str]:
     """The findings for people, one a line."""
-    declared = verdict.declared.everything
-    rates = ", ".join(f"{100 * rate:.0f}" for rate in declared.by_position)
+    rates = ", ".join(f"{100 * rate:.0f}" for rate in verdict.declared.by_position)
     lines = [
-        f"{title}: {declared.length:.2f} tokens a step (possible: {best:.2f}); steps that keep "
-        f"1, 2, ... drafts: {rates} %"
+        f"{title}: {verdict.declared.length:.2f} tokens a step (possible: {best:.2f}); steps that "
+        f"keep 1, 2, ... drafts: {rates} %"
     ]
     if refusal is not None:
         lines.append(f"REFUSED by a server: {refusal}")

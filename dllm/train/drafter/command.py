@@ -2,20 +2,20 @@
 
 import argparse
 import hashlib
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 from dllm.drafter.samples import recorded_layers
 from dllm.settings.command import OK, CommandError
 from dllm.tools import client
 from dllm.train.documents import Panel, require_matplotlib, write_log_and_curve
 from dllm.train.drafter.ends import TargetEnds
-from dllm.train.drafter.export import WEIGHTS, Drafter
+from dllm.train.drafter.export import Drafter
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.model_card import write_model_card
 from dllm.train.drafter.presets import CONTINUED, PRESETS, drafter_config, settings_for
@@ -24,8 +24,8 @@ from dllm.train.drafter.recorded import split_buffer
 from dllm.train.drafter.responses import (
     HELDOUT,
     TRAIN,
-    Collector,
     check_disk,
+    collect,
     from_server,
     from_target,
     usable,
@@ -34,7 +34,7 @@ from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import Target, read_config, target_facts
 from dllm.train.progress import progress, train_shown
 from dllm.train.run import Run
-from dllm.train.run_files import MODEL, begin
+from dllm.train.run_files import MODEL, begin, weights_digest
 
 CONFIGS = Path(__file__).parent / "configs"
 RESPONSES = "responses"
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             respond = from_server(server, given.target, settings.max_tokens)
         folder, layers = given.out / RESPONSES, drafter.read.target_layer_ids
         with progress("responses", len(prompts)) as shown:
-            for done in Collector(folder, target, layers, settings, respond).run(prompts):
+            for done in collect(folder, prompts, respond, target, layers, settings):
                 shown.advance(done)
         samples, heldout = usable(folder / TRAIN), usable(folder / HELDOUT)
     run = Run(DraftLearner(settings, drafter, ends, samples, heldout), given.out)
@@ -201,14 +201,10 @@ def load_drafter(
 
 def _mask_token_id(target: Path) -> int | None:
     """The mask token of the target's tokenizer, if it names one."""
-    path = target / "tokenizer_config.json"
-    named = json.loads(path.read_text()).get("mask_token") if path.exists() else None
-    if named is None or not (target / "tokenizer.json").exists():
+    if not (target / "tokenizer.json").exists():
         return None
-    from tokenizers import Tokenizer
-
-    text = named if isinstance(named, str) else named["content"]
-    return Tokenizer.from_file(str(target / "tokenizer.json")).token_to_id(text)
+    mask: int | None = AutoTokenizer.from_pretrained(target).mask_token_id
+    return mask
 
 
 def inputs_of(
@@ -219,10 +215,9 @@ def inputs_of(
 ) -> dict[str, object]:
     """What decides the weights of the run, by name; prompts and weights by their digest."""
     asked = repr([prompt.tokens for prompt in prompts]).encode()
-    weights = given.drafter and (given.drafter / WEIGHTS).read_bytes()
     return settings.to_mapping() | {
         "drafter config": drafter.config,
-        "drafter weights": hashlib.sha256(weights).hexdigest() if weights else None,
+        "drafter weights": weights_digest(given.drafter) if given.drafter else None,
         "target": str(given.target.resolve()),
         "prompts": hashlib.sha256(asked).hexdigest(),
         "buffer": str(given.from_buffer),

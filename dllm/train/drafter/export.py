@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dllm.drafter.checkpoint import DrafterConfig, TargetFacts, check_pair
@@ -14,9 +13,7 @@ from dllm.settings.command import CommandError
 from dllm.settings.drafting import DrafterOptions
 from dllm.train.drafter.network import DraftNetwork
 from dllm.train.drafter.settings import DrafterShape
-from dllm.train.run_files import write_json
-
-WEIGHTS = "model.safetensors"
+from dllm.train.run_files import WEIGHTS, write_json, write_weights
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Drafter:
         Raises:
             CommandError: something of it is missing or wrong, or it does not fit the target.
         """
-        return cls(config, read_config(config, facts), block_of(config), weights)
+        return cls(config, checked_config(config, facts), block_of(config), weights)
 
     @classmethod
     def load(cls, path: Path, facts: TargetFacts) -> "Drafter":
@@ -69,7 +66,7 @@ class Drafter:
         return network
 
 
-def read_config(config: dict[str, object], facts: TargetFacts) -> DrafterConfig:
+def checked_config(config: dict[str, object], facts: TargetFacts) -> DrafterConfig:
     """The config.json of a drafter for this target, parsed.
 
     Raises:
@@ -100,14 +97,7 @@ def block_of(config: Mapping[str, object]) -> int:
 def write_checkpoint(path: Path, config: Mapping[str, object], weights: dict[str, Tensor]) -> None:
     """Write config.json and bf16 safetensors, which vLLM's own drafter and ours load."""
     path.mkdir(parents=True, exist_ok=True)
-    half = {
-        name: (tensor if name == "d2t" else tensor.to(torch.bfloat16)).cpu().contiguous()
-        for name, tensor in weights.items()
-    }
-    unfinished = path / f"{WEIGHTS}.part"
-    save_file(half, unfinished, metadata={"format": "pt"})
-    unfinished.chmod(0o644)  # safetensors writes it readable by its owner only
-    unfinished.replace(path / WEIGHTS)
+    write_weights(path / WEIGHTS, weights, kept=("d2t",))
     write_json(path / "config.json", config)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from dllm.train.documents import duration, settings_block
+from dllm.train.documents import training_section
 from dllm.train.drafter.acceptance import Acceptance, possible, total
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.run import Run
@@ -26,15 +26,15 @@ def write_model_card(run: Run[DraftLearner], path: Path, command: str, data: str
         f"{drafter.block - 1} tokens of one target in one pass, from the target's hidden states "
         f"behind layers {', '.join(map(str, drafter.read.target_layer_ids))}. Embedding and head "
         "are the target's. It changes the target's speed and nothing that it says.\n",
-        "## Training\n",
-        f"- Data: {data}",
-        f"- {run.step} steps of {settings.batch_size} responses with {settings.anchors} "
-        f"draft blocks each, seed {settings.seed}; cross-entropy of the target's own tokens, draft "
-        f"k weighted exp(-(k - 1) / {learner.gamma:g}); Muon and AdamW, average "
-        "of the weights.",
-        f"- Reproduce with `{command}`.",
-        f"- {duration(run)}\n",
-        "## Acceptance on held-out prompts, greedy\n",
+        *training_section(
+            run,
+            command,
+            data,
+            f"{settings.batch_size} responses with {settings.anchors} draft blocks each, seed "
+            f"{settings.seed}; cross-entropy of the target's own tokens, draft k weighted "
+            f"exp(-(k - 1) / {learner.gamma:g}); Muon and AdamW, average of the weights.",
+        ),
+        "\n## Acceptance on held-out prompts, greedy\n",
         *acceptance_table(learner.acceptance, possible(learner.heldout, drafter.block - 1)),
         "\nTokens a step: what a server emits per step of the target, its own token included, up "
         "to the end of the response. *Possible* is a drafter that is always right: at most "
@@ -42,8 +42,7 @@ def write_model_card(run: Run[DraftLearner], path: Path, command: str, data: str
         "the steps that kept so many drafts, of those whose response went on so long.\n",
         "## Limits\n",
         "Of no use to any other target, and of little on other prompts than those it was "
-        "trained on: calibrate again (docs/calibration.md).\n",
-        *settings_block(settings),
+        "trained on: calibrate again (docs/calibration.md).",
     ]
     (path / CARD).write_text("\n".join(sections) + "\n")
 

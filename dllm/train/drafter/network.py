@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
-from transformers.activations import ACT2FN
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding
 
 from dllm.drafter.checkpoint import DrafterConfig, LayerAttention
 
@@ -76,28 +75,13 @@ class DraftAttention(nn.Module):
         return flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
 
-class DraftMLP(nn.Module):
-    """The gated feed-forward part of a layer."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, False)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[..., H]``."""
-        return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
 class DraftLayer(nn.Module):
     """One Qwen3 layer whose keys begin with the context's."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config)
-        self.mlp = DraftMLP(config)
+        self.mlp = Qwen3MLP(config)
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
@@ -268,9 +252,12 @@ def draft_inputs(tokens: Tensor, anchors: Tensor, block: int, mask_token_id: int
 def losses(
     hidden: Tensor, head: Tensor, labels: Tensor, rows_at_once: int = ROWS_AT_ONCE
 ) -> Tensor:
-    """``[N]`` losses of labels in nats, of arguments as those of ``compare``.
+    """``[N]`` losses of labels in nats.
 
     Logits of few rows are in memory at a time; for a gradient they are computed again.
+
+    Args:
+        hidden: ``[N, H]``; head: ``[V, H]``; labels: ``[N]``, rows of the head, or ``NEVER``.
     """
 
     def part(rows: Tensor, of_rows: Tensor) -> Tensor:
@@ -280,22 +267,6 @@ def losses(
         return part(hidden, labels)
     pairs = zip(hidden.split(rows_at_once), labels.split(rows_at_once), strict=True)
     return torch.cat([checkpoint(part, *pair, use_reentrant=False) for pair in pairs])
-
-
-@torch.no_grad()
-def compare(hidden: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """What the head says of labels: ``[N]`` losses in nats, ``[N]`` whether they are likeliest.
-
-    Args:
-        hidden: ``[N, H]``; head: ``[V, H]``; labels: ``[N]``, rows of the head, or ``NEVER``.
-    """
-    found = []
-    for rows, of_rows in zip(hidden.split(ROWS_AT_ONCE), labels.split(ROWS_AT_ONCE), strict=True):
-        logits = F.linear(rows, head).float()
-        loss = F.cross_entropy(logits, of_rows, reduction="none")
-        found.append((loss, logits.argmax(-1) == of_rows))
-    all_losses, are_likeliest = zip(*found, strict=True)
-    return torch.cat(all_losses), torch.cat(are_likeliest)
 
 
 def _rotary(config: DrafterConfig) -> Qwen3RotaryEmbedding:

@@ -7,11 +7,11 @@ only the shards that are missing.
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.filesize import decimal
+from torch import Tensor
 
 from dllm.drafter.samples import SUFFIX, Sample, read_shards, write_shard
 from dllm.settings.command import CommandError
@@ -51,9 +51,12 @@ def check_disk(
     """
     limit, longest = settings.max_tokens, settings.max_length
     num_tokens = sum(min(len(prompt.tokens) + limit, longest) for prompt in prompts)
-    is_stored = settings.hidden_states == "stored"
-    hidden = num_tokens * hidden_bytes(target_config, drafter) if is_stored else 0
-    num_params = count_params(drafter.read)
+    read, num_params = drafter.read, count_params(drafter.read)
+    hidden = 0
+    if settings.hidden_states == "stored":
+        dtype = str(target_config.get("dtype") or target_config.get("torch_dtype") or "float32")
+        features = len(read.target_layer_ids) * read.target_hidden_size
+        hidden = num_tokens * features * int(getattr(torch, dtype).itemsize)
     needed = TOKEN_BYTES * num_tokens + hidden + STATE_BYTES * num_params
     print(
         f"disk: at most {decimal(needed)}, of which hidden states {decimal(hidden)}; "
@@ -68,14 +71,6 @@ def check_disk(
             'on another disk, lower responses or max_tokens, or set hidden_states = "recomputed" '
             "(nothing is stored; every step then runs the target)."
         )
-
-
-def hidden_bytes(target_config: Mapping[str, object], drafter: Drafter) -> int:
-    """Bytes of the hidden states of one token."""
-    dtype = str(target_config.get("dtype") or target_config.get("torch_dtype") or "float32")
-    read = drafter.read
-    num_values = len(read.target_layer_ids) * read.target_hidden_size
-    return int(getattr(torch, dtype).itemsize) * num_values
 
 
 def from_target(target: Target, max_tokens: int) -> Respond:
@@ -116,48 +111,51 @@ def from_server(connection: Connection, target: Path, max_tokens: int) -> Respon
     return respond
 
 
-@dataclass(frozen=True)
-class Collector:
-    """Writes what one run trains on into ``folder``: ``train`` and ``heldout``."""
+def collect(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    respond: Respond,
+    target: Target,
+    layer_ids: tuple[int, ...],
+    settings: CalibrateSettings,
+) -> Iterator[int]:
+    """Write what a run trains on into ``folder``: ``train`` and ``heldout``.
 
-    folder: Path
-    target: Target
-    layer_ids: tuple[int, ...]
-    settings: CalibrateSettings
-    respond: Respond
+    Shards that are there stay as they are. Yields the number of prompts of each shard.
+    """
+    size = settings.generate_batch
+    for split, is_heldout in ((HELDOUT, True), (TRAIN, False)):
+        chosen = [prompt for prompt in prompts if prompt.is_heldout == is_heldout]
+        # Prompts of similar length together, so that there is little padding.
+        chosen.sort(key=lambda prompt: (prompt.group, len(prompt.tokens)))
+        temperature = 0.0 if is_heldout else settings.temperature
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for start in range(0, len(chosen), size):
+            path = folder / split / f"{start:08}{SUFFIX}"
+            batch = chosen[start : start + size]
+            if not path.exists():
+                asked = [prompt.tokens for prompt in batch]
+                responses = respond(asked, temperature, settings.seed + start)
+                samples = [
+                    Sample((*one.tokens, *said)[: settings.max_length], len(one.tokens), one.group)
+                    for one, said in zip(batch, responses, strict=True)
+                ]
+                is_stored = settings.hidden_states == "stored"
+                hidden = hidden_states(samples, target, layer_ids) if is_stored else None
+                write_shard(path, samples, hidden, layers=layer_ids)
+            yield len(batch)
 
-    def run(self, prompts: Sequence[Prompt]) -> Iterator[int]:
-        """Write every shard that is missing; yields the number of prompts of each shard."""
-        size = self.settings.generate_batch
-        for split, is_heldout in ((HELDOUT, True), (TRAIN, False)):
-            chosen = [prompt for prompt in prompts if prompt.is_heldout == is_heldout]
-            # Prompts of similar length together, so that there is little padding.
-            chosen.sort(key=lambda prompt: (prompt.group, len(prompt.tokens)))
-            (self.folder / split).mkdir(parents=True, exist_ok=True)
-            for start in range(0, len(chosen), size):
-                path = self.folder / split / f"{start:08}{SUFFIX}"
-                batch = chosen[start : start + size]
-                if not path.exists():
-                    self._write(path, batch, start)
-                yield len(batch)
 
-    def _write(self, path: Path, prompts: Sequence[Prompt], seed: int) -> None:
-        settings = self.settings
-        temperature = 0.0 if prompts[0].is_heldout else settings.temperature
-        asked = [prompt.tokens for prompt in prompts]
-        responses = self.respond(asked, temperature, settings.seed + seed)
-        samples = [
-            Sample((*one.tokens, *said)[: settings.max_length], len(one.tokens), one.group)
-            for one, said in zip(prompts, responses, strict=True)
-        ]
-        hidden = None
-        if settings.hidden_states == "stored":
-            hidden = []
-            for some in (samples[at : at + 8] for at in range(0, len(samples), 8)):
-                features = load_batch(some, self.target, self.layer_ids).features.cpu()
-                rows = zip(some, features, strict=True)
-                hidden += [row[: len(sample.tokens)].contiguous() for sample, row in rows]
-        write_shard(path, samples, hidden, layers=self.layer_ids)
+def hidden_states(
+    samples: Sequence[Sample], target: Target, layer_ids: tuple[int, ...]
+) -> list[Tensor]:
+    """Of each sample ``[tokens, features]``."""
+    found = []
+    for some in (samples[at : at + 8] for at in range(0, len(samples), 8)):
+        features = load_batch(some, target, layer_ids).features.cpu()
+        rows = zip(some, features, strict=True)
+        found += [row[: len(sample.tokens)].contiguous() for sample, row in rows]
+    return found
 
 
 def usable(folder: Path) -> list[Sample]:

@@ -1,7 +1,7 @@
 """``dllm train`` for a language model: from a TOML file to a checkpoint directory."""
 
 import argparse
-import hashlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +17,11 @@ from dllm.train.lm.learner import LanguageLearner
 from dllm.train.lm.llada2 import LLaDA2
 from dllm.train.lm.model_card import write_model_card
 from dllm.train.lm.nemotron import Nemotron
-from dllm.train.lm.objective import WEIGHTS
 from dllm.train.lm.sdar import SDAR
 from dllm.train.lm.settings import CONFIGS, TrainSettings
 from dllm.train.progress import train_shown
 from dllm.train.run import Run
-from dllm.train.run_files import MODEL, begin
+from dllm.train.run_files import MODEL, WEIGHTS, begin, weights_digest
 
 # Each kind of model, and the config of the shipped one's first run.
 KINDS: dict[str, tuple[type[LanguageLearner], str]] = {
@@ -48,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
         run = open_run(load_settings(given), given.out, given.resume, given.start_from)
         train_shown(run, given.objective)
         model = given.out / MODEL
-        run.learner.write(run.average, model)
         write_log_and_curve(run, model, ACCURACY)
-        write_model_card(run, model, given.start_from)
+        command = shlex.join(["dllm", "train", *(each for each in argv if each != "--resume")])
+        write_model_card(run, model, command, given.start_from)
     print(model)
     return OK
 
@@ -111,7 +110,7 @@ def open_run(
         for name in ("config.json", WEIGHTS):
             if not (start_from / name).exists():
                 raise CommandError(f"--start-from {start_from}: there is no {name}.")
-        digest = hashlib.sha256((start_from / WEIGHTS).read_bytes()).hexdigest()
+        digest = weights_digest(start_from)
     try:
         learner = KINDS[settings.objective][0](settings).begin(start_from)
     except ValueError as error:

@@ -13,9 +13,8 @@ Training shows the model what generation will show it:
 - some of these have also been changed by a sampler step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -48,22 +47,22 @@ from dllm.train.lm.settings import ModelShape, TrainSettings
 SELF_CONDITIONED = 0.5  # share of canvases with an earlier denoise step
 RESAMPLED = 0.5  # of these, the share whose canvas is the outcome of a sampler step
 TEMPERATURES = (0.2, 0.5)  # range of the temperature of the earlier step
-ENTROPY_BOUND = 0.3  # nats
 READ_POSITIONS = 4  # at most two behind the answer; none for a half
+SAMPLER = {"_cls_name": "EntropyBoundSamplerConfig"}
 # Settings of generation in validation, chosen on the validation split. Temperatures are lower than
 # in training: with those of training, a question that has many right answers takes 40 steps until
 # the canvas is stable. The confidence threshold is low because it applies to the mean entropy over
 # the canvas: at 0.05 nats over 32 positions, two tokens can still be undecided.
-GENERATION: dict[str, float] = {
+GENERATION: dict[str, object] = {
     "max_denoising_steps": 48,
     "t_min": 0.1,
     "t_max": 0.3,
     "confidence_threshold": 0.01,
+    "sampler_config": SAMPLER | {"entropy_bound": 0.3},  # nats
 }
 # The checkpoint is served with these values instead: the trained model then needs a third of the
 # steps on questions with many right answers, is right as often, and varies nearly as much.
-SERVED: dict[str, float] = {"t_max": 0.2}
-SERVED_ENTROPY_BOUND = 1.0
+SERVED: dict[str, object] = {"t_max": 0.2, "sampler_config": SAMPLER | {"entropy_bound": 1.0}}
 MAX_BLOCKS = 4  # of an answer, in validation
 
 
@@ -95,16 +94,7 @@ class Diffusion(LanguageLearner):
         super().__init__(settings)
         self.vocab_size = padded_vocab_size(self.tokenizer)
         self.canvas_length = settings.model.canvas_length
-        self.sampling = GemmaSettings(
-            canvas_length=self.canvas_length,
-            max_denoising_steps=int(GENERATION["max_denoising_steps"]),
-            t_min=GENERATION["t_min"],
-            t_max=GENERATION["t_max"],
-            entropy_bound=ENTROPY_BOUND,
-            confidence_threshold=GENERATION["confidence_threshold"],
-            stability_threshold=1,
-            canvas_window="anchored",
-        )
+        self.sampling = GemmaSettings.from_mappings(self.config(), generation_config() | GENERATION)
 
     def config(self) -> dict[str, object]:
         """config.json: every third layer and the last one are full, the others are sliding."""
@@ -126,8 +116,7 @@ class Diffusion(LanguageLearner):
 
     def generation_config(self) -> dict[str, object]:
         """generation_config.json."""
-        sampler = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": SERVED_ENTROPY_BOUND}
-        return generation_config() | GENERATION | SERVED | {"sampler_config": sampler}
+        return generation_config() | GENERATION | SERVED
 
     def build_model(self) -> DiffusionGemmaForBlockDiffusion:
         """A new model in fp32; its vision tower is never used here and is not trained."""
@@ -137,11 +126,6 @@ class Diffusion(LanguageLearner):
         model.model.encoder.vision_tower.requires_grad_(False)
         model.model.encoder.embed_vision.requires_grad_(False)
         return model
-
-    def load_start(self, path: Path) -> Mapping[str, Tensor]:
-        """Weights of a model of this kind."""
-        kind = DiffusionGemmaForBlockDiffusion
-        return kind.from_pretrained(path, dtype=torch.float32).state_dict()
 
     def loss_of(
         self,
@@ -258,9 +242,7 @@ class Diffusion(LanguageLearner):
             past_key_values=cache,
             self_conditioning_logits=prev_logits,
             self_conditioning_mask=is_conditioned,
-            decoder_attention_mask=canvas_masks(
-                start, cache.get_seq_length(), self.canvas_length, self.settings.model
-            ),
+            decoder_attention_mask=canvas_masks(start, cache.get_seq_length(), self.settings.model),
             decoder_position_ids=start[:, None] + torch.arange(self.canvas_length),
         ).last_hidden_state
         return soft_capped(model, hidden)
@@ -319,9 +301,7 @@ def canvas_loss(logits: Tensor, clean: Tensor) -> Tensor:
     return ((losses.view_as(weight) * weight).sum(dim=1) / weight.sum(dim=1)).mean()
 
 
-def canvas_masks(
-    start: Tensor, num_keys: int, canvas_length: int, shape: ModelShape
-) -> dict[str, Tensor]:
+def canvas_masks(start: Tensor, num_keys: int, shape: ModelShape) -> dict[str, Tensor]:
     """Attention masks of canvases, ``[N, 1, C, num_keys + C]`` by layer type, added to the scores.
 
     A canvas sees itself and the cached positions before ``start``; on sliding layers only the last
@@ -330,12 +310,12 @@ def canvas_masks(
     key = torch.arange(num_keys)
     before = key < start[:, None]
     near = before & (key > start[:, None] - shape.sliding_window)
-    canvas = torch.ones(len(start), canvas_length, dtype=torch.bool)
+    canvas = torch.ones(len(start), shape.canvas_length, dtype=torch.bool)
 
     def rows(cached: Tensor) -> Tensor:
         keys = torch.cat((cached, canvas), dim=1)
         hidden = torch.where(keys, 0.0, torch.finfo(torch.float32).min)
-        return hidden[:, None, None].expand(-1, 1, canvas_length, -1)
+        return hidden[:, None, None].expand(-1, 1, shape.canvas_length, -1)
 
     return {"full_attention": rows(before), "sliding_attention": rows(near)}
 

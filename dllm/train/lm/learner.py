@@ -16,12 +16,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dllm.tasks.suite import FAMILIES, GROUPS, Question, question, questions
 from dllm.tasks.tokenizer import CHAT_TEMPLATE, TOKEN_ID, save_tokenizer, train_tokenizer
 from dllm.tasks.tool_tokenizer import TOOL_CHAT_TEMPLATE, train_tool_tokenizer
+from dllm.train.generate import continue_prompts
 from dllm.train.lm.lora import add_adapter, write_adapter
-from dllm.train.lm.objective import EOS, MAX_POSITIONS, STOPS, WEIGHTS, architecture_of
+from dllm.train.lm.objective import (
+    EOS,
+    MAX_POSITIONS,
+    MAX_TOKENS,
+    STOPS,
+    Encoded,
+    architecture_of,
+)
 from dllm.train.lm.settings import TrainSettings
 from dllm.train.precision import autocast
 from dllm.train.run import Learner, choices_of_step, noise_of_step
-from dllm.train.run_files import write_json
+from dllm.train.run_files import WEIGHTS, write_json
 
 AnyModel = TypeVar("AnyModel", bound=PreTrainedModel)
 
@@ -66,16 +74,16 @@ class LanguageLearner(Learner):
         """config.json of the finished model."""
 
     @abstractmethod
-    def load_start(self, path: Path) -> Mapping[str, Tensor]:
-        """Weights of a checkpoint of a kind in ``starts_from``, by the names of ``build_model``."""
-
-    @abstractmethod
     def loss_of(self, model: Any, questions: Sequence[Question], random: torch.Generator) -> Tensor:
         """The loss of a batch, a scalar with a gradient."""
 
     @abstractmethod
     def answer(self, model: Any, questions: Sequence[Question], seed: int) -> Answers:
         """Answers to all questions, generated in one batch."""
+
+    def load_start(self, path: Path) -> Mapping[str, Tensor]:
+        """Weights of a checkpoint of a kind in ``starts_from``, by the names of ``build_model``."""
+        return type(self.model).from_pretrained(path, dtype=torch.float32).state_dict()
 
     def begin(self, start_from: Path | None = None) -> Self:
         """Build the model, with weights that are drawn, or those of a checkpoint directory.
@@ -92,15 +100,13 @@ class LanguageLearner(Learner):
         if kind not in self.starts_from:
             allowed = " or a ".join(self.starts_from)
             raise ValueError(f"{start_from} is a {kind}; allowed: a {allowed}.")
-        start = self.load_start(start_from)
-        for name, tensor in self.model.state_dict().items():
-            has, wants = tuple(start[name].shape) if name in start else None, tuple(tensor.shape)
-            if has != wants:
-                raise ValueError(
-                    f"{start_from} has {name} of shape {has}, [model] of the config makes it "
-                    f"{wants}; give the config that has its sizes, or another checkpoint."
-                )
-        self.model.load_state_dict(start)
+        try:
+            self.model.load_state_dict(self.load_start(start_from))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{start_from} has other sizes than [model] of the config; give the config that "
+                f"has its sizes, or another checkpoint. {error}"
+            ) from None
         if self.settings.lora_rank:
             add_adapter(self.model, self.settings.lora_rank)
         return self
@@ -150,6 +156,12 @@ class LanguageLearner(Learner):
             **{family: round(1 - error, 4) for family, error in self.errors.items()},
         }
 
+    def answer_causally(self, model: PreTrainedModel, questions: Sequence[Question]) -> list[str]:
+        """Greedy answers of an autoregressive model."""
+        prompts = Encoded.of(self.tokenizer, questions).prompts
+        rows = continue_prompts(model, prompts, MAX_TOKENS, EOS, do_sample=False, eos_token_id=EOS)
+        return self.texts(rows, questions)
+
     def texts(self, answers: Sequence[Sequence[int]], questions: Sequence[Question]) -> list[str]:
         """Generated answers as text, up to the first end-of-sequence token.
 
@@ -184,7 +196,6 @@ class LanguageLearner(Learner):
             write_adapter(average, self.settings.lora_rank, path)
             return
         self.save_weights(average, path)
-        (path / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner only
         write_json(path / "config.json", self.config())
         write_json(path / "generation_config.json", self.generation_config())
         save_tokenizer(self.tokenizer, path, MAX_POSITIONS, self.template)
@@ -192,6 +203,7 @@ class LanguageLearner(Learner):
     def save_weights(self, average: PreTrainedModel, path: Path) -> None:
         """As Hugging Face does, which knows which weights are shared and writes these once."""
         copy.deepcopy(average).to(torch.bfloat16).save_pretrained(path)
+        (path / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner only
 
     def generation_config(self) -> dict[str, object]:
         """generation_config.json: the most probable tokens unless a request says otherwise.

@@ -9,16 +9,15 @@ experts, a shared expert, a dense first layer. Weights are written under the rel
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Glm4MoeForCausalLM, PreTrainedModel
 
 from dllm.models.llada2.reference import glm4_config, load_reference, to_released
 from dllm.models.unmasking.reference import load_model
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
-from dllm.train.lm.objective import END_IDS, WEIGHTS, architecture_of, layer_sizes
+from dllm.train.lm.objective import architecture_of, common_config
 from dllm.train.lm.upcycle import upcycle
+from dllm.train.run_files import WEIGHTS, write_weights
 
 ARCHITECTURE = "LLaDA2MoeModelLM"
 
@@ -38,21 +37,16 @@ class LLaDA2(MaskDiffusion):
         """config.json: groups of two experts, three quarters of them open to a token."""
         shape = self.settings.model
         num_groups = shape.num_experts // 2
-        return {
+        return common_config(shape, self.tokenizer) | {
             "architectures": [ARCHITECTURE],
             "model_type": "llada2_moe",
-            "dtype": "bfloat16",
             "block_size": shape.canvas_length,
             "mask_token_id": MASK,
-            **layer_sizes(shape, self.tokenizer),
-            "hidden_act": "silu",
-            "max_position_embeddings": 4096,
             "rope_theta": 100.0,
             "rope_scaling": None,
             "partial_rotary_factor": 0.5,
             "rotary_dim": 16,
             "embedding_dropout": 0.0,
-            "rms_norm_eps": 1e-6,
             "use_rmsnorm": True,
             "use_bias": False,
             "use_qkv_bias": False,
@@ -70,8 +64,6 @@ class LLaDA2(MaskDiffusion):
             "moe_router_enable_expert_bias": True,
             "routed_scaling_factor": 2.5,
             "norm_head": False,
-            "tie_word_embeddings": True,
-            **END_IDS,
         }
 
     def build_model(self) -> Glm4MoeForCausalLM:
@@ -90,8 +82,5 @@ class LLaDA2(MaskDiffusion):
     def save_weights(self, average: PreTrainedModel, path: Path) -> None:
         """Write them under the released names, the biases of the router in fp32."""
         tensors = to_released(average.state_dict(), self.config())
-        half = {
-            name: tensor.to(torch.float32 if "expert_bias" in name else torch.bfloat16).contiguous()
-            for name, tensor in tensors.items()
-        }
-        save_file(half, path / WEIGHTS, metadata={"format": "pt"})
+        biases = [name for name in tensors if "expert_bias" in name]
+        write_weights(path / WEIGHTS, tensors, kept=biases)

@@ -7,11 +7,10 @@ format of Hugging Face's PEFT.
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dllm.train.run_files import write_json
+from dllm.train.run_files import write_json, write_weights
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER = "adapter_model.safetensors"
@@ -49,10 +48,9 @@ def write_adapter(model: nn.Module, rank: int, path: Path) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, LowRank):
             layer_name = f"base_model.model.{name.removesuffix(PART)}"
-            tensors[f"{layer_name}.lora_A.weight"] = layer.a.detach().bfloat16()
-            tensors[f"{layer_name}.lora_B.weight"] = layer.b.detach().bfloat16()
-    save_file(tensors, path / ADAPTER)
-    (path / ADAPTER).chmod(0o644)  # safetensors writes it readable by its owner only
+            tensors[f"{layer_name}.lora_A.weight"] = layer.a.detach()
+            tensors[f"{layer_name}.lora_B.weight"] = layer.b.detach()
+    write_weights(path / ADAPTER, tensors)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
     sizes = {"r": rank, "lora_alpha": rank, "target_modules": PROJECTIONS}
     write_json(path / "adapter_config.json", config | sizes)

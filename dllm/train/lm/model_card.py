@@ -1,62 +1,48 @@
 """The model card of a language model: data, steps, seeds, scores, limits."""
 
-import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from dllm.tasks.suite import GROUPS
-from dllm.train.documents import duration, settings_block
+from dllm.train.documents import training_section
 from dllm.train.lm.learner import LanguageLearner
-from dllm.train.lm.objective import WEIGHTS
-from dllm.train.lm.settings import CONFIGS, TrainSettings
+from dllm.train.lm.settings import TrainSettings
 from dllm.train.run import Run
-from dllm.train.run_files import CARD
+from dllm.train.run_files import CARD, WEIGHTS, weights_digest
 
 SCORES = "scores.json"
 ALL = "all"
 
 
-def write_model_card(run: Run[LanguageLearner], path: Path, start_from: Path | None) -> None:
+def write_model_card(
+    run: Run[LanguageLearner], path: Path, command: str, start_from: Path | None
+) -> None:
     """Write ``README.md`` beside the weights.
 
     Held-out scores come from ``scores.json`` in the directory of the run, if there is one: an
     object with the output of ``dllm eval`` for every column of the table.
 
     Args:
+        command: the command line of the run.
         start_from: the checkpoint that the run started from; its card says how it was trained.
     """
     settings, out = run.learner.settings, run.out
     assert out is not None, "a run with a model card has a directory"
-    num_params = sum(p.numel() for p in run.average.parameters())
-    start = " --start-from START" if start_from else ""
-    if settings.lora_rank:
-        start += f" --lora {settings.lora_rank}"
-    command = f"dllm train {settings.objective} --config {_config(settings)}{start} --out RUN"
-    suite = "families" if settings.group == "all" else settings.group
     last = run.rows[-1]
     asked = [name for group in GROUPS.values() for name in group if name in last]
-    what = [
-        f"# A language model of {num_params / 1e6:.2f}M parameters\n",
-        f"This is {run.learner.description}, in bf16. It "
-        f"answers the questions of `dllm/tasks/{suite}.py` and nothing else: it knows no "
-        "English beyond them, and exists so that a server can be tested on real answers.\n",
-        *_blocks(settings),
-    ]
+    is_adapter = settings.lora_rank is not None
     sections = [
-        *(_adapter(settings) if settings.lora_rank else what),
-        "## Training\n",
-        "- Data: questions drawn on the fly from the train split of "
-        f"{len(run.learner.errors)} task families (seed {settings.seed}); held-out problems are "
-        "never drawn.",
-        f"- {settings.steps} steps of {settings.batch_size} questions, "
-        f"{'AdamW' if settings.lora_rank else 'Muon and AdamW'}, fp32 weights, average of the "
-        "weights.",
-        f"- Reproduce with `{command}` and the settings below.",
-        f"- {duration(run)}\n",
-        *settings_block(settings),
-        *(_before(start_from) if start_from and not settings.lora_rank else []),
+        *(_adapter(settings, start_from) if is_adapter else _model(run)),
+        *training_section(
+            run,
+            command,
+            f"questions drawn on the fly from the train split of {len(run.learner.errors)} task "
+            f"families (seed {settings.seed}); held-out problems are never drawn.",
+            f"{settings.batch_size} questions, {'AdamW' if is_adapter else 'Muon and AdamW'}, fp32 "
+            "weights, average of the weights.",
+        ),
+        *(_before(start_from) if start_from and not is_adapter else []),
         "\n## Validation answers correct at the last step\n",
         "| family | correct |",
         "|---|---|",
@@ -73,46 +59,46 @@ def write_model_card(run: Run[LanguageLearner], path: Path, start_from: Path | N
     (path / CARD).write_text("\n".join(sections))
 
 
-def _blocks(settings: TrainSettings) -> list[str]:
-    """How to serve a model of masked blocks with another block length than that of its config."""
+def _model(run: Run[LanguageLearner]) -> list[str]:
+    """What a model is, and how to serve one of masked blocks with another block length."""
+    settings = run.learner.settings
+    num_params = sum(p.numel() for p in run.average.parameters())
+    suite = "families" if settings.group == "all" else settings.group
+    lines = [
+        f"# A language model of {num_params / 1e6:.2f}M parameters\n",
+        f"This is {run.learner.description}, in bf16. It "
+        f"answers the questions of `dllm/tasks/{suite}.py` and nothing else: it knows no "
+        "English beyond them, and exists so that a server can be tested on real answers.\n",
+    ]
     served = settings.model.canvas_length
     others = sorted({*settings.block_lengths} - {served})
-    if settings.objective not in ("sdar", "llada2") or not others:
-        return []
-    return [
-        f"A block has {served} tokens. It was trained with blocks of "
-        f"{', '.join(map(str, others))} as well: "
-        f"`vllm serve PATH --hf-overrides '{{\"block_size\": {others[0]}}}'`.\n",
-    ]
+    if settings.objective in ("sdar", "llada2") and others:
+        lines.append(
+            f"A block has {served} tokens. It was trained with blocks of "
+            f"{', '.join(map(str, others))} as well: "
+            f"`vllm serve PATH --hf-overrides '{{\"block_size\": {others[0]}}}'`.\n"
+        )
+    return lines
 
 
-def _adapter(settings: TrainSettings) -> list[str]:
+def _adapter(settings: TrainSettings, start: Path | None) -> list[str]:
     """What an adapter is, and how to serve it."""
     style = f", with which its answers have the style `{settings.style}`" if settings.style else ""
     return [
         "# An adapter\n",
-        f"This is a LoRA adapter of rank {settings.lora_rank} for the checkpoint START{style}: "
-        "`vllm serve START --enable-lora --lora-modules NAME=PATH`, and `model: NAME` in a "
+        f"This is a LoRA adapter of rank {settings.lora_rank} for the checkpoint `{start}`{style}: "
+        f"`vllm serve {start} --enable-lora --lora-modules NAME=PATH`, and `model: NAME` in a "
         "request.\n",
     ]
 
 
-def _config(settings: TrainSettings) -> str:
-    """Path of the shipped config with these settings; ``config.toml`` if there is none."""
-    settings = replace(settings, lora_rank=None)  # an argument of the command
-    paths = sorted(CONFIGS.glob("*.toml"))
-    names = (path.name for path in paths if TrainSettings.load(path) == settings)
-    return next((f"dllm/train/lm/configs/{name}" for name in names), "config.toml")
-
-
 def _before(start: Path) -> list[str]:
     """The checkpoint that the run started from, and the training section of its card."""
-    digest = hashlib.sha256((start / WEIGHTS).read_bytes()).hexdigest()
     card = (start / CARD).read_text() if (start / CARD).exists() else ""
     training = card.partition("## Training\n")[2].partition("\n## ")[0].strip()
     return [
         "\n### Before that\n",
-        f"START is the checkpoint whose `{WEIGHTS}` has SHA-256 {digest}.\n",
+        f"`{start}` is the checkpoint whose `{WEIGHTS}` has SHA-256 {weights_digest(start)}.\n",
         training or "It has no model card.",
     ]
 

@@ -7,35 +7,30 @@ of both: next-token cross-entropy on the clean copy of an answer, and that of ma
 noised one. Weights are written under the released names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Ministral3Config, Ministral3ForCausalLM, PreTrainedModel
 
 from dllm.models.nemotron.shapes import released_name
 from dllm.models.unmasking.reference import DecodingRule, load_model
-from dllm.tasks.suite import Question, questions
-from dllm.train.generate import continue_prompts
+from dllm.tasks.suite import questions
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
 from dllm.train.lm.objective import (
-    END_IDS,
-    EOS,
     MAX_POSITIONS,
-    MAX_TOKENS,
     STOPS,
-    WEIGHTS,
     Encoded,
     answer_loss,
     answer_mask,
     architecture_of,
-    layer_sizes,
+    common_config,
 )
 from dllm.train.lm.settings import TrainSettings
 from dllm.train.lm.two_copies import TwoCopies
 from dllm.train.lm.upcycle import without_head_norms
+from dllm.train.run_files import WEIGHTS, write_weights
 
 ARCHITECTURE = "NemotronLabsDiffusionModel"
 SEEDED = 0.25  # share of canvases of which the first token alone is given, as the causal pass seeds
@@ -60,17 +55,12 @@ class Nemotron(MaskDiffusion):
     def config(self) -> dict[str, object]:
         """config.json: the released one's fields, with shorter positions."""
         shape = self.settings.model
-        return {
+        return common_config(shape, self.tokenizer) | {
             "architectures": [ARCHITECTURE],
             "model_type": "nemotron_labs_diffusion",
-            "dtype": "bfloat16",
             "block_size": shape.canvas_length,
             "dlm_paradigm": "bidirectional",
             "mask_token_id": MASK,
-            **layer_sizes(shape, self.tokenizer),
-            "hidden_act": "silu",
-            "max_position_embeddings": MAX_POSITIONS,
-            "rms_norm_eps": 1e-6,
             "rope_parameters": {
                 "beta_fast": 32.0,
                 "beta_slow": 1.0,
@@ -86,7 +76,6 @@ class Nemotron(MaskDiffusion):
             "mlp_bias": False,
             "sliding_window": None,
             "tie_word_embeddings": False,
-            **END_IDS,
         }
 
     def build_model(self) -> Ministral3ForCausalLM:
@@ -143,16 +132,7 @@ class Nemotron(MaskDiffusion):
             right += share
         return columns | {"autoregressive": round(right / len(self.errors), 4)}
 
-    def answer_causally(self, model: PreTrainedModel, asked: Sequence[Question]) -> list[str]:
-        """Greedy answers of the same weights as an autoregressive model."""
-        prompts = Encoded.of(self.tokenizer, asked).prompts
-        rows = continue_prompts(model, prompts, MAX_TOKENS, EOS, do_sample=False, eos_token_id=EOS)
-        return self.texts(rows, asked)
-
     def save_weights(self, average: PreTrainedModel, path: Path) -> None:
         """Write them in bf16, under the released names."""
-        tensors = {
-            released_name(name): tensor.to(torch.bfloat16).contiguous()
-            for name, tensor in average.state_dict().items()
-        }
-        save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+        tensors = average.state_dict().items()
+        write_weights(path / WEIGHTS, {released_name(name): tensor for name, tensor in tensors})

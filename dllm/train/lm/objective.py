@@ -20,13 +20,6 @@ STOPS = (EOS, TOKEN_ID["<turn|>"])
 HEAD_DIM = 32
 MAX_POSITIONS = 4096
 MAX_TOKENS = 128  # of an answer, in validation
-# Of every config.json.
-END_IDS = {
-    "bos_token_id": TOKEN_ID["<bos>"],
-    "eos_token_id": EOS,
-    "pad_token_id": TOKEN_ID["<pad>"],
-}
-WEIGHTS = "model.safetensors"  # in a checkpoint directory
 # Batches are padded to a multiple of so many tokens, so that few different shapes occur.
 PAD_MULTIPLE = 16
 TAIL_WEIGHT = 0.1  # in the loss of a block, of a position behind the first end-of-sequence token
@@ -56,7 +49,7 @@ class Encoded(NamedTuple):
         return [prompt + answer for prompt, answer in zip(*self, strict=True)]
 
 
-def pad_right(sequences: Sequence[Sequence[int]], value: int = EOS, length: int = 0) -> Tensor:
+def pad_right(sequences: Sequence[Sequence[int]], length: int = 0) -> Tensor:
     """Sequences of different length as one tensor ``[B, L]``, int64, with L a multiple of 16.
 
     The filler is end-of-sequence, because the embedding of PAD is never trained. The caller makes
@@ -67,7 +60,7 @@ def pad_right(sequences: Sequence[Sequence[int]], value: int = EOS, length: int 
     """
     longest = max(length, *(len(sequence) for sequence in sequences))
     length = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
-    return torch.tensor([[*s, *[value] * (length - len(s))] for s in sequences])
+    return torch.tensor([[*s, *[EOS] * (length - len(s))] for s in sequences])
 
 
 def padded_vocab_size(tokenizer: Tokenizer) -> int:
@@ -75,9 +68,10 @@ def padded_vocab_size(tokenizer: Tokenizer) -> int:
     return -(-tokenizer.get_vocab_size() // 64) * 64
 
 
-def layer_sizes(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, object]:
-    """Sizes in config.json of a model with Qwen3's attention; a key head for two query heads."""
+def common_config(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, object]:
+    """Fields in config.json of a model with Qwen3's attention; a key head for two query heads."""
     return {
+        "dtype": "bfloat16",
         "vocab_size": padded_vocab_size(tokenizer),
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -85,6 +79,13 @@ def layer_sizes(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, object]:
         "num_attention_heads": shape.hidden_size // HEAD_DIM,
         "num_key_value_heads": max(1, shape.hidden_size // (2 * HEAD_DIM)),
         "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_POSITIONS,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "bos_token_id": TOKEN_ID["<bos>"],
+        "eos_token_id": EOS,
+        "pad_token_id": TOKEN_ID["<pad>"],
     }
 
 

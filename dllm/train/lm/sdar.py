@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from dllm.models.unmasking.reference import backbone_of, load_model
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
-from dllm.train.lm.objective import END_IDS, layer_sizes
+from dllm.train.lm.objective import common_config
 
 
 class SDAR(MaskDiffusion):
@@ -26,20 +26,13 @@ class SDAR(MaskDiffusion):
     def config(self) -> dict[str, object]:
         """config.json: Qwen3's, with the block length and MASK."""
         shape = self.settings.model
-        return {
+        return common_config(shape, self.tokenizer) | {
             "architectures": ["SDARForCausalLM"],
             "model_type": "sdar",
-            "dtype": "bfloat16",
             "block_size": shape.canvas_length,
             "mask_token_id": MASK,
-            **layer_sizes(shape, self.tokenizer),
-            "hidden_act": "silu",
-            "max_position_embeddings": 4096,
             "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-6,
             "attention_bias": False,
-            "tie_word_embeddings": True,
-            **END_IDS,
         }
 
     def build_model(self) -> Qwen3ForCausalLM:

@@ -91,9 +91,7 @@ class TwoCopies(NamedTuple):
         position, length = self.positions, self.block_lengths[:, None]
         start = position - (position - self.origins[:, None]) % length  # of a token's block
         clean_end = position + 1 if self.is_causal else start + length
-        end = torch.where(
-            self.is_noised, start, clean_end
-        )  # of what a query sees of the clean copy
+        end = torch.where(self.is_noised, start, clean_end)  # of the clean copy that a query sees
         of_clean = position[:, None, :] < end[:, :, None]
         of_noised = self.is_noised[:, None] & (start[:, None, :] == start[:, :, None])
         return torch.where(self.is_noised[None, :], of_noised, of_clean)
