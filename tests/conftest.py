@@ -1,4 +1,8 @@
-"""Shared fixtures: checkpoints written once, engines started once."""
+"""Shared fixtures: checkpoints written once, engines started once.
+
+Imports that take seconds stand in the fixtures: tests of light modules start without them, and so
+does the process that hands out tests.
+"""
 
 import functools
 from collections.abc import Callable
@@ -7,11 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from safetensors.torch import load_file, save_file
 
-from dllm.models.gemma.tiny import tiny_config, write_checkpoint
-from tests.support.family_checkpoints import FAMILIES
-from tests.support.family_checkpoints import write as write_family
 from tests.support.workers import (  # noqa: F401  hooks of pytest
     pytest_collection_modifyitems,
     pytest_xdist_make_scheduler,
@@ -31,6 +31,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ``checkpoint(seed=3, generation={...}, sliding_window=64, ...)``; every keyword that
     ``write_checkpoint`` does not take is one of ``tiny_config``.
     """
+    from dllm.models.gemma.tiny import tiny_config, write_checkpoint
+
     written: dict[str, Path] = {}
 
     def write(seed: int = 3, generation: dict[str, Any] | None = None, **overrides: Any) -> Path:
@@ -62,6 +64,8 @@ def _steady(path: Path) -> Path:
     At a tenth it stays where it is, and self-conditioning still moves the logits a thousand times
     more than rounding does.
     """
+    from safetensors.torch import load_file, save_file
+
     weights = load_file(path / "model.safetensors")
     weights["model.decoder.self_conditioning.down_proj.weight"] *= 0.1
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -74,10 +78,11 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     Tests of one process share it, and so the engines that ``get_engine`` starts of it.
     """
+    from tests.support import family_checkpoints as families
 
     @functools.cache
     def write(name: str) -> Path:
-        return write_family(tmp_path_factory.mktemp(name) / "model", FAMILIES[name])
+        return families.write(tmp_path_factory.mktemp(name) / "model", families.FAMILIES[name])
 
     return write
 

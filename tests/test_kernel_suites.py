@@ -1,39 +1,48 @@
 """Runs the suites of the Triton kernels: interpreted, or compiled where there is a GPU.
 
 Triton reads ``TRITON_INTERPRET`` when it is first imported, and vLLM must not find it set in the
-servers that other tests start. So a suite gets a process of its own, and is not collected here. By
-hand: ``TRITON_INTERPRET=1 pytest --noconftest tests/attention/attention_kernel_suite.py -k ...``.
+servers that other tests start. So the suites get a process of their own, and are not collected
+here. By hand: ``TRITON_INTERPRET=1 pytest --noconftest tests/attention/attention_kernel_suite.py``.
 """
 
-from __future__ import annotations
-
 import importlib.util
+import re
 
 import pytest
 import torch
 
-from tests.support.interpreter import run_suite
+from tests.support.process import run_python
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# How many tests pass at least: in the interpreter, and without those that look into it.
+# How many tests pass at least, in the interpreter. Some look into it, and are skipped on a GPU.
 SUITES = {
-    "tests/attention/attention_kernel_suite.py": (130, 125),
-    "tests/drafter/context_kernel_suite.py": (39, 39),
-    "tests/grammar/kernel_suite.py": (22, 22),
-    "tests/ops/row_stats_kernel_suite.py": (34, 34),
+    "tests/attention/attention_kernel_suite.py": 130,
+    "tests/drafter/context_kernel_suite.py": 39,
+    "tests/grammar/kernel_suite.py": 22,
+    "tests/ops/row_stats_kernel_suite.py": 34,
 }
+CHECKS = {"tests/engine/kernel_check_suite.py": 17}
+NUM_OF_THE_INTERPRETER = 5
+
+
+def num_passed(*suites: str, interpret: str | None) -> int:
+    """Run suites in a new process; fails with its output, returns how many tests passed."""
+    command = ("-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider", *suites)
+    environment = {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+    result = run_python(*command, environment=environment, timeout=1800)
+    passed = re.search(r"(\d+) passed", result.stdout)
+    return int(passed.group(1)) if passed else 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suites run compiled on this machine")
-@pytest.mark.parametrize("suite", SUITES)
-def test_suite_in_the_interpreter(suite: str) -> None:
-    assert run_suite(suite, is_interpreted=True) >= SUITES[suite][0]
+def test_suites_in_the_interpreter() -> None:
+    suites = SUITES | CHECKS
+    assert num_passed(*suites, interpret="1") >= sum(suites.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("suite", SUITES)
-def test_suite_compiled(suite: str) -> None:
-    assert run_suite(suite, is_interpreted=False) >= SUITES[suite][1]
+def test_suites_compiled() -> None:
+    assert num_passed(*SUITES, interpret=None) >= sum(SUITES.values()) - NUM_OF_THE_INTERPRETER

@@ -7,14 +7,14 @@ another Triton: `make kernels TRITON=3.6.0`.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import json
 from typing import Any
 
 import pytest
 
 from tests.support.multiprocessor import SHARED_KIB, programs_of_sm
-from tests.support.process import run_python
+from tests.support.process import printed_json, run_python
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,18 +22,22 @@ pytestmark = [
         importlib.util.find_spec("triton") is None, reason="Triton is not installed"
     ),
 ]
-COMPILED = {"TRITON_INTERPRET": None}
-GROUPS = ("sliding", "full", "drafter", "sampling")
 ONE_OF_EACH_GROUP = {"canvas_attention_kernel", "context_kv_kernel", "_block_kernel"}
 MATRIX = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 LOW = {90: ("full, fp8 cache", "draft"), 100: ("full", "full, fp8 cache", "draft")}
 
 
-def compiled(arch: int, *groups: str) -> list[dict[str, Any]]:
-    """What became of each kernel of these groups, in the order of the launches."""
-    worker = ("-m", "tests.support.kernel_launches", "compile", str(arch), *groups)
-    result = run_python(*worker, environment=COMPILED, timeout=900)
-    return [json.loads(line) for line in result.stdout.splitlines()]
+@functools.cache
+def report(arch: int) -> dict[str, Any]:
+    """What ``kernel_launches`` prints for a GPU."""
+    worker = ("-m", "tests.support.kernel_launches", str(arch))
+    result = run_python(*worker, environment={"TRITON_INTERPRET": None}, timeout=900)
+    return dict(printed_json(result))
+
+
+def compiled(arch: int, *, branches: bool) -> list[dict[str, Any]]:
+    """Kernels in the order of the launches: those of the branches, or all others."""
+    return [one for one in report(arch)["compiled"] if (one["group"] == "branches") is branches]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,7 @@ def compiled(arch: int, *groups: str) -> list[dict[str, Any]]:
     [pytest.param(arch, marks=[] if arch == 90 else pytest.mark.nightly) for arch in SHARED_KIB],
 )
 def test_kernels_fit_every_gpu(arch: int) -> None:
-    found = compiled(arch, *GROUPS)
+    found = compiled(arch, branches=False)
     assert {one["kernel"] for one in found} >= ONE_OF_EACH_GROUP
     for one in found:
         where = (arch, one["label"], one["kernel"], one)
@@ -64,7 +68,7 @@ def test_kernels_fit_every_gpu(arch: int) -> None:
 
 
 def test_every_branch_of_the_kernels_of_attention_compiles() -> None:
-    found = compiled(90, "branches")
+    found = compiled(90, branches=True)
     assert [one["kernel"] for one in found].count("canvas_attention_kernel") == 3
     assert all(one["spilled"] == 0 for one in found)
     contexts = [one["matrix"] for one in found if one["kernel"] == "context_kv_kernel"]
@@ -73,10 +77,7 @@ def test_every_branch_of_the_kernels_of_attention_compiles() -> None:
 
 
 def test_batches_of_a_server_need_few_compiled_kernels() -> None:
-    """200 random batches, whose numbers and lengths of sequences, tables and slices differ."""
-    worker = ("-m", "tests.support.kernel_launches", "variants", "200")
-    counts = json.loads(run_python(*worker, environment=COMPILED).stdout)
-    assert counts == {
+    assert report(90)["variants"] == {
         "canvas_attention_kernel": 3,  # sliding and full layers, a drafter's
         "merge_splits_kernel": 3,
         "write_kv_kernel": 2,  # sliding and full layers

@@ -6,6 +6,7 @@ read nothing but persistent tensors.
 """
 
 import inspect
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -17,35 +18,41 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm.patches import configure
-from tests.support import family_checkpoints, hf_reference
+from tests.support import hf_reference
 from tests.support.engine_harness import Run, SamplingParams, assert_same_runs, get_engine
 from tests.support.process import run_python
 
 pytestmark = pytest.mark.slow
 
 CANVAS, WINDOW = 12, 16
-WORKER = "tests.support.attention_backend_worker"
+OF_BLOCKS = ("sdar", "llada2")
 
 
 @pytest.fixture(scope="module")
-def engine_run(checkpoint, tmp_path_factory):
+def runs(checkpoint, family, tmp_path_factory):
+    """What engines report, all of one process (``attention_backend_worker.run``)."""
     path = checkpoint(canvas_length=CANVAS, sliding_window=WINDOW, canvas_window="anchored")
-    output = tmp_path_factory.mktemp("backend") / "run.pt"
-    run_python("-m", WORKER, str(path), str(output))
-    return path, torch.load(output)
+    jobs = {"gemma": {"checkpoint": str(path)}}
+    jobs["flash"] = jobs["gemma"] | {"flash": True}
+    for name in OF_BLOCKS:
+        jobs[name] = {"checkpoint": str(family(name)), "page_size": 32, "num_tokens": 12}
+    output = tmp_path_factory.mktemp("backend") / "runs.pt"
+    worker = ("-m", "tests.support.attention_backend_worker", json.dumps(jobs), str(output))
+    run_python(*worker, timeout=600)
+    return torch.load(output)
 
 
-def test_generations_equal_hugging_face(engine_run):
-    path, run = engine_run
-    model = hf_reference.load_hf(path)
+def test_generations_equal_hugging_face(runs):
+    run = runs["gemma"]
+    model = hf_reference.load_hf(run["checkpoint"])
     for prompt, tokens, seed in zip(run["prompts"], run["tokens"], (1, 2), strict=True):
         assert tokens == hf_reference.generate_with_noise(model, prompt, 2, seed=seed).tokens
 
 
-def test_first_step_logits_equal_hugging_face(engine_run):
+def test_first_step_logits_equal_hugging_face(runs):
     """Tokens of random weights are robust; logits are not."""
-    path, run = engine_run
-    model = hf_reference.load_hf(path)
+    run = runs["gemma"]
+    model = hf_reference.load_hf(run["checkpoint"])
     for prompt, logits, seed in zip(run["prompts"], run["logits"], (1, 2), strict=True):
         canvas = hf_reference.generate_with_noise(model, prompt, 1, seed=seed).canvases[0][0]
         reference = hf_reference.one_step_logits(model, prompt, canvas)
@@ -53,8 +60,8 @@ def test_first_step_logits_equal_hugging_face(engine_run):
         assert error < 1e-4  # fp32 sums in another order; see test_parity.py
 
 
-def test_one_pass_mixed_every_kind_of_row(engine_run):
-    _, run = engine_run
+def test_one_pass_mixed_every_kind_of_row(runs):
+    run = runs["gemma"]
     assert {is_anchored for is_anchored, _ in run["calls"]} == {True, False}  # sliding, full layers
     batches = [sequences for _, sequences in run["calls"]]
     canvas, block, prompt = (CANVAS, 0), (CANVAS, 1), (37, 1)
@@ -62,18 +69,16 @@ def test_one_pass_mixed_every_kind_of_row(engine_run):
     assert any(prompt in batch for batch in batches), "no prompt"
 
 
-def test_each_layer_checks_its_tensors_once(engine_run):
-    _, run = engine_run
+def test_each_layer_checks_its_tensors_once(runs):
+    run = runs["gemma"]
     assert len(run["calls"]) > 4 * run["layers"] > 0
     assert run["checks"] == {"check_inputs": run["layers"], "check_write": run["layers"]}
 
 
-def test_flash_attention_gets_batches_of_one_kind(engine_run, tmp_path):
+def test_flash_attention_gets_batches_of_one_kind(runs):
     """On Hopper: layers without an anchored window, with the tokens of our kernel."""
-    path, expected = engine_run
-    run_python("-m", WORKER, str(path), str(tmp_path / "run.pt"), "16", "24", "flash")
-    run = torch.load(tmp_path / "run.pt")
-    assert run["tokens"] == expected["tokens"]
+    run = runs["flash"]
+    assert run["tokens"] == runs["gemma"]["tokens"]
     kinds = {True: set(), False: set()}
     for (is_anchored, sequences), is_flash in zip(run["calls"], run["is_flash"], strict=True):
         kind = frozenset(is_causal for _, is_causal in sequences)
@@ -102,18 +107,14 @@ def test_the_kind_of_a_batch(causal, heads, kind):
     assert _kind_of(SimpleNamespace(causal=flags, is_prefilling=heads)) == kind
 
 
-@pytest.mark.parametrize("name", ["SDAR", "LLADA2"])
-def test_models_with_blocks_do_the_same_as_on_vllms_cpu_kernel(name, tmp_path):
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_models_with_blocks_do_the_same_as_on_vllms_cpu_kernel(name, runs):
     """There, each block of a causal sequence is a sequence of its own."""
-    path = family_checkpoints.write(tmp_path / "model", getattr(family_checkpoints, name))
-    output, num_tokens = tmp_path / "run.pt", 12
-    run_python("-m", WORKER, str(path), str(output), "32", str(num_tokens))
-    run = torch.load(output)
-    params = [SamplingParams(max_tokens=num_tokens, seed=seed, ignore_eos=True) for seed in (1, 2)]
-    expected = get_engine(path, max_model_len=128, max_num_batched_tokens=64)
-    runs = expected.runs(run["prompts"], params)
+    run = runs[name]
+    engine = get_engine(run["checkpoint"], max_model_len=128, max_num_batched_tokens=64)
+    params = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True) for seed in (1, 2)]
     found = [Run(*pair) for pair in zip(run["tokens"], run["logits"], strict=True)]
-    assert_same_runs(found, runs)
+    assert_same_runs(found, engine.runs(run["prompts"], params))
 
 
 @pytest.mark.parametrize(

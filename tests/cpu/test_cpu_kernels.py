@@ -9,6 +9,7 @@ import inspect
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,48 @@ pytest.importorskip("triton", reason="the originals run in Triton's interpreter"
 
 from dllm.cpu.kernels import KERNELS
 from tests.support.cpu_drafting_cases import drafting_cases
-from tests.support.cpu_host_cases import host_cases
-from tests.support.cpu_kernel_cases import Case, state_cases
+from tests.support.cpu_kernel_cases import GPU, Case, f32, i32, i64, spans, state_cases
 from tests.support.cpu_sampling_cases import sampling_cases
 from tests.support.process import run_python
 from tests.support.triton_interpreter_worker import launch
+
+
+def host_cases() -> dict[str, tuple[str, dict[str, Any], float]]:
+    """Calls of functions of vLLM that launch kernels: (function, arguments, tolerance).
+
+    Among them is every function that passes launch options to a kernel.
+    """
+    rng = np.random.default_rng(3)
+    logits, expanded = f32(rng.normal(0, 2, (6, 3000))), i64([2, 0, 0, 3, 1, 1])
+    sampling = dict(
+        logits=logits,
+        expanded_idx_mapping=expanded,
+        temperature=f32([0.7, 0.0, 1.0, 1.4]),
+        seed=i64([7, -1, 2**62 + 12345, 0]),
+        pos=i64(rng.integers(0, 999, 6)),
+        apply_temperature=True,
+        is_drafting=False,
+    )
+    post_update = dict(
+        idx_mapping=i64([3, -1, 1]),
+        num_computed_tokens=i32([5, 6, 7, 8]),
+        last_sampled_tokens=i64(np.zeros((4, 1))),
+        output_bin_counts=i32(np.zeros((4, 9))),
+        sampled_tokens=i64(rng.integers(0, 9, (3, 4))),
+        num_sampled=i32([4, 1, 2]),
+        num_rejected=i32([0, 0, 3]),
+        query_start_loc=spans([4, 1, 6]),
+        all_token_ids=i32(np.zeros((4, 30))),
+        total_len=i32([5, 6, 7, 8]),
+    )
+    top = dict(logits=logits, num_logprobs=5, sampled_token_ids=i64(rng.integers(0, 3000, 6)))
+    return {
+        "gumbel, fp32": ("sample.gumbel.gumbel_sample", sampling, 0),
+        "gumbel, fp64": ("sample.gumbel.gumbel_sample", sampling | dict(use_fp64=True), 0),
+        "drafts": ("input_batch.post_update", post_update, 0),
+        "top 5": ("sample.logprob.compute_topk_scores", top, 2e-6),
+    }
+
 
 CASES = state_cases() + sampling_cases() + drafting_cases()
 HOST_CASES = host_cases()
@@ -33,7 +71,7 @@ def triton_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     job = {
         "kernels": list(KERNELS),
         "cases": [asdict(case) for case in CASES],
-        "host_cases": [(case.function, case.args) for case in HOST_CASES],
+        "host_cases": [(GPU + function, args) for function, args, _ in HOST_CASES.values()],
     }
     torch.save(job, folder / "cases")
     run_python(
@@ -69,16 +107,17 @@ def test_equals_triton(index: int, triton_results: dict[str, Any]) -> None:
         assert_same(value, theirs[name], case.rtol, name)
 
 
-@pytest.mark.parametrize("index", range(len(HOST_CASES)), ids=[case.id for case in HOST_CASES])
+@pytest.mark.parametrize("name", HOST_CASES)
 def test_vllm_functions_are_the_same_with_our_kernels(
-    index: int, triton_results: dict[str, Any]
+    name: str, triton_results: dict[str, Any]
 ) -> None:
     """Goes through vLLM's own launches: positional tensors, keyword constants, launch options."""
-    (their_result, their_args), (our_result, our_args) = triton_results["host"][index]
-    rtol = HOST_CASES[index].rtol
+    results = dict(zip(HOST_CASES, triton_results["host"], strict=True))
+    (their_result, their_args), (our_result, our_args) = results[name]
+    *_, rtol = HOST_CASES[name]
     assert_same(our_result, their_result, rtol, "result")
-    for name, value in our_args.items():
-        assert_same(value, their_args[name], rtol, name)
+    for argument, value in our_args.items():
+        assert_same(value, their_args[argument], rtol, argument)
 
 
 def test_every_kernel_is_tested() -> None:

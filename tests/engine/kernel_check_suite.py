@@ -1,4 +1,4 @@
-"""Kernels beside their definitions, right and wrong ones; test_kernel_checks.py runs this.
+"""Kernels beside their definitions, right and wrong ones; tests/test_kernel_suites.py runs this.
 
 By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/engine/kernel_check_suite.py` without a GPU.
 """

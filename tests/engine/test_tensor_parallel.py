@@ -16,7 +16,7 @@ from dllm.ops.dispatch import row_stats
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import RUN_TOLERANCE, Engine, get_engine
-from tests.support.family_checkpoints import FAMILIES, write
+from tests.support.family_checkpoints import FAMILIES
 from tests.support.process import printed_json, run_python
 
 pytestmark = pytest.mark.slow
@@ -101,7 +101,10 @@ OF_MASKS = [
 EDITING = params(
     extra_args={"diffusion_editing": 1, "diffusion_threshold": 0.2, "diffusion_max_post_steps": 3}
 )
-REQUESTS_OF = dict.fromkeys(FAMILIES, OF_MASKS) | {"llada2": [*OF_MASKS, (prompt(17), EDITING)]}
+REQUESTS_OF = dict.fromkeys(FAMILIES, OF_MASKS) | {
+    "gemma": REQUESTS,
+    "llada2": [*OF_MASKS, (prompt(17), EDITING)],
+}
 
 
 def answers(engine: Engine, requests: list[Any]) -> list[Any]:
@@ -119,53 +122,38 @@ def answers(engine: Engine, requests: list[Any]) -> list[Any]:
     ]
 
 
-def on_two_ranks(model: Any, *arguments: str) -> list[Any]:
-    """``answers`` of two worker processes that speak gloo."""
+# Each family with what it has of its own: experts and copies of key-value heads, dense layers, such
+# copies beside a tied head, Llama's rotation, canvases that start anywhere.
+CASES = [("gemma", "loop"), ("llada2", "loop")]
+MORE_CASES = [
+    ("gemma", "asynchronous"),
+    ("sdar", "loop"),
+    ("a2d-qwen2", "loop"),
+    ("stable-diffcoder", "loop"),
+    ("sdar-moe", "asynchronous"),
+    ("nemotron", "asynchronous"),
+]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.nightly)])
+def test_two_ranks_generate_the_tokens_of_one(checkpoint, family, cases):
+    """Two worker processes that speak gloo: tokens are equal, logprobs but for sums over shards."""
     # vLLM wants a NUMA node per rank, unless it is told not to bind threads. Spawned, each rank
     # would import everything again.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    return printed_json(run_python("-m", __name__, str(model), *arguments, environment=environment))
+    models = [str(checkpoint() if name == "gemma" else family(name)) for name, _ in cases]
+    given = json.dumps([(path, *case) for path, case in zip(models, cases, strict=True)])
+    printed = printed_json(run_python("-m", __name__, given, environment=environment, timeout=600))
+    for path, case, found in zip(models, cases, printed, strict=True):
+        expected = answers(get_engine(path, max_num_batched_tokens=256), REQUESTS_OF[case[0]])
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours[0] == theirs[0], case
+            for of_token, expected_entry in zip(ours[1], theirs[1], strict=True):
+                assert of_token == pytest.approx(expected_entry, abs=RUN_TOLERANCE), case
 
 
-def assert_same(found: list[Any], expected: list[Any]) -> None:
-    """Check that tokens are equal, and logprobs up to the order of the sum over shards."""
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours[0] == theirs[0]
-        for of_token, expected_entry in zip(ours[1], theirs[1], strict=True):
-            assert of_token == pytest.approx(expected_entry, abs=RUN_TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "scheduling", ["loop", pytest.param("asynchronous", marks=pytest.mark.nightly)]
-)
-def test_two_ranks_generate_the_tokens_of_one(engine, checkpoint, scheduling):
-    found = on_two_ranks(checkpoint(), scheduling)
-    assert_same(found, answers(engine, REQUESTS))
-
-
-@pytest.mark.parametrize(
-    ("family", "scheduling"),
-    [
-        ("llada2", "loop"),
-        # What each of the others has of its own: dense layers, copies of key-value heads beside a
-        # tied head, Llama's rotation, canvases that start anywhere.
-        pytest.param("sdar", "loop", marks=pytest.mark.nightly),
-        pytest.param("a2d-qwen2", "loop", marks=pytest.mark.nightly),
-        pytest.param("stable-diffcoder", "loop", marks=pytest.mark.nightly),
-        pytest.param("sdar-moe", "asynchronous", marks=pytest.mark.nightly),
-        pytest.param("nemotron", "asynchronous", marks=pytest.mark.nightly),
-    ],
-)
-def test_two_ranks_of_a_family_with_masks(tmp_path, family, scheduling):
-    """Experts and, where there are too few, copies of key-value heads."""
-    requests = REQUESTS_OF[family]
-    model = write(tmp_path / "model", FAMILIES[family])
-    found = on_two_ranks(model, scheduling, family)
-    assert_same(found, answers(get_engine(model, max_num_batched_tokens=256), requests))
-
-
-def generate_on_two_ranks(model: str, scheduling: str, family: str | None = None) -> None:
-    """The other side of the tests: prints the answers."""
+def on_two_ranks(model: str, family: str, scheduling: str) -> list[Any]:
+    """The answers of an engine with two ranks."""
     options: dict[str, Any] = dict(tensor_parallel_size=2, max_num_batched_tokens=256)
     if scheduling == "loop":
         # Each rank reads its own clock, and still both take the same number of passes.
@@ -173,10 +161,10 @@ def generate_on_two_ranks(model: str, scheduling: str, family: str | None = None
         engine = Engine(model, **options)
     else:
         engine = get_async_engine(model, **options)
-    found = answers(engine, REQUESTS_OF[family] if family else REQUESTS)
+    found = answers(engine, REQUESTS_OF[family])
     engine.llm.llm_engine.engine_core.shutdown()
-    print(json.dumps(found))
+    return found
 
 
-if __name__ == "__main__":
-    generate_on_two_ranks(*sys.argv[1:])
+if __name__ == "__main__":  # the other side of the test
+    print(json.dumps([on_two_ranks(*case) for case in json.loads(sys.argv[1])]))

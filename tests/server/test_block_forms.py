@@ -1,35 +1,60 @@
-"""The table of docs/structured.md: answers of trained models with blocks, in given forms.
+"""Figures of docs/structured.md and docs/streaming.md, of trained models; ``-s`` prints them.
 
-Each form is asked for beside free text on the same held-out questions. All answers have to be
-valid; ``-s`` prints how many are right, and in how many steps.
+Answers in given forms: each form is asked for beside free text on the same held-out questions. All
+answers have to be valid; what is printed is how many are right, and in how many steps. And holes:
+the middle third of held-out answers, filled in within a block.
 """
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
+import openai
 import pytest
+from tokenizers import Tokenizer
 
-from dllm.tasks.suite import Question, questions
+from dllm.tasks.suite import FAMILIES, Question, questions
 from dllm.tools.eval_server import PASSES
-from tests.support.server_harness import MODEL, Server
+from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, serving
+
+pytest_plugins = ["tests.support.sdar_server"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
-CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+
+class Served(NamedTuple):
+    """A server, its checkpoint and the tokens of its blocks."""
+
+    server: Server
+    name: str
+    block: int
+
+
+SERVERS = [("tiny-sdar", 32), ("tiny-llada2", 32), ("tiny-sdar", 8), ("tiny-sdar", 4)]
+IDS = [f"{name}-{block}" for name, block in SERVERS]
+
+
+@pytest.fixture(scope="module")
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    name, block = request.param
+    if request.param == ("tiny-sdar", 32):
+        yield Served(request.getfixturevalue("sdar_server"), name, block)
+        return
+    flags = (*COMMON_FLAGS, f'--hf-overrides={{"block_size": {block}}}')
+    for server in serving(CHECKPOINTS / name, tmp_path_factory, flags):
+        yield Served(server, name, block)
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
 NUM = 25
-FLAGS = (
-    f"--served-model-name={MODEL}",
-    "--dtype=float32",
-    "--enforce-eager",
-    "--max-model-len=512",
-    "--max-num-seqs=8",
-)
 
 
 class Form(NamedTuple):
@@ -95,24 +120,9 @@ FORMS = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("tiny-sdar", 32), ("tiny-sdar", 8), ("tiny-sdar", 4), ("tiny-llada2", 32)],
-    ids=lambda given: f"{given[0]}-{given[1]}",
-)
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, int, Server]]:
-    name, block = request.param
-    log = tmp_path_factory.mktemp(name) / "log"
-    blocks = f'--hf-overrides={{"block_size": {block}}}'
-    with Server(CHECKPOINTS / name, log, (*FLAGS, blocks)) as running:
-        running.wait_until_ready()
-        yield name, block, running
-
-
+@pytest.mark.parametrize("served", SERVERS, ids=IDS, indirect=True)
 def test_every_answer_has_its_form(served):
-    name, block, server = served
+    server, name, block = served
     for title, form in FORMS.items():
         drawn = (q for q in questions([form.family], "heldout", 4 * NUM) if form.word in q.prompt)
         asked = list(islice(drawn, NUM))
@@ -148,3 +158,52 @@ def answers(
         found = list(pool.map(one, asked))
     (after,) = server.metrics(PASSES)
     return [text for text, _ in found], (after - before) / sum(blocks for _, blocks in found)
+
+
+# --- holes ----------------------------------------------------------------------------------------
+
+TOKENIZER = Tokenizer.from_file(str(CHECKPOINTS / "tiny-sdar" / "tokenizer.json"))  # of both models
+
+
+@pytest.mark.parametrize("served", SERVERS[:2], ids=IDS[:2], indirect=True)
+def test_holes_that_fit_their_block_are_found(served):
+    counts: Counter[str] = Counter()
+    for question in questions(FAMILIES, "heldout", 20):
+        counts.update(filled(served, question))
+    print(f"\n{served.name}: {dict(counts)}")
+    # Trained models are sometimes wrong; a broken search finds few.
+    assert counts["found"] > 0.9 * counts["fits"] > 0
+    assert counts["refused"] > 0
+
+
+def filled(served: Served, question: Question) -> list[str]:
+    """What happened to a question whose answer lacks its middle third."""
+    server, _, block = served
+    ids = TOKENIZER.encode(question.answer, add_special_tokens=False).ids
+    first, last = len(ids) // 3, len(ids) - len(ids) // 3
+    suffix = TOKENIZER.decode(ids[last:])
+    if first == 0 or TOKENIZER.encode(suffix, add_special_tokens=False).ids != ids[last:]:
+        return ["short, or not spelled the same way"]
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": question.prompt}]}
+    prompt = json.loads(server.post("/tokenize", asked).text)["tokens"] + ids[:first]
+    # Hole, suffix and the token that ends the answer.
+    seen = ["fits"] if len(ids) - first + 1 <= block - len(prompt) % block else ["does not fit"]
+    try:
+        (choice,) = (
+            server.client()
+            .completions.create(
+                model=MODEL,
+                prompt=prompt,
+                suffix=suffix,
+                max_tokens=16,
+                temperature=0,
+                extra_body={"return_token_ids": True},
+            )
+            .choices
+        )
+    except openai.BadRequestError as error:
+        assert error.param == "suffix" and seen == ["does not fit"], error
+        return [*seen, "refused"]
+    if choice.token_ids != ids[first:last]:
+        return seen
+    return [*seen, "found"]

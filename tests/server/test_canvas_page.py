@@ -1,58 +1,39 @@
-"""The page /canvas in a real browser, in front of the bundled model; and what it stands on.
-
-``make chromium`` installs the browser. With DLLM_PAGE_PICTURE the test writes the picture of
-docs/streaming.md there.
-"""
+"""The page /canvas in a real browser, in front of the bundled model; and what it stands on."""
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
 from transformers import AutoTokenizer
 
 from dllm.tasks.suite import FAMILIES, Question, questions
-from tests.support import chromium
 from tests.support.chat_stub import Stub, serve
-from tests.support.server_harness import Server
+from tests.support.chromium import PAGES, Page, needs_chromium
+from tests.support.server_harness import CHECKPOINTS, Server, serving
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-dllm"
+CHECKPOINT = CHECKPOINTS / "tiny-dllm"
 FLAGS = ("--enforce-eager", "--max-model-len=512", "--max-num-seqs=32", "--api-key=secret")
-PAGE = {"VLLM_PLUGINS": "dllm,dllm_namesakes,dllm_canvas"}
 JSON_QUESTION = "Write name, age and city as JSON: Lou is 28 and lives in Baku."
 
+pytest_plugins = ["tests.support.chromium"]
+
 pytestmark = pytest.mark.nightly
-needs_chromium = pytest.mark.skipif(
-    chromium.executable() is None, reason="no chromium on this machine: make chromium"
-)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with Server(CHECKPOINT, log, FLAGS, PAGE) as running:
-        running.wait_until_ready()
-        yield running
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
-    with chromium.browser(tmp_path_factory.mktemp("chromium")) as page:
-        yield page
+    yield from serving(CHECKPOINT, tmp_path_factory, FLAGS, PAGES)
 
 
 @pytest.fixture
-def page(browser: chromium.Page, server: Server) -> chromium.Page:
+def page(browser: Page, server: Server) -> Page:
     browser.open(f"{server.url}/canvas")
-    browser.hosts.clear()
-    browser.errors.clear()
     browser.fill("#key", "secret")
     return browser
 
 
-def finish(page: chromium.Page, button: str) -> str:
+def finish(page: Page, button: str) -> str:
     """Press a button that denoises; the answer when it is done."""
     page.run("document.body.dataset.state = ''")
     page.click(button)
@@ -61,7 +42,7 @@ def finish(page: chromium.Page, button: str) -> str:
     return str(page.run("$('heat').textContent"))
 
 
-def tokens(page: chromium.Page, selector: str) -> list[str]:
+def tokens(page: Page, selector: str) -> list[str]:
     return page.run(f"[...document.querySelectorAll('{selector}')].map(one => one.textContent)")
 
 
@@ -90,8 +71,7 @@ def test_tokens_settle_and_can_be_watched_again(page, server):
     assert tokens(page, "#canvas .noise") and not tokens(page, "#canvas .final")
     assert tokens(page, "#canvas .cell") != settled
     page.run("$('replay').value = 2; $('replay').oninput()")
-    if path := os.environ.get("DLLM_PAGE_PICTURE"):
-        Path(path).write_bytes(page.picture())
+    page.take_picture()
     page.click("#play")
     page.wait_until(
         "$('replay').value == frames.length - 1 && !document.querySelector('#canvas .noise')"

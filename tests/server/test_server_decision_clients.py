@@ -1,8 +1,5 @@
 """LiteLLM and LangChain chat and ask typed decisions, unchanged, in a process of their own."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support import decision_clients
+from tests.support.process import printed_json, run_python
 from tests.support.server_harness import MODEL, Server
 
 pytest_plugins = ["tests.support.server_harness"]
@@ -23,11 +21,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def answers(server: Server) -> dict[str, Any]:
-    command = [sys.executable, decision_clients.__file__, f"{server.url}/v1", MODEL]
-    environment = os.environ | {"PYTHONPATH": str(CLIENTS)}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr
-    return dict(json.loads(found.stdout.splitlines()[-1]))
+    given = (decision_clients.__file__, f"{server.url}/v1", MODEL)
+    return dict(printed_json(run_python(*given, environment={"PYTHONPATH": str(CLIENTS)})))
 
 
 @pytest.mark.parametrize("name", ["openai decisions", "hosted_vllm decisions"])

@@ -1,7 +1,6 @@
 """Typed decisions through a real server, asked by OpenAI's SDK as it is."""
 
 import asyncio
-import http.client
 import json
 from typing import Any
 
@@ -67,18 +66,11 @@ def test_the_asynchronous_client_gets_the_same(client, server):
 
 
 def test_diagnostics_and_metrics_tell_of_samples(server, client):
-    def counts() -> list[float]:
-        lines = [line.rpartition(" ") for line in server.get("/metrics").text.splitlines()]
-        names = [f"dllm:decision_{name}_total" for name in ("questions", "reads", "refusals")]
-        return [
-            sum(float(value) for name, _, value in lines if name.partition("{")[0] == counter)
-            for counter in names
-        ]
-
+    names = [f"dllm:decision_{name}_total" for name in ("questions", "reads", "refusals")]
     one = decide(client, extra_body={"samples": 1})
-    before = counts()
+    before = server.metrics(*names)
     four = decide(client)
-    assert [b - a for a, b in zip(before, counts(), strict=True)] == [3, 12, 0]
+    assert [b - a for a, b in zip(before, server.metrics(*names), strict=True)] == [3, 12, 0]
     assert [each["samples"] for each in four.diagnostics] == [4, 4, 4]
     assert all(not any(each["standard_errors"]) for each in one.diagnostics)
     assert all(any(each["standard_errors"]) for each in four.diagnostics)
@@ -115,8 +107,7 @@ def test_input_may_be_turns_calls_and_json(client):
 def test_a_client_that_leaves_frees_its_places(client, server):
     """1,600 canvases would take many seconds; a question behind them has an empty engine."""
     body = {"model": MODEL, "input": "left behind", "questions": [PREDICATE] * 400, "samples": 4}
-    leaving = http.client.HTTPConnection("127.0.0.1", server.port)
-    leaving.request("POST", "/v1/decisions", json.dumps(body), {"Content-Type": "application/json"})
+    leaving = server.sent("/v1/decisions", body)
     while sum(server.metrics(RUNNING)) == 0:
         pass  # every turn asks the server
     leaving.close()

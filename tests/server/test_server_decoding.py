@@ -1,10 +1,7 @@
 """`vllm serve` of tiny-nemotron token by token and checking its own drafts: the same answers."""
 
 import json
-import re
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,19 +9,10 @@ import pytest
 
 from dllm import cli
 from dllm.tasks.suite import questions
-from tests.support.server_harness import MODEL, Server
+from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, serving
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints/tiny-nemotron"
-FLAGS = (
-    f"--served-model-name={MODEL}",
-    "--dtype=float32",
-    "--enforce-eager",
-    "--max-model-len=512",
-    "--max-num-seqs=8",
-    "--max-num-batched-tokens=512",
-)
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -41,11 +29,8 @@ def decoding(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def server(decoding: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = f'--additional-config={{"dllm": {{"decoding": "{decoding}"}}}}'
-    with Server(
-        CHECKPOINT, tmp_path_factory.mktemp(decoding) / "log", (*FLAGS, options)
-    ) as running:
-        running.wait_until_ready()
-        yield running
+    flags = (*COMMON_FLAGS, "--max-num-batched-tokens=512", options)
+    yield from serving(CHECKPOINTS / "tiny-nemotron", tmp_path_factory, flags)
 
 
 def ask(client: openai.OpenAI, question: str, **options: Any) -> Any:
@@ -82,12 +67,8 @@ def test_answers_are_those_token_by_token(server: Server, decoding: str) -> None
 
 
 def test_drafts_are_kept(server: Server, decoding: str) -> None:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
-        text = response.read().decode()
-    drafts, kept = (
-        sum(map(float, re.findall(rf"^vllm:spec_decode_num_{what}_total\S* (\S+)$", text, re.M)))
-        for what in ("drafts", "accepted_tokens")
-    )
+    names = (f"vllm:spec_decode_num_{what}_total" for what in ("drafts", "accepted_tokens"))
+    drafts, kept = server.metrics(*names)
     assert kept > drafts > 0 if decoding == "self_speculation" else drafts == 0
 
 

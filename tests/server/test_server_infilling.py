@@ -1,6 +1,5 @@
 """Pins by text and fill in the middle through a real server."""
 
-import http.client
 import json
 
 import openai
@@ -183,10 +182,7 @@ def test_a_client_that_leaves_ends_the_whole_search(server, client):
         "n": 16,
         "vllm_xargs": {"diffusion_confidence": 0},  # every canvas takes all of its steps
     }
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-    )
+    connection = server.sent("/v1/completions", body)
     while server.metrics(FINISHED) == before:  # it is being served
         assert server.is_healthy()
     connection.close()

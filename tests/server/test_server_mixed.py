@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from tests.server.test_server import chat, complete, prompt
-from tests.support.server_harness import CANVAS, FLAGS, Server
+from tests.support.server_harness import CANVAS, FLAGS, Server, serving
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 NUM_REQUESTS = 64
 # Enough room for 64 canvases and as many blocks to commit in one step.
@@ -72,9 +72,7 @@ KINDS: list[dict[str, Any]] = [
 def server(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    with Server(checkpoint(), tmp_path_factory.mktemp("mixed") / "log", MIXED_FLAGS) as running:
-        running.wait_until_ready()
-        yield running
+    yield from serving(checkpoint(), tmp_path_factory, MIXED_FLAGS)
 
 
 def ask(client: openai.OpenAI, index: int) -> dict[str, Any]:

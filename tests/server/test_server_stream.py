@@ -183,10 +183,7 @@ def open_slow(server: Server, max_tokens: int = 400) -> http.client.HTTPResponse
         "ignore_eos": True,
         "vllm_xargs": SLOW,
     }
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    return connection.getresponse()
+    return server.sent("/v1/completions", body).getresponse()
 
 
 def test_a_watcher_that_leaves_ends_its_request(server, client):
@@ -288,60 +285,62 @@ def test_each_sample_of_each_prompt_has_its_own_trace(client):
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT = {"model": MODEL, "messages": MESSAGES}
-REFUSED = [
-    ("/v1/chat/completions", CHAT | CANVASES, "without"),
-    ("/v1/chat/completions", CHAT | FORMS["text"], "without"),
-    ("/v1/completions", {"model": MODEL, "prompt": "hi"} | CANVASES, "without"),
-    (
-        "/v1/responses",
-        {"model": MODEL, "input": "hi", "stream": True} | CANVASES,
-        "not served here",
-    ),
-    ("/v1/responses", {"model": MODEL, "input": "hi"} | FORMS["text"], "not served here"),
-    ("/v1/messages", CHAT | {"max_tokens": 9, "stream": True} | CANVASES, "not served here"),
-    ("/v1/messages", CHAT | {"max_tokens": 9} | CANVASES, "not served here"),
-    ("/v1/chat/completions/batch", CHAT | {"messages": [MESSAGES]} | CANVASES, "not served here"),
-    (
-        "/v1/chat/completions",
-        CHAT | {"stream": True, "vllm_xargs": {"diffusion_stream": "tokens"}},
-        "diffusion_stream = 'tokens'; allowed: one of canvas, text",
-    ),
-    (
-        "/v1/chat/completions",
-        CHAT | {"stream": True, "vllm_xargs": {"diffusion_stream_every": "visit"}},
-        "diffusion_stream_every without diffusion_stream",
-    ),
-    (
-        "/v1/chat/completions",
-        CHAT | {"stream": True, "vllm_xargs": SLOW | {"diffusion_stream_every": "step"}},
-        "diffusion_stream_every = 'step'; allowed: one of pass, visit",
-    ),
-]
+RESPONSE = {"model": MODEL, "input": "hi"}
+MESSAGE = CHAT | {"max_tokens": 9}
+STREAM, TRACE = "diffusion_stream", "diffusion_trace"
 
 
-WITH_TRACE = {"vllm_xargs": {"diffusion_trace": True}}
-NO_TRACE = [
-    ("/v1/responses", {"model": MODEL, "input": "hi"} | WITH_TRACE),
-    ("/v1/messages", CHAT | {"max_tokens": 9} | WITH_TRACE),
-    ("/v1/completions", {"model": MODEL, "prompt": "a", "suffix": "b"} | WITH_TRACE),
-    ("/v1/chat/completions", CHAT | {"vllm_xargs": {"diffusion_trace": ["entropies"]}}),
-    ("/v1/chat/completions", CHAT | {"vllm_xargs": {"diffusion_trace": 2}}),
-]
+def streamed(**xargs: str) -> dict[str, Any]:
+    return CHAT | {"stream": True, "vllm_xargs": xargs}
 
 
-def test_scores_need_masks(server):
-    reply = server.post("/v1/scores", {"prompt": "a", "text": "b"})
-    assert reply.status == 400 and "masks" in reply.message, reply
+def traced(trace: Any = True) -> dict[str, Any]:
+    return {"vllm_xargs": {TRACE: trace}}
 
 
-@pytest.mark.parametrize(("path", "body"), NO_TRACE)
-def test_traces_are_refused_where_they_are_not_served(server, path, body):
-    reply = server.post(path, body)
-    assert reply.status == 400 and "diffusion_trace" in reply.message, reply
-
-
-@pytest.mark.parametrize(("path", "body", "message"), REFUSED)
-def test_it_is_refused_where_it_is_not_served(server, path, body, message):
+@pytest.mark.parametrize(
+    ("path", "body", "parameter", "message"),
+    [
+        ("/v1/chat/completions", CHAT | CANVASES, STREAM, "without"),
+        ("/v1/chat/completions", CHAT | FORMS["text"], STREAM, "without"),
+        ("/v1/completions", {"model": MODEL, "prompt": "hi"} | CANVASES, STREAM, "without"),
+        ("/v1/responses", RESPONSE | {"stream": True} | CANVASES, STREAM, "not served here"),
+        ("/v1/responses", RESPONSE | FORMS["text"], STREAM, "not served here"),
+        ("/v1/messages", MESSAGE | {"stream": True} | CANVASES, STREAM, "not served here"),
+        ("/v1/messages", MESSAGE | CANVASES, STREAM, "not served here"),
+        (
+            "/v1/chat/completions/batch",
+            CHAT | {"messages": [MESSAGES]} | CANVASES,
+            STREAM,
+            "not served here",
+        ),
+        (
+            "/v1/chat/completions",
+            streamed(diffusion_stream="tokens"),
+            STREAM,
+            "= 'tokens'; allowed: one of canvas, text",
+        ),
+        (
+            "/v1/chat/completions",
+            streamed(diffusion_stream_every="visit"),
+            "diffusion_stream_every",
+            "without diffusion_stream",
+        ),
+        (
+            "/v1/chat/completions",
+            streamed(diffusion_stream="canvas", diffusion_stream_every="step"),
+            "diffusion_stream_every",
+            "= 'step'; allowed: one of pass, visit",
+        ),
+        ("/v1/responses", RESPONSE | traced(), TRACE, ""),
+        ("/v1/messages", MESSAGE | traced(), TRACE, ""),
+        ("/v1/completions", {"model": MODEL, "prompt": "a", "suffix": "b"} | traced(), TRACE, ""),
+        ("/v1/chat/completions", CHAT | traced(["entropies"]), TRACE, ""),
+        ("/v1/chat/completions", CHAT | traced(2), TRACE, ""),
+        ("/v1/scores", {"prompt": "a", "text": "b"}, "masks", ""),
+    ],
+)
+def test_it_is_refused_where_it_is_not_served(server, path, body, parameter, message):
     reply = server.post(path, body)
     assert reply.status == 400, reply
-    assert message in reply.message and "diffusion_stream" in reply.message
+    assert parameter in reply.message and message in reply.message

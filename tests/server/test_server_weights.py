@@ -10,13 +10,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
 
 from dllm.tasks.suite import questions
-from tests.support.server_harness import FLAGS, MODEL, Server
+from tests.support.engine_harness import get_engine
+from tests.support.server_harness import CHECKPOINTS, FLAGS, MODEL, Server, serving
 
 pytestmark = pytest.mark.slow
 
-TINY_DLLM = Path(__file__).parents[2] / "checkpoints/tiny-dllm"
+TINY_DLLM = CHECKPOINTS / "tiny-dllm"
+# Every second one is asked greedily; their common prefix gets cached.
+CHATS = [
+    [{"role": "user", "content": one.prompt}]
+    for one in questions(["sort", "extract"], "heldout", 3, 0)
+]
+SAMPLING: list[dict[str, Any]] = [
+    {"max_tokens": 64, "temperature": 0 if seed % 2 else 2.0, "seed": seed}
+    for seed in range(len(CHATS))
+]
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
@@ -37,26 +48,14 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("weights") / "log"
-    with Server(TINY_DLLM, log, FLAGS, DEVELOPMENT) as running:
-        running.wait_until_ready()
-        yield running
+    yield from serving(TINY_DLLM, tmp_path_factory, FLAGS, DEVELOPMENT)
 
 
 def answers(server: Server) -> list[str]:
-    """Of a hard question greedily, and of an easy one by seed, with prefixes that get cached."""
-    asked = [one.prompt for one in questions(["sort", "extract"], "heldout", 3, 0)]
-    found = []
-    for seed, question in enumerate(asked):
-        chat = server.client().chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": question}],
-            max_tokens=64,
-            temperature=0 if seed % 2 else 2.0,
-            seed=seed,
-        )
-        found.append(str(chat.choices[0].message.content))
-    return found
+    create: Any = server.client().chat.completions.create
+    asked = zip(CHATS, SAMPLING, strict=True)
+    found = [create(model=MODEL, messages=chat, **sampling) for chat, sampling in asked]
+    return [one.choices[0].message.content for one in found]
 
 
 def post(server: Server, path: str, body: Any = None) -> Any:
@@ -74,11 +73,13 @@ def load(server: Server, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def fresh(other: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What a server says that was started with the other weights."""
-    with Server(other, tmp_path_factory.mktemp("fresh") / "log") as running:
-        running.wait_until_ready()
-        return answers(running)
+def fresh(other: Path) -> list[str]:
+    """What an engine says that was started with the other weights."""
+    engine = get_engine(other)
+    encode = engine.llm.get_tokenizer().apply_chat_template
+    prompts = [encode(chat, add_generation_prompt=True, return_dict=False) for chat in CHATS]
+    found = engine.outputs(prompts, [SamplingParams(**sampling) for sampling in SAMPLING])
+    return [one.outputs[0].text for one in found]
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])

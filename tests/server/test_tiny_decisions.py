@@ -1,44 +1,32 @@
-"""The bundled model for typed decisions: how right it is; and the page /decisions in a browser.
+"""The bundled model for typed decisions: how right it is; and the page /decisions in a browser."""
 
-``make chromium`` installs the browser. With DLLM_PAGE_PICTURE the test writes the picture of
-docs/decisions.md there.
-"""
-
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from dllm.tools import client, decisions
-from tests.support import chromium
-from tests.support.server_harness import Server
+from tests.support.chromium import PAGES, Page, needs_chromium
+from tests.support.server_harness import CHECKPOINTS, Server, serving
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-decisions"
+CHECKPOINT = CHECKPOINTS / "tiny-decisions"
 KEY = "secret"
 FLAGS = ("--enforce-eager", "--max-model-len=512", "--max-num-seqs=32", f"--api-key={KEY}")
-PAGE = {"VLLM_PLUGINS": "dllm,dllm_namesakes,dllm_canvas"}
+
+pytest_plugins = ["tests.support.chromium"]
 
 pytestmark = pytest.mark.nightly
-needs_chromium = pytest.mark.skipif(
-    chromium.executable() is None, reason="no chromium on this machine: make chromium"
-)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with Server(CHECKPOINT, log, FLAGS, PAGE) as running:
-        running.wait_until_ready()
-        yield running
+    yield from serving(CHECKPOINT, tmp_path_factory, FLAGS, PAGES)
 
 
 @pytest.fixture
-def page(tmp_path: Path, server: Server) -> Iterator[chromium.Page]:
-    with chromium.browser(tmp_path) as browser:
-        browser.open(f"{server.url}/decisions")
-        browser.fill("#key", KEY)
-        yield browser
+def page(browser: Page, server: Server) -> Page:
+    browser.open(f"{server.url}/decisions")
+    browser.fill("#key", KEY)
+    return browser
 
 
 def test_held_out_questions_are_answered_right_and_with_honest_probabilities(server):
@@ -57,7 +45,7 @@ def test_held_out_questions_are_answered_right_and_with_honest_probabilities(ser
     assert all(scores["label_mass"] > 0.9 for scores in found.values())
 
 
-def ask(page: chromium.Page) -> list[str]:
+def ask(page: Page) -> list[str]:
     """Press the button; the names and numbers of all bars, or what the page reports."""
     page.run("document.body.dataset.state = ''")
     page.click("#go")
@@ -79,8 +67,7 @@ def test_questions_are_answered_with_bars(page, server):
     told = page.run("[...document.querySelectorAll('.answer .told')].map(one => one.textContent)")
     assert len(told) == 2 and told[1].startswith("score ") and "samples 4" in told[0]
     assert page.run("document.querySelectorAll('.error').length") == 7  # of four samples
-    if path := os.environ.get("DLLM_PAGE_PICTURE"):
-        Path(path).write_bytes(page.picture())
+    page.take_picture()
     assert page.hosts == {f"127.0.0.1:{server.port}"} and page.errors == []
 
 

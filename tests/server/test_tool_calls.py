@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -11,15 +10,13 @@ import pytest
 
 from dllm.tasks.chat import TOOLS
 from dllm.tasks.suite import Question, questions
-from tests.support.server_harness import MODEL, Server
+from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, serving
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-tools"
 PARSERS = {"gemma": "gemma4", "hermes": "hermes"}
 FAMILIES = ("weather", "alarm", "phone")
 STRICT = {
     name: tool | {"function": tool["function"] | {"strict": True}} for name, tool in TOOLS.items()
 }
-MAX_TOKENS = 120
 
 pytestmark = pytest.mark.slow
 
@@ -32,19 +29,14 @@ def style(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def client(style: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     flags = (
-        f"--served-model-name={MODEL}",
-        "--dtype=float32",
-        "--enforce-eager",
-        "--max-model-len=512",
-        "--max-num-seqs=8",
+        *COMMON_FLAGS,
         "--enable-auto-tool-choice",
         f"--tool-call-parser={PARSERS[style]}",
         "--reasoning-parser=gemma4",
         f'--default-chat-template-kwargs={{"tool_style": "{style}"}}',
     )
-    with Server(CHECKPOINT, tmp_path_factory.mktemp(style) / "log", flags) as running:
-        running.wait_until_ready()
-        yield running.client()
+    for server in serving(CHECKPOINTS / "tiny-tools", tmp_path_factory, flags):
+        yield server.client()
 
 
 def asked(style: str, is_listed: bool, count: int = 6) -> list[Question]:
@@ -60,18 +52,19 @@ def asked(style: str, is_listed: bool, count: int = 6) -> list[Question]:
     ][:count]
 
 
-def ask(client: openai.OpenAI, item: Question, **options: Any) -> Any:
-    assert item.chat is not None
-    thinking = options.pop("thinking", False)
+def say(client: openai.OpenAI, text: str, *, thinking: bool = False, **options: Any) -> Any:
     return client.chat.completions.create(
         model=MODEL,
-        messages=[{"role": "user", "content": item.prompt}],
-        tools=[STRICT[name] for name in item.chat.tools],
-        max_tokens=MAX_TOKENS,
-        seed=1,
+        messages=[{"role": "user", "content": text}],
         extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
-        **options,
+        **({"max_tokens": 120, "seed": 1} | options),
     )
+
+
+def ask(client: openai.OpenAI, item: Question, **options: Any) -> Any:
+    """With the tools that the question comes with."""
+    assert item.chat is not None
+    return say(client, item.prompt, tools=[STRICT[name] for name in item.chat.tools], **options)
 
 
 def check(call: Any) -> dict[str, Any]:
@@ -96,15 +89,7 @@ def test_a_required_call_is_a_call_that_the_schema_allows(client, style, thinkin
 def test_a_named_tool_is_called_whatever_the_question(client, style, name):
     item = asked(style, is_listed=True)[0]
     choice = {"type": "function", "function": {"name": name}}
-    listed = [STRICT[tool] for tool in TOOLS]
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": item.prompt}],
-        tools=listed,
-        tool_choice=choice,
-        max_tokens=MAX_TOKENS,
-        seed=1,
-    )
+    answer = say(client, item.prompt, tools=list(STRICT.values()), tool_choice=choice)
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == name and check(call)
 
@@ -142,17 +127,9 @@ def test_json_behind_a_thought(client):
         "additionalProperties": False,
     }
     for seed in range(4):
-        answer = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "Write name and adult as JSON: Ann is 33."}],
-            max_tokens=90,
-            seed=seed,
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "person", "schema": schema},
-            },
-            extra_body={"chat_template_kwargs": {"enable_thinking": True}},
-        )
+        question = "Write name and adult as JSON: Ann is 33."
+        form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+        answer = say(client, question, thinking=True, response_format=form, seed=seed)
         message = answer.choices[0].message
         assert message.reasoning
         jsonschema.validate(json.loads(message.content), schema)
@@ -170,10 +147,4 @@ def test_a_schema_that_cannot_be_held_to_is_refused(client, style):
     if style == "hermes":
         tool["function"]["parameters"] = {"$ref": "#/$defs/none"}
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "x"}],
-            tools=[tool],
-            tool_choice="required",
-            max_tokens=20,
-        )
+        say(client, "x", tools=[tool], tool_choice="required")

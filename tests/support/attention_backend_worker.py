@@ -1,18 +1,21 @@
 """Runs vLLM's engine with our CUDA attention backend, in Triton's interpreter.
 
-    python attention_backend_worker.py CHECKPOINT OUTPUT [PAGE_SIZE [TOKENS [flash]]]
+    python -m tests.support.attention_backend_worker JOBS OUTPUT
 
-With ``flash`` kernels are chosen as on an H200 for a 16-bit model; in the place of FlashAttention
-our kernel runs, and it is noted when.
+JOBS is JSON: for each engine a name, and the arguments of ``run``. OUTPUT gets what they return.
 
 ``test_attention_backend.py`` starts it as a process of its own, because ``TRITON_INTERPRET=1`` has
 to be set before triton is imported. vLLM's CPU platform knows one backend only; here it returns
 ours. So metadata builder, implementation and cache layout are those of a CUDA server.
 """
 
+import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -21,6 +24,7 @@ from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from dllm.attention import backend
 from tests.support.engine_harness import Engine
 from tests.support.interpreter import speed_up
 
@@ -35,69 +39,70 @@ def serve_with_triton_kernel() -> None:
     CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
 
 
-def main(
-    checkpoint: str, output: str, page_size: str = "16", num_tokens: str = "24", flash: str = ""
-) -> None:
-    """Generate, and save the tokens, the logits of every step and the arguments of our kernel."""
-    from dllm.attention import backend
+def run(
+    checkpoint: str, page_size: int = 16, num_tokens: int = 24, flash: bool = False
+) -> dict[str, Any]:
+    """The tokens, the logits of every step and the calls of our kernel of two requests.
 
-    serve_with_triton_kernel()
+    With ``flash`` kernels are chosen as on an H200 for a 16-bit model; in the place of
+    FlashAttention our kernel runs, and it is noted when.
+    """
     engine = Engine(
         checkpoint,
         max_model_len=128,
         max_num_batched_tokens=64,
-        block_size=int(page_size),
+        block_size=page_size,
         attention_config={"backend": "CUSTOM"},
     )
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
-    calls, is_flash = [], []
-    attend = backend.canvas_attention
-    checks = Counter()
+    calls: list[Any] = []
+    is_flash: list[bool] = []
+    checks: Counter[str] = Counter()
+    attend, kinds = backend.canvas_attention, backend.flash_kinds
 
-    def counted(name, check):
-        def count(*args):
+    def counted(name: str) -> Callable[..., None]:
+        check = getattr(backend, name)
+
+        def count(*args: Any) -> None:
             checks[name] += 1
             check(*args)
 
         return count
 
-    for name in ("check_inputs", "check_write"):
-        setattr(backend, name, counted(name, getattr(backend, name)))
-
-    def spy(query, cache, batch, options, out):
+    def spy(query: Any, cache: Any, batch: Any, options: Any, out: Any) -> Any:
         is_anchored = batch.first_keys is not None
         lens = batch.query_start_loc.diff().tolist()
         calls.append((is_anchored, list(zip(lens, batch.is_causal.tolist(), strict=True))))
         is_flash.append(False)
         return attend(query, cache, batch, options, out)
 
-    def flash_spy(*given):
+    def flash_spy(*given: Any) -> None:
         spy(*given)
         is_flash[-1] = True
 
-    backend.canvas_attention, backend.flash_attention = spy, flash_spy
+    def hoppers_kinds(arch: Any, size: Any, dtype: Any, mask: Any, has: Any, option: Any) -> Any:
+        return kinds(90, size, torch.bfloat16, mask, True, option)
+
+    replaced: dict[str, Any] = {name: counted(name) for name in ("check_inputs", "check_write")}
+    replaced |= {"canvas_attention": spy, "flash_attention": flash_spy}
     if flash:
-        kinds = backend.flash_kinds
-        backend.flash_kinds = lambda arch, head_size, dtype, mask, has_flash, option: kinds(
-            90, head_size, torch.bfloat16, mask, True, option
-        )
+        replaced["flash_kinds"] = hoppers_kinds
     prompts = [[20 + 3 * i for i in range(37)], [400 - i for i in range(5)]]
-    length = int(num_tokens)
-    params = [SamplingParams(max_tokens=length, seed=seed, ignore_eos=True) for seed in (1, 2)]
-    runs = engine.runs(prompts, params)
-    torch.save(
-        {
-            "prompts": prompts,
-            "tokens": [run.tokens for run in runs],
-            "logits": [run.logits for run in runs],
-            "checks": dict(checks),
-            "layers": sum(hasattr(layer, "kv_cache") for layer in layers.values()),
-            "calls": calls,
-            "is_flash": is_flash,
-        },
-        output,
-    )
+    params = [SamplingParams(max_tokens=num_tokens, seed=n, ignore_eos=True) for n in (1, 2)]
+    with mock.patch.multiple(backend, **replaced):
+        runs = engine.runs(prompts, params)
+    return {
+        "checkpoint": checkpoint,
+        "prompts": prompts,
+        "tokens": [run.tokens for run in runs],
+        "logits": [run.logits for run in runs],
+        "checks": dict(checks),
+        "layers": sum(hasattr(layer, "kv_cache") for layer in layers.values()),
+        "calls": calls,
+        "is_flash": is_flash,
+    }
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve_with_triton_kernel()
+    torch.save({name: run(**job) for name, job in json.loads(sys.argv[1]).items()}, sys.argv[2])

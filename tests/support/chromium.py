@@ -1,31 +1,37 @@
 """A headless Chromium, driven through its DevTools protocol (a WebSocket with JSON messages).
 
-``make chromium`` installs it from Debian's packages.
+``make chromium`` installs it from Debian's packages. With DLLM_PAGE_PICTURE, the path of a PNG,
+tests write the pictures of docs/ there.
+
+Files with ``pytest_plugins = ["tests.support.chromium"]`` share the fixture ``browser``.
 """
 
 import base64
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from websockets.sync.client import ClientConnection, connect
 
+PAGES = {"VLLM_PLUGINS": "dllm,dllm_namesakes,dllm_canvas"}  # a server with our pages
 START_TIMEOUT_S = 30
 REPLY_TIMEOUT_S = 60
 STEP_S = 0.02  # between two looks at the page
 KEYS = {"Enter": 13, "Delete": 46, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9}
 
-
-def executable() -> str | None:
-    """Where Chromium is; None if it is not installed."""
-    return shutil.which("chromium") or shutil.which("chromium-browser")
+EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_chromium = pytest.mark.skipif(
+    EXECUTABLE is None, reason="no chromium on this machine: make chromium"
+)
 
 
 class Page:
@@ -82,7 +88,9 @@ class Page:
         return value
 
     def open(self, url: str) -> None:
-        """Load a page."""
+        """Load a page, and forget what was heard of the one before."""
+        self.hosts.clear()
+        self.errors.clear()
         self.command("Page.navigate", url=url)
         self.wait_until(f"location.href == {url!r} && document.readyState == 'complete'")
 
@@ -120,8 +128,11 @@ class Page:
         self.run(f"document.querySelector({json.dumps(selector)}).select()")
         self.command("Input.insertText", text=text)
 
-    def picture(self) -> bytes:
-        """A PNG of what is on the page."""
+    def take_picture(self) -> None:
+        """Write what is on the page, if DLLM_PAGE_PICTURE says where."""
+        path = os.environ.get("DLLM_PAGE_PICTURE")
+        if not path:
+            return
         left, width, height = self.run(
             "[document.body.getBoundingClientRect().left, document.body.clientWidth,"
             " document.body.clientHeight]"
@@ -130,14 +141,15 @@ class Page:
         result = self.command(
             "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
         )
-        return base64.b64decode(result["data"])
+        Path(path).write_bytes(base64.b64decode(result["data"]))
 
 
-@contextmanager
-def browser(folder: Path) -> Iterator[Page]:
-    """A browser with one empty page; its profile is in ``folder``."""
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A browser with one page."""
+    folder = tmp_path_factory.mktemp("chromium")
     command = [
-        str(executable()),
+        str(EXECUTABLE),
         "--headless=new",
         "--no-sandbox",  # tests may run as root, which Chromium's sandbox refuses
         "--disable-gpu",
@@ -164,8 +176,6 @@ def browser(folder: Path) -> Iterator[Page]:
 
 def _page_address(process: subprocess.Popen[bytes], folder: Path) -> str:
     """The WebSocket of the page; Chromium writes its port into the profile."""
-    import urllib.request
-
     deadline = time.monotonic() + START_TIMEOUT_S
     port_file = folder / "DevToolsActivePort"
     while True:

@@ -1,7 +1,7 @@
 """vLLM's CUDA platform without a GPU, as far as a server's configuration goes.
 
 ``install`` has to be called before anything else of vLLM is imported, and it cannot be undone: use
-it in a process of its own (``cuda_start_worker``). Nothing can be computed afterwards. What vLLM
+it in a process of its own (``cuda_start``). Nothing can be computed afterwards. What vLLM
 asks a GPU, its driver or its extensions while it configures a server is answered here; anything
 else fails.
 """

@@ -1,18 +1,16 @@
 """Kernels in Triton's interpreter, which is made three times as fast without computing otherwise.
 
 The interpreter is chosen by an environment variable when Triton is first imported, so suites that
-need it run in a process of their own (``run_suite``), where ``speed_up`` is called before kernels
-are launched. It is written against Triton 3.9, whose launches spend most of their time on two
-things that have no effect.
+need it run in a process of their own (``tests/test_kernel_suites.py``), where ``speed_up`` is
+called before kernels are launched. It is written against Triton 3.9, whose launches spend most of
+their time on two things that have no effect.
 """
 
 import dataclasses
-import re
+import functools
 from typing import Any
 
 import torch
-
-from tests.support.process import run_python
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of a suite's tensors
 # Of one rounding in each dtype. The interpreter truncates to bf16 instead of rounding.
@@ -23,16 +21,7 @@ UNIT_ROUNDOFF = {
 }
 
 
-def run_suite(path: str, is_interpreted: bool) -> int:
-    """Run a file of tests in a new process; fails with its output, returns how many passed."""
-    options = ("--noconftest", "-q", "-p", "no:cacheprovider")
-    interpret = "1" if is_interpreted else None
-    environment = {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-    result = run_python("-m", "pytest", *options, path, environment=environment, timeout=1200)
-    passed = re.search(r"(\d+) passed", result.stdout)
-    return int(passed.group(1)) if passed else 0
-
-
+@functools.cache  # the suites of one process share an interpreter
 def speed_up() -> None:
     """Change the interpreter of this process; does nothing where kernels are compiled."""
     from triton import knobs

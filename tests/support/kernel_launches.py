@@ -1,9 +1,10 @@
 """The launches of every Triton kernel of the project, on the meta device, by the code that serves.
 
-    python -m tests.support.kernel_launches compile 90 attention   # a JSON line for each kernel
-    python -m tests.support.kernel_launches variants 200           # what so many batches compile
+    python -m tests.support.kernel_launches 90
 
-A process of its own: the interpreter must not be on, and Triton stays out of the other tests'.
+It prints a JSON object: ``compiled``, what became of each kernel on that GPU; on Hopper also
+``variants``, how many kernels of each name the batches of a server compile. A process of its own:
+the interpreter must not be on, and Triton stays out of the other tests'.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -214,23 +216,28 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
     return groups
 
 
-def compile_groups(arch: int, groups: Sequence[str]) -> None:
-    """Print a JSON line for each kernel of these groups, but none twice."""
-    seen: set[tuple[str, str]] = set()
-    launched = cases(arch)
-    for label, step in (case for group in groups for case in launched[group].items()):
-        with recorded() as launches:
-            step()
-        for variant in launches:
-            if (variant.name, variant.key) in seen:
-                continue
-            seen.add((variant.name, variant.key))
-            found = asdict(variant.compiled(arch))
-            print(json.dumps({"label": label, "kernel": variant.name, **found}), flush=True)
+def compiled(arch: int) -> list[dict[str, Any]]:
+    """What became of each kernel, in the order of the launches; none twice, but among branches."""
+    seen: set[tuple[bool, str, str]] = set()
+    found = []
+    for group, steps in cases(arch).items():
+        for label, step in steps.items():
+            with recorded() as launches:
+                step()
+            for variant in launches:
+                key = (group == "branches", variant.name, variant.key)
+                if key not in seen:
+                    seen.add(key)
+                    about = {"group": group, "label": label, "kernel": variant.name}
+                    found.append(about | asdict(variant.compiled(arch)))
+    return found
 
 
-def count_variants(num_batches: int) -> None:
-    """Print, as JSON, how many kernels of each name random batches of one server compile."""
+def variants(num_batches: int = 200) -> dict[str, int]:
+    """How many kernels of each name random batches of one server compile.
+
+    Numbers and lengths of sequences, tables and slices differ.
+    """
     rng = random.Random(1)
     with recorded() as launches:
         for _ in range(num_batches):
@@ -246,20 +253,12 @@ def count_variants(num_batches: int) -> None:
             num_rows = rng.randint(1, 4096)
             sample(num_rows, filtered=rng.random() < 0.5)
             search(rng)
-    assert len({launch.name for launch in launches}) == 11, "all but the probabilities"
     keys: dict[str, set[str]] = {}
     for variant in launches:
         keys.setdefault(variant.name, set()).add(variant.key)
-    print(json.dumps({name: len(found) for name, found in keys.items()}))
-
-
-def main() -> None:
-    command, *arguments = sys.argv[1:]
-    if command == "compile":
-        compile_groups(int(arguments[0]), arguments[1:])
-    else:
-        count_variants(int(arguments[0]))
+    return {name: len(found) for name, found in keys.items()}
 
 
 if __name__ == "__main__":
-    main()
+    arch = int(sys.argv[1])
+    print(json.dumps({"compiled": compiled(arch), "variants": variants() if arch == 90 else {}}))

@@ -1,12 +1,15 @@
 """Starts and stops ``vllm serve`` for tests, on a free port.
 
-All files ``test_server*.py`` share one server: they import the fixture ``server``.
+Files with ``pytest_plugins = ["tests.support.server_harness"]`` share one server of random weights,
+the fixture ``server``.
 """
 
 import contextlib
 import ctypes
+import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +24,7 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 START_TIMEOUT_S = 600  # on a machine that does much else
 STOP_TIMEOUT_S = 30
 REQUEST_TIMEOUT_S = 60
@@ -33,12 +37,15 @@ VOCAB_SIZE = 512
 # that a busy step does not have room for every canvas.
 MAX_NUM_BATCHED_TOKENS = 128
 
-FLAGS = (
+COMMON_FLAGS = (
     f"--served-model-name={MODEL}",
     "--dtype=float32",
     "--enforce-eager",
     f"--max-model-len={MAX_MODEL_LEN}",
     "--max-num-seqs=8",
+)
+FLAGS = (
+    *COMMON_FLAGS,
     f"--max-num-batched-tokens={MAX_NUM_BATCHED_TOKENS}",
     # Every frame of a watched canvas, however fast the machine is.
     f"--additional-config={json.dumps({'dllm': {'canvas_frames_per_s': 1000}})}",
@@ -174,9 +181,16 @@ class Server:
         """Metrics by name, summed over their labels."""
         lines = self.get("/metrics").text.splitlines()
         return [
-            sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+            sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[{{ ]", line))
             for name in names
         ]
+
+    def sent(self, path: str, body: Any) -> http.client.HTTPConnection:
+        """A connection on which a body has been posted, and no answer been read."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_TIMEOUT_S)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", path, json.dumps(body), headers)
+        return connection
 
     def stop(self) -> None:
         """End the process and every process that it started."""
@@ -196,16 +210,25 @@ class Server:
         self.stop()
 
 
+def serving(
+    checkpoint: Path,
+    folders: pytest.TempPathFactory,
+    flags: Sequence[str] = FLAGS,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """A server that is ready, for a fixture: ``yield from serving(...)``."""
+    with Server(checkpoint, folders.mktemp("server") / "log", flags, environment) as running:
+        running.wait_until_ready()
+        yield running
+
+
 @pytest.fixture(scope="session")
 def server(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """The server that all ``test_server*.py`` share: random weights, a small token budget."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with Server(checkpoint(), log, SHARED_FLAGS, environment) as running:
-        running.wait_until_ready()
-        yield running
+    """The shared server: random weights, a small token budget."""
+    environment = {"PYTHONPATH": str(CHECKPOINTS.parent)}
+    yield from serving(checkpoint(), tmp_path_factory, SHARED_FLAGS, environment)
 
 
 @pytest.fixture(scope="session")

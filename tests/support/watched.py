@@ -1,6 +1,6 @@
 """The denoise steps of an answer, computed in this process: what a server has to stream.
 
-The forward pass is Hugging Face's, in fp32, and the denoise step is the server's.
+They are those of Hugging Face's ``generate``, in fp32, with the server's random numbers.
 """
 
 import json
@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, DynamicCache
+from transformers import AutoTokenizer
 
-from dllm.engine.canvas_rows import CanvasRows
 from dllm.models.gemma import rule
 from dllm.models.gemma.settings import GemmaSettings
-from dllm.models.gemma.step import denoise, first_canvases, next_step
 from dllm.tools.watch_drawing import Frame
+from tests.support.hf_reference import generate_with_noise, load_hf
 
 
 class Watched:
@@ -25,59 +24,35 @@ class Watched:
             json.loads((path / name).read_text())
             for name in ("config.json", "generation_config.json")
         )
-        self.model = DiffusionGemmaForBlockDiffusion.from_pretrained(path, dtype=torch.float32)
-        self.model.eval()
+        self.model = load_hf(path)
         self.settings = GemmaSettings.from_mappings(config, generation)
         self.eos_ids = frozenset(generation["eos_token_id"])
-        self.vocab_size = config["text_config"]["vocab_size"]
         self.tokenizer = AutoTokenizer.from_pretrained(path)
 
     def frames(self, question: str, max_blocks: int, seed: int) -> Iterator[Frame]:
         """Every step, up to the block with an end-of-sequence token or number ``max_blocks``."""
         chat = [{"role": "user", "content": question}]
-        context = self.tokenizer.apply_chat_template(
+        prompt = self.tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=False
         )
-        emitted: list[int] = []
-        for block in range(max_blocks):
-            for frame in self._block(context, tuple(emitted), block, seed):
-                yield frame
-            emitted += frame.argmax
-            if self.eos_ids.intersection(frame.argmax):
-                return
-
-    @torch.inference_mode()
-    def _block(
-        self, prompt: list[int], emitted: tuple[int, ...], block: int, seed: int
-    ) -> Iterator[Frame]:
-        context = [*prompt, *emitted]
-        starts = torch.tensor([len(context)])
-        rows = CanvasRows.whole(starts, self.settings.canvas_length)
-        canvases = first_canvases(
-            torch.tensor([seed]), starts, self.settings, self.eos_ids, self.vocab_size
-        )
-        previous, converged = None, False
-        while not converged:
-            config = self.model.config.get_text_config(decoder=True)
-            logits = self.model(
-                input_ids=torch.tensor([context]),
-                past_key_values=DynamicCache(config=config),
-                decoder_input_ids=canvases.ids[None],
-                self_conditioning_logits=previous,
-            ).logits[0]
-            step = denoise(logits, rows, canvases, self.settings)
-            entropy = step.stats.entropy[None]
-            accept = rule.accept_mask(entropy, rows.widths, self.settings.entropy_bound)
-            converged = bool(step.converged)
-            yield Frame(
-                block=block,
-                step=int(step.steps_done),
-                emitted=emitted,
-                argmax=tuple(step.stats.argmax.tolist()),
-                entropy=tuple(entropy[0].tolist()),
-                accepted=tuple(accept[0].tolist()),
-                next_canvas=tuple(step.canvas[0].tolist()),
-                is_final=converged,
-            )
-            canvases = next_step(canvases, step)
-            previous = logits[None] / step.temperature[:, None]  # [1, C, V]
+        found = generate_with_noise(self.model, prompt, max_blocks, seed, stop_at_eos=True)
+        emitted: tuple[int, ...] = ()
+        for block, canvases in enumerate(found.canvases):
+            width = torch.tensor([len(canvases[0])])
+            for step, (probs, following) in enumerate(
+                zip(found.probs[block], [*canvases[1:], None], strict=True), start=1
+            ):
+                entropy = torch.special.entr(probs).sum(-1)
+                accept = rule.accept_mask(entropy[None], width, self.settings.entropy_bound)
+                argmax = tuple(probs.argmax(-1).tolist())
+                yield Frame(
+                    block=block,
+                    step=step,
+                    emitted=emitted,
+                    argmax=argmax,
+                    entropy=tuple(entropy.tolist()),
+                    accepted=tuple(accept[0].tolist()),
+                    next_canvas=argmax if following is None else tuple(following),
+                    is_final=following is None,
+                )
+            emitted += argmax

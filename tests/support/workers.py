@@ -1,30 +1,31 @@
 """How pytest-xdist spreads the tests over its workers: ``pytest --numprocesses 2``.
 
-A worker takes a whole file, so that what the file starts is started once. The files that ask the
-shared server (the fixture ``server`` of ``server_harness``) count as one. Files with a test that is
+A worker takes a whole file, so that what the file starts is started once. Files with the same
+``pytest_plugins``, a module with a server that they share, count as one. Files with a test that is
 marked as slow are first, so that none is left for the end.
 """
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED_SERVER = 'pytest_plugins = ["tests.support.server_harness"]'
 
 
 def group_of(nodeid: str) -> str:
-    """What a worker takes at once: a file, or all files that share the server."""
+    """What a worker takes at once: a file, or all files with the same plugins."""
     file = nodeid.split("::", 1)[0]
-    return "shared server" if asks_shared_server(file) else file
+    return plugins_of(file) or file
 
 
 @functools.cache
-def asks_shared_server(file: str) -> bool:
-    """Whether the tests of a file ask the server that is started once for the whole run."""
-    return SHARED_SERVER in (ROOT / file).read_text()
+def plugins_of(file: str) -> str:
+    """The line of a file that names its plugins; empty if there is none."""
+    found = re.search(r"^pytest_plugins = .*", (ROOT / file).read_text(), re.MULTILINE)
+    return found[0] if found else ""
 
 
 @pytest.hookimpl(trylast=True)  # behind `-m` and `-k`, which leave some out
