@@ -23,41 +23,24 @@ from bench.serve import OURS, Spec
 from bench.tables import load_tables
 
 # Of bench.serve; given ones go before.
-SHORT = [
-    "--rounds",
-    "4",
-    "--num-requests",
-    "30",
-    "--concurrency",
-    "1",
-    "8",
-    "--rates",
-    "--minutes",
-    "60",
-]
+SHORT = "--rounds 4 --num-requests 30 --concurrency 1 8 --rates --minutes 60"
 
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure both and print the tables.
-
-    Raises:
-        GateError: outputs are wrong.
-        RuntimeError: a commit cannot be checked out or served.
-    """
+    """Measure both and print the tables."""
     parser = command_line(__doc__, writes=False)
     parser.add_argument("base", help="commit, branch or tag to compare with")
     parser.add_argument("--head", default="HEAD", help="(HEAD)")
-    parser.add_argument("--repository", type=Path, default=ROOT, help="(this one)")
     given, more = parser.parse_known_args(arguments)  # more: options of bench.serve
-    options = serve.parse([*SHORT, *more, "--contestants", OURS])
+    options = serve.parse([*SHORT.split(), *more, "--contestants", OURS])
     options.model = options.model.resolve()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-compare-")))
         options.contestants = []
         for side, ref in (("head", given.head), ("base", given.base)):
-            found = git(given.repository, "rev-parse", "--short", "--verify", f"{ref}^{{commit}}")
-            source = stack.enter_context(worktree(given.repository, found, folder / side))
+            found = git("rev-parse", "--short", "--verify", f"{ref}^{{commit}}")
+            source = stack.enter_context(worktree(found, folder / side))
             options.contestants.append(Spec(f"{side} {found}", OURS, source=source))
         path = folder / "rows.csv"
         serve.measure(options, lambda rows: write_csv(path, rows))
@@ -67,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def worktree(repository: Path, commit: str, folder: Path) -> Iterator[Path]:
+def worktree(commit: str, folder: Path) -> Iterator[Path]:
     """A commit's files in a folder, from which the plugin is imported, while the context lasts.
 
     Raises:
         RuntimeError: git refuses, or the plugin is imported from somewhere else.
     """
-    git(repository, "worktree", "add", "--quiet", "--detach", str(folder), commit)
+    git("worktree", "add", "--quiet", "--detach", str(folder), commit)
     try:
         imported = subprocess.run(
             [sys.executable, "-c", "import dllm; print(dllm.__file__)"],
@@ -90,17 +73,17 @@ def worktree(repository: Path, commit: str, folder: Path) -> Iterator[Path]:
             )
         yield folder
     finally:
-        git(repository, "worktree", "remove", "--force", str(folder))
+        git("worktree", "remove", "--force", str(folder))
 
 
-def git(repository: Path, *arguments: str) -> str:
-    """What a git command prints.
+def git(*arguments: str) -> str:
+    """What a git command prints about this repository.
 
     Raises:
         RuntimeError: it failed; with what it says.
     """
     done = subprocess.run(
-        ["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(f"git {' '.join(arguments)}: {done.stderr.strip()}")

@@ -14,13 +14,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dllm.settings.command import CommandError
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
-Rows = list[dict[str, str]]  # of a CSV file
+Row = dict[str, Any]  # of a CSV file that is written; None where there is nothing to say
+Rows = list[dict[str, str]]  # of a CSV file that was read
 
 
 # --- where a number comes from -------------------------------------------------------------------

@@ -18,15 +18,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.context import ROOT, Rows, command_line, publish, reporting_failures
-from bench.race import Contestant, race, rounds, undisturbed
-from bench.runs import Row
+from bench.context import ROOT, Row, Rows, command_line, publish, reporting_failures
+from bench.race import Contestant, race, rounds, start_all, undisturbed
 from bench.servers import BUILTIN_ENVIRONMENT, SERVE_FLAGS, Server
-from bench.tables import grouped, markdown, middle, names_of, of, ratios, section
+from bench.tables import Section, grouped, markdown, middle, names_of, of, ratios
+from dllm.tasks.suite import DECISION_FAMILIES, questions
 from dllm.tools.calibration import Decided, calibration_error
-from dllm.tools.decisions import bundled
 
-FILE = "decisions.csv"
 OURS, FOUR = "ours, 1 canvas", "ours, 4 canvases"
 BUILTIN, CAUSAL = "vLLM's built-in", "autoregressive"
 ONE_CANVAS = ("--additional-config", json.dumps({"dllm": {"decisions": {"samples": 1}}}))
@@ -44,32 +42,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=10, help="of a load in a round")
     parser.add_argument("--questions", type=int, default=100, help="of each family, for ECE")
     options = parser.parse_args(arguments)
-    path = options.results / FILE
+    path = options.results / SECTION.file
     loads = [(load, count) for load in (ONE_INPUT, OWN_INPUTS) for count in COUNTS]
 
-    def run(one: Contestant, load: tuple[str, int], pair: int) -> Row:
+    def run(one: Contestant, load: tuple[str, int], number: int) -> Row:
         assert one.server is not None
         kind, count = load
-        found = measure(one.server, kind, count, options.repeats, f"{pair}")
+        found = measure(one.server, kind, count, options.repeats, f"{number}")
         return {"load": kind, "count": count, **found, "ece": None}
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-decisions-")))
         racing = contestants(str(options.model), folder)
-        for index, one in enumerate(racing):
-            assert one.server is not None
-            with undisturbed(None, racing[:index]):
-                stack.enter_context(one.server).start()
-                one.server.wait_until_ready()
-                for load in (ONE_INPUT, OWN_INPUTS):
-                    measure(one.server, load, max(COUNTS), 2, "warm-up")
-        rows = race(racing, loads, rounds(options.rounds), run, lambda rows: publish(path, rows))
+        start_all(racing, warm_up, stack)
+        rows: list[Row] = []
+        for rows in race(racing, loads, rounds(options.rounds), run):
+            publish(path, rows)
         for one in racing:
             if one.name != CAUSAL:
                 with undisturbed(one.server, racing):
                     rows.append(quality(one, options.questions))
     publish(path, rows)
-    print(decisions(options.results))
+    print(SECTION(options.results))
     return 0
 
 
@@ -90,6 +84,14 @@ def contestants(model: str, folder: Path) -> list[Contestant]:
         causal,
     ]
     return [Contestant(server.name, server) for server in servers]
+
+
+def warm_up(one: Contestant) -> None:
+    """Wait until a server is ready, and ask it the largest loads."""
+    assert one.server is not None
+    one.server.wait_until_ready()
+    for load in (ONE_INPUT, OWN_INPUTS):
+        measure(one.server, load, max(COUNTS), 2, "warm-up")
 
 
 def measure(server: Server, load: str, count: int, repeats: int, tag: str) -> Row:
@@ -120,30 +122,29 @@ def measure(server: Server, load: str, count: int, repeats: int, tag: str) -> Ro
 
 
 def quality(one: Contestant, num: int) -> Row:
-    """Right answers and ECE of held-out questions with at most 26 options."""
+    """Right answers and ECE of held-out questions with one right answer and at most 26 options."""
     assert one.server is not None
     decided = []
-    for line in bundled("heldout", num, 0):
-        if "answer" not in line or line["name"] == "wide":
+    for question in questions(DECISION_FAMILIES, "heldout", num):
+        decision = question.decision
+        if decision is None or decision.odds is not None or len(decision.options) > 26:
             continue
-        question = line["question"]
-        kind, asked = question["type"], {"instructions": question["instructions"]}
-        values: list[Any] = [True, False]
-        if kind == "choice":
-            values = [each["value"] for each in question["choices"]]
-            asked["criteria"] = dict.fromkeys(values)
-        elif kind == "score":
-            asked["criteria"] = values = [each["label"] for each in question["levels"]]
-        asked["type"] = "noul" if kind == "predicate" else kind
-        reply = one.server.post(PATH, state=line["input"], questions={"q": asked})
-        answer = reply["answers"]["q"]
+        asked: dict[str, Any] = {"type": decision.type, "instructions": decision.instructions}
+        if decision.type == "predicate":
+            asked["type"] = "noul"
+        elif decision.type == "choice":
+            asked["criteria"] = dict.fromkeys(decision.options)
+        else:
+            asked["criteria"] = list(decision.options)
+        answer = one.server.post(PATH, state=decision.input, questions={"q": asked})["answers"]["q"]
         probs = list(answer.get("probabilities", {}).values())
-        if kind == "predicate":
+        if decision.type == "predicate":
             probs = [answer["noul"], 1 - answer["noul"]]
-        decided.append(Decided(kind, probs, values.index(line["answer"]), 1.0, 0.0))
-    right = sum(each.said == each.right for each in decided) / len(decided)
+        right = decision.labels.index(question.answer)
+        decided.append(Decided(decision.type, probs, right, 1.0, 0.0))
+    share = sum(each.said == each.right for each in decided) / len(decided)
     row = {"contestant": one.name, "pair": 0, "load": RIGHT, "count": len(decided)}
-    return {**row, "per_s": right, "p50_ms": None, "ece": calibration_error(decided)}
+    return {**row, "per_s": share, "p50_ms": None, "ece": calibration_error(decided)}
 
 
 def table(rows: Rows) -> str:
@@ -165,9 +166,7 @@ def table(rows: Rows) -> str:
     return markdown(["", "ours a second", *heads, f"p50 in ms ({' / '.join(names)})"], lines)
 
 
-def decisions(results: Path) -> str:
-    """Section of docs/decisions.md: questions a second and right answers, side by side."""
-    return section(results / FILE, "python -m bench.decisions", table)
+SECTION = Section("decisions.csv", "python -m bench.decisions", table)  # of docs/decisions.md
 
 
 if __name__ == "__main__":

@@ -29,18 +29,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.context import ROOT, Rows, command_line, publish, read_csv, reporting_failures
-from bench.race import Contestant, Runs, race, rounds, start_all, withhold
-from bench.runs import NO_CANVAS, Client, Row
-from bench.serve import add_serve_flags
+from bench.context import ROOT, Row, Rows, command_line, publish, read_csv, reporting_failures
+from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
+from bench.runs import NO_CANVAS, Client
 from bench.servers import BUILTIN_ENVIRONMENT, Server
-from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios, section
+from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios
 from bench.workloads import ADAPTIVE, MIXED, Shape, Workload, prompt_texts
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.settings.command import CommandError
@@ -50,7 +50,7 @@ from dllm.train.drafter.prompts import default_file
 FILE = "drafter.csv"
 TARGET, DRAFTER = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-drafter"
 PLAIN, IN_PROCESS = "plain", "plain, in process"
-SHOWN = [(MIXED, "1"), ("schema", "1")]  # in docs/drafter.md; the CSV file has the rest
+SHOWN = [(MIXED, "1"), ("schema", "1")]  # questions, and how many at once
 SPEED_NOTE = (
     f'Ratios of tokens/s in the same round: median [min .. max]; in parentheses to "{IN_PROCESS}"; '
     "behind the dot, tokens per step that verified drafts."
@@ -87,16 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
             everybody = contestants(options, pair, folder)
             racing = [one for one in everybody if one.name not in options.without]
-            start_all(racing, SHAPE, max(options.concurrency), stack)
-            runs = Runs(Client(folder), loads(options, pair.target))
+            ready = partial(admit, shape=SHAPE, at_once=max(options.concurrency))
+            start_all(racing, ready, stack)
+            asked = loads(options, pair.target)
             turns = rounds(options.rounds, 60 * options.minutes / len(options.target))
-
-            def save(found: list[Row], name: str = pair.name, before: list[Row] = rows) -> None:
-                here = ({"target": name} | row for row in withhold(found))
-                publish(path, [*before, *here])
-
-            found = race(racing, runs.workloads, turns, runs.run, save)
-        rows = [*rows, *({"target": pair.name} | row for row in withhold(found))]
+            here: list[Row] = []
+            for found in race_workloads(Client(folder), racing, asked, turns):
+                here = [{"target": pair.name} | row for row in found]
+                publish(path, [*rows, *here])
+        rows += here
     print(f"{tables(read_csv(path))}\n\n{path}")
     return int(any(row["problem"] for row in rows))
 
@@ -146,7 +145,7 @@ def contestants(options: argparse.Namespace, pair: Pair, folder: Path) -> list[C
         log, flags = folder / f"{len(found)}.log", (*options.serve_flags, *flags)
         server = Server(name, str(pair.target), log, flags, environment)
         greedy = "--temperature", "0"
-        found.append(Contestant(name, server, pair.target, NO_CANVAS, greedy, takes_seeds=False))
+        found.append(Contestant(name, server, NO_CANVAS, greedy, takes_seeds=False))
 
     in_process = "--distributed-executor-backend", IN_PROCESS_EXECUTOR
     add(PLAIN)
@@ -246,27 +245,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--without", nargs="*", default=[], help="names of servers to leave out")
     parser.add_argument("--families", nargs="*", help="measured alone, too; of a file: domains")
     parser.add_argument("--file", default=FILE, help="name of the CSV file")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--num-requests", type=int, default=32, help="of a run, at least")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--minutes", type=float, default=14, help="no round begins that ends later; without starts"
-    )
-    add_serve_flags(parser)
+    add_options(parser, rounds=3, minutes=14, num_requests=32, concurrency=[1, 8, 32])
     given = parser.parse_args(arguments)
     for model in (*(one for one in given.target if one != INFLATED), given.drafter):
         if not (model / "config.json").exists():
             parser.error(f"{model}: no config.json there; give a checkpoint's folder.")
     return given
-
-
-def drafting(results: Path) -> str:
-    """Section of docs/drafter.md."""
-
-    def shown(rows: Rows) -> str:
-        return tables([row for row in rows if (row["family"], row["concurrency"]) in SHOWN])
-
-    return section(results / FILE, "python -m bench.drafter", shown)
 
 
 def tables(rows: Rows) -> str:
@@ -291,6 +275,11 @@ def tables(rows: Rows) -> str:
     header = ["target", "questions", "at once", "plain, tokens/s"]
     table = markdown([*header, *(f"{one} / plain" for one in others)], lines)
     return "\n\n".join([table, SPEED_NOTE, *problems(rows)])
+
+
+def some_tables(rows: Rows) -> str:
+    """``tables`` of the loads that docs/drafter.md shows; the CSV file has the rest."""
+    return tables([row for row in rows if (row["family"], row["concurrency"]) in SHOWN])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Everything that wants a big GPU, in three calls of under nine minutes; the 26B-A4B shape.
 
-    python -m bench.gpu --call 1 | tee $OUT/log     # CSV files in $OUT, or bench/results/gpu
+    python -m bench.gpu --call 1 | tee $OUT/log     # CSV files in $OUT, or build/gpu
     python -m bench.gpu --parts parity kernels      # some of the parts
     python -m bench.gpu --toy                       # all of them at toy size, on any machine
 
@@ -13,10 +13,10 @@
     3     serve-bf16   ours and the built-in
           roofline     the least time of a pass, by component
 
-Each part is a process, which is ended when its seconds are over (--budget scales them), with all
-that it started. It prints its tables when it is done and writes its CSV as it goes. The list at the
-end says how each part went. Except in start, engines serve dummy weights, which choose experts
-about evenly and never converge; every block takes 16 denoise steps.
+Each part is a process, which is ended when its seconds are over, with all that it started. It
+prints its tables when it is done and writes its CSV as it goes. The list at the end says how each
+part went. Except in start, engines serve dummy weights, which choose experts about evenly and never
+converge; every block takes 16 denoise steps.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil  # type: ignore[import-untyped]
+import torch
 
-from bench.context import RESULTS, ROOT, command_line, write_csv
+from bench.context import ROOT, command_line, write_csv
 from bench.roofline import released_config
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 from dllm.quantize.recipes import MADE, quantization_config
@@ -154,14 +155,10 @@ def write_without_weights(path: Path, config: dict[str, object], *, is_fp8: bool
 # --- running the parts ---------------------------------------------------------------------------
 
 
-def run(arguments: Sequence[str], budget_s: float, folders: Sequence[Path] = (ROOT,)) -> str:
-    """Run one part; says how it went. What it started is ended, whatever session it is in.
-
-    Args:
-        folders: the first of its PYTHONPATH.
-    """
+def run(arguments: Sequence[str], budget_s: float) -> str:
+    """Run one part; says how it went. What it started is ended, whatever session it is in."""
     before, begin = set(psutil.Process().children(recursive=True)), time.monotonic()
-    path = os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # A process whose parent ends becomes a child of this one (PR_SET_CHILD_SUBREAPER).
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
     process = subprocess.Popen(
@@ -184,7 +181,7 @@ def run(arguments: Sequence[str], budget_s: float, folders: Sequence[Path] = (RO
 
 def run_part(part: Part, out: Path, models: Path, options: argparse.Namespace) -> str:
     """Make the part's model, and run it; says how it went."""
-    has_gpu, is_toy = _has_gpu(), options.toy
+    has_gpu, is_toy = torch.cuda.is_available(), options.toy
     if part.needs_gpu and not has_gpu and not is_toy:
         return "NOT RUN: no GPU"
     folder = models / part.weights
@@ -199,13 +196,7 @@ def run_part(part: Part, out: Path, models: Path, options: argparse.Namespace) -
         suites = sorted(ROOT.glob("tests/*/*_kernel_suite.py"))
         arguments += [*together, *(str(path.relative_to(ROOT)) for path in suites)]
     patience = 5 if is_toy else 1  # a CPU may be busy with other things
-    return run(arguments, part.budget_s * options.budget * patience)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+    return run(arguments, part.budget_s * patience)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,13 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--call", nargs="+", type=int, choices=CALLS, default=list(CALLS))
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--toy", action="store_true", help="toy sizes, on any device")
-    parser.add_argument("--budget", type=float, default=1.0, help="scales every part's seconds")
-    parser.add_argument("--out", type=Path, help="folder of the CSV files; default: see above")
+    default = Path(os.environ.get("OUT") or ROOT / "build/gpu")
+    parser.add_argument("--out", type=Path, default=default, help="folder of the CSV files")
     options = parser.parse_args(arguments)
-    out = options.out or Path(os.environ.get("OUT") or RESULTS / "gpu")
-    if options.toy and options.out is None:
-        out = Path(tempfile.mkdtemp(prefix="dllm-toy-"))  # toy figures are nobody's results
-    out = out.resolve()
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     outcomes: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(prefix="dllm-gpu-") as models:

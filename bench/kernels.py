@@ -26,14 +26,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.context import Rows, command_line, publish
-from bench.tables import grouped, markdown, section, spread_of
+from bench.context import GateError, Row, Rows, command_line, publish, reporting_failures
+from bench.tables import grouped, markdown, spread_of
 from dllm.attention.masks import QuerySpan, anchor
 
 CANVAS = 256
@@ -320,17 +319,17 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
     return found
 
 
-def measure(case: Case, rounds: int, device: str) -> list[dict[str, object]]:
+def measure(case: Case, rounds: int, device: str) -> list[Row]:
     """A row for each implementation.
 
     Raises:
-        ArithmeticError: one computes something else than expected.
+        GateError: one computes something else than expected.
     """
     names = list(case.runs)
     expected = case.expected()
     for name, run in case.runs.items():
         if run is not case.expected and (problem := case.problem(expected, run())):
-            raise ArithmeticError(f"{case.about}, {name}: {problem}")
+            raise GateError(f"{case.about}, {name}: {problem}")
     del expected  # may be large
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
@@ -345,27 +344,24 @@ def measure(case: Case, rounds: int, device: str) -> list[dict[str, object]]:
     return rows
 
 
-def sampling_step(results: Path) -> str:
-    """Section of docs/sampling.md: milliseconds and ratios, a line for each shape and profile."""
-
-    def table(rows: Rows) -> str:
-        names, lines = [name for (name,) in grouped(rows, "implementation")], []
-        compared = [name for name in names if name != BUILTIN]
-        for shape, here in grouped(rows, "rows", "vocab_size", "hidden", "profile").items():
-            times = " / ".join(f"{float(row['p50_ms']):.1f}" for row in here)
-            ends = ("faster", "faster_low", "faster_high")
-            faster = [
-                spread_of([float(row[end]) for end in ends], 2)
-                for row in here
-                if row["implementation"] in compared
-            ]
-            lines.append([shape[0], f"{int(shape[1]):,}", *shape[2:], times, *faster])
-        heading = ["rows", "vocabulary", "hidden", "logits", f"ms: {' / '.join(names)}"]
-        return markdown([*heading, *(f"built-in / {name}" for name in compared)], lines)
-
-    return section(results / "sampler_cpu.csv", "python -m bench.kernels sampler", table)
+def sampler_table(rows: Rows) -> str:
+    """Milliseconds and ratios, a line for each shape and profile."""
+    names, lines = [name for (name,) in grouped(rows, "implementation")], []
+    compared = [name for name in names if name != BUILTIN]
+    for shape, here in grouped(rows, "rows", "vocab_size", "hidden", "profile").items():
+        times = " / ".join(f"{float(row['p50_ms']):.1f}" for row in here)
+        ends = ("faster", "faster_low", "faster_high")
+        faster = [
+            spread_of([float(row[end]) for end in ends], 2)
+            for row in here
+            if row["implementation"] in compared
+        ]
+        lines.append([shape[0], f"{int(shape[1]):,}", *shape[2:], times, *faster])
+    heading = ["rows", "vocabulary", "hidden", "logits", f"ms: {' / '.join(names)}"]
+    return markdown([*heading, *(f"built-in / {name}" for name in compared)], lines)
 
 
+@reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, time, print and write every shape."""
     parser = command_line(__doc__)
@@ -382,13 +378,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     for name in chosen:
-        rows: list[dict[str, object]] = []
+        rows: list[Row] = []
         for case in CASES[name](options.smoke, device):
-            try:
-                new = measure(case, 1 if options.smoke else options.rounds, device)
-            except ArithmeticError as error:
-                print(error, file=sys.stderr)
-                return 1
+            new = measure(case, 1 if options.smoke else options.rounds, device)
             for row in new:
                 print(*row.values(), flush=True)
             rows += new

@@ -1,18 +1,17 @@
 """Where the wall time of a denoise step goes, in a real engine.
 
     python -m bench.profile_step --server ours built-in --concurrency 1 8
-    python -m bench.profile_step --llm '{"enforce_eager": true}'
     python -m bench.profile_step --random-60m --input-len 1024 8192 32768 \
         --server ours built-in ours built-in ours built-in
 
-Scheduler, worker and client run in one process (one for each server: which implementation serves is
-fixed when a process imports vLLM). All blocks take --steps denoise steps. Only visits of the engine
-in which every request denoises and none is new are counted, without the fastest and the slowest
-tenth. A part's time is its mean over the denoise steps in them, so that the parts add up to the
-mean step. The rows of an emitted block, whose KV is written in the first pass of the next one,
-count, too. A pass with a canvas' rows that only writes a block's KV counts as a step: the
-built-in's commits, and with asynchronous scheduling ours. Every instant belongs to the part whose
-function was entered last and has not returned; on a GPU, of its stream:
+Each server is an engine in a process of its own, with its scheduler, worker and client. All blocks
+take --steps denoise steps. Only visits of the engine in which every request denoises and none is
+new are counted, without the fastest and the slowest tenth. A part's time is its mean over the
+denoise steps in them, so that the parts add up to the mean step. Rows of an emitted block, whose KV
+is written in the first pass of the next one, count, too. A pass with a canvas' rows that only
+writes KV counts as a step: the built-in's commits, and with asynchronous scheduling ours. An
+instant belongs to the part whose function was entered last and has not returned; on a GPU, of its
+stream:
 
     engine      scheduling, input preparation, what is left of the engine's loop, output
     forward     the backbone, and self-conditioning before it
@@ -34,14 +33,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -49,45 +46,58 @@ from unittest import mock
 
 import torch
 
-from bench.context import ROOT, Rows, command_line, publish, read_csv, write_csv
-from bench.long_prompts import context, write_random_60m
+from bench.context import ROOT, Row, Rows, command_line, publish
 from bench.serve import BUILTIN, OURS, write_generation_config
-from bench.servers import BUILTIN_ENVIRONMENT, child_environment
-from bench.tables import grouped, markdown, section
+from bench.servers import BUILTIN_ENVIRONMENT, with_engine
+from bench.tables import Section, grouped, markdown, spread_of
+from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 
 PARTS = ENGINE, FORWARD, HEAD, SAMPLER, IDLE = "engine", "forward", "head", "sampler", "idle"
 
 Named = tuple[Any, str, str]  # a function that belongs to a part: owner, attribute, part
+# The released model's shape with 60 million parameters.
+RANDOM_60M = {
+    "vocab_size": 32_768,
+    "hidden_size": 384,
+    "intermediate_size": 768,
+    "layer_types": ([*["sliding_attention"] * 3, "full_attention"]) * 2,
+    "num_attention_heads": 6,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "sliding_window": 512,
+    "canvas_length": 256,
+    "max_position_embeddings": 65_536,
+    "num_experts": 8,
+    "moe_intermediate_size": 512,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables and write the CSV."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
-    if options.here:
-        return measure_here(options)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = options.results / f"{'context' if options.random_60m else 'profile'}_{device}.csv"
-    # An engine and its worker run without further processes.
-    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    rows: Rows = []
+    shown = CONTEXT if options.random_60m else STEP_TIME
+    if torch.cuda.is_available():
+        shown = replace(shown, file=shown.file.replace("cpu", "cuda"))
+    path = options.results / shown.file
+    rows: list[Row] = []
     code = 0
-    for index, server in enumerate(options.server):
-        with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
-            chosen = ["--server", server, "--here", f"{folder}/rows.csv"]
-            if options.random_60m:
-                chosen += ["--model", str(write_random_60m(Path(folder) / "model"))]
-            command = [sys.executable, "-m", "bench.profile_step", *arguments, *chosen]
-            served = BUILTIN_ENVIRONMENT if server == BUILTIN else {}
-            code |= subprocess.run(command, env=child_environment() | alone | served).returncode
-            rows += [row | {"start": str(index)} for row in read_csv(Path(folder) / "rows.csv")]
-        if rows:
-            publish(path, rows)
-    print(f"{context(path) if options.random_60m else step_time(path)}\n\n{path}")
+    with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
+        if options.random_60m:
+            options.model = write_checkpoint(Path(folder) / "model", tiny_config(**RANDOM_60M))
+        for index, server in enumerate(options.server):
+            environment = BUILTIN_ENVIRONMENT if server == BUILTIN else {}
+            try:
+                found = with_engine(measure, options, server, environment=environment)
+                rows += [row | {"start": index} for row in found]
+                publish(path, rows)
+            except (RuntimeError, ValueError) as error:
+                print(f"No table, because:\n{error}", file=sys.stderr)
+                code = 1
+    print(f"{shown(options.results)}\n\n{path}")
     return code
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
@@ -100,10 +110,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--coverage", type=float, default=0.9)
     parser.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM, as JSON")
-    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # a CSV file
-    options = parser.parse_args(arguments)
-    options.model, options.results = options.model.resolve(), options.results.resolve()
-    return options
+    return parser.parse_args(arguments)
 
 
 # --- which part runs when ------------------------------------------------------------------------
@@ -225,30 +232,28 @@ def step_functions(llm: Any) -> list[Named]:
 # --- in the process of a server ------------------------------------------------------------------
 
 
-def measure_here(options: argparse.Namespace) -> int:
-    """Print the parts of one server's steps; their rows go to ``options.here``."""
-    (server,) = options.server
-    rows: list[dict[str, object]] = []
-    try:
-        engine = Engine(options, server)
-        for concurrency, length in product(options.concurrency, options.input_len):
-            engine.work(concurrency, length)  # warms up, and compiles
-            steps: list[Step] = []
-            for _ in range(options.rounds):
-                steps += engine.profile(concurrency, length)
-            counted = [one for one in steps if one.is_denoise_only and one.num_reqs == concurrency]
-            parts_ms = mean_parts(counted)
-            step_ms = sum(parts_ms.values())
-            print(f"{server}, {concurrency} at once, prompts of {length}: {step_ms:.3f} ms a step")
-            for part, value in parts_ms.items():
-                print(f"  {part:8} {value:9.3f} ms {value / step_ms:6.1%}", flush=True)
-                about = {"server": server, "concurrency": concurrency, "input_len": length}
-                rows.append(about | {"group": part, "share": value / step_ms, "step_ms": step_ms})
-            write_csv(options.here, rows)
-    except (RuntimeError, ValueError) as error:
-        print(f"No table, because:\n{error}", file=sys.stderr)
-        return 1
-    return 0
+def measure(options: argparse.Namespace, server: str) -> list[Row]:
+    """Print the parts of one server's steps; returns the rows of the CSV.
+
+    Raises:
+        RuntimeError: an answer has too few tokens.
+        ValueError: the steps do not account for what the client saw, or are too few.
+    """
+    rows, engine = [], Engine(options, server)
+    for concurrency, length in product(options.concurrency, options.input_len):
+        engine.work(concurrency, length)  # warms up, and compiles
+        steps: list[Step] = []
+        for _ in range(options.rounds):
+            steps += engine.profile(concurrency, length)
+        counted = [one for one in steps if one.is_denoise_only and one.num_reqs == concurrency]
+        parts_ms = mean_parts(counted)
+        step_ms = sum(parts_ms.values())
+        print(f"{server}, {concurrency} at once, prompts of {length}: {step_ms:.3f} ms a step")
+        about = {"server": server, "concurrency": concurrency, "input_len": length}
+        for part, value in parts_ms.items():
+            print(f"  {part:8} {value:9.3f} ms {value / step_ms:6.1%}", flush=True)
+            rows.append(about | {"group": part, "share": value / step_ms, "step_ms": step_ms})
+    return rows
 
 
 def passes_of(server: str, steps: int, is_async: bool) -> tuple[int, int]:
@@ -268,7 +273,6 @@ class Engine:
     def __init__(self, options: argparse.Namespace, server: str) -> None:
         from vllm import LLM
 
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule what is given here
         self._options = options
         self._canvas = json.loads((options.model / "config.json").read_text())["canvas_length"]
         self._folder = tempfile.TemporaryDirectory()  # read again when requests are made
@@ -360,17 +364,35 @@ def mean_parts(visits: Sequence[Step]) -> dict[str, float]:
     return {part: sum(visit.parts_ms[part] for visit in middle) / passes for part in PARTS}
 
 
-def step_time(path: Path) -> str:
-    """The shares of the parts, of a CSV of this command: a line for each server and load."""
+def shares(rows: Rows) -> str:
+    """The shares of the parts: a line for each server and load."""
+    lines = []
+    for (server, load, ms), here in grouped(rows, "server", "concurrency", "step_ms").items():
+        sums = (sum(float(r["share"]) for r in here if r["group"] == part) for part in PARTS)
+        lines.append([server, load, f"{float(ms):.2f}", *(f"{share:.0%}" for share in sums)])
+    return markdown(["", "requests at once", "ms per step", *PARTS], lines)
 
-    def shares(rows: Rows) -> str:
-        lines = []
-        for (server, load, ms), here in grouped(rows, "server", "concurrency", "step_ms").items():
-            sums = (sum(float(r["share"]) for r in here if r["group"] == part) for part in PARTS)
-            lines.append([server, load, f"{float(ms):.2f}", *(f"{share:.0%}" for share in sums)])
-        return markdown(["", "requests at once", "ms per step", *PARTS], lines)
 
-    return section(path, "python -m bench.profile_step", shares)
+def times_behind_prompts(rows: Rows) -> str:
+    """What a denoise step takes behind prompts of different lengths: a line for each length."""
+
+    def of_starts(rows: Rows, server: str) -> list[float]:
+        starts = grouped([row for row in rows if row["server"] == server], "start")
+        return [float(here[0]["step_ms"]) for here in starts.values()]
+
+    lines = []
+    for (length,), here in grouped(rows, "input_len").items():
+        ours, other = of_starts(here, OURS), of_starts(here, BUILTIN)
+        pairs = [theirs / own for own, theirs in zip(ours, other, strict=True)]
+        lines.append([length, spread_of(ours, 0), spread_of(other, 0), spread_of(pairs, 2)])
+    times = "ours, ms a denoise step", "built-in, ms a denoise step"
+    return markdown(["tokens of the prompt", *times, "built-in / ours"], lines)
+
+
+STEP_TIME = Section("profile_cpu.csv", "python -m bench.profile_step", shares)
+CONTEXT = Section(
+    "context_cpu.csv", "python -m bench.profile_step --random-60m", times_behind_prompts
+)
 
 
 if __name__ == "__main__":

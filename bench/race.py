@@ -1,7 +1,10 @@
 """Contestants on the same workloads, taking turns, so that machine drift hits all alike."""
 
+import argparse
+import functools
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.context import GateError, progress
-from bench.runs import SPEEDS, Client, Row, answer_questions, figures
-from bench.servers import Server
+from bench.context import GateError, Row, progress
+from bench.runs import SPEEDS, Client, answer_questions, figures
+from bench.servers import SERVE_FLAGS, Server
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Shape, Workload
 from dllm.tools.eval_report import wilson_interval
 
@@ -27,24 +30,40 @@ class Contestant:
     Attributes:
         name: as it appears in tables.
         server: None for what runs without one.
-        model: the checkpoint's folder.
         commits: how its passes are counted (``runs``).
         client_flags: of ``vllm bench serve``, beside those of the workload.
         takes_seeds: whether a request may have one.
-        local: without a server: whose answers these are (``runs.answer_questions``).
+        local: without a server: whose answers these are, and the checkpoint's folder
+            (``runs.answer_questions``).
     """
 
     name: str
     server: Server | None = None
-    model: Path = Path()
     commits: str = ""
     client_flags: tuple[str, ...] = ()
     takes_seeds: bool = True
-    local: str = ""
+    local: tuple[str, Path] | None = None
 
     def takes(self, load: Any) -> bool:
         """What runs without a server answers one question after the other."""
         return not self.local or load.concurrency == 1
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    rounds: int,
+    minutes: float,
+    num_requests: int,
+    concurrency: Sequence[int],
+) -> None:
+    """The options of every race, with these defaults."""
+    add = parser.add_argument
+    add("--rounds", type=int, default=rounds)
+    add("--minutes", type=float, default=minutes, help="no round begins that ends later")
+    add("--num-requests", type=int, default=num_requests, help="of a run, at least")
+    add("--concurrency", type=int, nargs="*", default=concurrency)
+    given, text = list(SERVE_FLAGS), "of all servers, in one string"
+    add("--serve-flags", type=shlex.split, default=given, help=text)
 
 
 # --- turns ---------------------------------------------------------------------------------------
@@ -55,29 +74,29 @@ def race(
     loads: Sequence[T],
     rounds: Iterable[int],
     run: Callable[[Contestant, T, int], Row],
-    save: Callable[[list[Row]], None] = lambda rows: None,
-) -> list[Row]:
+) -> Iterator[list[Row]]:
     """All rounds; in each, every load, and in each of those every contestant, alone.
 
+    Yields all rows so far, after each load, so that they can be saved.
+
     Args:
-        run: of a contestant, a load and a round; its row gets the contestant and the round.
-        save: is given everything so far, after each load, so that an interrupted race is not lost.
+        run: of a contestant, a load and a number that belongs to this load in this round; its row
+            gets the contestant and the round (``pair``).
 
     Raises:
         RuntimeError: a server or client failed.
     """
     rows: list[Row] = []
     for pair in rounds:
-        for load in loads:
+        for index, load in enumerate(loads):
             progress(f"  round {pair + 1}: {getattr(load, 'name', load)}")
             racing = [one for one in contestants if one.takes(load)]
             shift = pair % len(racing)  # each round begins with another one
             for one in racing[shift:] + racing[:shift]:
                 with undisturbed(one.server, contestants):
-                    row = run(one, load, pair)
+                    row = run(one, load, pair * len(loads) + index)
                 rows.append({"contestant": one.name, "pair": pair, **row})
-            save(rows)
-    return rows
+            yield rows
 
 
 def rounds(count: int, budget_s: float = float("inf")) -> Iterator[int]:
@@ -110,43 +129,46 @@ def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator
 # --- runs of `vllm bench serve` ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Runs contestants on workloads; ``run`` is that of ``race``."""
+def race_workloads(
+    client: Client,
+    contestants: Sequence[Contestant],
+    workloads: Sequence[Workload],
+    rounds: Iterable[int],
+) -> Iterator[list[Row]]:
+    """``race`` on workloads; whoever is right too rarely has no speed (``withhold``)."""
+    run = functools.partial(run_workload, client)
+    return map(withhold, race(contestants, workloads, rounds, run))
 
-    client: Client
-    workloads: Sequence[Workload]
 
-    def run(self, contestant: Contestant, workload: Workload, pair: int) -> Row:
-        """One run: workload and figures.
+def run_workload(client: Client, contestant: Contestant, workload: Workload, seed: int) -> Row:
+    """One run: workload and figures.
 
-        No two workloads or rounds share prompts and arrival times: answers to a repeated question
-        would not be independent, and the second time a part of it might be found in a cache.
-        """
-        seed = pair * len(self.workloads) + self.workloads.index(workload)
-        asked = workload.asked(seed)
-        name = f"{re.sub(r'[^a-z]+', '_', contestant.name)}-{seed}"
-        server, model = contestant.server, contestant.model
-        if server is None:
-            result = self.client.folder / f"{name}.json"
-            given = contestant.local, model, asked, ANSWER_TOKENS, result
-            saved = self.client.call(name, answer_questions, *given)
-        else:
-            flags = workload.client_flags(seed, self.client.folder / "questions.json")
-            before = server.counters()
-            saved = self.client.bench_serve(
-                name, server.url, str(model), [*flags, *contestant.client_flags]
-            )
-            after = server.counters()
-            saved |= {key: value - before.get(key, 0) for key, value in after.items()}
-        return {
-            "schedule": workload.schedule,
-            "concurrency": workload.concurrency,
-            "rate": workload.rate,
-            "canvas_length": workload.shape.canvas_length,
-            "family": workload.family if workload.schedule == ADAPTIVE else None,
-            **figures(contestant.commits, saved, workload, asked),
-        }
+    Args:
+        seed: of prompts and arrival times. No two workloads or rounds share them: answers to a
+            repeated question would not be independent, and might be found in a cache.
+    """
+    asked = workload.asked(seed)
+    name = f"{re.sub(r'[^a-z]+', '_', contestant.name)}-{seed}"
+    server = contestant.server
+    if server is None:
+        assert contestant.local is not None
+        given = *contestant.local, asked, ANSWER_TOKENS, client.folder / f"{name}.json"
+        saved = client.call(name, answer_questions, *given)
+    else:
+        flags = workload.client_flags(seed, client.folder / "questions.json")
+        flags += contestant.client_flags
+        before = server.counters()
+        saved = client.bench_serve(name, server.url, server.model, flags)
+        after = server.counters()
+        saved |= {key: value - before.get(key, 0) for key, value in after.items()}
+    return {
+        "schedule": workload.schedule,
+        "concurrency": workload.concurrency,
+        "rate": workload.rate,
+        "canvas_length": workload.shape.canvas_length,
+        "family": workload.family if workload.schedule == ADAPTIVE else None,
+        **figures(contestant.commits, saved, workload, asked),
+    }
 
 
 def withhold(rows: Sequence[Row]) -> list[Row]:
@@ -176,14 +198,9 @@ def withhold(rows: Sequence[Row]) -> list[Row]:
 
 
 def start_all(
-    contestants: Sequence[Contestant], shape: Shape, at_once: int, stack: ExitStack
+    contestants: Sequence[Contestant], admit: Callable[[Contestant], None], stack: ExitStack
 ) -> None:
-    """Start the servers, one for each core at a time, and admit each; the stack stops them.
-
-    Raises:
-        RuntimeError: one is not ready.
-        GateError: one gives wrong answers.
-    """
+    """Start the servers, one for each core at a time, and admit each; the stack stops them."""
     together = os.cpu_count() or 1
     served = [one for one in contestants if one.server]
     for index in range(0, len(served), together):
@@ -192,9 +209,9 @@ def start_all(
         with undisturbed(None, served[:index]):
             for one in starting:
                 assert one.server is not None
-                stack.enter_context(one.server).start()
+                stack.enter_context(one.server)
             for one in starting:
-                admit(one, shape, at_once)
+                admit(one)
 
 
 def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:
@@ -204,6 +221,7 @@ def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:
     compiles for a batch when it first sees one does so here.
 
     Raises:
+        RuntimeError: the server did not start.
         GateError: an answer has the wrong length, or two equal seeded requests differ.
     """
     server = contestant.server

@@ -4,9 +4,10 @@
     python -m bench.readme --check    # exit code 1 if a page and the CSV files disagree
 
 A section is what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; NAME is a key of
-``SECTIONS``, whose value turns the folder of the CSV files into Markdown. To add one, write such a
-function beside the command that makes its CSV file (``bench.tables`` has the pieces), and put the
-marks where the text shall stand. ``tests/bench/test_bench_readme.py`` fails when they disagree.
+``SECTIONS``, whose value turns the folder of the CSV files into Markdown. To add one, write a table
+beside the command that makes its CSV file (``bench.tables`` has the pieces), name it here in a
+``Section``, and put the marks where the text shall stand. ``tests/bench/test_bench_readme.py``
+fails when they disagree.
 """
 
 import re
@@ -15,22 +16,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import (
+    decisions,
+    drafter,
+    kernels,
+    profile_step,
+    recovery,
+    remote,
+    request_time,
+    rollout,
+    roofline,
+    soak,
+)
 from bench.context import ROOT, Rows, command_line, read_csv
-from bench.decisions import decisions
 from bench.drafter import FILE as DRAFTER
-from bench.drafter import PLAIN, drafting, tables
-from bench.kernels import sampling_step
-from bench.long_prompts import context
-from bench.profile_step import step_time
-from bench.recovery import recovery
-from bench.remote import remote
-from bench.request_time import FILE as REQUEST
-from bench.request_time import request_time
-from bench.rollout import rollout
-from bench.roofline import floors, small_table
 from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
-from bench.soak import soak
-from bench.tables import markdown, of, ratios, section, serving, ways
+from bench.tables import Section, contestant_table, load_tables, markdown, of, ratios
 from bench.workloads import ADAPTIVE, MIXED
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -65,7 +66,7 @@ LINES = (
     Line(
         "SDAR, blocks of 32", "diffusers' pipeline, no server", FAMILIES, OURS, PIPELINE, QUESTIONS
     ),
-    Line(DRAFTS, "vLLM without drafts", DRAFTER, "adaptive", PLAIN, PAIR),
+    Line(DRAFTS, "vLLM without drafts", DRAFTER, "adaptive", drafter.PLAIN, PAIR),
     Line(DRAFTS, "vLLM's n-gram drafts", DRAFTER, "adaptive", "n-gram", PAIR),
 )
 
@@ -96,21 +97,23 @@ def cells(line: Line, rows: Rows) -> list[str]:
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
     "comparison": comparison,
-    "serving": serving,
-    "context": lambda results: context(results / "context_cpu.csv"),
-    "request-time": lambda results: request_time(results / REQUEST),
-    "step-time": lambda results: step_time(results / "profile_cpu.csv"),
-    "recovery": recovery,
-    "ways": ways,
-    "rollout": rollout,
-    "sampling-step": sampling_step,
-    "soak": soak,
-    "drafting": drafting,
-    "smollm2": lambda results: section(results / "smollm2.csv", "python -m bench.drafter", tables),
-    "remote": remote,
-    "decisions": decisions,
-    "floors": floors,
-    "small-models": small_table,
+    "serving": Section(SERVING, "make bench", load_tables),
+    "context": profile_step.CONTEXT,
+    "request-time": request_time.SECTION,
+    "step-time": profile_step.STEP_TIME,
+    "recovery": recovery.SECTION,
+    "ways": Section("serve_nemotron.csv", "python -m bench.serve", contestant_table),
+    "rollout": rollout.SECTION,
+    "sampling-step": Section(
+        "sampler_cpu.csv", "python -m bench.kernels sampler", kernels.sampler_table
+    ),
+    "soak": soak.SECTION,
+    "drafting": Section(DRAFTER, "python -m bench.drafter", drafter.some_tables),
+    "smollm2": Section("smollm2.csv", "python -m bench.drafter", drafter.tables),
+    "remote": remote.SECTION,
+    "decisions": decisions.SECTION,
+    "floors": roofline.SECTION,
+    "small-models": roofline.SMALL_SECTION,
 }
 
 
@@ -142,15 +145,10 @@ def document(text: str, results: Path, to_root: str = "") -> str:
 
     Args:
         to_root: what leads from the folder of the page to the top of the repository.
-
-    Raises:
-        ValueError: a mark names no section.
     """
 
     def written(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
-        if name not in SECTIONS:
-            raise ValueError(f"bench:{name}: no such section; allowed: {', '.join(SECTIONS)}.")
         section = LINK.sub(f"]({to_root}", SECTIONS[name](results))
         return f"{begin}{section}\n{end}"
 

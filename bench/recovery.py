@@ -23,10 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.context import ROOT, Rows, command_line, publish, reporting_failures
-from bench.runs import Row
+from bench.context import ROOT, Row, Rows, command_line, publish, reporting_failures
 from bench.servers import SERVE_FLAGS, Server
-from bench.tables import markdown, section
+from bench.tables import Section, markdown
 from dllm.tools import evaluate
 from dllm.tools.eval_report import wilson_interval
 
@@ -66,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked = row["num_questions"]
             both = asked - len(missed | wrong[0])
             rows.append(row | {"num_baseline": asked - len(wrong[0]), "num_both": both})
-            publish(given.results / "recovery.csv", rows)
-    print(recovery(given.results))
+            publish(given.results / SECTION.file, rows)
+    print(SECTION(given.results))
     return 0
 
 
@@ -98,7 +97,6 @@ def measure(
     counted = ("num_questions", "num_correct", "denoise_steps", "blocks")
     sums = dict.fromkeys(counted, 0)
     with Server(name, str(path), folder / f"{name}.log", flags) as server:
-        server.start()
         server.wait_until_ready()
         for seed in given.seeds:
             asked = ["--tasks", given.tasks, "--num", str(given.num), "--question-seed", str(seed)]
@@ -164,9 +162,7 @@ def table(rows: Rows) -> str:
     return "\n".join([shown, "", "What computed each score:", "", *notes])
 
 
-def recovery(results: Path) -> str:
-    """Section of docs/quantization.md: what quantized checkpoints keep of the answers."""
-    return section(results / "recovery.csv", "python -m bench.recovery", table)
+SECTION = Section("recovery.csv", "python -m bench.recovery", table)  # of docs/quantization.md
 
 
 if __name__ == "__main__":

@@ -26,22 +26,30 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.context import ROOT, Rows, command_line, publish, reporting_failures
 from bench.drafter import SHAPE, TARGET, speculate
-from bench.race import Contestant, Runs, race, rounds, start_all, undisturbed, withhold
+from bench.race import (
+    Contestant,
+    add_options,
+    admit,
+    race_workloads,
+    rounds,
+    start_all,
+    undisturbed,
+)
 from bench.runs import NO_CANVAS, Client
 from bench.servers import SERVE_FLAGS, Server, child_environment, tail
-from bench.tables import grouped, markdown, middle, of, problems, ratios, section
+from bench.tables import Section, grouped, markdown, middle, of, problems, ratios
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
 from dllm.patches.remote import SPECULATOR
 from dllm.remote.address import Address
 from dllm.remote.stream import Server as Listener
 from dllm.remote.worker import DraftWorker, Limits
 
-FILE = "remote.csv"
 FAMILIES = ("schema", "extract", "report")
 PLAIN = "no drafts"
 AR, KNOWN, KNOWN_AHEAD = "tiny-ar", "known", "known, ahead"
@@ -49,38 +57,28 @@ AR, KNOWN, KNOWN_AHEAD = "tiny-ar", "known", "known, ahead"
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the CSV.
-
-    Raises:
-        RuntimeError: a worker or a server did not start.
-    """
+    """Measure, print, and write the CSV."""
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num-requests", type=int, default=24, help="of a run")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
+    add_options(parser, rounds=5, minutes=50, num_requests=24, concurrency=[1, 4])
     parser.add_argument("--drafts", type=int, default=8, help="K, the most drafts of a request")
-    parser.add_argument("--minutes", type=float, default=50, help="no round begins that ends later")
     given = parser.parse_args(arguments)
-    path, most = given.results / FILE, max(given.concurrency)
+    path = given.results / SECTION.file
+    ready = partial(admit, shape=SHAPE, at_once=max(given.concurrency))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
         plain, *others = racing = contestants(given, folder)
-        start_all([plain], SHAPE, most, stack)
-        runs = Runs(Client(folder), loads(given))
-        (folder / "texts.json").write_text(json.dumps(answers(plain, runs, given.rounds)))
+        start_all([plain], ready, stack)
+        workloads = loads(given)
+        (folder / "texts.json").write_text(json.dumps(answers(plain, workloads, given.rounds)))
         for worker in (AR, KNOWN, KNOWN_AHEAD):
             command = worker_command(worker, given.drafts, folder)
             stack.enter_context(running(command, folder / f"worker {worker}"))
         with undisturbed(None, [plain]):
-            start_all(others, SHAPE, most, stack)
-        race(
-            racing,
-            runs.workloads,
-            rounds(given.rounds, 60 * given.minutes),
-            runs.run,
-            lambda found: publish(path, withhold(found)),
-        )
-    print(remote(given.results))
+            start_all(others, ready, stack)
+        turns = rounds(given.rounds, 60 * given.minutes)
+        for rows in race_workloads(Client(folder), racing, workloads, turns):
+            publish(path, rows)
+    print(SECTION(given.results))
     return 0
 
 
@@ -95,13 +93,13 @@ def contestants(given: argparse.Namespace, folder: Path) -> list[Contestant]:
     found: list[Contestant] = []
 
     def add(name: str, **options: Any) -> None:
-        flags: tuple[str, ...] = (*SERVE_FLAGS, "--enforce-eager")
+        flags: tuple[str, ...] = (*given.serve_flags, "--enforce-eager")
         if options:
             drafts = speculate(given.drafts, {"method": "custom_class", "model": SPECULATOR})
             chosen = json.dumps({"dllm": {"remote": options}})
             flags = (*flags, *drafts, "--additional-config", chosen)
         server = Server(name, str(TARGET), folder / f"{len(found)}.log", flags)
-        found.append(Contestant(name, server, TARGET, NO_CANVAS, takes_seeds=False))
+        found.append(Contestant(name, server, NO_CANVAS, takes_seeds=False))
 
     fixed = {"policy": "fixed", "width": given.drafts}
     add(PLAIN)
@@ -113,12 +111,12 @@ def contestants(given: argparse.Namespace, folder: Path) -> list[Contestant]:
     return found
 
 
-def answers(plain: Contestant, runs: Runs, num_rounds: int) -> list[list[int]]:
+def answers(plain: Contestant, workloads: Sequence[Workload], num_rounds: int) -> list[list[int]]:
     """Token ids of every prompt of the race and its answer."""
     assert plain.server is not None
     found = []
-    for seed in range(num_rounds * len(runs.workloads)):
-        for question in runs.workloads[seed % len(runs.workloads)].asked(seed):
+    for seed in range(num_rounds * len(workloads)):
+        for question in workloads[seed % len(workloads)].asked(seed):
             reply = plain.server.post(
                 "/v1/chat/completions",
                 messages=[{"role": "user", "content": question.prompt}],
@@ -231,9 +229,7 @@ def table(rows: Rows) -> str:
     return "\n\n".join([markdown(header, lines), *problems(rows)])
 
 
-def remote(results: Path) -> str:
-    """Section of docs/remote.md: speed."""
-    return section(results / FILE, "python -m bench.remote", table)
+SECTION = Section("remote.csv", "python -m bench.remote", table)  # of docs/remote.md
 
 
 if __name__ == "__main__":

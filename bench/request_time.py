@@ -23,7 +23,7 @@ import psutil
 from bench.context import ROOT, Rows, command_line, publish, reporting_failures
 from bench.serve import write_generation_config
 from bench.servers import SERVE_FLAGS, Server
-from bench.tables import grouped, markdown, section
+from bench.tables import Section, grouped, markdown
 from dllm.tasks.suite import FAMILIES, questions
 
 API, ENGINE = "API server", "engine"
@@ -58,7 +58,6 @@ PARTS = {
 # The event loop waits in C, in ``Runner.run``, which also sends and receives; that is not counted.
 WAITING = ("Condition.wait(", "_worker(", "Poller.poll(", "select(", "_watch(", "Runner.run(")
 REST = "the rest"
-FILE = "request_cpu.csv"
 
 
 @reporting_failures
@@ -72,9 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: Rows = []
     for steps in options.steps:
         rows += measure(options, steps)
-    path = options.results / FILE
-    publish(path, rows)
-    print(f"{request_time(path)}\n\n{path}")
+    publish(options.results / SECTION.file, rows)
+    print(SECTION(options.results))
     return 0
 
 
@@ -84,9 +82,7 @@ def measure(options: argparse.Namespace, steps: int) -> Rows:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-request-")))
         write_generation_config(options.model, folder / "generation", steps)
         flags = (*SERVE_FLAGS, "--generation-config", str(folder / "generation"))
-        server = Server("ours", str(options.model), folder / "log", flags)
-        stack.enter_context(server)
-        server.start()
+        server = stack.enter_context(Server("ours", str(options.model), folder / "log", flags))
         server.wait_until_ready()
         processes = {API: server.process.pid, ENGINE: engine_of(server.process.pid)}
         ask(server, 5.0)  # warms up
@@ -179,25 +175,24 @@ def part_of(process: str, frames: str) -> str:
     return next(matching, REST)
 
 
-def request_time(path: Path) -> str:
-    """The table of a CSV of this command: a line for each part, a column a number of steps."""
+def table(rows: Rows) -> str:
+    """A line for each part, a column for each number of denoise steps."""
+    steps = list(dict.fromkeys(row["steps"] for row in rows))
+    lines = []
+    for process, of_process in grouped(rows, "process").items():
+        sums = dict.fromkeys(steps, 0.0)
+        for (part,), here in grouped(of_process, "part").items():
+            times = {row["steps"]: float(row["cpu_ms"]) for row in here}
+            sums = {count: sums[count] + times[count] for count in steps}
+            lines.append([process[0], part, *(f"{times[count]:.2f}" for count in steps)])
+        lines.append([process[0], "**together**", *(f"**{sums[count]:.2f}**" for count in steps)])
+    walls = (next(row["wall_ms"] for row in rows if row["steps"] == count) for count in steps)
+    lines.append(["client", "waits (wall time)", *(f"{float(wall):.2f}" for wall in walls)])
+    heads = [f"ms, {count} denoise step{'s' * (count != '1')}" for count in steps]
+    return markdown(["process", "part", *heads], lines)
 
-    def table(rows: Rows) -> str:
-        steps = list(dict.fromkeys(row["steps"] for row in rows))
-        lines = []
-        for process, of_process in grouped(rows, "process").items():
-            sums = dict.fromkeys(steps, 0.0)
-            for (part,), here in grouped(of_process, "part").items():
-                times = {row["steps"]: float(row["cpu_ms"]) for row in here}
-                sums = {count: sums[count] + times[count] for count in steps}
-                lines.append([process[0], part, *(f"{times[count]:.2f}" for count in steps)])
-            lines.append([process[0], "**together**", *(f"**{sums[c]:.2f}**" for c in steps)])
-        walls = (next(row["wall_ms"] for row in rows if row["steps"] == c) for c in steps)
-        lines.append(["client", "waits (wall time)", *(f"{float(wall):.2f}" for wall in walls)])
-        heads = [f"ms, {count} denoise step{'s' * (count != '1')}" for count in steps]
-        return markdown(["process", "part", *heads], lines)
 
-    return section(path, "python -m bench.request_time", table)
+SECTION = Section("request_cpu.csv", "python -m bench.request_time", table)
 
 
 if __name__ == "__main__":

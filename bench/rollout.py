@@ -17,6 +17,7 @@ server's log-probabilities and the trainer's, which shows that both compute the 
 """
 
 import argparse
+import itertools
 import random
 import shutil
 import sys
@@ -34,13 +35,15 @@ from transformers import AutoTokenizer, PreTrainedModel
 from bench.context import (
     ROOT,
     GateError,
+    Row,
+    Rows,
     command_line,
     progress,
     publish,
     reporting_failures,
 )
 from bench.servers import SERVE_FLAGS, Server
-from bench.tables import markdown, section
+from bench.tables import Section, markdown
 from dllm.models.unmasking.reference import additive, load_model
 from dllm.tasks.suite import Question, question, questions
 from dllm.train.lm.objective import Encoded
@@ -49,7 +52,6 @@ from dllm.train.lm.two_copies import TwoCopies
 ANSWER_TOKENS = 64
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "64", *SERVE_FLAGS)
 LARGEST_DIFFERENCE = 1e-2  # nats: kernels differ in rounding; another canvas differs by whole nats
-FILE = "rollout.csv"
 # Columns of the file, and of the table.
 COLUMNS = {
     "step": ("step", "{:.0f}"),
@@ -85,12 +87,8 @@ class Rollouts(NamedTuple):
         means = self.rewards.view(-1, group).mean(1)
         kept = ((means > 0) & (means < 1)).repeat_interleave(group)
 
-        def left(line: list[Any]) -> list[Any]:
-            return [one for one, stays in zip(line, kept, strict=True) if stays]
-
-        prompts, tokens, steps, logprobs, lengths, rewards = self
-        kept_lists = left(prompts), left(tokens), left(steps), left(logprobs), left(lengths)
-        return Rollouts(*kept_lists, rewards[kept])
+        lists = ([*itertools.compress(line, kept)] for line in self[:-1])
+        return Rollouts._make([*lists, self.rewards[kept]])
 
 
 class Actor:
@@ -127,12 +125,9 @@ class Actor:
         def whole(name: str) -> list[Any]:
             return [trace[name] + trace.get("behind_stop", {}).get(name, []) for trace in traces]
 
-        rewards = [
-            float(one.is_correct(choice["text"]))
-            for one, choice in zip(
-                [one for one in asked for _ in range(count)], choices, strict=True
-            )
-        ]
+        repeated = [one for one in asked for _ in range(count)]
+        pairs = zip(repeated, choices, strict=True)
+        rewards = [float(one.is_correct(choice["text"])) for one, choice in pairs]
         return Rollouts(
             [prompt for prompt in prompts for _ in range(count)],
             whole("token_ids"),
@@ -220,24 +215,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "the server", str(weights), Path(folder) / "log", FLAGS, {"VLLM_SERVER_DEV_MODE": "1"}
         )
         with server:
-            server.start()
             server.wait_until_ready()
             rows = train(options, server, weights)
-    publish(options.results / FILE, rows)
-    print(rollout(options.results))
+    publish(options.results / SECTION.file, rows)
+    print(SECTION(options.results))
     return 0
 
 
-def rollout(results: Path) -> str:
-    """Section of docs/rollouts.md."""
-    return section(
-        results / FILE,
-        "python -m bench.rollout",
-        lambda rows: markdown([title for title, _ in COLUMNS.values()], [*map(cells, rows)]),
-    )
-
-
-def train(options: argparse.Namespace, server: Server, folder: Path) -> list[dict[str, object]]:
+def train(options: argparse.Namespace, server: Server, folder: Path) -> list[Row]:
     """The rows of the table: one before the first step, one each --every steps.
 
     Raises:
@@ -294,6 +279,14 @@ def cells(row: Mapping[str, object]) -> list[str]:
     """A line of the table; numbers, or texts of a file."""
     found = [(form, row[name]) for name, (_, form) in COLUMNS.items()]
     return ["-" if value in (None, "") else form.format(float(str(value))) for form, value in found]
+
+
+def table(rows: Rows) -> str:
+    """One line each --every steps."""
+    return markdown([title for title, _ in COLUMNS.values()], [*map(cells, rows)])
+
+
+SECTION = Section("rollout.csv", "python -m bench.rollout", table)  # of docs/rollouts.md
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -29,8 +29,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -38,9 +36,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.context import ROOT, Rows, command_line, progress, publish
-from bench.servers import child_environment
-from bench.tables import markdown, middle, of, ratios, section
+from bench.context import ROOT, Row, Rows, command_line, progress, publish
+from bench.servers import with_engine
+from bench.tables import Section, markdown, middle, names_of, of, ratios
 from dllm.models.gemma.tiny import generation_config, tiny_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -130,9 +128,7 @@ def components(text: dict[str, Any], one: Pass) -> list[Work]:
         text: the text_config of config.json.
     """
     hidden, vocab, inner = text["hidden_size"], text["vocab_size"], text["intermediate_size"]
-    rows, weight, num_layers = (
-        *(one.batch * one.canvas, WEIGHT_BYTES[one.weights], len(text["layer_types"])),
-    )
+    rows, weight = one.batch * one.canvas, WEIGHT_BYTES[one.weights]
     gated = (hidden, 2 * inner), (inner, hidden)  # gate and up in one product, then down
     works = [
         Work("embedding", 2.0 * BF16 * rows * hidden, 0),
@@ -152,7 +148,7 @@ def components(text: dict[str, Any], one: Pass) -> list[Work]:
     embedding = BF16 * (vocab + rows) * hidden
     return [
         *works,
-        *(work.times(num_layers) for work in in_layers),
+        *(work.times(len(text["layer_types"])) for work in in_layers),
         Work("head", embedding + logits, product),
         Work("statistics", logits, 0),
         Work("soft embedding", logits + embedding, product),
@@ -189,8 +185,7 @@ def pass_floor_ms(text: dict[str, Any], one: Pass, gpu: Gpu) -> float:
 
 # --- measured: small models on this machine -------------------------------------------------------
 
-FOUND = "found.json"  # of a process that measures one model
-SMALL_FILE, STEPWISE = "small_models.csv", "autoregressive"
+STEPWISE = "autoregressive"
 BLOCK = 32  # tokens, of all of them
 SMALL = {  # SmolLM2-135M's
     "vocab_size": 49_152,
@@ -226,8 +221,8 @@ def small_models() -> dict[str, dict[str, Any]]:
     return {STEPWISE: llama | SMALL, "SDAR": sdar, "LLaDA2": llada2, "DiffusionGemma": gemma}
 
 
-def measure_small(config: dict[str, Any], is_stepwise: bool, rounds: int, out: Path) -> None:
-    """Write ms a pass of each round to a file. Runs in a process of its own."""
+def measure_small(config: dict[str, Any], is_stepwise: bool, rounds: int, out: Path) -> list[float]:
+    """Milliseconds a pass, of each round; ``out`` is a new folder for the model."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     out.mkdir()
@@ -264,65 +259,48 @@ def measure_small(config: dict[str, Any], is_stepwise: bool, rounds: int, out: P
     for _ in range(rounds):
         (short_ms, few), (long_ms, many) = work(1), work(5)
         found.append((long_ms - short_ms) / (many - few))
-    (out / FOUND).write_text(json.dumps(found))
+    return found
 
 
 def measure_all_small(rounds: int, path: Path) -> None:
-    """Every model in a process of its own; the CSV has a row for each round.
-
-    Raises:
-        RuntimeError: a process failed.
-    """
-    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    os.environ.update(child_environment() | alone)
-    rows: list[dict[str, object]] = []
+    """Every model in a process of its own; the CSV has a row for each round."""
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="dllm-small-") as folder:
         for name, config in small_models().items():
             progress(name)
-            out = Path(folder) / name
-            arguments = config, name == STEPWISE, rounds, out
-            process = multiprocessing.get_context("spawn").Process(
-                target=measure_small, args=arguments
-            )
-            process.start()
-            process.join()
-            if process.exitcode:
-                raise RuntimeError(f"{name} failed with code {process.exitcode}.")
-            for pair, ms in enumerate(json.loads((out / FOUND).read_text())):
+            given = config, name == STEPWISE, rounds, Path(folder) / name
+            for pair, ms in enumerate(with_engine(measure_small, *given)):
                 rows.append({"contestant": name, "pair": pair, "ms_per_pass": ms})
             publish(path, rows)
 
 
-def small_table(results: Path) -> str:
-    """Section of docs/benchmarks.md: what a pass of a small model takes here."""
+def small_table(rows: Rows) -> str:
+    """What a pass of each model takes."""
+    stepwise, lines = of(rows, STEPWISE), []
+    for name in names_of(rows):
+        here = of(rows, name)
+        ratio = ratios(here, stepwise, "ms_per_pass")
+        lines.append([name, middle(here, "ms_per_pass"), ratio])
+    return markdown(["model", "ms a pass", "tokens a pass to break even"], lines)
 
-    def table(rows: Rows) -> str:
-        stepwise = of(rows, STEPWISE)
-        lines = []
-        for name in dict.fromkeys(row["contestant"] for row in rows):
-            here = of(rows, name)
-            ratio = ratios(here, stepwise, "ms_per_pass")
-            lines.append([name, middle(here, "ms_per_pass"), ratio])
-        return markdown(["model", "ms a pass", "tokens a pass to break even"], lines)
 
-    return section(results / SMALL_FILE, "python -m bench.roofline --small", table)
+SMALL_SECTION = Section("small_models.csv", "python -m bench.roofline --small", small_table)
 
 
 # --- output --------------------------------------------------------------------------------------
 
 
-def floors(results: Path) -> str:
-    """Section of docs/benchmarks.md: the least time of a pass, and the speed that it allows."""
+def floors(rows: Rows) -> str:
+    """The least time of a pass, and the speed that it allows."""
+    lines = [
+        [row["weights"], row["batch"], f"{float(row['floor_ms']):.1f}"]
+        + [f"{float(row['tokens_per_s']):,.0f}"]
+        for row in rows
+    ]
+    return markdown(["weights", "batch", "floor, ms a pass", "tokens/s at most"], lines)
 
-    def table(rows: Rows) -> str:
-        lines = [
-            [row["weights"], row["batch"], f"{float(row['floor_ms']):.1f}"]
-            + [f"{float(row['tokens_per_s']):,.0f}"]
-            for row in rows
-        ]
-        return markdown(["weights", "batch", "floor, ms a pass", "tokens/s at most"], lines)
 
-    return section(results / "roofline.csv", "python -m bench.roofline", table)
+SECTION = Section("roofline.csv", "python -m bench.roofline", floors)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -345,14 +323,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of --small")
     options = parser.parse_args(arguments)
     if options.small:
-        measure_all_small(options.rounds, options.results / SMALL_FILE)
-        print(small_table(options.results))
+        measure_all_small(options.rounds, options.results / SMALL_SECTION.file)
+        print(SMALL_SECTION(options.results))
         return 0
     config = released_config()
     if options.config:
         config = json.loads((options.config / "config.json").read_text())
     text, gpu = config["text_config"], Gpu(options.gpu, *(1e12 * peak for peak in options.peaks))
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for weights, batch in itertools.product(options.weights, options.batch):
         one = Pass(weights, batch, options.context, config["canvas_length"])
         floor_ms = pass_floor_ms(text, one, gpu)
@@ -367,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("  {:24} {:9.3f} {:9.3f} {:10.3f} {:10.3f}".format(work.component, *cells))
         about = {"gpu": gpu.name, "weights": weights, "batch": batch, "context": one.context}
         rows.append(about | {"floor_ms": floor_ms, "tokens_per_s": speed})
-    publish(options.results / "roofline.csv", rows)
+    publish(options.results / SECTION.file, rows)
     return 0
 
 

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.context import Row
 from bench.servers import child_environment, tail
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
 from dllm.tasks.suite import Question
@@ -56,8 +57,6 @@ OVERLAPPED, COMMIT_APART, BUILTIN_PASSES, NO_CANVAS = "overlapped", "apart", "bu
 TRANSFORMERS, PIPELINE = "transformers", "diffusers"  # whose answers, without a server
 SPEEDS = ("tokens_per_s", "ttft_ms", "latency_ms", "latency_p99_ms", "ms_per_denoise_step")
 FIGURES = (*SPEEDS, "steps_per_block", "passes_per_block", "tokens_per_pass", "acceptance_length")
-
-Row = dict[str, Any]  # of a CSV file; None where there is nothing to say
 
 
 # --- driving -------------------------------------------------------------------------------------
@@ -83,8 +82,10 @@ class Client:
         Raises:
             RuntimeError: it failed; with the end of its log.
         """
-        arguments = command(url, model, flags, self.folder, f"{name}.json")
-        return self.call(name, run_vllm, arguments)
+        line = ["vllm", "bench", "serve", "--base-url", url, "--model", model, *flags]
+        line += ["--disable-tqdm", "--save-result", "--save-detailed"]
+        line += ["--result-dir", str(self.folder), "--result-filename", f"{name}.json"]
+        return self.call(name, run_vllm, line)
 
     def call(self, name: str, function: Callable[..., None], *arguments: object) -> dict[str, Any]:
         """Run ``function(*arguments)`` in a fork and read the ``<name>.json`` that it wrote.
@@ -108,16 +109,9 @@ class Client:
         return saved
 
 
-def command(url: str, model: str, flags: Sequence[str], folder: Path, filename: str) -> list[str]:
-    """The arguments of ``vllm``: a user could type them."""
-    fixed = ["--base-url", url, "--model", model, *flags, "--disable-tqdm"]
-    saving = ["--save-result", "--save-detailed", "--result-dir", str(folder)]
-    return ["bench", "serve", *fixed, *saving, "--result-filename", filename]
-
-
-def run_vllm(arguments: Sequence[str]) -> None:
-    """The ``vllm`` command."""
-    sys.argv = ["vllm", *arguments]
+def run_vllm(line: list[str]) -> None:
+    """The ``vllm`` command, with the command line of a user."""
+    sys.argv = line
     from vllm.entrypoints.cli.main import main
 
     main()

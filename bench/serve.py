@@ -33,13 +33,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from bench.context import ROOT, command_line, progress, publish, read_csv, reporting_failures
-from bench.race import Contestant, Runs, race, rounds, start_all, withhold
-from bench.runs import BUILTIN_PASSES, COMMIT_APART, NO_CANVAS, OVERLAPPED, PIPELINE, Client, Row
+from bench.context import ROOT, Row, command_line, progress, publish, read_csv, reporting_failures
+from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
+from bench.runs import BUILTIN_PASSES, COMMIT_APART, NO_CANVAS, OVERLAPPED, PIPELINE, Client
 from bench.runs import TRANSFORMERS as REFERENCE
-from bench.servers import BUILTIN_ENVIRONMENT, SERVE_FLAGS, Server
+from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload
 from tests.support import llada2_pipeline
@@ -110,14 +111,14 @@ def measure(options: argparse.Namespace, save: Callable[[list[Row]], None]) -> N
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
             racing = contestants(options, schedule, folder)
-            start_all(racing, options.shape, max(options.concurrency, default=1), stack)
-            runs = Runs(Client(folder), workloads(options, schedule))
+            at_once = max(options.concurrency, default=1)
+            start_all(racing, partial(admit, shape=options.shape, at_once=at_once), stack)
+            loads = workloads(options, schedule)
             turns = rounds(options.rounds, end - time.monotonic())
-
-            def save_all(found: list[Row], before: list[Row] = rows) -> None:
-                save([*before, *withhold(found)])
-
-            rows = [*rows, *withhold(race(racing, runs.workloads, turns, runs.run, save_all))]
+            found: list[Row] = []
+            for found in race_workloads(Client(folder), racing, loads, turns):
+                save([*rows, *found])
+            rows += found
 
 
 def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:
@@ -153,11 +154,10 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
             Contestant(
                 spec.name,
                 None if is_local else server,
-                model,
                 spec.commits,
                 client_flags=("--temperature", "0") if is_twin else (),
                 takes_seeds=spec.kind != BUILTIN,
-                local=spec.kind if is_local else "",
+                local=(spec.kind, model) if is_local else None,
             )
         )
     return found
@@ -190,16 +190,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=16, help="per block, fixed schedule")
     parser.add_argument("--eager", action="store_true", help="serve with --enforce-eager")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=14, help="no round begins that ends later")
-    parser.add_argument(
-        "--num-requests", type=int, default=100, help="of a run, at least (random: a quarter)"
-    )
-    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 32])
+    add_options(parser, rounds=3, minutes=14, num_requests=100, concurrency=[1, 8, 32])
     parser.add_argument("--rates", type=float, nargs="*", default=[8, 24], help="requests per s")
     parser.add_argument("--input-len", type=int, default=64, help="of random prompts")
     parser.add_argument("--output-len", type=int, default=64, help="of answers to them")
-    add_serve_flags(parser)
     given = parser.parse_args(arguments)
     for flag, value in (("--rounds", given.rounds), ("--steps", given.steps)):
         if value < 1:
@@ -230,16 +224,6 @@ def _leave_out(given: argparse.Namespace, kinds: tuple[str, ...], why: str) -> N
     if left_out:
         progress(f"{why}: no column of {', '.join(left_out)}")
     given.contestants = [spec for spec in given.contestants if spec.kind not in kinds]
-
-
-def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """``--serve-flags``, a list of strings."""
-    parser.add_argument(
-        "--serve-flags",
-        type=shlex.split,
-        default=list(SERVE_FLAGS),
-        help="of all servers, in one string",
-    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -12,14 +13,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.context import GateError
 
+T = TypeVar("T")
 READY_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 30
 # One OpenMP thread and no binding, unless the caller says otherwise: several servers share a small
@@ -35,23 +39,29 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 BUILTIN_ENVIRONMENT = {"DLLM_DISABLE": "1"}  # vLLM's own implementation serves
+# An engine and its worker run in the process of their client.
+ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 # A small KV cache: vLLM would take most of the memory for the first of several servers.
 SERVE_FLAGS = ("--kv-cache-memory-bytes", "256M", "--max-model-len", "1024")
 COUNTED = ("dllm:", "vllm:diffusion_")  # what the names of counters begin with that are read
 
 
 class Server:
-    """A ``vllm serve``; a context manager that stops it.
+    """A ``vllm serve``, which runs while the context lasts.
 
-    ``start`` returns at once, so that several servers load at the same time; ``wait_until_ready``
-    waits for this one.
+    Several may load at the same time: only ``wait_until_ready`` waits.
 
     Args:
         name: in messages.
         model: path or name of the checkpoint.
         flags: of ``vllm serve``, without host and port.
         environment: beside the inherited one.
+
+    Attributes:
+        process: the API server.
     """
+
+    process: "subprocess.Popen[bytes]"
 
     def __init__(
         self,
@@ -64,7 +74,6 @@ class Server:
         self.name, self.model, self.log = name, model, log
         self.flags, self.environment = tuple(flags), dict(environment or {})
         self.port = free_port()
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -72,27 +81,21 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def process(self) -> "subprocess.Popen[bytes]":
-        """The process that was started, which is the API server."""
-        assert self._process is not None, "start() first"
-        return self._process
-
-    @property
     def command(self) -> list[str]:
         """The command line, as a user would type it."""
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
         return [vllm_command(), "serve", self.model, *address, *self.flags]
 
-    def start(self) -> None:
-        """Start the process in a session of its own."""
+    def __enter__(self) -> "Server":
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 self.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=child_environment() | self.environment,
                 start_new_session=True,
             )
+        return self
 
     def wait_until_ready(self) -> None:
         """Wait until the server answers.
@@ -164,23 +167,14 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop the process, kindly first, and what is left of its group."""
-        if self._process is None:
-            return
-        self.resume()
-        self._process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience_s)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-        self._process = None
-
-    def __enter__(self) -> "Server":
-        return self
-
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        self.stop(STOP_TIMEOUT_S if failure is None else 1)
+        """Stop the process, kindly unless something failed, and what is left of its group."""
+        self.resume()
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT_S if failure is None else 1)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
 
 
 def vllm_command() -> str:
@@ -196,6 +190,20 @@ def child_environment() -> dict[str, str]:
     """The environment of servers and clients alike, without a ``DLLM_DISABLE`` of the caller's."""
     inherited = {key: value for key, value in os.environ.items() if key != "DLLM_DISABLE"}
     return ENVIRONMENT | inherited
+
+
+def with_engine(
+    function: Callable[..., T], *arguments: object, environment: Mapping[str, str] | None = None
+) -> T:
+    """What a function returns in a new process, where an ``LLM`` needs no further ones.
+
+    vLLM reads its environment when it is imported, so each engine gets a process.
+    """
+    given = child_environment() | ALONE | dict(environment or {})
+    given.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule what an ``LLM`` is given
+    spawn = multiprocessing.get_context("spawn")
+    with mock.patch.dict(os.environ, given, clear=True), ProcessPoolExecutor(1, spawn) as process:
+        return process.submit(function, *arguments).result()
 
 
 def free_port() -> int:

@@ -9,12 +9,13 @@ Three phases, with the same clients for good requests (``bench/soak_load.py``):
     everything  beside these, and bursts over the server's capacity                       (a half)
 
 Every tenth good request is sent once more when all is over, alone, and must get the same tokens.
-Memory, file descriptors, threads and sockets of each process are sampled every two seconds.
+In the last phase memory, file descriptors, threads and sockets of each process are sampled every
+two seconds.
 
 Writes ``soak.csv``: ``what`` was counted or measured, of which ``part`` (a phase, or a process),
-and its ``value``. ``MEASURE: slope`` is of the last phase, per hour, with its 95% interval: least
-squares through the medians of twenty stretches of equal length. Exit code 1 if a good request
-failed, a status was 500 or above, tokens differed, or the log has a traceback.
+and its ``value``. ``MEASURE: slope`` is per hour, with its 95% interval: least squares through the
+medians of twenty stretches of equal length. Exit code 1 if a good request failed, a status was 500
+or above, tokens differed, or the log has a traceback.
 """
 
 import asyncio
@@ -36,10 +37,10 @@ import aiohttp
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
-from bench.context import ROOT, Rows, command_line, progress, publish, reporting_failures
+from bench.context import ROOT, Row, Rows, command_line, progress, publish, reporting_failures
 from bench.servers import SERVE_FLAGS, Server
 from bench.soak_load import HEAVY, RUDE, Answer, Hostile, Request, ask, good, turn
-from bench.tables import markdown, section
+from bench.tables import Section, markdown
 
 CALM, RUDELY, EVERYTHING = PHASES = ("calm", "rude", "everything")
 SHARES = {CALM: 0.25, RUDELY: 0.25, EVERYTHING: 0.5}
@@ -57,8 +58,6 @@ FLAGS = (*SERVE_FLAGS, "--max-num-seqs", "16", "--enable-prefix-caching")
 MEASURES = {"memory": "MiB", "file descriptors": "", "threads": "", "sockets": ""}
 PROCESSES = {"EngineCore": "engine core", "Worker": "worker", "vllm": "API server"}  # by title
 WRONG = ("failed", "other tokens", "tracebacks")  # rows whose value has to be 0
-
-Row = dict[str, Any]
 
 
 class Sample(NamedTuple):
@@ -80,14 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="dllm-soak-") as folder:
         log = Path(folder) / "log"
         with Server("soak", given.model, log, FLAGS) as server:
-            server.start()
             server.wait_until_ready()
             campaign = Campaign(server.model, given.seed)
             asyncio.run(campaign.run(server.url, server.process.pid, 60 * given.minutes))
             campaign.read_log(log.read_text(errors="replace"))  # not that of its end
     rows = campaign.rows()
-    publish(given.results / "soak.csv", rows)
-    print(soak(given.results))
+    publish(given.results / SECTION.file, rows)
+    print(SECTION(given.results))
     for problem, count in Counter(campaign.problems).most_common(20):
         print(f"{count} x {problem}", file=sys.stderr)
     return int(any(row["value"] for row in rows if row["what"] in WRONG))
@@ -105,7 +103,7 @@ class Campaign:
 
     def __init__(self, model: str, seed: int) -> None:
         self.model, self.dice = model, Random(seed)
-        self.phase, self.deadline, self.began = CALM, 0.0, 0.0
+        self.phase, self.deadline = CALM, 0.0
         self.latencies: dict[str, list[float]] = defaultdict(list)
         self.sent: Counter[tuple[str, str]] = Counter()
         self.failed: Counter[tuple[str, str]] = Counter()
@@ -122,16 +120,10 @@ class Campaign:
             for _ in range(WARM_UP // CLIENTS):  # grammars are compiled, caches filled
                 requests = [good(self.dice) for _ in range(CLIENTS)]
                 await asyncio.gather(*(ask(self._http, self.model, one) for one in requests))
-            watching = asyncio.create_task(self._watch(pid))
             for self.phase in PHASES:
                 progress(f"  {self.phase}")
-                self.began = time.monotonic()
-                self.deadline = self.began + SHARES[self.phase] * seconds
-                await self._run_phase()
-            watching.cancel()
-            with suppress(asyncio.CancelledError, psutil.NoSuchProcess):
-                await watching
-            self.samples += sample(pid)
+                self.deadline = time.monotonic() + SHARES[self.phase] * seconds
+                await self._run_phase(pid)
             progress(f"  {len(self.shadows)} requests once more, alone")
             for request, before in self.shadows:
                 after = await ask(self._http, self.model, request)
@@ -140,7 +132,7 @@ class Campaign:
                     answers = f"{before.choices} became {after.choices}"
                     self.problems.append(f"{request.kind}: {answers}: {request.body}"[:1000])
 
-    async def _run_phase(self) -> None:
+    async def _run_phase(self, pid: int) -> None:
         """All clients of a phase until it is over; each has dice of its own."""
         hostile: list[tuple[dict[str, Hostile], float]] = []
         if self.phase != CALM:
@@ -153,6 +145,8 @@ class Campaign:
             for kinds, pause_s in hostile:
                 dice = Random(self.dice.random())
                 clients.create_task(self._hostile_client(dice, kinds, pause_s))
+            if self.phase == EVERYTHING:
+                clients.create_task(self._watch(pid))
 
     async def _good_client(self, dice: Random) -> None:
         """Single requests, and conversations that take as much of the time."""
@@ -191,8 +185,9 @@ class Campaign:
             await asyncio.sleep(dice.expovariate(1 / pause_s))
 
     async def _watch(self, pid: int) -> None:
-        while True:
-            self.samples += sample(pid)
+        while time.monotonic() < self.deadline:
+            with suppress(psutil.NoSuchProcess):
+                self.samples += sample(pid)
             await asyncio.sleep(SAMPLE_S)
 
     def answered(self, request: Request, answer: Answer, seconds: float) -> None:
@@ -237,12 +232,8 @@ class Campaign:
         return [*rows, _row("tracebacks", "log", self.num_tracebacks)]
 
     def _held(self, process: str) -> list[Row]:
-        """Median and slope of each measure of a process, in the last phase."""
-        mine = [
-            one
-            for one in self.samples
-            if (one.process, one.seconds >= self.began) == (process, True)
-        ]
+        """Median and slope of each measure of a process."""
+        mine = [one for one in self.samples if one.process == process]
         rows = []
         for index, (measure, unit) in enumerate(MEASURES.items()):
             values = [one.held[index] for one in mine]
@@ -300,12 +291,7 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
     return line.slope, line.slope - error, line.slope + error
 
 
-def soak(results: Path) -> str:
-    """Section of docs/reliability.md: what the campaign sent, and what it found."""
-    return section(results / "soak.csv", "python -m bench.soak", _tables)
-
-
-def _tables(rows: Rows) -> str:
+def tables(rows: Rows) -> str:
     """Requests and latencies by phase; what each process holds, and its slope; the replays."""
     found = {(row["what"], row["part"]): row for row in rows}
     lines = []
@@ -329,8 +315,9 @@ def _tables(rows: Rows) -> str:
         f"Sent once more, alone: {replays} good requests; {different} of them got other tokens. "
         f"Tracebacks in the log: {found['tracebacks', 'log']['value']}."
     )
-    tables = markdown(["", *PHASES], lines), markdown([EVERYTHING, *MEASURES], held)
-    return "\n\n".join([*tables, verdict])
+    return "\n\n".join(
+        [markdown(["", *PHASES], lines), markdown([EVERYTHING, *MEASURES], held), verdict]
+    )
 
 
 def _number(row: dict[str, str] | None, decimals: int) -> str:
@@ -342,6 +329,9 @@ def _number(row: dict[str, str] | None, decimals: int) -> str:
     )
     unit = f" {row['unit']}" if row["unit"] else ""
     return f"{value}{unit} [{low} .. {high}]" if low else f"{value}{unit}"
+
+
+SECTION = Section("soak.csv", "python -m bench.soak", tables)  # of docs/reliability.md
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the rows is the one that the others are compared with.
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.context import Rows, read_csv
@@ -60,19 +61,26 @@ def names_of(rows: Rows) -> list[str]:
     return [name for (name,) in grouped(rows, "contestant")]
 
 
-def section(path: Path, command: str, show: Callable[[Rows], str]) -> str:
+@dataclass(frozen=True)
+class Section:
     """What a page shows of a CSV file, and commands, commits, machine and versions behind it.
 
-    Without the file, which command writes it.
+    Called with the folder of the file; if it is not there, says which command writes it.
     """
-    rows = read_csv(path)
-    if not rows:
-        return f"Not measured yet: `{command}`."
-    runs = "; ".join(
-        f"`{line}`, commit {commit}" for line, commit in grouped(rows, "command", "commit")
-    )
-    about = f"{runs}, {rows[0]['machine']}, {rows[0]['versions']}"
-    return f"{show(rows)}\n\n{about} ([CSV](bench/results/{path.name}))."
+
+    file: str
+    command: str
+    show: Callable[[Rows], str]
+
+    def __call__(self, results: Path) -> str:
+        rows = read_csv(results / self.file)
+        if not rows:
+            return f"Not measured yet: `{self.command}`."
+        runs = "; ".join(
+            f"`{line}`, commit {commit}" for line, commit in grouped(rows, "command", "commit")
+        )
+        about = f"{runs}, {rows[0]['machine']}, {rows[0]['versions']}"
+        return f"{self.show(rows)}\n\n{about} ([CSV](bench/results/{self.file}))."
 
 
 # --- servers side by side ------------------------------------------------------------------------
@@ -131,17 +139,8 @@ def problems(rows: Rows) -> list[str]:
     return ["\n".join(["No speed is reported where answers were wrong:", *lines])] if lines else []
 
 
-def serving(results: Path) -> str:
-    """Section of docs/benchmarks.md: all contestants at all loads, compiled."""
-    return section(results / "serve_compiled.csv", "make bench", load_tables)
-
-
-def ways(results: Path) -> str:
-    """Section of docs/families.md: one model, decoded in three ways, a line a way."""
-    return section(results / "serve_nemotron.csv", "python -m bench.serve", _by_contestant)
-
-
-def _by_contestant(rows: Rows) -> str:
+def contestant_table(rows: Rows) -> str:
+    """One line a contestant, with its tokens/s at each load."""
     loads = list(grouped(rows, "concurrency"))
     lines = []
     for name in names_of(rows):

@@ -7,7 +7,7 @@ taken away from the commands, so that they share one. Nothing here looks at a sp
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Ours, eager."""
     log = tmp_path_factory.mktemp("bench") / "log"
     with Server(OURS, str(MODEL), log, FLAGS, {"TORCHDYNAMO_DISABLE": "1"}) as running:
-        running.start()
         running.wait_until_ready()
         yield running
 
@@ -43,11 +42,10 @@ def shared(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, .
         asked.append(given)
         return server
 
-    def admit_all(racing: list[race.Contestant], *about: Any) -> None:
-        shape, at_once, _ = about
+    def admit_all(racing: list[race.Contestant], admit: Callable[..., None], _: Any) -> None:
         for one in racing:
             if one.server:
-                race.admit(one, shape, at_once)
+                admit(one)
 
     monkeypatch.setattr(serve, "Server", take)
     monkeypatch.setattr(serve, "start_all", admit_all)
@@ -97,8 +95,8 @@ def run_git(repository: Path, *arguments: str) -> None:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """Two commits, tagged ``old`` and ``new``, of a package called dllm."""
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two commits, tagged ``old`` and ``new``, of a package called dllm; what is compared."""
     folder = tmp_path / "repository"
     (folder / "dllm").mkdir(parents=True)
     run_git(folder, "init", "--quiet")
@@ -107,20 +105,20 @@ def repository(tmp_path: Path) -> Path:
         run_git(folder, "add", ".")
         run_git(folder, "commit", "--quiet", "-m", tag)
         run_git(folder, "tag", tag)
+    monkeypatch.setattr(compare, "ROOT", folder)
     return folder
 
 
 def test_compare(
     shared: list[tuple[Any, ...]], repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["old", "--repository", str(repository), *SMALL, "--schedule", "adaptive"]
-    assert compare.main(given) == 0
+    assert compare.main(["old", *SMALL, "--schedule", "adaptive"]) == 0
     head, base = shared
     assert head[0].startswith("head ") and base[0].startswith("base ")
     sources = [Path(one[-1]["PYTHONPATH"]) for one in shared]
     assert [source.name for source in sources] == ["head", "base"]
     assert not any(source.exists() for source in sources)
-    listed = compare.git(repository, "worktree", "list")
+    listed = compare.git("worktree", "list")
     assert len(listed.splitlines()) == 1  # the repository itself
     out = capsys.readouterr().out
     assert f"{head[0]} / this: tokens/s" in out and base[0] in out
@@ -133,18 +131,18 @@ def test_worktrees_are_removed_when_something_fails(
         raise RuntimeError("the head server ended")
 
     monkeypatch.setattr(serve, "start_all", fail)
-    assert compare.main(["old", "--repository", str(repository), *SMALL]) == 2
+    assert compare.main(["old", *SMALL]) == 2
     assert "the head server ended" in capsys.readouterr().err
-    assert len(compare.git(repository, "worktree", "list").splitlines()) == 1
+    assert len(compare.git("worktree", "list").splitlines()) == 1
 
 
 def test_the_plugin_of_a_worktree_is_the_one_imported(repository: Path, tmp_path: Path) -> None:
-    head = compare.git(repository, "rev-parse", "new")
-    with compare.worktree(repository, head, tmp_path / "head"):
+    head = compare.git("rev-parse", "new")
+    with compare.worktree(head, tmp_path / "head"):
         assert (tmp_path / "head/dllm/__init__.py").exists()
     run_git(repository, "rm", "--quiet", "-r", "dllm")
     run_git(repository, "commit", "--quiet", "-m", "nothing to import")
-    nothing = compare.git(repository, "rev-parse", "HEAD")
+    nothing = compare.git("rev-parse", "HEAD")
     imported = pytest.raises(RuntimeError, match="the plugin comes from")
-    with imported, compare.worktree(repository, nothing, tmp_path / "none"):
+    with imported, compare.worktree(nothing, tmp_path / "none"):
         pass

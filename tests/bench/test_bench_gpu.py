@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import gpu, profile_step, serve
 from bench.context import read_csv
@@ -30,7 +31,7 @@ def say_that_it_ran(arguments: Sequence[str], budget_s: float) -> str:
 def test_without_a_gpu_it_says_what_was_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "_has_gpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu, "run", say_that_it_ran)
     assert gpu.main(["--out", str(tmp_path)]) == 0
     outcome = {row["part"]: row["outcome"] for row in read_csv(tmp_path / "gpu_parts.csv")}
@@ -68,10 +69,11 @@ def test_a_part_ends_with_its_servers(
 ) -> None:
     """They and their workers are in other sessions than the part."""
     monkeypatch.setattr(gpu, "SETTLE_S", 1.0)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "part.py").write_text(STARTS_A_SERVER + ENDS[end])
     mine = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     expected = {"killed": "FAILED, exit code -9", "ended": "ran, "}.get(end, "stopped after 20 s")
-    how = gpu.run(["part"], 20.0 if expected.startswith("stopped") else 300.0, [tmp_path])
+    how = gpu.run(["part"], 20.0 if expected.startswith("stopped") else 300.0)
     assert how.startswith(expected)
     for process_id in (tmp_path / "ids").read_text().split():
         assert not Path("/proc", process_id).exists()

@@ -1,6 +1,5 @@
 """bench/profile_step.py: every instant is counted once; steps that are wrong give no table."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,7 +117,7 @@ def test_engines_with_asynchronous_scheduling_are_accounted_for(
 ) -> None:
     """All canvas rows are expected ones; there is no table otherwise."""
     write_plugin(tmp_path / "plugins")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, tmp_path / "plugins"))))
+    monkeypatch.syspath_prepend(tmp_path / "plugins")
     arguments = [*SMALL, "--server", OURS, BUILTIN, "--results", str(tmp_path)]
     assert profile_step.main(arguments) == 0
     rows = read_csv(tmp_path / "profile_cpu.csv")

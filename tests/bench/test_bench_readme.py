@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench import readme, tables
+from bench import readme
 from bench.context import ROOT, write_csv
 from bench.runs import FIGURES
 from bench.serve import BUILTIN, OURS, PIPELINE
@@ -65,7 +65,7 @@ def test_a_section_without_a_csv_says_what_to_run(name: str, tmp_path: Path) -> 
 
 
 def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
-    section = tables.serving(results)
+    section = readme.SECTIONS["serving"](results)
     assert re.search(r"\| 8 at once \| ours \| 300 \[300 .. 300\] \| .*\| 36 / 40 \|  \|", section)
     assert re.search(
         r"\| 4 per s \| built-in \| 100 \[100 .. 100\] \| .*\| 3.00 \[3.00 .. 3.00\] \|", section

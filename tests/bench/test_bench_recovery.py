@@ -28,6 +28,7 @@ class StubServer:
         self.model, self.log, self.exits = model, log, ExitStack()
 
     def __enter__(self) -> "StubServer":
+        self.log.write_text("INFO dllm: nvfp4 checkpoint; linear layers: by Such\n")
         is_nvfp4 = "nvfp4" in self.model
         count: Iterator[int] = iter(range(1000))
 
@@ -37,9 +38,6 @@ class StubServer:
         stub = Stub(reply, num_tokens=30, passes=6 if is_nvfp4 else 5)
         self.url = self.exits.enter_context(serve(stub)).url
         return self
-
-    def start(self) -> None:
-        self.log.write_text("INFO dllm: nvfp4 checkpoint; linear layers: by Such\n")
 
     def wait_until_ready(self) -> None:
         """It is."""

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 
 from bench import race, serve
-from bench.context import GateError, Rows, read_csv, write_csv
-from bench.race import Contestant, Runs, admit, rounds, undisturbed, withhold
+from bench.context import GateError, Row, Rows, read_csv, write_csv
+from bench.race import Contestant, admit, rounds, undisturbed, withhold
 from bench.runs import (
     BUILTIN_PASSES,
     COMMIT_APART,
     NO_CANVAS,
     OVERLAPPED,
     SPEEDS,
-    Row,
-    command,
+    Client,
     figures,
 )
 from bench.serve import BUILTIN, OURS, Spec
@@ -149,6 +148,7 @@ class FakeServer(Server):
     """Answers without a process, and can stand still; ``sloppy`` ignores the seed."""
 
     port = 1
+    model = "model"
     is_paused = False
 
     def __init__(self, name: str, num_tokens: int = 64, sloppy: bool = False) -> None:
@@ -176,7 +176,7 @@ class FakeServer(Server):
 
 
 def contestant(name: str, server: Server | None = None, **more: Any) -> Contestant:
-    return Contestant(name, server or FakeServer(name), MODEL, OVERLAPPED, **more)
+    return Contestant(name, server or FakeServer(name), OVERLAPPED, **more)
 
 
 def test_the_gate_refuses_other_lengths_and_who_ignores_seeds() -> None:
@@ -212,7 +212,10 @@ def test_no_table_and_no_file_when_the_gate_fails(
 
 def test_the_others_stand_still() -> None:
     servers = [FakeServer(name) for name in "abc"]
-    racing = [*(contestant(one.name, one) for one in servers), Contestant("hf", local="hf")]
+    racing = [
+        *(contestant(one.name, one) for one in servers),
+        Contestant("hf", local=("hf", MODEL)),
+    ]
     with undisturbed(servers[1], racing):
         assert [server.is_paused for server in servers] == [True, False, True]
     with pytest.raises(RuntimeError, match="failed"), undisturbed(None, racing):
@@ -239,13 +242,10 @@ def raced(
     client: FakeClient, names: str, num_rounds: int, loads: tuple[Workload, ...] = (WORKLOAD,)
 ) -> tuple[list[Row], list[int]]:
     """The rows of a race, and how many were saved after each load."""
-    saves: list[int] = []
-    runs = Runs(client, loads)  # type: ignore[arg-type]
     racing = [contestant(name) for name in names]
-    rows = race.race(
-        racing, loads, range(num_rounds), runs.run, lambda rows: saves.append(len(rows))
-    )
-    return rows, saves
+    turns = race.race_workloads(client, racing, loads, range(num_rounds))  # type: ignore[arg-type]
+    saves = list(turns)
+    return saves[-1], [len(rows) for rows in saves]
 
 
 def test_each_round_begins_with_another_contestant(tmp_path: Path) -> None:
@@ -291,11 +291,14 @@ def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:
     assert Spec.parse(as_json).commits == COMMIT_APART
 
 
-def test_the_client_sends_no_sampling_parameter(tmp_path: Path) -> None:
+def test_the_client_sends_no_sampling_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(tmp_path)
+    monkeypatch.setattr(client, "call", lambda name, function, line: line)
     for workload in (WORKLOAD, Workload(ADAPTIVE, 2, SHAPE, rate=4.0)):
         flags = workload.client_flags(3, tmp_path / "questions.json")
-        line = command("http://x", "model", flags, tmp_path, "r.json")
-        assert line[:2] == ["bench", "serve"] and "--save-detailed" in line
+        line = client.bench_serve("r", "http://x", "model", flags)
         assert not {"--temperature", "--min-p", "--top-p", "--top-k"} & set(line)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of remote drafts: who drafts how, the worker that knows the answers, the table."""
+"""The benchmark of remote drafts: who drafts how, and the worker that knows the answers."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 from bench import remote
 from bench.remote import AR, KNOWN_AHEAD, PLAIN, KnownDrafts
+from bench.servers import SERVE_FLAGS
 
 
 def test_everybody_has_a_name_and_the_first_drafts_nothing(tmp_path: Path) -> None:
-    given = SimpleNamespace(drafts=8)
+    given = SimpleNamespace(drafts=8, serve_flags=SERVE_FLAGS)
     plain, *others = remote.contestants(given, tmp_path)  # type: ignore[arg-type]
     assert plain.name == PLAIN and plain.server and "--speculative-config" not in plain.server.flags
     options = {}
@@ -31,15 +32,3 @@ def test_known_drafts_are_the_rest_of_a_text() -> None:
     assert drafts.step() == [(runs[0], [4], False)]
     drafts.stop(runs[0])
     assert drafts.step() == []
-
-
-def test_the_table_has_ratios_of_the_same_round() -> None:
-    rows = [
-        {"contestant": name, "concurrency": "4", "pair": str(pair), "problem": ""}
-        | {"tokens_per_s": str(speed), "tokens_per_pass": "2.5"}
-        for name, speeds in ((AR, (150.0, 400.0)), (PLAIN, (100.0, 200.0)))
-        for pair, speed in enumerate(speeds)
-    ]
-    first, second = remote.table(rows).splitlines()[2:]
-    assert first == f"| 4 at once | {AR} | 1.75 [1.50 .. 2.00] | 2.50 |"
-    assert "1.00 [1.00 .. 1.00]" in second

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.context import write_csv
-from bench.request_time import API, ENGINE, PARTS, PLUGIN, REST, parts_of, request_time
+from bench.request_time import API, ENGINE, PARTS, PLUGIN, REST, SECTION, parts_of
 
 MESSAGES = "messages to and from the engine"
 SERVE = "run (asyncio/runners.py:1);app (fastapi/routing.py:2)"
@@ -54,7 +54,7 @@ def test_the_table_has_sums_and_the_clients_time(tmp_path):
     ]
     write_csv(tmp_path / "request_cpu.csv", rows)
 
-    lines = request_time(tmp_path / "request_cpu.csv").splitlines()
+    lines = SECTION(tmp_path).splitlines()
 
     assert lines[0] == "| process | part | ms, 1 denoise step | ms, 4 denoise steps |"
     assert "| API server | **together** | **3.00** | **4.00** |" in lines

@@ -105,6 +105,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(soak, "WARM_UP", 4)
     monkeypatch.setattr(soak, "RUDE_PAUSE_S", 1e-3)
     monkeypatch.setattr(soak, "HEAVY_PAUSE_S", 1e-3)
+    monkeypatch.setattr(soak, "SAMPLE_S", 1e-3)
     monkeypatch.setattr(soak, "RUDE", {"malformed": soak_load.malformed})
     monkeypatch.setattr(soak, "HEAVY", {"burst over capacity": soak_load.burst})
 
