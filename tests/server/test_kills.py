@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -61,20 +62,30 @@ def processes(server: Server) -> dict[str, psutil.Process]:
     return found
 
 
-def alive_after(watched: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that have not ended by then, of which not all are children of this process."""
-    deadline = time.monotonic() + seconds
-    while (alive := [one for one in watched if runs(one)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return alive
+class Ends:
+    """Watches processes, of which not all are children of this one; leaving ``with`` closes it."""
 
+    def __init__(self, watched: list[psutil.Process]) -> None:
+        self.names = {os.pidfd_open(process.pid): process for process in watched}
 
-def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended; one that nobody has waited for has."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    def alive_after(self, seconds: float) -> list[psutil.Process]:
+        """Those that have not ended by then; one that nobody has waited for has ended, too."""
+        deadline = time.monotonic() + seconds
+        poll, left = select.poll(), dict(self.names)
+        for handle in left:
+            poll.register(handle, select.POLLIN)
+        while left and (patience := deadline - time.monotonic()) > 0:
+            for handle, _ in poll.poll(1000 * patience):
+                poll.unregister(handle)
+                del left[handle]
+        return list(left.values())
+
+    def __enter__(self) -> "Ends":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.names:
+            os.close(handle)
 
 
 def shared_memory(running: list[psutil.Process]) -> set[Path]:
@@ -126,6 +137,7 @@ def slow_reader(server: Server) -> socket.socket:
     return connection
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")
 @pytest.mark.parametrize(
     ("victim", "method", "workers"),
     [
@@ -162,9 +174,10 @@ def test_the_others_end_within_five_seconds_and_nothing_is_left(
         stack.enter_context(slow_reader(server))
         has_begun.wait(60)
 
+        ends = stack.enter_context(Ends(everything))
         running[victim].kill()
 
-        assert not alive_after(everything, END_S)
+        assert not ends.alive_after(END_S)
         assert [client.result(timeout=END_S) for client in clients]
         assert not [path for path in memory if path.exists()]
         assert not list(place.sockets.iterdir())
@@ -176,6 +189,7 @@ def test_the_others_end_within_five_seconds_and_nothing_is_left(
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")
 def test_sigterm_while_the_engine_core_starts_ends_the_server(
     checkpoint: Callable[..., Path], place: Place, tmp_path: Path
 ) -> None:
@@ -186,9 +200,9 @@ def test_sigterm_while_the_engine_core_starts_ends_the_server(
             assert server.process.poll() is None, server.log.read_text()
             time.sleep(0.1)
         api_server = psutil.Process(server.process.pid)
-        everything = [api_server, *api_server.children(recursive=True)]
-        os.killpg(server.process.pid, signal.SIGTERM)
-        assert not alive_after(everything, STOP_TIMEOUT_S)
+        with Ends([api_server, *api_server.children(recursive=True)]) as ends:
+            os.killpg(server.process.pid, signal.SIGTERM)
+            assert not ends.alive_after(STOP_TIMEOUT_S)
         assert server.process.wait() == 0
         assert "Stopped before the server was ready." in server.log.read_text()
         assert not list(place.sockets.iterdir())

@@ -1,6 +1,7 @@
-"""Two replicas, two API servers with two ranks, on a CPU: the answers are those of one server."""
+"""Two replicas behind vLLM's own balancing, on a CPU: the answers are those of one."""
 
 import re
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from tests.server.test_server import complete, prompt, tokens
 from tests.server.test_server_mixed import ask, assert_same
 from tests.server.test_server_stream import CANVASES, read
-from tests.support.server_harness import CANVAS, FLAGS, Server, serving
+from tests.support.server_harness import CANVAS, FLAGS, Server
 
 pytest_plugins = ["tests.support.server_harness"]
 
@@ -24,12 +25,17 @@ RANK = "X-data-parallel-rank"  # vLLM's header: which replica answers
 def replicas(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    yield from serving(checkpoint(), tmp_path_factory, (*FLAGS, "--data-parallel-size=2"))
+    log = tmp_path_factory.mktemp("replicas") / "log"
+    with Server(checkpoint(), log, (*FLAGS, "--data-parallel-size=2")) as running:
+        running.wait_until_ready()
+        yield running
 
 
 def num_answered(server: Server) -> list[float]:
     """Requests that each replica has answered."""
-    counts, text = [0.0, 0.0], server.get("/metrics").text
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    counts = [0.0, 0.0]
     pattern = r'^vllm:request_success_total\{engine="(\d)".*\} (\S+)$'
     for engine, count in re.findall(pattern, text, re.MULTILINE):
         counts[int(engine)] += float(count)
@@ -60,25 +66,3 @@ def test_a_replica_answers_while_the_other_has_nothing_to_do(server, replicas, r
             assert frames[-1]["final"] and frames[-1]["ids"] == expected[offset : offset + CANVAS]
     used = [now - then for now, then in zip(num_answered(replicas), before, strict=True)]
     assert used[replica] == 4 and used[1 - replica] == 0
-
-
-def test_each_api_server_streams_the_canvases_of_its_own_requests(checkpoint, tmp_path):
-    parallel = ("--tensor-parallel-size=2", "--api-server-count=2")
-    with Server(checkpoint(), tmp_path / "log", (*FLAGS, *parallel)) as server:
-        server.wait_until_ready()
-        client = server.client()
-        contexts = [prompt(length) for length in (4, 9, 30, 60)] * 2
-        with ThreadPoolExecutor(6) as pool:  # connections spread over the API servers
-            plain = list(pool.map(lambda one: complete(client, one), contexts))
-            seen = list(
-                pool.map(
-                    lambda one: read(complete(client, one, stream=True, extra_body=CANVASES)),
-                    contexts,
-                )
-            )
-    for expected, stream in zip(plain, seen, strict=True):
-        tokens = expected.choices[0].token_ids
-        assert stream.tokens[0] == tokens
-        for offset, frames in stream.blocks().items():
-            assert [frame["step"] for frame in frames] == list(range(1, len(frames) + 1))
-            assert frames[-1]["final"] and frames[-1]["ids"] == tokens[offset : offset + CANVAS]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -10,13 +11,15 @@ import pytest
 
 from dllm.tasks.chat import TOOLS
 from dllm.tasks.suite import Question, questions
-from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, serving
+from tests.support.server_harness import MODEL, Server
 
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-tools"
 PARSERS = {"gemma": "gemma4", "hermes": "hermes"}
 FAMILIES = ("weather", "alarm", "phone")
 STRICT = {
     name: tool | {"function": tool["function"] | {"strict": True}} for name, tool in TOOLS.items()
 }
+MAX_TOKENS = 120
 
 pytestmark = pytest.mark.slow
 
@@ -29,14 +32,19 @@ def style(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def client(style: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     flags = (
-        *COMMON_FLAGS,
+        f"--served-model-name={MODEL}",
+        "--dtype=float32",
+        "--enforce-eager",
+        "--max-model-len=512",
+        "--max-num-seqs=8",
         "--enable-auto-tool-choice",
         f"--tool-call-parser={PARSERS[style]}",
         "--reasoning-parser=gemma4",
         f'--default-chat-template-kwargs={{"tool_style": "{style}"}}',
     )
-    for server in serving(CHECKPOINTS / "tiny-tools", tmp_path_factory, flags):
-        yield server.client()
+    with Server(CHECKPOINT, tmp_path_factory.mktemp(style) / "log", flags) as running:
+        running.wait_until_ready()
+        yield running.client()
 
 
 def asked(style: str, is_listed: bool, count: int = 6) -> list[Question]:
@@ -52,19 +60,18 @@ def asked(style: str, is_listed: bool, count: int = 6) -> list[Question]:
     ][:count]
 
 
-def say(client: openai.OpenAI, text: str, *, thinking: bool = False, **options: Any) -> Any:
+def ask(client: openai.OpenAI, item: Question, **options: Any) -> Any:
+    assert item.chat is not None
+    thinking = options.pop("thinking", False)
     return client.chat.completions.create(
         model=MODEL,
-        messages=[{"role": "user", "content": text}],
+        messages=[{"role": "user", "content": item.prompt}],
+        tools=[STRICT[name] for name in item.chat.tools],
+        max_tokens=MAX_TOKENS,
+        seed=1,
         extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
-        **({"max_tokens": 120, "seed": 1} | options),
+        **options,
     )
-
-
-def ask(client: openai.OpenAI, item: Question, **options: Any) -> Any:
-    """With the tools that the question comes with."""
-    assert item.chat is not None
-    return say(client, item.prompt, tools=[STRICT[name] for name in item.chat.tools], **options)
 
 
 def check(call: Any) -> dict[str, Any]:
@@ -89,7 +96,15 @@ def test_a_required_call_is_a_call_that_the_schema_allows(client, style, thinkin
 def test_a_named_tool_is_called_whatever_the_question(client, style, name):
     item = asked(style, is_listed=True)[0]
     choice = {"type": "function", "function": {"name": name}}
-    answer = say(client, item.prompt, tools=list(STRICT.values()), tool_choice=choice)
+    listed = [STRICT[tool] for tool in TOOLS]
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": item.prompt}],
+        tools=listed,
+        tool_choice=choice,
+        max_tokens=MAX_TOKENS,
+        seed=1,
+    )
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == name and check(call)
 
@@ -127,9 +142,17 @@ def test_json_behind_a_thought(client):
         "additionalProperties": False,
     }
     for seed in range(4):
-        question = "Write name and adult as JSON: Ann is 33."
-        form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
-        answer = say(client, question, thinking=True, response_format=form, seed=seed)
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Write name and adult as JSON: Ann is 33."}],
+            max_tokens=90,
+            seed=seed,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "person", "schema": schema},
+            },
+            extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+        )
         message = answer.choices[0].message
         assert message.reasoning
         jsonschema.validate(json.loads(message.content), schema)
@@ -147,4 +170,10 @@ def test_a_schema_that_cannot_be_held_to_is_refused(client, style):
     if style == "hermes":
         tool["function"]["parameters"] = {"$ref": "#/$defs/none"}
     with pytest.raises(openai.BadRequestError):
-        say(client, "x", tools=[tool], tool_choice="required")
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "x"}],
+            tools=[tool],
+            tool_choice="required",
+            max_tokens=20,
+        )
