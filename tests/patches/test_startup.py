@@ -162,7 +162,7 @@ def test_plugin_options_arrive(checkpoint):
             {"diffusion_config": {"canvas_length": 16, "max_denoising_steps": 0}},
             "max_denoising_steps = 0; allowed: an integer of at least 1",
         ),
-        ({"additional_config": {"dllm": {"commit": "never"}}}, "commit = 'never'; allowed: one of overl"),
+        ({"additional_config": {"dllm": {"commit": "never"}}}, "commit = 'never'; allowed: one of"),
         ({"max_num_batched_tokens": 31}, "--max-num-batched-tokens 31 .* at least 32"),
         ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold 8 .* at least 32"),
         ({"async_scheduling": True}, "--async-scheduling does not work: .* Leave the flag out"),

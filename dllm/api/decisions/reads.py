@@ -220,6 +220,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         plans = []
         for question in questions:
             labels = self.labels_of(question)
+            _check_length(question, labels, self.width if self.block_size == 1 else self.block_size)
             text = f"{state}\n\n{written(question, labels)}"
             plans.append(_Plan(question, labels, text))
         length = sum(len(plan.text) for plan in plans) * samples
@@ -258,12 +259,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         width = self.width
         if self.block_size > 1:
             width = self.block_size - num_tokens % self.block_size
-        if plan.labels.num_rows > width:
-            refuse(
-                "questions",
-                f"question {plan.question.id!r}: an option has {plan.labels.num_rows} tokens with "
-                f"the end; allowed here: {width}. Send shorter options.",
-            )
+        _check_length(plan.question, plan.labels, width)
         if num_tokens + width > self.max_model_len:
             refuse(
                 "input",
@@ -363,6 +359,15 @@ def written(question: question_types.Question, labels: OptionLabels) -> str:
     else:
         lines.append(f"Answer with one {'label' if labels.is_code else 'option'} only.")
     return "\n".join(lines)
+
+
+def _check_length(question: question_types.Question, labels: OptionLabels, width: int) -> None:
+    if labels.num_rows > width:
+        refuse(
+            "questions",
+            f"question {question.id!r}: an option has {labels.num_rows} tokens with the end; "
+            f"allowed here: {width}. Send shorter options.",
+        )
 
 
 def _standard_error(values: Sequence[float]) -> float:
