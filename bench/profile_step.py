@@ -9,9 +9,8 @@ take --steps denoise steps. Only visits of the engine in which every request den
 new are counted, without the fastest and the slowest tenth. A part's time is its mean over the
 denoise steps in them, so that the parts add up to the mean step. Rows of an emitted block, whose KV
 is written in the first pass of the next one, count, too. A pass with a canvas' rows that only
-writes KV counts as a step: the built-in's commits, and with asynchronous scheduling ours. An
-instant belongs to the part whose function was entered last and has not returned; on a GPU, of its
-stream:
+writes KV counts as a step: the built-in's commits, and with asynchronous scheduling ours. A moment
+(on a GPU, of its stream) belongs to the part whose function was entered last and has not returned:
 
     engine      scheduling, input preparation, what is left of the engine's loop, output
     forward     the backbone, and self-conditioning before it
@@ -19,13 +18,11 @@ stream:
     sampler     row statistics, accept, renoise, stop, soft embeddings; alone: `bench.kernels`
     idle        between two steps of the engine
 
-There is no table and no CSV, and the exit code is 1, unless every request got all of its tokens, as
-many canvas rows were seen as the requests' passes have (`passes_of`), and the parts cover
---coverage of the time that the client waited.
+Without a table and with exit code 1, unless every request got all of its tokens, as many canvas rows
+were seen as its passes have (`passes_of`), and the parts cover --coverage of the client's time.
 
-``--random-60m`` takes the released model's shape with 60 million random parameters, and writes
-context_*.csv: what a pass costs behind prompts of different lengths. A server that is named several
-times is started as often; its figures are the median and the extremes of those.
+``--random-60m``: the released model's shape with 60 million random parameters; writes context_*.csv.
+A server that is named several times is started as often.
 """
 
 from __future__ import annotations
@@ -41,6 +38,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -49,7 +47,7 @@ import torch
 from bench.context import ROOT, Row, Rows, command_line, publish
 from bench.serve import BUILTIN, OURS, write_generation_config
 from bench.servers import BUILTIN_ENVIRONMENT, with_engine
-from bench.tables import Section, grouped, markdown, spread_of
+from bench.tables import Section, chart, grouped, markdown, spread_of
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 
 PARTS = ENGINE, FORWARD, HEAD, SAMPLER, IDLE = "engine", "forward", "head", "sampler", "idle"
@@ -374,19 +372,23 @@ def shares(rows: Rows) -> str:
 
 
 def times_behind_prompts(rows: Rows) -> str:
-    """What a denoise step takes behind prompts of different lengths: a line for each length."""
+    """What a denoise step takes behind prompts of different lengths: a table, and a picture."""
 
     def of_starts(rows: Rows, server: str) -> list[float]:
         starts = grouped([row for row in rows if row["server"] == server], "start")
         return [float(here[0]["step_ms"]) for here in starts.values()]
 
-    lines = []
+    lines: list[list[str]] = []
+    curves: tuple[list[float], list[float]] = ([], [])
     for (length,), here in grouped(rows, "input_len").items():
         ours, other = of_starts(here, OURS), of_starts(here, BUILTIN)
         pairs = [theirs / own for own, theirs in zip(ours, other, strict=True)]
         lines.append([length, spread_of(ours, 0), spread_of(other, 0), spread_of(pairs, 2)])
-    times = "ours, ms a denoise step", "built-in, ms a denoise step"
-    return markdown(["tokens of the prompt", *times, "built-in / ours"], lines)
+        curves[0].append(median(ours))
+        curves[1].append(median(other))
+    heads = ["tokens of the prompt", "ours, ms a denoise step", "built-in", "built-in / ours"]
+    picture = chart([line[0] for line in lines], "ms a denoise step", curves)
+    return f"{markdown(heads, lines)}\n\n{picture}"
 
 
 STEP_TIME = Section("profile_cpu.csv", "python -m bench.profile_step", shares)
