@@ -18,11 +18,10 @@ writes KV counts as a step: the built-in's commits, and with asynchronous schedu
     sampler     row statistics, accept, renoise, stop, soft embeddings; alone: `bench.kernels`
     idle        between two steps of the engine
 
-Without a table and with exit code 1, unless every request got all of its tokens, as many canvas rows
-were seen as its passes have (`passes_of`), and the parts cover --coverage of the client's time.
-
-``--random-60m``: the released model's shape with 60 million random parameters; writes context_*.csv.
-A server that is named several times is started as often.
+No table and exit code 1, unless every request got all of its tokens, as many canvas rows were seen
+as its passes have (`passes_of`), and the parts cover --coverage of the client's time. --random-60m:
+the released model's shape with 60 million random parameters; writes context_*.csv. A server that is
+named several times is started as often.
 """
 
 from __future__ import annotations
