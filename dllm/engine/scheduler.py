@@ -107,7 +107,7 @@ class CanvasScheduler(Scheduler):
         if self._overlaps_first_step:
             self._give_canvases_to_new_requests(output)
         if self._may_repeat(output):
-            output.allows_more_passes = True  # type: ignore[attr-defined]  (``engine.loop``)
+            output.allows_more_passes = True  # type: ignore[attr-defined]
         return output
 
     def _mamba_block_aligned_split(
