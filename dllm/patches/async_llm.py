@@ -32,16 +32,12 @@ def check_requests_early() -> None:
 
     generate = AsyncLLM.generate
 
-    def check_now(llm: Any, params: Any) -> None:
-        verdict = llm.input_processor._validate_params(params, ("generate",))
-        vars(params)[VERDICT] = verdict
-
     def checked_generate(  # type: ignore[no-untyped-def]
         self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ):
         if self.model_config.architecture in FAMILIES:
             if isinstance(sampling_params, SamplingParams):
-                check_now(self, sampling_params)
+                _check_now(self, sampling_params)
                 start_watching(self, sampling_params, request_id)
                 given = (prompt, sampling_params, request_id, *args)
                 if (filled := _start_fill(self, generate, *given, **kwargs)) is not None:
@@ -51,10 +47,21 @@ def check_requests_early() -> None:
             if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
                 self.renderer.validate_token_ids(prompt["prompt_token_ids"])
         elif self.model_config.architecture in AUTOREGRESSIVE:
-            check_now(self, sampling_params)
+            _check_now(self, sampling_params)
         return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
 
     AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
+
+
+def _check_now(llm: Any, params: Any) -> None:
+    """Check parameters, whatever was said of them before; vLLM's next check takes the verdict.
+
+    Raises:
+        VLLMValidationError: the request cannot be served.
+    """
+    vars(params).pop(VERDICT, None)
+    verdict = llm.input_processor._validate_params(params, ("generate",))
+    vars(params)[VERDICT] = verdict
 
 
 def _count(number: int, num_samples: int) -> None:

@@ -1,15 +1,18 @@
-"""An image that a text-only server gets is refused with HTTP 400, and the reason."""
+"""Requests are checked when they start, and an image for a text-only server is refused."""
 
 import asyncio
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.registry import MultiModalRegistry
 
-from dllm.patches import install
+from dllm.patches import async_llm, install
+from dllm.patches.admission import VERDICT
 from tests.support import family_checkpoints
 
 install.install()
@@ -74,3 +77,17 @@ def test_other_text_only_models_get_vllms_own_answer():
     registry = MultiModalRegistry()
     with pytest.raises(ValueError, match="qwen is not a multimodal model"):
         registry.create_processor(config)
+
+
+def test_a_verdict_that_was_not_taken_is_not_used_by_the_next_request():
+    params, given = SamplingParams(), []
+
+    def validate(params: Any, tasks: Any) -> bool:
+        given.append(VERDICT in vars(params))
+        return False
+
+    llm = SimpleNamespace(input_processor=SimpleNamespace(_validate_params=validate))
+    async_llm._check_now(llm, params)
+    async_llm._check_now(llm, params)  # of a request with the same parameters, perhaps changed
+    assert given == [False, False]
+    assert vars(params)[VERDICT] is False
