@@ -43,13 +43,13 @@ class Part:
     """One call of the kernel.
 
     Attributes:
-        tokens: ``[rows]`` int64, where the part's query rows are on the batch's flat token axis.
-            None: they are the whole batch, in order.
+        tokens: where the part's query rows are on the batch's flat token axis: a slice if they are
+            neighbours, so that nothing is copied, else ``[rows]`` int64.
         window: of the call, in keys; -1 for none.
         metadata: of these rows alone.
     """
 
-    tokens: torch.Tensor | None
+    tokens: slice | torch.Tensor
     window: int
     metadata: CPUAttentionMetadata
 
@@ -90,7 +90,8 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         first = (starts[source] // size[source] + _ramp(counts)) * size[source]
         seq_lens = np.minimum(first + size[source], stops[source])
         query_lens = seq_lens - np.maximum(first, starts[source])
-        yield self._part(common, source, query_lens, seq_lens, None, self.window_size, False)
+        tokens = np.arange(query_lens.sum())
+        yield self._part(common, source, query_lens, seq_lens, tokens, self.window_size, False)
 
     def _anchored(self, common: CommonAttentionMetadata) -> Iterator[Part]:
         """A call for causal sequences and images, and one for the canvases of each width."""
@@ -118,14 +119,12 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         source: np.ndarray,
         query_lens: np.ndarray,
         seq_lens: np.ndarray,
-        tokens: np.ndarray | None,
+        tokens: np.ndarray,
         window: int,
         causal: bool | torch.Tensor,
     ) -> Part:
         """The call with these sequences; number i has the pages of ``source[i]``."""
         starts = torch.from_numpy(np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32))
-        if tokens is not None and len(tokens) == common.num_actual_tokens and len(tokens) > 0:
-            tokens = None if (np.diff(tokens) == 1).all() else tokens
         part = replace(
             common,
             num_reqs=len(source),
@@ -140,7 +139,9 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         usual, self.window_size = self.window_size, window
         metadata = super().build(0, part)
         self.window_size = usual
-        where = None if tokens is None else torch.from_numpy(tokens.astype(np.int64))
+        first, num_tokens = int(tokens[0]), len(tokens)  # ascending
+        are_neighbours = tokens[-1] - first == num_tokens - 1
+        where = slice(first, first + num_tokens) if are_neighbours else torch.from_numpy(tokens)
         return Part(where, window, metadata)
 
 
@@ -167,10 +168,9 @@ class TranslatingImpl(CPUAttentionBackendImpl):
         usual, scales = self.sliding_window, (output_scale, output_block_scale)
         for part in attn_metadata or ():
             self.sliding_window, tokens = part.window, part.tokens
-            rows = output if tokens is None else torch.empty_like(output[: len(tokens)])
-            own = query if tokens is None else query[tokens]
+            own, rows = query[tokens], output[tokens]
             super().forward(layer, own, key, value, kv_cache, part.metadata, rows, *scales)
-            if tokens is not None:
+            if isinstance(tokens, torch.Tensor):  # else ``rows`` is a view
                 output[tokens] = rows
         self.sliding_window = usual
         return output

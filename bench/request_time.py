@@ -3,10 +3,10 @@
     python -m bench.request_time
 
 A server answers questions of one block, one request at a time. Each block takes one denoise step,
-and then, on a second server, four. A process's CPU time is what the kernel counts, divided by the
-number of answers. py-spy samples how it divides among the parts. That stops the process at each
-sample, so the times are measured first, without it. py-spy needs root, or ``sysctl
-kernel.yama.ptrace_scope=0``.
+and, on a second server, four; then the same for vLLM's built-in. A process's CPU time is what the
+kernel counts, divided by the number of answers. py-spy samples how it divides among the parts. That
+stops the process at each sample, so the times are measured first, without it. py-spy needs root, or
+``sysctl kernel.yama.ptrace_scope=0``.
 """
 
 import argparse
@@ -16,13 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import psutil
 
 from bench.context import ROOT, Rows, command_line, publish, reporting_failures
-from bench.serve import write_generation_config
-from bench.servers import SERVE_FLAGS, Server
+from bench.serve import BUILTIN, OURS, write_generation_config
+from bench.servers import BUILTIN_ENVIRONMENT, SERVE_FLAGS, Server
 from bench.tables import Section, grouped, markdown
 from dllm.tasks.suite import FAMILIES, questions
 
@@ -66,23 +67,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-dllm")
     parser.add_argument("--steps", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--server", nargs="+", choices=(OURS, BUILTIN), default=[OURS, BUILTIN])
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of two measurements")
     options = parser.parse_args(arguments)
     rows: Rows = []
-    for steps in options.steps:
-        rows += measure(options, steps)
+    for server, steps in product(options.server, options.steps):
+        rows += measure(options, server, steps)
     publish(options.results / SECTION.file, rows)
     print(SECTION(options.results))
     return 0
 
 
-def measure(options: argparse.Namespace, steps: int) -> Rows:
+def measure(options: argparse.Namespace, kind: str, steps: int) -> Rows:
     """The rows of one server, whose blocks take so many denoise steps."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-request-")))
         write_generation_config(options.model, folder / "generation", steps)
         flags = (*SERVE_FLAGS, "--generation-config", str(folder / "generation"))
-        server = stack.enter_context(Server("ours", str(options.model), folder / "log", flags))
+        environment = BUILTIN_ENVIRONMENT if kind == BUILTIN else {}
+        server = stack.enter_context(
+            Server(kind, str(options.model), folder / "log", flags, environment)
+        )
         server.wait_until_ready()
         processes = {API: server.process.pid, ENGINE: engine_of(server.process.pid)}
         ask(server, 5.0)  # warms up
@@ -95,6 +100,7 @@ def measure(options: argparse.Namespace, steps: int) -> Rows:
             shares[name] = parts_of(name, stacks)
     return [
         {
+            "server": kind,
             "steps": str(steps),
             "process": name,
             "part": part,
@@ -176,20 +182,20 @@ def part_of(process: str, frames: str) -> str:
 
 
 def table(rows: Rows) -> str:
-    """A line for each part, a column for each number of denoise steps."""
-    steps = list(dict.fromkeys(row["steps"] for row in rows))
+    """A line for each part, a column for each server and number of denoise steps."""
+    columns = grouped(rows, "server", "steps")
     lines = []
-    for process, of_process in grouped(rows, "process").items():
-        sums = dict.fromkeys(steps, 0.0)
+    for (process,), of_process in grouped(rows, "process").items():
+        sums = [0.0] * len(columns)
         for (part,), here in grouped(of_process, "part").items():
-            times = {row["steps"]: float(row["cpu_ms"]) for row in here}
-            sums = {count: sums[count] + times[count] for count in steps}
-            lines.append([process[0], part, *(f"{times[count]:.2f}" for count in steps)])
-        lines.append([process[0], "**together**", *(f"**{sums[count]:.2f}**" for count in steps)])
-    walls = (next(row["wall_ms"] for row in rows if row["steps"] == count) for count in steps)
-    lines.append(["client", "waits (wall time)", *(f"{float(wall):.2f}" for wall in walls)])
-    heads = [f"ms, {count} denoise step{'s' * (count != '1')}" for count in steps]
-    return markdown(["process", "part", *heads], lines)
+            times = [float(row["cpu_ms"]) for row in here]  # in the order of the columns
+            sums = [sum(pair) for pair in zip(sums, times, strict=True)]
+            lines.append([process, part, *(f"{ms:.2f}" for ms in times)])
+        lines.append([process, "**together**", *(f"**{ms:.2f}**" for ms in sums)])
+    walls = (float(of_column[0]["wall_ms"]) for of_column in columns.values())
+    lines.append(["client", "waits (wall time)", *(f"{wall:.2f}" for wall in walls)])
+    heads = [f"{server}, {steps} step{'s' * (steps != '1')}" for server, steps in columns]
+    return markdown(["process", "part, ms", *heads], lines)
 
 
 SECTION = Section("request_cpu.csv", "python -m bench.request_time", table)

@@ -1,21 +1,21 @@
 """A long run of everything at once against one server, and what it leaves behind.
 
-    python -m bench.soak [--minutes 10] [--model DIR] [--results DIR]
+    python -m bench.soak [--minutes 10] [--model tiny-dllm tiny-sdar] [--results DIR]
 
-Three phases, with the same clients for good requests (``bench/soak_load.py``):
+For each model three phases, with the same clients for good requests (``bench/soak_load.py``):
 
     calm        good requests alone                                        (a quarter of the time)
     rude        beside malformed, refused, aborted, unfinished and slow ones           (a quarter)
-    everything  beside these, and bursts over the server's capacity                       (a half)
+    everything  beside these, bursts over the server's capacity, and new weights          (a half)
 
 Every tenth good request is sent once more when all is over, alone, and must get the same tokens.
 In the last phase memory, file descriptors, threads and sockets of each process are sampled every
 two seconds.
 
-Writes ``soak.csv``: ``what`` was counted or measured, of which ``part`` (a phase, or a process),
-and its ``value``. ``MEASURE: slope`` is per hour, with its 95% interval: least squares through the
-medians of twenty stretches of equal length. Exit code 1 if a good request failed, a status was 500
-or above, tokens differed, or the log has a traceback.
+Writes ``soak.csv``: ``what`` was counted or measured, of which ``model`` and ``part`` (a phase or a
+process), and its ``value``. ``MEASURE: slope`` is per hour, with its 95% interval: least squares
+through the medians of twenty stretches of equal length. Exit code 1 if a good request failed, a
+status was 500 or above, tokens differed, or the log has a traceback.
 """
 
 import asyncio
@@ -39,8 +39,21 @@ import psutil  # type: ignore[import-untyped]
 
 from bench.context import ROOT, Row, Rows, command_line, progress, publish, reporting_failures
 from bench.servers import SERVE_FLAGS, Server
-from bench.soak_load import HEAVY, RUDE, Answer, Hostile, Request, ask, good, turn
-from bench.tables import Section, markdown
+from bench.soak_load import (
+    ADAPTER,
+    HEAVY,
+    MASKS,
+    NOISE,
+    RUDE,
+    Answer,
+    Hostile,
+    Kinds,
+    Request,
+    ask,
+    good,
+    turn,
+)
+from bench.tables import Section, grouped, markdown
 
 CALM, RUDELY, EVERYTHING = PHASES = ("calm", "rude", "everything")
 SHARES = {CALM: 0.25, RUDELY: 0.25, EVERYTHING: 0.5}
@@ -55,6 +68,12 @@ STRETCHES = 20
 STUDENT = 2.101  # 97.5% of Student's t with STRETCHES - 2 degrees of freedom
 # Few places, so that a burst is over the capacity.
 FLAGS = (*SERVE_FLAGS, "--max-num-seqs", "16", "--enable-prefix-caching")
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # in which weights can be replaced
+SIGNED = ("--enable-lora", "--lora-modules", f"{ADAPTER}={ROOT / 'checkpoints/tiny-sdar-signed'}")
+MODELS: dict[str, tuple[Kinds, tuple[str, ...]]] = {
+    "tiny-dllm": (NOISE, FLAGS),
+    "tiny-sdar": (MASKS, (*FLAGS, *SIGNED)),
+}
 MEASURES = {"memory": "MiB", "file descriptors": "", "threads": "", "sockets": ""}
 PROCESSES = {"EngineCore": "engine core", "Worker": "worker", "vllm": "API server"}  # by title
 WRONG = ("failed", "other tokens", "tracebacks")  # rows whose value has to be 0
@@ -72,23 +91,32 @@ class Sample(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaign, print the table, write the CSV."""
     parser = command_line(__doc__)
-    parser.add_argument("--minutes", type=float, default=10, help="of load, all phases together")
-    parser.add_argument("--model", default=str(ROOT / "checkpoints/tiny-dllm"))
+    parser.add_argument("--minutes", type=float, default=10, help="of load, for each model")
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
+    rows: list[Row] = []
+    for name in given.model:
+        campaign = campaign_of(name, given.seed, 60 * given.minutes)
+        rows += [{"model": name} | row for row in campaign.rows()]
+        publish(given.results / SECTION.file, rows)
+        for problem, count in Counter(campaign.problems).most_common(20):
+            print(f"{name}: {count} x {problem}", file=sys.stderr)
+    print(SECTION(given.results))
+    return int(any(row["value"] for row in rows if row["what"] in WRONG))
+
+
+def campaign_of(name: str, seed: int, seconds: float) -> "Campaign":
+    """The campaign against a server of one model, when it is over."""
+    kinds, flags = MODELS[name]
     with tempfile.TemporaryDirectory(prefix="dllm-soak-") as folder:
         log = Path(folder) / "log"
-        with Server("soak", given.model, log, FLAGS) as server:
+        with Server(name, str(ROOT / "checkpoints" / name), log, flags, ENVIRONMENT) as server:
             server.wait_until_ready()
-            campaign = Campaign(server.model, given.seed)
-            asyncio.run(campaign.run(server.url, server.process.pid, 60 * given.minutes))
+            campaign = Campaign(server.model, kinds, seed)
+            asyncio.run(campaign.run(server.url, server.process.pid, seconds))
             campaign.read_log(log.read_text(errors="replace"))  # not that of its end
-    rows = campaign.rows()
-    publish(given.results / SECTION.file, rows)
-    print(SECTION(given.results))
-    for problem, count in Counter(campaign.problems).most_common(20):
-        print(f"{count} x {problem}", file=sys.stderr)
-    return int(any(row["value"] for row in rows if row["what"] in WRONG))
+    return campaign
 
 
 class Campaign:
@@ -101,8 +129,8 @@ class Campaign:
         problems: what was wrong, one line each.
     """
 
-    def __init__(self, model: str, seed: int) -> None:
-        self.model, self.dice = model, Random(seed)
+    def __init__(self, model: str, kinds: Kinds, seed: int) -> None:
+        self.model, self.kinds, self.dice = model, kinds, Random(seed)
         self.phase, self.deadline = CALM, 0.0
         self.latencies: dict[str, list[float]] = defaultdict(list)
         self.sent: Counter[tuple[str, str]] = Counter()
@@ -118,7 +146,7 @@ class Campaign:
         patience = aiohttp.ClientTimeout(TIMEOUT_S)
         async with aiohttp.ClientSession(url, connector=connector, timeout=patience) as self._http:
             for _ in range(WARM_UP // CLIENTS):  # grammars are compiled, caches filled
-                requests = [good(self.dice) for _ in range(CLIENTS)]
+                requests = [good(self.dice, self.kinds) for _ in range(CLIENTS)]
                 await asyncio.gather(*(ask(self._http, self.model, one) for one in requests))
             for self.phase in PHASES:
                 progress(f"  {self.phase}")
@@ -152,7 +180,7 @@ class Campaign:
         """Single requests, and conversations that take as much of the time."""
         while time.monotonic() < self.deadline:
             for _ in range(TURNS):
-                await self._ask(good(dice))
+                await self._ask(good(dice, self.kinds))
             messages: list[dict[str, Any]] = []
             for _ in range(TURNS):
                 request = turn(dice, messages)
@@ -292,6 +320,12 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
 
 
 def tables(rows: Rows) -> str:
+    """The tables of each model, behind its name."""
+    of_models = grouped(rows, "model").items()
+    return "\n\n".join(f"**{name}**\n\n{_of_model(rows)}" for (name,), rows in of_models)
+
+
+def _of_model(rows: Rows) -> str:
     """Requests and latencies by phase; what each process holds, and its slope; the replays."""
     found = {(row["what"], row["part"]): row for row in rows}
     lines = []

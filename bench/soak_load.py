@@ -1,7 +1,8 @@
 """Kinds of requests of the soak campaign: good ones, whose answers are compared, and hostile ones.
 
 A good request has a seed, so that the same request alone must get the same tokens. A hostile one is
-malformed, greedy or rude; it may get anything but a status of 500 and above.
+malformed, greedy or rude; it may get anything but a status of 500 and above. New weights are among
+the hostile ones; they are those that the server has.
 """
 
 import asyncio
@@ -15,13 +16,15 @@ import aiohttp
 from dllm.tasks.suite import FAMILIES, question
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DECISIONS = "/v1/decisions"
+ADAPTER = "signed"  # as which the server knows it
 MAX_TOKENS = 64
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 Body = dict[str, Any]
 
 
 class Request(NamedTuple):
-    """A request of a kind; ``body`` without the model's name."""
+    """A request of a kind; ``body`` without the model's name, unless it asks for an adapter."""
 
     kind: str
     path: str
@@ -81,12 +84,20 @@ def _sampled(dice: Random) -> tuple[str, Body]:
     return _completion(dice, **_some(dice, every, 3))
 
 
-def _denoised(dice: Random) -> tuple[str, Body]:
+def _noisy(dice: Random) -> tuple[str, Body]:
     every: Body = {
         **{"diffusion_canvas_length": dice.randrange(4, 33), "diffusion_max_steps": 5},
         **{"diffusion_t_max": dice.uniform(0.9, 1.5), "diffusion_t_min": dice.uniform(0.05, 0.2)},
         **{"diffusion_entropy_bound": dice.uniform(0.05, 2), "diffusion_confidence": 0.2},
         "diffusion_eos_stop": dice.choice([0, 1]),
+    }
+    return _completion(dice, vllm_xargs=_some(dice, every, 2))
+
+
+def _masked(dice: Random) -> tuple[str, Body]:
+    every: Body = {
+        **{"diffusion_max_steps": dice.randrange(1, 33), "diffusion_threshold": dice.random()},
+        "diffusion_strategy": dice.choice(["leftmost", "low_confidence_dynamic"]),
     }
     return _completion(dice, vllm_xargs=_some(dice, every, 2))
 
@@ -122,23 +133,42 @@ def _long(dice: Random) -> tuple[str, Body]:
     return COMPLETIONS, {"prompt": ids, "max_tokens": 32, "ignore_eos": True}
 
 
-GOOD: dict[str, Callable[[Random], tuple[str, Body]]] = {
+def _decision(dice: Random) -> tuple[str, Body]:
+    levels = [{"label": f"{number}0 to {number}9"} for number in range(dice.randrange(2, 9))]
+    values = [{"value": word} for word in ("yes", "no", "neither")]
+    questions: list[Body] = [
+        {"type": "predicate", "instructions": _prompt(dice)},
+        {"type": "choice", "instructions": _prompt(dice), "choices": values},
+        {"type": "score", "instructions": _prompt(dice), "levels": levels},
+    ]
+    return DECISIONS, {"input": _prompt(dice), "questions": dice.sample(questions, 2)}
+
+
+Kinds = dict[str, Callable[[Random], tuple[str, Body]]]
+GOOD: Kinds = {
     "question": _chat,
     "several at once (n)": lambda dice: _completion(dice, n=dice.randrange(2, 5)),
     "sampling parameters": _sampled,
-    "denoising parameters": _denoised,
     "structured output": _structured,
     "stream": _streamed,
     "infilling": _infilled,
     "pins": _pinned,
     "long prompt": _long,
+    "decision": _decision,
+}
+NOISE: Kinds = GOOD | {"denoising parameters": _noisy}  # of DiffusionGemma
+MASKS: Kinds = GOOD | {
+    "denoising parameters": _masked,
+    "adapter": lambda dice: _chat(dice, model=ADAPTER),
 }
 
 
-def good(dice: Random) -> Request:
+def good(dice: Random, kinds: Kinds) -> Request:
     """A request of any kind but a conversation."""
-    kind = dice.choice(list(GOOD))
-    path, body = GOOD[kind](dice)
+    kind = dice.choice(list(kinds))
+    path, body = kinds[kind](dice)
+    if path == DECISIONS:
+        return Request(kind, path, body)
     if path == COMPLETIONS and body.get("logprobs") is None and "suffix" not in body:
         body["return_token_ids"] = True
     return Request(kind, path, body | {"seed": dice.randrange(2**31)})
@@ -166,11 +196,16 @@ async def ask(session: aiohttp.ClientSession, model: str, request: Request) -> A
 
 
 def joined(events: list[Body]) -> Answer:
-    """The answer that a stream spells; a body without a stream is one event."""
+    """The answer that a stream spells; a body without a stream is one event.
+
+    Typed answers are read as if they were texts.
+    """
     choices: dict[int, tuple[str, tuple[int, ...], str]] = {}
     for event in events:
         if "error" in event:
             return Answer(0, problem=str(event["error"])[:300])
+        if "answers" in event:
+            return Answer(200, tuple((json.dumps(one), (), "") for one in event["answers"]))
         for one in event["choices"]:
             text, ids, end = choices.get(one["index"], ("", (), ""))
             said = (
@@ -217,7 +252,7 @@ def _endless(dice: Random, model: str, **options: Any) -> Body:
 
 async def malformed(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
     """A good request with junk in a field, or with bytes that are missing or others."""
-    request = good(dice)
+    request = good(dice, GOOD)
     body: Body = {"model": model} | request.body
     if dice.random() < 0.6:
         body[dice.choice([key for key in body if key != "structured_outputs"])] = dice.choice(JUNK)
@@ -285,6 +320,15 @@ async def greedy(session: aiohttp.ClientSession, model: str, dice: Random) -> li
     return [await _status(session, COMPLETIONS, body)]
 
 
+async def new_weights(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
+    """The weights that are served, once more, while requests are held."""
+    load = {"method": "reload_weights", "kwargs": {"weights_path": model}}
+    return [
+        await _status(session, path, body)
+        for path, body in (("/pause?mode=keep", {}), ("/collective_rpc", load), ("/resume", {}))
+    ]
+
+
 RUDE: dict[str, Hostile] = {
     "malformed": malformed,
     "refused": refused,
@@ -293,4 +337,8 @@ RUDE: dict[str, Hostile] = {
     "unfinished request": unfinished,
 }
 # These use the server's capacity, as good requests do: whoever comes later waits for them.
-HEAVY: dict[str, Hostile] = {"burst over capacity": burst, "greedy": greedy}
+HEAVY: dict[str, Hostile] = {
+    "burst over capacity": burst,
+    "greedy": greedy,
+    "new weights": new_weights,
+}

@@ -47,9 +47,12 @@ class CanvasRows(NamedTuple):
         """
         num_reqs = input_batch.num_reqs
         num_more = max(2 - num_reqs, 0)
-        starts = np.pad(input_batch.cu_num_logits_np[: num_reqs + 1], (0, num_more), mode="edge")
+        starts = input_batch.cu_num_logits_np[: num_reqs + 1]
+        starts = np.concatenate((starts, np.repeat(starts[-1:], num_more)))
         widths = np.diff(starts)
-        slots = input_batch.idx_mapping_np[:num_reqs]
+        slots = np.concatenate(
+            (input_batch.idx_mapping_np[:num_reqs], np.full(num_more, spare_slot))
+        )
         row_of = np.repeat(np.arange(num_reqs + num_more), widths)
         # [R, C]: positions beyond the width become the last position of the canvas.
         places = np.minimum(np.arange(canvas_length), np.maximum(widths - 1, 0)[:, None])
@@ -63,7 +66,7 @@ class CanvasRows(NamedTuple):
         if num_more:
             seq_lens = F.pad(seq_lens, (0, num_more))
         return cls(
-            slots=sent(np.pad(slots, (0, num_more), constant_values=spare_slot)),
+            slots=sent(slots),
             widths=sent(widths),
             seq_lens=seq_lens,
             row_of=sent(row_of),

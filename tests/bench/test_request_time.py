@@ -48,15 +48,17 @@ def test_shares_are_those_of_the_samples_in_the_order_of_the_parts():
 def test_the_table_has_sums_and_the_clients_time(tmp_path):
     about = {"commit": "c", "machine": "m", "versions": "v", "command": "x", "num_requests": "9"}
     rows = [
-        {"steps": steps, "process": process, "part": part, "cpu_ms": ms, "wall_ms": wall} | about
-        for steps, wall, ms in (("1", "8.5", "1.5"), ("4", "15.25", "2"))
+        {"server": server, "steps": steps, "process": process, "part": part}
+        | {"cpu_ms": ms, "wall_ms": wall}
+        | about
+        for server, steps, wall, ms in (("ours", "4", "8.5", "1.5"), ("built-in", "1", "9.25", "2"))
         for process, part in ((API, "HTTP"), (API, REST), (ENGINE, "forward"))
     ]
     write_csv(tmp_path / "request_cpu.csv", rows)
 
     lines = SECTION(tmp_path).splitlines()
 
-    assert lines[0] == "| process | part | ms, 1 denoise step | ms, 4 denoise steps |"
+    assert lines[0] == "| process | part, ms | ours, 4 steps | built-in, 1 step |"
     assert "| API server | **together** | **3.00** | **4.00** |" in lines
     assert "| engine | **together** | **1.50** | **2.00** |" in lines
-    assert "| client | waits (wall time) | 8.50 | 15.25 |" in lines
+    assert "| client | waits (wall time) | 8.50 | 9.25 |" in lines

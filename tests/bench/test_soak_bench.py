@@ -13,7 +13,7 @@ from aiohttp import web
 
 from bench import soak, soak_load
 from bench.soak import CALM, EVERYTHING, RUDELY, Campaign
-from bench.soak_load import COMPLETIONS, Answer, Request
+from bench.soak_load import COMPLETIONS, GOOD, Answer, Request
 
 # --- requests -------------------------------------------------------------------------------------
 
@@ -34,6 +34,7 @@ EVENTS = [{"choices": [choice("a ", [5], None)]}, {"choices": [choice("b", [6], 
             Answer(200, (("a ", (5,), ""),), "the stream ended without a finish reason"),
         ),
         ([*EVENTS, {"error": {"message": "dead"}}], Answer(0, problem="{'message': 'dead'}")),
+        ([{"answers": [{"p": 0.5}]}], Answer(200, (('{"p": 0.5}', (), ""),))),
     ],
 )
 def test_a_stream_is_joined_and_an_incomplete_one_is_no_answer(events, answer):
@@ -60,7 +61,7 @@ class Clock:
 
 def campaign(answer, monkeypatch, num_requests):
     """A campaign against an HTTP server whose completions are ``answer(body)``."""
-    clock, found = Clock(), Campaign("m", seed=3)
+    clock, found = Clock(), Campaign("m", GOOD, seed=3)
     monkeypatch.setattr(soak, "time", clock)
 
     async def reply(request):
@@ -126,7 +127,7 @@ def test_other_tokens_in_a_replay_are_found(quick, monkeypatch):
 
 
 def test_statuses_of_500_are_failures_and_refusals_of_hostile_requests_are_not():
-    found = Campaign("m", 0)
+    found = Campaign("m", GOOD, 0)
     found.answered(Request("question", COMPLETIONS, {}), Answer(400, problem="no"), 1.0)
     found.phase = RUDELY
     found.got("malformed", [400, 200, 500])
@@ -137,7 +138,7 @@ def test_statuses_of_500_are_failures_and_refusals_of_hostile_requests_are_not()
 
 
 def test_a_traceback_in_the_log_is_found():
-    found = Campaign("m", 0)
+    found = Campaign("m", GOOD, 0)
     found.read_log("fine\nTraceback (most recent call last):\n  File x\nValueError: bad\nfine")
     assert found.num_tracebacks == 1 and found.problems == ["log: ValueError: bad"]
 
