@@ -35,13 +35,7 @@ from dllm.engine.grammars import CanvasGrammars, Written
 from dllm.engine.logit_rows import LogitRows, joined_outputs, rows_at_once, tiles_of_batch
 from dllm.engine.logprobs import BlockLogprobs, KeptScores
 from dllm.engine.loop import DenoiseLoop
-from dllm.engine.state import (
-    CanvasState,
-    denoise_rows,
-    fresh_canvases,
-    num_rejected,
-    store_rows,
-)
+from dllm.engine.state import CanvasState, denoise_rows, num_rejected, store_rows
 from dllm.engine.traces import BlockTraces
 from dllm.ops.filters import RowFilters
 from dllm.ops.staging import to_device
@@ -124,7 +118,7 @@ class DiffusionSampler:
             self._free = state.seeds.new_full((longest,), NO_TOKEN, dtype=torch.int64)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
         self._store_rows = maybe_compile(store_rows, vllm_config)
-        self._fresh_canvases = maybe_compile(fresh_canvases, vllm_config)
+        self._fresh_canvas = maybe_compile(family.fresh_canvas, vllm_config)
         self._new_slots: list[int] = []  # of requests that have no canvas yet
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
@@ -154,8 +148,8 @@ class DiffusionSampler:
         slots_np = np.array(new_slots * 2 if len(new_slots) == 1 else new_slots)
         starts_np = self.req_states.prefill_len.np[slots_np].astype(np.int64)
         slots, starts = to_device(np.stack([slots_np, starts_np]), self.state.seeds.device)
-        fresh = self._fresh_canvases(slots, starts, self.state, self.family)
-        self.req_states.draft_tokens[slots] = fresh
+        drawn = self._fresh_canvas(self.state.seeds[slots], starts)
+        self.req_states.draft_tokens[slots] = self.state.with_seeds(slots, starts, drawn)
 
     def __call__(
         self, logits: torch.Tensor | LogitRows, input_batch: InputBatch, draft_logits: None = None
@@ -348,7 +342,8 @@ class DiffusionSampler:
         num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
         is_trimmed = step.converged & (num_emitted < rows.widths)
         starts = rows.seq_lens - rows.widths + num_emitted
-        redrawn = fresh_canvases(rows.slots, starts, self.state, self.family)
+        drawn = self.family.fresh_canvas(self.state.seeds[rows.slots], starts)
+        redrawn = self.state.with_seeds(rows.slots, starts, drawn)
         canvas = torch.where(is_trimmed[:, None], redrawn, step.canvas)
         return step._replace(canvas=canvas), num_emitted
 

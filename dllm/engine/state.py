@@ -216,16 +216,6 @@ class CanvasState:
         return torch.where(is_known, pins, NO_TOKEN)
 
 
-def fresh_canvases(
-    slots: torch.Tensor, starts: torch.Tensor, state: CanvasState, family: Family
-) -> torch.Tensor:
-    """The compiled making of canvases that begin at ``starts``: ``[R, C]`` int64.
-
-    Arguments as of ``CanvasState.with_seeds``.
-    """
-    return state.with_seeds(slots, starts, family.fresh_canvas(state.seeds[slots], starts))
-
-
 def condition_rows(
     rows: torch.Tensor,
     slots: torch.Tensor,
