@@ -10,6 +10,7 @@ Servers of each target:
                        that is not drafting's
     fixed N            our drafter; drafts and verifies N tokens
     adaptive, pilot    our drafter with these policies (with --pilot)
+    adaptive, lookup   the same with drafts from the request's own text (``prompt_lookup``)
     n-gram             vLLM's own (DLLM_DISABLE=1), in the engine's process as well: drafts what
                        stood behind the same tokens before
     draft model        vLLM's own, likewise: a small autoregressive model drafts. That of tiny-ar is
@@ -153,7 +154,8 @@ def contestants(options: argparse.Namespace, pair: Pair, folder: Path) -> list[C
     drafter = {"method": "dflash", "model": str(pair.drafter)}
     for num_drafts in options.widths:
         add(f"fixed {num_drafts}", *speculate(num_drafts, drafter))
-    policies = {"adaptive": {"policy": "adaptive"}}
+    policies: dict[str, dict[str, Any]] = {"adaptive": {"policy": "adaptive"}}
+    policies["adaptive, lookup"] = {"policy": "adaptive", "prompt_lookup": True}
     if options.pilot is not None:
         policies["pilot"] = {"policy": "pilot", "pilot": str(options.pilot.resolve())}
     for name, policy in policies.items():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.speculator import Drafter
 from dllm.drafter.step import TargetStep
@@ -26,8 +27,10 @@ class SelfDrafter(Drafter):
     _speculator_name = "dllm self-speculation"
     _has_own_cache = False
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        super().__init__(vllm_config, device)
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> None:
+        super().__init__(vllm_config, device, req_states)
         self.requires_non_causal = True
 
     def load_draft_model(

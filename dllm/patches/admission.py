@@ -2,6 +2,7 @@
 
 import importlib.util
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
@@ -9,6 +10,8 @@ from dllm.settings.denoising import DenoiseSettings
 
 # In the ``__dict__`` of parameters that were checked a moment ago: what vLLM's check returned.
 VERDICT = "dllm_verdict"
+# The settings of a server, by its InputProcessor.
+_settings: weakref.WeakKeyDictionary[Any, DenoiseSettings] = weakref.WeakKeyDictionary()
 
 
 def check_requests_at_admission() -> None:
@@ -27,49 +30,28 @@ def _parse_requests() -> None:
     vLLM's own check of diffusion requests is left out for our architectures: it refuses parameters
     that our sampler applies.
     """
-    from vllm import envs
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from dllm.api.pins import check_length
-    from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
-    from dllm.settings.pins import without_noise
     from dllm.settings.request import constrained
 
-    configs: weakref.WeakKeyDictionary[Any, DenoiseSettings] = weakref.WeakKeyDictionary()
     validate_params = InputProcessor._validate_params
     validate_diffusion = SamplingParams._validate_diffusion
     process = InputProcessor.process_inputs
 
     def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
-        if isinstance(params, SamplingParams) and VERDICT in vars(params):
-            return vars(params).pop(VERDICT)
-        architecture = self.model_config.architecture
-        if isinstance(params, SamplingParams) and architecture in AUTOREGRESSIVE:
-            admit_next_tokens(params)
-            is_watermarked = validate_params(self, params, supported_tasks)
-            check_sizes(with_resolved_ids(self, params))
-            return is_watermarked
-        if not isinstance(params, SamplingParams) or architecture not in FAMILIES:
+        def validate() -> Any:
             return validate_params(self, params, supported_tasks)
-        if self not in configs:
-            configs[self] = settings_of(self.vllm_config)
-        vocab_size = self.model_config.get_vocab_size()
-        admit(params, configs[self], vocab_size)
-        extra = params.extra_args
-        params.extra_args = without_noise(extra) if extra else extra
-        try:
-            is_watermarked = validate_params(self, params, supported_tasks)
-        finally:
-            params.extra_args = extra
-        if params.bad_words and self.tokenizer is not None:
-            num_chars = sum(len(word) for word in params.bad_words)
-            most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
-            check_length("bad_words", num_chars, most, self.tokenizer)
-        # Nothing else can leave no token, or come to too many.
-        if params.extra_args or params.min_tokens or params.bad_words or params.allowed_token_ids:
-            admit_ids(constrained(with_resolved_ids(self, params)), configs[self], vocab_size)
-        return is_watermarked
+
+        if not isinstance(params, SamplingParams):
+            return validate()
+        if VERDICT in vars(params):
+            return vars(params).pop(VERDICT)
+        if self.model_config.architecture in AUTOREGRESSIVE:
+            return _admit_next_tokens(self, params, validate)
+        if self.model_config.architecture in FAMILIES:
+            return _admit_canvases(self, params, validate)
+        return validate()
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process(self, *args, **kwargs)
@@ -86,6 +68,51 @@ def _parse_requests() -> None:
     InputProcessor._validate_params = _validate_params  # type: ignore[method-assign]
     InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
     SamplingParams._validate_diffusion = _validate_diffusion  # type: ignore[method-assign]
+
+
+def _admit_next_tokens(processor: Any, params: Any, validate: Callable[[], Any]) -> Any:
+    """What vLLM's check returns for a request of an autoregressive model.
+
+    Args:
+        processor: vLLM's InputProcessor.
+        validate: vLLM's check.
+    """
+    from dllm.settings.admission import admit_next_tokens, check_sizes
+
+    admit_next_tokens(params)
+    is_watermarked = validate()
+    check_sizes(with_resolved_ids(processor, params))
+    return is_watermarked
+
+
+def _admit_canvases(processor: Any, params: Any, validate: Callable[[], Any]) -> Any:
+    """What vLLM's check returns for a request of a diffusion model; arguments as above."""
+    from vllm import envs
+
+    from dllm.api.pins import check_length
+    from dllm.settings.admission import admit, admit_ids
+    from dllm.settings.pins import without_noise
+    from dllm.settings.request import constrained
+
+    settings = _settings.get(processor)
+    if settings is None:
+        settings = _settings[processor] = settings_of(processor.vllm_config)
+    vocab_size = processor.model_config.get_vocab_size()
+    admit(params, settings, vocab_size)
+    extra = params.extra_args
+    params.extra_args = without_noise(extra) if extra else extra
+    try:
+        is_watermarked = validate()
+    finally:
+        params.extra_args = extra
+    if params.bad_words and processor.tokenizer is not None:
+        num_chars = sum(len(word) for word in params.bad_words)
+        most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+        check_length("bad_words", num_chars, most, processor.tokenizer)
+    # Nothing else can leave no token, or come to too many.
+    if params.extra_args or params.min_tokens or params.bad_words or params.allowed_token_ids:
+        admit_ids(constrained(with_resolved_ids(processor, params)), settings, vocab_size)
+    return is_watermarked
 
 
 def with_resolved_ids(processor: Any, params: Any) -> Any:

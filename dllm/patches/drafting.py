@@ -207,10 +207,10 @@ def make_our_speculators() -> None:
 
     init_speculator = model_runner.init_speculator
 
-    def init_ours(vllm_config: Any, device: Any, req_states: Any = None) -> Any:
+    def init_ours(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if drafts_with_ours(vllm_config.speculative_config):
             kind = SelfDrafter if drafts_itself(vllm_config.speculative_config) else Drafter
-            return kind(vllm_config, device)
+            return kind(vllm_config, device, req_states)
         if drafts_remotely(vllm_config.speculative_config):
             return RemoteDrafts(vllm_config, device)
         return init_speculator(vllm_config, device, req_states)

@@ -46,6 +46,8 @@ class DrafterOptions:
         hysteresis: of the policy ``adaptive``: drafting starts again when it is faster than plain
             decoding by this share, and stops when it is slower by this share.
         pilot: of the policy ``pilot``: folder that ``dllm train pilot`` wrote.
+        prompt_lookup: draft what stood behind the same tokens before, where that promises more than
+            the drafter does (``dllm.drafter.prompt_lookup``).
         window: number of context tokens before the draft block that the drafter attends to; earlier
             ones leave its KV cache. None keeps what the checkpoint says.
         mask_token_id, mask_token: the token at undecided positions, if the checkpoint does not name
@@ -64,6 +66,7 @@ class DrafterOptions:
     confidence: Flag = True
     hysteresis: Hysteresis = 0.03
     pilot: Text = None
+    prompt_lookup: Flag = False
     window: Annotated[int | None, IntRange(1)] = None
     mask_token_id: Annotated[int | None, IntRange(0)] = None
     mask_token: Text = None

@@ -56,7 +56,8 @@ def test_who_is_measured(tmp_path: Path) -> None:
     racing = contestants(options, pair, tmp_path)
     named = {one.name: one.server for one in racing if one.server}
     assert list(named) == [
-        *(PLAIN, IN_PROCESS, "fixed 3", "fixed 7", "adaptive", "pilot", "n-gram", "draft model")
+        *(PLAIN, IN_PROCESS, "fixed 3", "fixed 7", "adaptive", "adaptive, lookup", "pilot"),
+        *("n-gram", "draft model"),
     ]
     assert all(one.flags[: len(SERVE_FLAGS)] == SERVE_FLAGS for one in named.values())
     assert named[IN_PROCESS].flags[-1].endswith(".UniProcExecutor")

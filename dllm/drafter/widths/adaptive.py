@@ -77,6 +77,9 @@ class AdaptiveWidth(WidthPolicy):
         self.num_slots = num_slots
         # Confidence bins of each slot's last drafts (`survival`).
         self._bins = np.zeros((num_slots, num_drafts), dtype=np.int64)
+        # Drafts that were looked up survive in another way than the drafter's.
+        self.survival_of_lookups = Survival(num_slots, num_drafts)
+        self._looked_up = np.zeros(num_slots, dtype=bool)  # whether each slot's last drafts were
         self._samples = np.zeros(0, dtype=bool)  # [rows] of the last step: VerifiedStep.samples
         self._num_verified: int | None = None  # in the last step; None if it cannot be timed
         self._has_news = False  # the last step changed something that a decision depends on
@@ -106,8 +109,11 @@ class AdaptiveWidth(WidthPolicy):
         self._samples = step.samples
         if has_prompts:
             self.survival.reset(step.slots[step.in_prompt])
+            self.survival_of_lookups.reset(step.slots[step.in_prompt])
         bins = self._bins[step.slots] if self.reads_confidence else None
-        self.survival.observe(step.slots, step.verified, step.accepted, bins)
+        looked_up = self._looked_up[step.slots]
+        for survival, own in ((self.survival, ~looked_up), (self.survival_of_lookups, looked_up)):
+            survival.observe(step.slots, np.where(own, step.verified, 0), step.accepted, bins)
 
     def wants_drafts(self, slots: np.ndarray) -> bool:
         """Whether drafting is expected to be faster than plain decoding; a trial says the opposite.
@@ -131,22 +137,29 @@ class AdaptiveWidth(WidthPolicy):
             self._time_step(drafts=False)
         return drafts
 
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+    def widths(
+        self,
+        slots: np.ndarray,
+        confidence: np.ndarray | None,
+        looked_up: np.ndarray | None = None,
+        passes: bool = True,
+    ) -> np.ndarray:
         """The best widths; in a trial, full width for the requests that were verified least.
 
-        The step since the last decision ends here, with its draft pass.
+        The step since the last decision ends here, with its draft pass, if there was one.
         """
-        self._time_step(drafts=True)
+        self._looked_up[slots] = False if looked_up is None else looked_up
+        self._time_step(drafts=passes)
         if confidence is not None:
             self._bins[slots] = bins_of(confidence)
-        if self._is_trial:
+        if self._is_trial and passes:
             exposure = np.where(self._samples, self.survival.exposure(slots), np.inf)
             num_tried = -(-int(self._samples.sum()) // ROWS_PER_TRIAL)
             widths = np.zeros(len(slots), dtype=np.int64)
             widths[exposure.argsort(kind="stable")[:num_tried]] = self.num_drafts
             return widths
         bins = None if confidence is None else self._bins[slots]
-        widths, _ = self._best_widths(slots, bins)
+        widths, _ = self._best_widths(slots, bins, looked_up, passes)
         return widths
 
     def worth_ms(self, slots: np.ndarray) -> float:
@@ -196,10 +209,20 @@ class AdaptiveWidth(WidthPolicy):
         if self.is_drafting != before:
             self._until_trial = FIRST_TRIAL if self.is_drafting else self._trial_after
 
-    def _best_widths(self, slots: np.ndarray, bins: np.ndarray | None) -> tuple[np.ndarray, float]:
+    def _best_widths(
+        self,
+        slots: np.ndarray,
+        bins: np.ndarray | None,
+        looked_up: np.ndarray | None = None,
+        passes: bool = True,
+    ) -> tuple[np.ndarray, float]:
         """``best_widths`` of this batch; rows that sampled nothing get 0."""
-        gain = self.survival.of(slots, bins) * self._samples[:, None]
-        return best_widths(gain, float(self._samples.sum()), self.costs.drafting(len(slots)))
+        survival = self.survival.of(slots, bins)
+        if looked_up is not None:
+            of_lookups = self.survival_of_lookups.of(slots, bins)
+            survival = np.where(looked_up[:, None], of_lookups, survival)
+        costs = self.costs.drafting(len(slots), passes)
+        return best_widths(survival * self._samples[:, None], float(self._samples.sum()), costs)
 
     def _time_step(self, drafts: bool) -> None:
         """Tell the costs how long the step took that ends with this decision."""

@@ -1,0 +1,92 @@
+"""Drafts from the request's own text: what stood behind the same tokens before.
+
+Text repeats itself: quotations, names, code, lists, and a small model that goes round in circles.
+The longest end of a text that also stands further in front is looked up, and what followed it there
+is drafted. If the latter reaches the end of the text, it goes on from its beginning.
+
+A match of m tokens has gone on m times. By Laplace's rule of succession it goes on once more with
+probability (m + 1) / (m + 2). So a match of m tokens stands for about as many drafts, and it is
+preferred to a drafter that expects fewer of its own to be kept.
+
+Known as prompt lookup (A. Saxena, 2023) or n-gram drafts.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from vllm.v1.worker.gpu.states import RequestState
+
+WINDOW = 2048  # tokens at the end of a text that are searched
+LONGEST = 16  # a longer match counts as one of so many tokens
+# Values that are no token: in front of a text, in front of the windows, and of a suffix.
+NO_TEXT, NO_WINDOW, NO_SUFFIX = -1, -2, -3
+
+
+class Lookup(NamedTuple):
+    """What is drafted for R rows.
+
+    Attributes:
+        tokens: ``[R, N]`` int64.
+        lengths: ``[R]`` int64, of the match: 0 to LONGEST; without one the tokens mean nothing.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+
+    def confidence(self, end_ids: Tensor) -> Tensor:
+        """``[R, N]`` fp32: how likely each draft is kept, if those in front of it are.
+
+        Args:
+            end_ids: tokens that end an answer; 0 for these, because verifying them gains nothing.
+        """
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        gone_on = self.lengths[:, None] + places
+        is_useful = (self.lengths[:, None] > 0) & ~torch.isin(self.tokens, end_ids)
+        return torch.where(is_useful, (gone_on + 1) / (gone_on + 2), 0.0)
+
+
+def lookup_of(states: RequestState, slots: Tensor, num_drafts: int) -> Lookup:
+    """What stood before behind the last tokens of the requests in ``slots`` ``[R]``; no wait."""
+    slots = slots.long()
+    lens = states.total_len.gpu[slots].long()
+    return look_up(last_tokens(states.all_token_ids.gpu, slots, lens), num_drafts)
+
+
+def last_tokens(all_token_ids: Tensor, slots: Tensor, lens: Tensor) -> Tensor:
+    """The end of some texts, at most WINDOW tokens: ``[R, W]``, NO_TEXT in front of a shorter one.
+
+    Args:
+        all_token_ids: ``[slots, longest]`` int32.
+        slots, lens: ``[R]``, which texts, and their lengths.
+    """
+    size = min(WINDOW, all_token_ids.shape[1])
+    places = lens[:, None] - size + torch.arange(size, device=lens.device)
+    found = all_token_ids[slots[:, None], places.clamp(min=0)]
+    return torch.where(places >= 0, found, NO_TEXT)
+
+
+def look_up(texts: Tensor, num_drafts: int) -> Lookup:
+    """Look up the end of each text in itself; of equally long matches the last. No wait.
+
+    Args:
+        texts: ``[R, W]``, from ``last_tokens``.
+    """
+    size = texts.shape[1]
+    ends = F.pad(texts, (LONGEST, 0), value=NO_SUFFIX)[:, None, -LONGEST:]
+    ends = torch.where(ends < 0, NO_SUFFIX, ends)
+    # [R, W - 1, LONGEST]: the tokens that end at each place but the last.
+    windows = F.pad(texts, (LONGEST - 1, 0), value=NO_WINDOW).unfold(1, LONGEST, 1)[:, :-1]
+    is_equal = (windows == ends).flip(-1)
+    matched = is_equal.to(torch.uint8).cumprod(-1, dtype=torch.uint8).sum(-1)  # [R, W - 1]
+    places = torch.arange(size - 1, device=texts.device)
+    place = (matched * size + places).argmax(-1)
+    lengths = matched.gather(1, place[:, None])[:, 0]
+    behind = torch.arange(num_drafts, device=texts.device) % (size - 1 - place)[:, None]
+    return Lookup(texts.gather(1, place[:, None] + 1 + behind).long(), lengths)
+
+
+def promises_more(one: Tensor, other: Tensor) -> Tensor:
+    """``[R]`` bool: of these drafts more are expected to be kept; the arguments are confidences."""
+    return one.cumprod(-1).sum(-1) > other.cumprod(-1).sum(-1)
