@@ -197,7 +197,7 @@ class Drafter(DFlashSpeculator):
         return drafts
 
     def _are_enough(self, lookup: Lookup, step: TargetStep) -> bool:
-        """Whether the drafter need not run: all rows have long matches, or it would not, and some."""
+        """Whether all rows have matches so long that the drafter need not run."""
         if not (self._may_skip and self.policy.reads_outcomes):
             return False
         least = self.num_speculative_steps if self.policy.is_drafting else LEAST_MATCH
