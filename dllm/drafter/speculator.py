@@ -37,7 +37,7 @@ from dllm.engine.ranks import answer_of_first_rank
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
-LEAST_MATCH = 3  # tokens of a match, where drafts cost no pass; vLLM's n-gram drafts take 2 to 4
+LEAST_MATCH = 2  # tokens of a match, where drafts cost no pass; as vLLM's n-gram drafts
 DraftPass = Callable[[], torch.Tensor]  # stores a step's context and drafts: [rows, N] token ids
 
 
