@@ -67,8 +67,9 @@ SHADOWED = 10  # every so many good requests one is sent again
 STRETCHES = 20
 STUDENT = 2.101  # 97.5% of Student's t with STRETCHES - 2 degrees of freedom
 # Few places, so that a burst is over the capacity.
-FLAGS = (*SERVE_FLAGS, "--max-num-seqs", "16", "--enable-prefix-caching")
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # in which weights can be replaced
+FLAGS = (*SERVE_FLAGS, "--max-num-seqs", "16", "--enable-prefix-caching", "--no-log-error-stack")
+# Weights can be replaced in development mode alone; there vLLM logs a traceback of each refusal.
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 SIGNED = ("--enable-lora", "--lora-modules", f"{ADAPTER}={ROOT / 'checkpoints/tiny-sdar-signed'}")
 MODELS: dict[str, tuple[Kinds, tuple[str, ...]]] = {
     "tiny-dllm": (NOISE, FLAGS),

@@ -69,17 +69,18 @@ def _some(dice: Random, every: Body, count: int) -> Body:
     return {name: every[name] for name in dice.sample(sorted(every), count)}
 
 
-def _sampled(dice: Random) -> tuple[str, Body]:
-    """A few parameters at a time, of every one that there is."""
+def _sampled(dice: Random, **more: Any) -> tuple[str, Body]:
+    """A few parameters at a time, of every one that there is for all models, and ``more``."""
     every: Body = {
         "temperature": dice.choice([0, 0.5, 1.5]),
         **{"top_k": dice.randrange(2, 50), "top_p": dice.uniform(0.5, 1), "min_p": 0.1},
         **{"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2},
         "logit_bias": {str(dice.randrange(20, 500)): dice.uniform(-5, 5)},
         **{"bad_words": ["the", "a b"], "stop": ["zz"], "ignore_eos": True, "min_tokens": 20},
-        **{"logprobs": dice.randrange(4), "prompt_logprobs": 0},
+        "logprobs": dice.randrange(4),
         "stop_token_ids": [dice.randrange(20, 500)],
         "allowed_token_ids": sorted(dice.sample(range(20, 500), 200)),
+        **more,
     }
     return _completion(dice, **_some(dice, every, 3))
 
@@ -147,7 +148,7 @@ def _decision(dice: Random) -> tuple[str, Body]:
 Kinds = dict[str, Callable[[Random], tuple[str, Body]]]
 GOOD: Kinds = {
     "question": _chat,
-    "several at once (n)": lambda dice: _completion(dice, n=dice.randrange(2, 5)),
+    "several at once (n)": lambda dice: _completion(dice, n=dice.randrange(2, 5), temperature=0.7),
     "sampling parameters": _sampled,
     "structured output": _structured,
     "stream": _streamed,
@@ -156,7 +157,10 @@ GOOD: Kinds = {
     "long prompt": _long,
     "decision": _decision,
 }
-NOISE: Kinds = GOOD | {"denoising parameters": _noisy}  # of DiffusionGemma
+NOISE: Kinds = GOOD | {  # of DiffusionGemma
+    "sampling parameters": lambda dice: _sampled(dice, prompt_logprobs=0),
+    "denoising parameters": _noisy,
+}
 MASKS: Kinds = GOOD | {
     "denoising parameters": _masked,
     "adapter": lambda dice: _chat(dice, model=ADAPTER),
