@@ -44,7 +44,7 @@ DraftPass = Callable[[], torch.Tensor]  # stores a step's context and drafts: [r
 def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> WidthPolicy:
     """The policy that the options name, for so many requests at once."""
     if options.policy == "adaptive":
-        return AdaptiveWidth(num_drafts, num_slots, options.confidence, options.hysteresis)
+        return AdaptiveWidth(num_drafts, num_slots, hysteresis=options.hysteresis)
     if options.policy == "pilot":
         assert options.pilot is not None, "checked by DrafterOptions"
         return PilotWidth(num_drafts, num_slots, Pilot.load(options.pilot))

@@ -17,7 +17,6 @@ Policy = Literal["fixed", "adaptive", "pilot"]
 # Options that only one policy has; any other policy refuses them.
 POLICY_OPTIONS = {
     "width": "fixed",
-    "confidence": "adaptive",
     "hysteresis": "adaptive",
     "pilot": "pilot",
 }
@@ -41,8 +40,6 @@ class DrafterOptions:
             ``Policy`` (``dllm.drafter.widths``).
         width: of the policy ``fixed``: drafts verified in each step, 0 to num_speculative_tokens
             (the default). At 0 nothing is drafted.
-        confidence: of the policy ``adaptive``: use the drafter's probability of each draft in the
-            decision what to verify.
         hysteresis: of the policy ``adaptive``: drafting starts again when it is faster than plain
             decoding by this share, and stops when it is slower by this share.
         pilot: of the policy ``pilot``: folder that ``dllm train pilot`` wrote.
@@ -63,7 +60,6 @@ class DrafterOptions:
 
     policy: Policy = "fixed"
     width: Annotated[int | None, IntRange(0)] = None
-    confidence: Flag = True
     hysteresis: Hysteresis = 0.03
     pilot: Text = None
     prompt_lookup: Flag = False

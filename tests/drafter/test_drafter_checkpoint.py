@@ -182,7 +182,7 @@ def test_another_tokenizer_is_refused_with_both_ids():
         ({"pilot": "somewhere"}, ["somewhere", '"pilot"', '"fixed"']),
         ({"policy": "adaptive", "width": 3}, ["width = 3", '"fixed"', '"adaptive"']),
         ({"policy": "adaptive", "hysteresis": 2}, ["hysteresis = 2", "at most 1"]),
-        ({"policy": "adaptive", "confidence": 1}, ["confidence = 1", "true or false"]),
+        ({"prompt_lookup": 1}, ["prompt_lookup = 1", "true or false"]),
         ({"width": -1}, ["width = -1", "at least 0"]),
         ({"width": True}, ["width = True"]),
         ({"window": 0}, ["window = 0", "at least 1"]),

@@ -557,8 +557,8 @@ def test_a_pilot_of_another_server_is_refused(tmp_path):
 
 
 def test_the_adaptive_policy_from_options():
-    options = DrafterOptions(policy="adaptive", hysteresis=0.1, confidence=False)
+    options = DrafterOptions(policy="adaptive", hysteresis=0.1)
     policy = make_policy(options, 7, 4)
     assert isinstance(policy, AdaptiveWidth)
-    assert (policy.hysteresis, policy.reads_confidence) == (0.1, False)
+    assert policy.hysteresis == 0.1
     assert not always_verifies_all(options, 7)
