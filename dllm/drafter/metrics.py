@@ -25,7 +25,7 @@ KEY = "dllm_drafting"
 COUNTERS = {
     "draft_passes": ("", "Times that the drafter ran, or that draft workers were asked."),
     "drafting_seconds": ("", "Time in the speculator, or waiting for draft workers."),
-    "drafted_tokens": ("", "Tokens drafted, verified or not."),
+    "drafted_tokens": ("", "Tokens that the drafter drafted, verified or not."),
     "draft_widths": ("width", "Requests and steps, by drafts that the next step was to verify."),
     "verified_tokens_per_pos": ("position", "Drafts that the target verified, by position."),
     "remote_asks": ("worker", "Asks sent to a draft worker."),

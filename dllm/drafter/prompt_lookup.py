@@ -4,10 +4,6 @@ Text repeats itself: quotations, names, code, lists, and a small model that goes
 The longest end of a text that also stands further in front is looked up, and what followed it there
 is drafted. If the latter reaches the end of the text, it goes on from its beginning.
 
-A match of m tokens has gone on m times. By Laplace's rule of succession it goes on once more with
-probability (m + 1) / (m + 2). So a match of m tokens stands for about as many drafts, and it is
-preferred to a drafter that expects fewer of its own to be kept.
-
 Known as prompt lookup (A. Saxena, 2023) or n-gram drafts.
 """
 
@@ -18,6 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from vllm.v1.worker.gpu.states import RequestState
 
+# A match of m tokens is expected to go on with probability m / (m + DOUBT). In English pages, cut
+# into words, 14, 34, 47 and 50 % of the matches of 1, 2, 3 and 4 words went on.
+DOUBT = 4
 WINDOW = 2048  # tokens at the end of a text that are searched
 LONGEST = 16  # a longer match counts as one of so many tokens
 # Values that are no token: in front of a text, in front of the windows, and of a suffix.
@@ -42,16 +41,21 @@ class Lookup(NamedTuple):
             end_ids: tokens that end an answer; 0 for these, because verifying them gains nothing.
         """
         places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        gone_on = self.lengths[:, None] + places
+        matched = self.lengths[:, None] + places
         is_useful = (self.lengths[:, None] > 0) & ~torch.isin(self.tokens, end_ids)
-        return torch.where(is_useful, (gone_on + 1) / (gone_on + 2), 0.0)
+        return torch.where(is_useful, matched / (matched + DOUBT), 0.0)
 
 
-def lookup_of(states: RequestState, slots: Tensor, num_drafts: int) -> Lookup:
-    """What stood before behind the last tokens of the requests in ``slots`` ``[R]``; no wait."""
+def lookup_of(states: RequestState, slots: Tensor, longest: int, num_drafts: int) -> Lookup:
+    """What stood before behind the last tokens of the requests in ``slots`` ``[R]``; no wait.
+
+    Args:
+        longest: no text has more tokens.
+    """
     slots = slots.long()
     lens = states.total_len.gpu[slots].long()
-    return look_up(last_tokens(states.all_token_ids.gpu, slots, lens), num_drafts)
+    texts = last_tokens(states.all_token_ids.gpu[:, :longest], slots, lens)
+    return look_up(texts, num_drafts)
 
 
 def last_tokens(all_token_ids: Tensor, slots: Tensor, lens: Tensor) -> Tensor:
@@ -85,8 +89,3 @@ def look_up(texts: Tensor, num_drafts: int) -> Lookup:
     lengths = matched.gather(1, place[:, None])[:, 0]
     behind = torch.arange(num_drafts, device=texts.device) % (size - 1 - place)[:, None]
     return Lookup(texts.gather(1, place[:, None] + 1 + behind).long(), lengths)
-
-
-def promises_more(one: Tensor, other: Tensor) -> Tensor:
-    """``[R]`` bool: of these drafts more are expected to be kept; the arguments are confidences."""
-    return one.cumprod(-1).sum(-1) > other.cumprod(-1).sum(-1)

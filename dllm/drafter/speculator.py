@@ -26,7 +26,7 @@ from dllm.drafter.cache import with_own_cache
 from dllm.drafter.context import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, Counts
 from dllm.drafter.pair import drafter_options, end_ids
-from dllm.drafter.prompt_lookup import Lookup, lookup_of, promises_more
+from dllm.drafter.prompt_lookup import Lookup, lookup_of
 from dllm.drafter.recording import make_recorder
 from dllm.drafter.renewal import Renewal
 from dllm.drafter.step import TargetStep
@@ -37,7 +37,6 @@ from dllm.engine.ranks import answer_of_first_rank
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
-LEAST_MATCH = 2  # tokens of a match, where drafts cost no pass; as vLLM's n-gram drafts
 DraftPass = Callable[[], torch.Tensor]  # stores a step's context and drafts: [rows, N] token ids
 
 
@@ -64,7 +63,7 @@ class Drafter(DFlashSpeculator):
         super().__init__(vllm_config, device)
         options = drafter_options(vllm_config)
         self._req_states = req_states
-        self._looks_up = options.prompt_lookup  # whether to draft what stood behind the same tokens
+        self._looks_up = options.prompt_lookup
         num_drafts = self.num_speculative_steps
         # What never changes while serving.
         self._trims = not always_verifies_all(options, num_drafts)
@@ -176,40 +175,34 @@ class Drafter(DFlashSpeculator):
         self._observe(step)
         # Timed from here: `_observe` waits for the target's step, which is not drafting time.
         start = time.perf_counter()
-        batch, rows = step.batch, slice(step.batch.num_reqs)
-        lookup, is_looked_up, passes = None, None, False
-        if self._looks_up:
-            lookup = lookup_of(self._req_states, batch.idx_mapping, self.num_speculative_steps)
-        if lookup is not None and self._are_enough(lookup, step):
-            self._keep_context(step)
-            drafts, is_looked_up = lookup.tokens, lookup.lengths > 0
-            self._confidence[rows] = lookup.confidence(self._end_ids)
-        elif passes := self._wants_drafts(batch):
+        batch = step.batch
+        lookup = self._wanted_lookup(batch) if self._looks_up else None
+        passes = lookup is None and self._wants_drafts(batch)
+        if passes:
             self._store_context()
             drafts = draft()
-            if lookup is not None:
-                drafts, is_looked_up = self._better(drafts, lookup)
         else:
             self._keep_context(step)
-            drafts = self.draft_tokens[rows]
-        self._widths = self._choose_widths(batch, is_looked_up, passes)
+            drafts = self.draft_tokens[: batch.num_reqs] if lookup is None else lookup.tokens
+        if passes or lookup is not None:
+            self._widths = self._choose_widths(batch)
+        else:
+            self._widths = np.zeros(batch.num_reqs, dtype=np.int64)
         self._count(batch, passes, time.perf_counter() - start)
         return drafts
 
-    def _are_enough(self, lookup: Lookup, step: TargetStep) -> bool:
-        """Whether all rows have matches so long that the drafter need not run."""
-        if not (self._may_skip and self.policy.reads_outcomes):
-            return False
-        least = self.num_speculative_steps if self.policy.is_drafting else LEAST_MATCH
-        is_enough = (lookup.lengths.cpu().numpy() >= least)[step.samples]
-        return bool(answer_of_first_rank(bool(len(is_enough) and is_enough.all())))
-
-    def _better(self, drafts: torch.Tensor, lookup: Lookup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row the drafts that promise more, and whether they were looked up."""
-        own, confidence = self._confidence[: len(drafts)], lookup.confidence(self._end_ids)
-        is_looked_up = promises_more(confidence, own)
-        own.copy_(torch.where(is_looked_up[:, None], confidence, own))
-        return torch.where(is_looked_up[:, None], lookup.tokens, drafts), is_looked_up
+    def _wanted_lookup(self, batch: InputBatch) -> Lookup | None:
+        """Drafts from the requests' own texts, if the policy takes them; all ranks get the same."""
+        if not self._may_skip or bool(self._is_prompt_unfinished(batch).all()):
+            return None
+        # A text has its whole prompt, and the token that this step has sampled.
+        longest = max(batch.seq_lens_cpu_upper_bound.max().item() + 1, batch.prefill_len_np.max())
+        num_drafts = self.num_speculative_steps
+        lookup = lookup_of(self._req_states, batch.idx_mapping, int(longest), num_drafts)
+        confidence = lookup.confidence(self._end_ids)
+        self._confidence[: batch.num_reqs] = confidence  # of the drafter, if it runs after all
+        wants = self.policy.wants_lookup(batch.idx_mapping_np, confidence.cpu().numpy())
+        return lookup if answer_of_first_rank(wants) else None
 
     # --- context ----------------------------------------------------------------------------------
 
@@ -285,23 +278,12 @@ class Drafter(DFlashSpeculator):
         wants = wants and not bool(self._is_prompt_unfinished(batch).all())
         return bool(answer_of_first_rank(wants)) if self.policy.reads_outcomes else wants
 
-    def _choose_widths(
-        self, batch: InputBatch, is_looked_up: torch.Tensor | None, passes: bool
-    ) -> np.ndarray:
-        """``[rows]``: how many drafts of each row the policy lets the next step verify.
-
-        Args:
-            is_looked_up: ``[rows]`` bool; None: of no row.
-            passes: whether the drafter has run.
-        """
-        slots, confidence, looked_up = batch.idx_mapping_np, None, None
-        if not passes and is_looked_up is None:
-            return np.zeros(len(slots), dtype=np.int64)
+    def _choose_widths(self, batch: InputBatch) -> np.ndarray:
+        """``[rows]``: how many drafts of each row the policy lets the next step verify."""
+        slots, confidence = batch.idx_mapping_np, None
         if self.policy.reads_confidence:
             confidence = self._confidence[: len(slots)].cpu().numpy()
-        if self.policy.reads_outcomes and is_looked_up is not None:
-            looked_up = is_looked_up.cpu().numpy()
-        widths = self.policy.widths(slots, confidence, looked_up, passes)
+        widths = self.policy.widths(slots, confidence)
         assert widths.shape == slots.shape, (widths.shape, slots.shape)
         assert ((widths >= 0) & (widths <= self.num_speculative_steps)).all(), widths
         return widths
@@ -392,7 +374,7 @@ class Drafter(DFlashSpeculator):
     ) -> None:
         """vLLM's hook: store how sure the drafter is at each place."""
         super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
-        if self.policy.reads_confidence or self._looks_up:
+        if self.policy.reads_confidence:
             likeliest, tokens = logits.float().softmax(-1).max(-1)
             useful = likeliest.masked_fill(torch.isin(tokens, self._end_ids), 0.0)
             useful = useful.view(-1, self.num_speculative_steps)

@@ -19,6 +19,7 @@ POLICY_OPTIONS = {
     "width": "fixed",
     "hysteresis": "adaptive",
     "pilot": "pilot",
+    "prompt_lookup": "adaptive",
 }
 Hysteresis = Annotated[float, FloatRange(0.0, 1.0)]
 
@@ -43,8 +44,8 @@ class DrafterOptions:
         hysteresis: of the policy ``adaptive``: drafting starts again when it is faster than plain
             decoding by this share, and stops when it is slower by this share.
         pilot: of the policy ``pilot``: folder that ``dllm train pilot`` wrote.
-        prompt_lookup: draft what stood behind the same tokens before, where that promises more than
-            the drafter does (``dllm.drafter.prompt_lookup``).
+        prompt_lookup: of the policy ``adaptive``: draft what stood behind the same tokens before,
+            where that promises more than the drafter does (``dllm.drafter.prompt_lookup``).
         window: number of context tokens before the draft block that the drafter attends to; earlier
             ones leave its KV cache. None keeps what the checkpoint says.
         mask_token_id, mask_token: the token at undecided positions, if the checkpoint does not name
@@ -79,6 +80,11 @@ class DrafterOptions:
             raise ValueError(
                 f'{WHERE}: policy "pilot" needs "pilot": the folder that `dllm train pilot --out` '
                 "wrote."
+            )
+        if self.prompt_lookup and self.renew is not None:
+            raise ValueError(
+                f"{WHERE}: prompt_lookup with renew: a newer drafter is judged by what is kept of "
+                "its drafts, and these would be others'. Leave one of them out."
             )
         for field in fields(self):
             owner = POLICY_OPTIONS.get(field.name, self.policy)

@@ -168,7 +168,7 @@ class Bursts(WidthPolicy):
         self.num_steps += 1
         return self.num_steps % 9 < 2
 
-    def widths(self, slots: np.ndarray, confidence: Any, *others: Any) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         return np.zeros(len(slots), dtype=np.int64)
 
 

@@ -1,7 +1,6 @@
 """With a drafter, a seed gives the text of plain decoding, whatever was drafted and verified."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +119,7 @@ def test_how_sure_the_drafter_is_says_nothing_of_what_was_drawn(engine, monkeypa
         def wants_drafts(self, slots: np.ndarray) -> bool:
             return True
 
-        def widths(self, slots: np.ndarray, confidence: Any, *others: Any) -> np.ndarray:
+        def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
             assert confidence is not None
             seen.append((speculator.draft_tokens[: len(slots)].clone(), confidence.copy()))
             return super().widths(slots, confidence)

@@ -6,16 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from dllm.drafter.prompt_lookup import (
-    LONGEST,
-    WINDOW,
-    Lookup,
-    last_tokens,
-    look_up,
-    promises_more,
-)
-from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
-from tests.drafter.test_drafter_policy import BAD, Traffic, adaptive
+from dllm.drafter.prompt_lookup import LONGEST, WINDOW, Lookup, last_tokens, look_up
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.settings.drafting import DrafterOptions
+from tests.drafter.test_drafter_policy import BAD, Clock, Traffic
 from tests.drafter.test_drafter_seeds import PROMPTS, SAMPLED
 from tests.support.drafter_harness import (
     drafting_engine,
@@ -79,12 +73,9 @@ def test_a_long_text_is_searched_at_its_end_alone():
 
 def test_confidence_grows_with_the_match_and_is_0_where_the_answer_ends():
     tokens = torch.tensor([[4, 5, 6], [4, 9, 6], [4, 5, 6]])
-    found = Lookup(tokens, torch.tensor([1, 3, 0]))
-    expected = [[2 / 3, 3 / 4, 4 / 5], [4 / 5, 0, 6 / 7], [0, 0, 0]]
-    confidence = found.confidence(torch.tensor([9]))
-    torch.testing.assert_close(confidence, torch.tensor(expected))
-    other = torch.tensor([[0.6, 0.6, 0.6], [0.9, 0.1, 0.1], [0.1, 0.0, 0.0]])
-    assert promises_more(confidence, other).tolist() == [True, False, False]
+    found = Lookup(tokens, torch.tensor([1, 4, 0]))
+    expected = [[1 / 5, 2 / 6, 3 / 7], [1 / 2, 0, 6 / 10], [0, 0, 0]]
+    torch.testing.assert_close(found.confidence(torch.tensor([9])), torch.tensor(expected))
 
 
 # --- a server -------------------------------------------------------------------------------------
@@ -100,7 +91,9 @@ def engine(target, tmp_path_factory):
     folder = write_drafter(
         tmp_path_factory.mktemp("drafter"), repeating_config(), repeating_drafter()
     )
-    return drafting_engine(target, folder, N, {"prompt_lookup": True}, skip_tokenizer_init=True)
+    return drafting_engine(
+        target, folder, N, {"policy": "adaptive", "prompt_lookup": True}, skip_tokenizer_init=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,52 +101,132 @@ def plain(target):
     return plain_engine(target, skip_tokenizer_init=True)
 
 
-@pytest.mark.parametrize("kind", ["5", "random", "adaptive", "pilot"])
+class Any(AdaptiveWidth):
+    """Takes looked-up drafts in half of the steps, and any widths; counts steps of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__(N, 4, clock=lambda: 0.0)
+        self.dice = np.random.default_rng(3)
+        self.num_lookups = self.num_passes = 0
+
+    def wants_lookup(self, slots, confidence):
+        self._looked_up = bool(self.dice.random() < 0.5)
+        self.num_lookups += self._looked_up
+        return self._looked_up
+
+    def wants_drafts(self, slots):
+        return bool(self.dice.random() < 0.9)
+
+    def widths(self, slots, confidence):
+        self.num_passes += not self._looked_up
+        return self.dice.integers(0, N + 1, len(slots))
+
+
+@pytest.mark.parametrize("kind", ["any", "adaptive"])
 def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, kind):
-    with policy_of(engine, make_policy(kind, engine)):
+    policy = Any() if kind == "any" else make_policy(kind, engine)
+    with policy_of(engine, policy):
         assert engine.generate(PROMPTS, SAMPLED) == plain.generate(PROMPTS, SAMPLED)
+    assert kind == "adaptive" or (policy.num_lookups > 20 and policy.num_passes > 15)
 
 
-class Watching(FixedWidth):
-    """Full width; what was verified, and for how many rows the drafter did not run."""
-
-    reads_outcomes = reads_confidence = True
-    accepted = steps = free = 0
-
-    def observe(self, step: VerifiedStep) -> None:
-        self.accepted += int(step.accepted.sum())
-        self.steps += int((step.verified > 0).sum())
-
-    def widths(self, slots, confidence, looked_up=None, passes=True) -> np.ndarray:
-        assert passes or looked_up is not None
-        self.free += 0 if passes else len(slots)
-        return super().widths(slots, confidence)
+def test_prompts_in_chunks_preemptions_and_the_models_end(target, tmp_path):
+    """Few pages, short limits: slots change hands while texts are looked up."""
+    folder = write_drafter(tmp_path, repeating_config(), repeating_drafter())
+    limits = dict(max_model_len=160, num_gpu_blocks_override=12, skip_tokenizer_init=True)
+    asked = [[1 + i % 3 for i in range(length)] for length in (100, 3, 150, 40, 90, 7)]
+    params = [greedy(160 - len(prompt), ignore_eos=True) for prompt in asked]
+    plain = plain_engine(target, **limits)
+    options = {"policy": "adaptive", "prompt_lookup": True}
+    engine = drafting_engine(target, folder, N, options, **limits)
+    with policy_of(engine, Any()):
+        assert engine.generate(asked, params) == plain.generate(asked, params)
 
 
 def test_text_that_repeats_itself_is_drafted_without_the_drafter(engine, plain):
-    params = greedy(60)
-    with policy_of(engine, Watching(N)) as seen:
-        assert engine.generate([[2] * 20], params) == plain.generate([[2] * 20], params)
-    assert seen.free > seen.steps / 2
-    assert seen.accepted > 4 * seen.steps
+    policy = make_policy("adaptive", engine)
+    seen: list[bool] = []
+    widths = policy.widths
+    policy.widths = lambda *given: seen.append(policy._looked_up) or widths(*given)
+    with policy_of(engine, policy):
+        assert engine.generate([[2] * 20], greedy(60)) == plain.generate([[2] * 20], greedy(60))
+    assert sum(seen) > len(seen) / 2 and len(seen) < 30
 
 
 # --- the policy -----------------------------------------------------------------------------------
 
 
-def test_repeats_are_verified_where_the_drafter_does_not_pay_and_teach_nothing_about_it():
-    policy = adaptive(1)
-    traffic = Traffic(policy, 1)
+class Texts(Traffic):
+    """One request, whose text repeats itself or does not."""
+
+    looked_up = 0
+
+    def step_of(self, conditional: np.ndarray, matches: int, right: bool) -> None:
+        """A step in which a match of so many tokens is found, whose tokens are right or wrong."""
+        confidence = (matches + np.arange(N)) / (matches + np.arange(N) + 4)
+        self.confidence = np.broadcast_to(confidence * (matches > 0), (1, N))
+        self.is_right = right
+        self.step(np.ones(N) * right if self.policy._looked_up else conditional)
+
+    def _choose(self) -> np.ndarray:
+        confidence = getattr(self, "confidence", np.zeros((1, N)))
+        if not self.policy.wants_lookup(self.slots, confidence):
+            return super()._choose()
+        self.looked_up += 1
+        self.last, self.late = self.policy.widths(self.slots, confidence), np.zeros(1, dtype=int)
+        return self.last
+
+
+def texts() -> Texts:
+    """A server with one request."""
+    traffic = Texts(AdaptiveWidth(N, 1, clock=Clock()), 1)
     traffic.arrive()
+    return traffic
+
+
+def test_long_matches_are_verified_where_the_drafter_does_not_pay():
+    traffic = texts()
     for _ in range(100):
-        traffic.step(BAD)
-    assert not policy.is_drafting
-    slots, nobody, everyone = np.arange(1), np.zeros(1, dtype=bool), np.ones(1, dtype=bool)
-    before = policy.survival.of(slots)
-    for _ in range(30):
-        policy.clock.now += 0.01
-        widths = policy.widths(slots, None, everyone, passes=False)
-        policy.observe(VerifiedStep(slots, nobody, everyone, widths, widths))
-    assert widths.tolist() == [policy.num_drafts]
-    assert not policy.is_drafting
-    np.testing.assert_array_equal(policy.survival.of(slots), before)
+        traffic.step_of(BAD, 0, False)
+    assert not traffic.policy.is_drafting and traffic.looked_up == 0
+    for _ in range(100):
+        traffic.step_of(BAD, 12, True)
+    assert traffic.looked_up > 90
+    assert not traffic.policy.is_drafting  # what was looked up says nothing of the drafter
+
+
+def test_matches_that_do_not_go_on_are_given_up_and_tried_for_other_requests():
+    traffic, drafter = texts(), np.full(N, 0.5)
+    for _ in range(300):
+        traffic.step_of(drafter, 12, False)
+    before = traffic.looked_up
+    assert 1 <= before < 75  # a wrong draft costs a twentieth of a step
+    traffic.arrive()
+    for _ in range(300):
+        traffic.step_of(drafter, 12, True)
+    assert traffic.looked_up > before + 200
+
+
+def test_a_good_drafter_is_not_displaced_by_short_matches():
+    traffic = texts()
+    for _ in range(200):
+        traffic.step_of(np.full(N, 0.95), 1, False)
+    assert traffic.looked_up < 10
+
+
+def test_the_drafter_is_tried_again_while_texts_repeat_themselves():
+    traffic = texts()
+    for _ in range(100):
+        traffic.step_of(BAD, 0, False)
+    assert not traffic.policy.is_drafting
+    for _ in range(300):
+        traffic.step_of(np.full(N, 0.95), 12, True)
+    assert traffic.policy.is_drafting and traffic.looked_up > 200
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "fixed"}, {"policy": "adaptive", "renew": "somewhere"}]
+)
+def test_what_lookups_do_not_go_with_is_refused(options):
+    with pytest.raises(ValueError, match="prompt_lookup"):
+        DrafterOptions(prompt_lookup=True, **options)

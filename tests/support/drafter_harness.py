@@ -77,10 +77,10 @@ class FixedCosts(StepCosts):
     def plain(self, num_rows: int) -> float:
         return self.given[0]
 
-    def drafting(self, num_rows: int, drafts: bool = True) -> np.ndarray:
+    def drafting(self, num_rows: int, passes: bool = True) -> np.ndarray:
         plain, drafting, per_block = self.given
         num_verified = np.arange(num_rows * self.num_drafts + 1)
-        return (drafting if drafts else plain) + per_block * num_verified / (
+        return (drafting if passes else plain) + per_block * num_verified / (
             num_rows * self.num_drafts
         )
 
@@ -102,7 +102,7 @@ class RandomWidth(WidthPolicy):
     def wants_drafts(self, slots: np.ndarray) -> bool:
         return bool(self.rng.random() < 0.9)
 
-    def widths(self, slots: np.ndarray, confidence: Any, *others: Any) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         assert confidence is not None and confidence.shape == (len(slots), self.num_drafts)
         self.confidence.append(confidence.copy())
         return self.rng.integers(0, self.num_drafts + 1, len(slots))

@@ -78,8 +78,9 @@ class AdaptiveWidth(WidthPolicy):
         # Confidence bins of each slot's last drafts (`survival`).
         self._bins = np.zeros((num_slots, num_drafts), dtype=np.int64)
         # Drafts that were looked up survive in another way than the drafter's.
-        self.survival_of_lookups = Survival(num_slots, num_drafts)
-        self._looked_up = np.zeros(num_slots, dtype=bool)  # whether each slot's last drafts were
+        self.survival_of_lookups = Survival(num_slots, num_drafts, believes=True)
+        self._looked_up = False  # the last drafts were
+        self._has_drafts = np.zeros((0, num_drafts), dtype=bool)  # [rows, N]: something was found
         self._samples = np.zeros(0, dtype=bool)  # [rows] of the last step: VerifiedStep.samples
         self._num_verified: int | None = None  # in the last step; None if it cannot be timed
         self._has_news = False  # the last step changed something that a decision depends on
@@ -100,7 +101,7 @@ class AdaptiveWidth(WidthPolicy):
         has_prompts = bool(step.in_prompt.any())
         # The costs are those of steps without prompts.
         self._num_verified = None if has_prompts else int(step.verified.sum())
-        self._has_news = (
+        self._has_news |= (
             has_prompts
             or bool(self._num_verified)
             or len(step.slots) != len(self._samples)
@@ -111,9 +112,30 @@ class AdaptiveWidth(WidthPolicy):
             self.survival.reset(step.slots[step.in_prompt])
             self.survival_of_lookups.reset(step.slots[step.in_prompt])
         bins = self._bins[step.slots] if self.reads_confidence else None
-        looked_up = self._looked_up[step.slots]
-        for survival, own in ((self.survival, ~looked_up), (self.survival_of_lookups, looked_up)):
-            survival.observe(step.slots, np.where(own, step.verified, 0), step.accepted, bins)
+        nothing = np.zeros_like(step.verified)
+        others = (nothing, step.verified) if self._looked_up else (step.verified, nothing)
+        for one, verified in zip((self.survival, self.survival_of_lookups), others, strict=True):
+            one.observe(step.slots, verified, step.accepted, bins)
+
+    def wants_lookup(self, slots: np.ndarray, confidence: np.ndarray) -> bool:
+        """Whether looked-up drafts promise more tokens per second than anything else.
+
+        A step that is to be a trial is left to ``wants_drafts``.
+        """
+        self._looked_up = False
+        if not self._samples.any() or self._until_trial <= 1:
+            return False
+        if self._has_news:
+            self._judge(slots)
+        self._has_drafts = confidence > 0
+        widths, rate = self._best_widths(slots, bins_of(confidence), looked_up=True)
+        other = self._samples.sum() / self.costs.plain(len(slots))
+        if self.is_drafting:
+            other = max(other, self._best_widths(slots, bins=None)[1])
+        self._looked_up = bool(widths.any() and rate > other)
+        self._until_trial -= self._looked_up
+        self._is_trial = False
+        return self._looked_up
 
     def wants_drafts(self, slots: np.ndarray) -> bool:
         """Whether drafting is expected to be faster than plain decoding; a trial says the opposite.
@@ -137,29 +159,23 @@ class AdaptiveWidth(WidthPolicy):
             self._time_step(drafts=False)
         return drafts
 
-    def widths(
-        self,
-        slots: np.ndarray,
-        confidence: np.ndarray | None,
-        looked_up: np.ndarray | None = None,
-        passes: bool = True,
-    ) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         """The best widths; in a trial, full width for the requests that were verified least.
 
-        The step since the last decision ends here, with its draft pass, if there was one.
+        The step since the last decision ends here, with its draft pass, unless the drafts were
+        looked up.
         """
-        self._looked_up[slots] = False if looked_up is None else looked_up
-        self._time_step(drafts=passes)
+        self._time_step(drafts=not self._looked_up)
         if confidence is not None:
             self._bins[slots] = bins_of(confidence)
-        if self._is_trial and passes:
+        if self._is_trial:
             exposure = np.where(self._samples, self.survival.exposure(slots), np.inf)
             num_tried = -(-int(self._samples.sum()) // ROWS_PER_TRIAL)
             widths = np.zeros(len(slots), dtype=np.int64)
             widths[exposure.argsort(kind="stable")[:num_tried]] = self.num_drafts
             return widths
         bins = None if confidence is None else self._bins[slots]
-        widths, _ = self._best_widths(slots, bins, looked_up, passes)
+        widths, _ = self._best_widths(slots, bins, self._looked_up)
         return widths
 
     def worth_ms(self, slots: np.ndarray) -> float:
@@ -196,6 +212,7 @@ class AdaptiveWidth(WidthPolicy):
 
     def _judge(self, slots: np.ndarray) -> None:
         """Decide anew which of the two is faster; what begins to draft is soon tried without."""
+        self._has_news = False
         widths, drafting = self._best_widths(slots, bins=None)
         plain = self._samples.sum() / self.costs.plain(len(slots))
         margin = 1 + self.hysteresis
@@ -210,19 +227,15 @@ class AdaptiveWidth(WidthPolicy):
             self._until_trial = FIRST_TRIAL if self.is_drafting else self._trial_after
 
     def _best_widths(
-        self,
-        slots: np.ndarray,
-        bins: np.ndarray | None,
-        looked_up: np.ndarray | None = None,
-        passes: bool = True,
+        self, slots: np.ndarray, bins: np.ndarray | None, looked_up: bool = False
     ) -> tuple[np.ndarray, float]:
         """``best_widths`` of this batch; rows that sampled nothing get 0."""
-        survival = self.survival.of(slots, bins)
-        if looked_up is not None:
-            of_lookups = self.survival_of_lookups.of(slots, bins)
-            survival = np.where(looked_up[:, None], of_lookups, survival)
-        costs = self.costs.drafting(len(slots), passes)
-        return best_widths(survival * self._samples[:, None], float(self._samples.sum()), costs)
+        gain = (self.survival_of_lookups if looked_up else self.survival).of(slots, bins)
+        gain = gain * self._samples[:, None]
+        if looked_up:
+            gain = gain * self._has_drafts.cumprod(axis=1)
+        costs = self.costs.drafting(len(slots), passes=not looked_up)
+        return best_widths(gain, float(self._samples.sum()), costs)
 
     def _time_step(self, drafts: bool) -> None:
         """Tell the costs how long the step took that ends with this decision."""

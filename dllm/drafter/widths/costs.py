@@ -77,15 +77,15 @@ class StepCosts:
         each, per_row, *_ = self._numbers * self._guess
         return float(each + per_row * num_rows)
 
-    def drafting(self, num_rows: int, drafts: bool = True) -> np.ndarray:
+    def drafting(self, num_rows: int, passes: bool = True) -> np.ndarray:
         """Milliseconds of a step that verifies drafts, ``[num_rows * N + 1]``.
 
         Entry k is for k verified drafts, over all rows.
 
         Args:
-            drafts: whether the drafter runs.
+            passes: whether the drafter runs.
         """
         _, _, per_draft, draft_pass, draft_per_row = self._numbers * self._guess
-        without = self.plain(num_rows) + drafts * (draft_pass + draft_per_row * num_rows)
+        without = self.plain(num_rows) + passes * (draft_pass + draft_per_row * num_rows)
         costs: np.ndarray = without + per_draft * np.arange(num_rows * self.num_drafts + 1)
         return costs

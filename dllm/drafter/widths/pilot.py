@@ -172,12 +172,6 @@ class PilotWidth(WidthPolicy):
         """Whether any row's width is above 0."""
         return bool(self._chosen[slots].any())
 
-    def widths(
-        self,
-        slots: np.ndarray,
-        confidence: np.ndarray | None,
-        looked_up: np.ndarray | None = None,
-        passes: bool = True,
-    ) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         """The chosen width of each row."""
         return self._chosen[slots]

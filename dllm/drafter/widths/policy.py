@@ -43,7 +43,8 @@ class WidthPolicy(ABC):
     """Chooses the width of every row, step by step.
 
     After each step of the target the speculator calls ``observe`` (if ``reads_outcomes``), then
-    ``wants_drafts``. If it does, the drafter runs, and ``widths`` is called.
+    ``wants_lookup`` (if it has drafts from the requests' own texts), and if it does not, then
+    ``wants_drafts``. If it wants drafts, the drafter runs. Behind either, ``widths`` is called.
 
     Where drafts come from another process, ``worth_ms`` says how long to wait for them, and
     ``note_wait`` is told how long that was.
@@ -53,13 +54,11 @@ class WidthPolicy(ABC):
         reads_outcomes: ``observe`` is called; it costs one wait for the device per step.
         reads_prompt: ``VerifiedStep.prompt_logits`` is given.
         reads_confidence: ``widths`` is given the drafter's probabilities.
-        is_drafting: the drafter is worth its pass, as far as is known.
     """
 
     reads_outcomes: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = False
     reads_confidence: bool = False
-    is_drafting: bool = True
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = self.most = num_drafts
@@ -74,14 +73,17 @@ class WidthPolicy(ABC):
         """Whether to draft for this batch; if not, all its widths are 0."""
         return True
 
+    def wants_lookup(self, slots: np.ndarray, confidence: np.ndarray) -> bool:
+        """Whether drafts that were looked up take the place of a pass of the drafter.
+
+        Args:
+            slots: ``[rows]``.
+            confidence: ``[rows, N]``, of these drafts (``drafter.prompt_lookup``).
+        """
+        return False
+
     @abstractmethod
-    def widths(
-        self,
-        slots: np.ndarray,
-        confidence: np.ndarray | None,
-        looked_up: np.ndarray | None = None,
-        passes: bool = True,
-    ) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         """``[rows]`` int, 0 to N: drafts of each row that the next step verifies.
 
         The drafts themselves are not among the arguments: a width may depend on the drafter's
@@ -92,10 +94,6 @@ class WidthPolicy(ABC):
             confidence: ``[rows, N]`` fp32, the drafter's probability of the likeliest token at each
                 place; 0 where this token ends the answer, because verifying it gains nothing. None
                 unless ``reads_confidence``.
-            looked_up: ``[rows]`` bool, whose drafts and confidence are from the request's own text
-                instead (``drafter.prompt_lookup``). None: those of no row, or not
-                ``reads_outcomes``.
-            passes: whether the drafter has run; else the drafts of all rows were looked up.
         """
 
     def worth_ms(self, slots: np.ndarray) -> float:
@@ -122,12 +120,6 @@ class FixedWidth(WidthPolicy):
         """Always, unless the width is 0."""
         return self.width > 0
 
-    def widths(
-        self,
-        slots: np.ndarray,
-        confidence: np.ndarray | None,
-        looked_up: np.ndarray | None = None,
-        passes: bool = True,
-    ) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         """The same width for every row."""
         return np.full(len(slots), self.width)

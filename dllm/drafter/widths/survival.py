@@ -39,10 +39,19 @@ NUM_BINS = len(BIN_EDGES) + 1
 
 
 class Survival:
-    """Survival estimates for every request slot; ``reset`` a slot when another request takes it."""
+    """Survival estimates for every request slot; ``reset`` a slot when another request takes it.
 
-    def __init__(self, num_slots: int, num_drafts: int) -> None:
+    Args:
+        believes: expect drafts to survive as their probability says, before any was verified, and
+            again after many steps in which none was. Otherwise all are expected to be alike, and
+            what was learned is kept: for drafts that are tried now and then in any case.
+    """
+
+    def __init__(self, num_slots: int, num_drafts: int, believes: bool = False) -> None:
         self.num_drafts = num_drafts
+        self._kept_unverified = 0.0 if believes else KEPT_UNVERIFIED
+        middles = (np.append(0.0, BIN_EDGES) + np.append(BIN_EDGES, 1.0)) / 2
+        self._expected = -np.log(middles) / FIRST_GUESS if believes else np.ones(NUM_BINS)
         # Each holds two rows: rejections, exposure.
         self._by_position = np.zeros((2, num_drafts))
         self._by_request = np.zeros((2, num_slots))
@@ -86,10 +95,11 @@ class Survival:
             bins: ``[rows, N]`` of the same drafts, as given to ``of``.
         """
         tried = verified > 0
-        if tried.any() or self._by_position[0].max() > KEPT_UNVERIFIED:
+        if tried.any() or self._by_position[0].max() > self._kept_unverified:
             self._by_position *= SHARED_KEPT
             self._by_bin *= SHARED_KEPT
         if not tried.any():
+            self._position = self._position_rates()
             return
         # Also for rows of width 0: otherwise a bad estimate would last for ever, because a request
         # that is never verified gives no new counts.
@@ -132,12 +142,13 @@ class Survival:
         return rates
 
     def _bin_rates(self, bins: np.ndarray | None) -> np.ndarray:
-        """``[rows, N]``, expected 1; without bins ``[1, 1]``, the rate of all drafts together."""
+        """``[rows, N]``, or without bins ``[1, 1]``, the rate of all drafts together."""
         if bins is None:
             rejections, exposure = self._by_bin.sum(axis=1) + BIN_STRENGTH
             return np.full((1, 1), rejections / exposure)
-        rejections, exposure = self._by_bin + BIN_STRENGTH
-        rates: np.ndarray = (rejections / exposure)[bins]
+        rejections, exposure = self._by_bin
+        strength = exposure + BIN_STRENGTH / self._expected
+        rates: np.ndarray = ((rejections + BIN_STRENGTH) / strength)[bins]
         return rates
 
 
