@@ -42,6 +42,7 @@ LINK = re.compile(r"\]\((?=bench/|checkpoints/)")
 
 LOADS = ("1", "8", "32")  # requests at once
 SERVING, SETTINGS, FAMILIES = "serve_compiled.csv", "serve_settings.csv", "families.csv"
+SMOLLM2 = "smollm2.csv"
 
 
 class Line(NamedTuple):
@@ -55,9 +56,9 @@ class Line(NamedTuple):
     where: dict[str, str]
 
 
-DIFFUSION, DRAFTS = "DiffusionGemma", "autoregressive, our drafter"
+DIFFUSION, DRAFTS = "DiffusionGemma", "SmolLM2-135M, our drafter and prompt lookup"
 MORE_TITLE, MORE = "the same with `--max-num-seqs 64` (default: 8)", f"{BUILTIN} --max-num-seqs 64"
-QUESTIONS, PAIR = {"schedule": ADAPTIVE}, {"target": "tiny-ar", "family": MIXED}
+QUESTIONS, PAIR = {"schedule": ADAPTIVE}, {"target": "smollm2", "family": MIXED}
 LINES = (
     Line(DIFFUSION, "vLLM's built-in DiffusionGemma", SERVING, OURS, BUILTIN, QUESTIONS),
     Line(DIFFUSION, MORE_TITLE, SETTINGS, OURS, MORE, QUESTIONS),
@@ -66,14 +67,14 @@ LINES = (
     Line(
         "SDAR, blocks of 32", "diffusers' pipeline, no server", FAMILIES, OURS, PIPELINE, QUESTIONS
     ),
-    Line(DRAFTS, "vLLM without drafts", DRAFTER, "adaptive", drafter.PLAIN, PAIR),
-    Line(DRAFTS, "vLLM's n-gram drafts", DRAFTER, "adaptive", "n-gram", PAIR),
+    Line(DRAFTS, "vLLM without drafts", SMOLLM2, "adaptive, lookup", drafter.PLAIN, PAIR),
+    Line(DRAFTS, "vLLM's n-gram drafts", SMOLLM2, "adaptive, lookup", "n-gram", PAIR),
 )
 
 
 def comparison(results: Path) -> str:
     """Our tokens/s, divided by the other's, at each load."""
-    files = {name: read_csv(results / name) for name in (SERVING, SETTINGS, FAMILIES, DRAFTER)}
+    files = {line.file: read_csv(results / line.file) for line in LINES}
     if not all(files.values()):
         return "Not measured yet: `make bench`."
     header = ["ours", "beside", *(f"{load} at once" for load in LOADS), "commit"]
@@ -109,7 +110,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     ),
     "soak": soak.SECTION,
     "drafting": Section(DRAFTER, "python -m bench.drafter", drafter.some_tables),
-    "smollm2": Section("smollm2.csv", "python -m bench.drafter", drafter.tables),
+    "smollm2": Section(SMOLLM2, "python -m bench.drafter", drafter.tables),
     "remote": remote.SECTION,
     "decisions": decisions.SECTION,
     "floors": roofline.SECTION,

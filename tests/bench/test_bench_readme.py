@@ -95,10 +95,10 @@ def compared(tmp_path: Path) -> Path:
     settings = runs(about, 32, OURS, 110) + runs(about, 32, f"{BUILTIN} --max-num-seqs 64", 100)
     write_csv(tmp_path / readme.SETTINGS, settings)
     write_csv(tmp_path / readme.FAMILIES, runs(about, 1, OURS, 90) + runs(about, 1, PIPELINE, 30))
-    about = {"target": "tiny-ar", "family": "mixed"}
-    drafting = runs(about, 1, "adaptive", 90) + runs(about, 1, "n-gram", 100)
-    drafting += runs(about | {"target": "inflated"}, 1, "n-gram", 1)
-    write_csv(tmp_path / readme.DRAFTER, drafting)
+    about = {"target": "smollm2", "family": "mixed"}
+    drafting = runs(about, 1, "adaptive, lookup", 90) + runs(about, 1, "n-gram", 100)
+    drafting += runs(about | {"target": "another"}, 1, "n-gram", 1)
+    write_csv(tmp_path / readme.SMOLLM2, drafting)
     return tmp_path
 
 
