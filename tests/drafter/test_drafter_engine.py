@@ -32,10 +32,9 @@ from tests.support.drafter_harness import (
 from tests.support.drafter_pairs import (
     drafter_config,
     random_drafter,
-    repeating_config,
-    repeating_drafter,
     speculators_config,
     write_drafter,
+    write_repeating_drafter,
     write_repeating_target,
     write_target,
 )
@@ -67,7 +66,7 @@ def repeating(tmp_path_factory):
     """A pair whose drafts are mostly right."""
     target = write_repeating_target(tmp_path_factory.mktemp("repeating"))
     drafter = tmp_path_factory.mktemp("repeating_drafter")
-    write_drafter(drafter, repeating_config(), repeating_drafter())
+    write_repeating_drafter(drafter)
     limits: dict[str, Any] = dict(max_num_seqs=40, max_num_batched_tokens=256)
     limits["per_request_spec_decode_metrics"] = "summary"  # for the pilot's trials
     engine = drafting_engine(target, drafter, NUM_DRAFTS, skip_tokenizer_init=True, **limits)

@@ -16,9 +16,7 @@ from tests.support.drafter_harness import (
     policy_of,
 )
 from tests.support.drafter_pairs import (
-    repeating_config,
-    repeating_drafter,
-    write_drafter,
+    write_repeating_drafter,
     write_repeating_target,
 )
 from tests.support.engine_harness import Engine
@@ -46,9 +44,7 @@ def plain(target) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A drafter."""
-    return write_drafter(
-        tmp_path_factory.mktemp("drafter"), repeating_config(), repeating_drafter()
-    )
+    return write_repeating_drafter(tmp_path_factory.mktemp("drafter"))
 
 
 def drafting(target: Path, folder: Path, method: str) -> Engine:

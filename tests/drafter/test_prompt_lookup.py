@@ -19,9 +19,7 @@ from tests.support.drafter_harness import (
     policy_of,
 )
 from tests.support.drafter_pairs import (
-    repeating_config,
-    repeating_drafter,
-    write_drafter,
+    write_repeating_drafter,
     write_repeating_target,
 )
 
@@ -88,9 +86,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(target, tmp_path_factory):
-    folder = write_drafter(
-        tmp_path_factory.mktemp("drafter"), repeating_config(), repeating_drafter()
-    )
+    folder = write_repeating_drafter(tmp_path_factory.mktemp("drafter"))
     return drafting_engine(
         target, folder, N, {"policy": "adaptive", "prompt_lookup": True}, skip_tokenizer_init=True
     )
@@ -132,7 +128,7 @@ def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, kind):
 
 def test_prompts_in_chunks_preemptions_and_the_models_end(target, tmp_path):
     """Few pages, short limits: slots change hands while texts are looked up."""
-    folder = write_drafter(tmp_path, repeating_config(), repeating_drafter())
+    folder = write_repeating_drafter(tmp_path)
     limits = dict(max_model_len=160, num_gpu_blocks_override=12, skip_tokenizer_init=True)
     asked = [[1 + i % 3 for i in range(length)] for length in (100, 3, 150, 40, 90, 7)]
     params = [greedy(160 - len(prompt), ignore_eos=True) for prompt in asked]
@@ -160,20 +156,20 @@ class Texts(Traffic):
     """One request, whose text repeats itself or does not."""
 
     looked_up = 0
+    confidence = np.zeros((1, N))
 
     def step_of(self, conditional: np.ndarray, matches: int, right: bool) -> None:
         """A step in which a match of so many tokens is found, whose tokens are right or wrong."""
         confidence = (matches + np.arange(N)) / (matches + np.arange(N) + 4)
         self.confidence = np.broadcast_to(confidence * (matches > 0), (1, N))
-        self.is_right = right
         self.step(np.ones(N) * right if self.policy._looked_up else conditional)
 
     def _choose(self) -> np.ndarray:
-        confidence = getattr(self, "confidence", np.zeros((1, N)))
-        if not self.policy.wants_lookup(self.slots, confidence):
+        if not self.policy.wants_lookup(self.slots, self.confidence):
             return super()._choose()
         self.looked_up += 1
-        self.last, self.late = self.policy.widths(self.slots, confidence), np.zeros(1, dtype=int)
+        self.late = np.zeros(1, dtype=int)
+        self.last = self.policy.widths(self.slots, self.confidence)
         return self.last
 
 

@@ -205,3 +205,8 @@ def repeating_drafter() -> dict[str, torch.Tensor]:
         columns = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
         weights[f"{attention}o_proj.weight"][rows, columns] = 10 * torch.eye(HEAD_DIM)
     return weights
+
+
+def write_repeating_drafter(path: Path) -> Path:
+    """Write that drafter to a folder."""
+    return write_drafter(path, repeating_config(), repeating_drafter())
