@@ -308,6 +308,17 @@ def test_openmp_that_has_to_be_set_up_needs_a_fresh_process(
 
 
 @on_cpu_without_triton
+@pytest.mark.parametrize("chosen", [None, "128"])
+def test_onednn_keeps_few_shapes_unless_the_user_says_how_many(checkpoint, monkeypatch, chosen):
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    monkeypatch.setenv(name, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(name)
+    engine_config(checkpoint())
+    assert os.environ[name] == (chosen or "64")
+
+
+@on_cpu_without_triton
 def test_other_models_start_as_vllm_starts_them(asked_to_fork):
     load_general_plugins()
     config = VllmConfig()
