@@ -7,6 +7,7 @@
     call  part         what
     1     parity       every Triton kernel against its definition: the suites of tests/
           kernels      attention, the sampling step
+          tiles        attention with other tiles than those in use
           step-fp8     the parts of a denoise step, ours and the built-in, without torch.compile
     2     start        ours and the built-in start, and answer held-out questions
           profile-fp8  as step-fp8, compiled
@@ -139,7 +140,8 @@ def _llm(**more: object) -> str:
 # In the order in which they are run: a call begins with what tells most.
 PARTS = (
     Part("parity", 1, 125, "pytest --noconftest -q -p no:cacheprovider", "-k no_rows"),
-    Part("kernels", 1, 150, "bench.kernels attention sampler --results OUT", "--smoke"),
+    Part("kernels", 1, 85, "bench.kernels attention sampler --results OUT", "--smoke"),
+    Part("tiles", 1, 60, "bench.tiles --results OUT", "--smoke"),
     _profile("step-fp8", 1, 230, GRAPHS_ALONE),
     Part(
         "start",
