@@ -6,8 +6,8 @@
 The kernels of all candidates are compiled first, side by side; a candidate that does not fit the
 GPU's shared memory is named and left out. Then each is compared with the definition and timed, as
 by ``bench.kernels``: ``faster`` is the time of the tiles in use over its own. Writes
-``tiles_DEVICE.csv``; an implementation's name is block_m x block_n, warps, stages, columns of V,
-and the least keys of a part.
+``tiles_DEVICE.csv``; an implementation's name is block_m x block_n, warps, stages, and the least
+keys of a part.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def candidates(layer: Layer) -> dict[str, TileConfig]:
 def name_of(layer: Layer, config: TileConfig) -> str:
     """One word for a candidate."""
     sizes = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
-    return f"{sizes} v{config.block_v} k{config.keys_per_split(layer.window)}"
+    return f"{sizes} k{config.keys_per_split(layer.window)}"
 
 
 def with_tiles(case: Case, tiles: Mapping[str, TileConfig]) -> Case:
