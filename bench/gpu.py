@@ -8,7 +8,8 @@
     1     parity       every Triton kernel against its definition: the suites of tests/
           kernels      attention, the sampling step
           tiles        attention with other tiles than those in use
-          step-fp8     the parts of a denoise step, ours and the built-in, without torch.compile
+          step-fp8     the parts of a denoise step, ours and the built-in; their models, and our
+                       sampler, are not compiled: compare the forward pass alone
     2     start        ours and the built-in start, and answer held-out questions
           profile-fp8  as step-fp8, compiled
     3     serve-fp8    ours, the built-in, ours with the denoise loop
@@ -88,7 +89,7 @@ BUILTIN = "built-in~--language-model-only~--kv-cache-memory-bytes~4G"
 # enough for a whole block; a request that arrives is seen at once.
 LOOP = "ours~--no-async-scheduling~--additional-config.dllm.denoise_loop_ms~1000"
 LLM = {"load_format": "dummy", "language_model_only": True}
-# A start without torch.compile, in a third of the time. Graphs are for canvases alone.
+# A start without torch.compile, which takes most of the time. Graphs are for canvases alone.
 GRAPHS_ALONE: dict[str, object] = {
     "compilation_config": {
         "mode": 0,
@@ -139,21 +140,21 @@ def _llm(**more: object) -> str:
 
 # In the order in which they are run: a call begins with what tells most.
 PARTS = (
-    Part("parity", 1, 125, "pytest --noconftest -q -p no:cacheprovider", "-k no_rows"),
-    Part("kernels", 1, 85, "bench.kernels attention sampler --results OUT", "--smoke"),
-    Part("tiles", 1, 60, "bench.tiles --results OUT", "--smoke"),
-    _profile("step-fp8", 1, 230, GRAPHS_ALONE),
+    Part("parity", 1, 110, "pytest --noconftest -q -p no:cacheprovider", "-k no_rows"),
+    Part("kernels", 1, 100, "bench.kernels sampler attention --rounds 3 --results OUT", "--smoke"),
+    Part("tiles", 1, 100, "bench.tiles --rounds 1 --batch 32 8 1 --results OUT", "--smoke"),
+    _profile("step-fp8", 1, 190, GRAPHS_ALONE),
     Part(
         "start",
         2,
-        200,
+        130,
         "bench.serve --results OUT --schedule adaptive --rounds 1 --concurrency 1 8 --rates "
         f"--contestants ours {BUILTIN} --serve-flags "
         "--max-model-len~1024~--gpu-memory-utilization~0.4",
         "--eager --contestants ours --num-requests 11 --concurrency 1 "
         "--serve-flags --max-model-len~1024~--kv-cache-memory-bytes~64M",
     ),
-    _profile("profile-fp8", 2, 320, {}),
+    _profile("profile-fp8", 2, 390, {}),
     _serve("fp8", 3, 520, f"ours {BUILTIN} {LOOP}"),
     _serve("bf16", 4, 500, f"ours {BUILTIN}"),
     Part("roofline", 4, 10, "bench.roofline --results OUT", needs_gpu=False),

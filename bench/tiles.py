@@ -3,9 +3,9 @@
     python -m bench.tiles [--batch 1 8 32] [--context 1024 8192] [--results DIR]
     python -m bench.tiles --smoke                  # tiny, in Triton's interpreter: no conclusions
 
-The kernels of all candidates are compiled first, side by side; a candidate that does not fit the
-GPU's shared memory is named and left out. Then each is compared with the definition and timed, as
-by ``bench.kernels``: ``faster`` is the time of the tiles in use over its own. Writes
+All candidates are compiled first, side by side, and compared with the definition. One that does
+not fit the GPU's shared memory, or computes something else, is named and left out. Then they are
+timed, as by ``bench.kernels``: ``faster`` is the time of the tiles in use over its own. Writes
 ``tiles_DEVICE.csv``; an implementation's name is block_m x block_n, warps, stages, and the least
 keys of a part.
 """
@@ -16,7 +16,8 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from unittest import mock
 
@@ -70,21 +71,28 @@ def with_tiles(case: Case, tiles: Mapping[str, TileConfig]) -> Case:
     return case._replace(runs=runs)
 
 
-def why_not(layer: Layer, name: str) -> str:
-    """Compile one candidate on the GPU, in a process of its own; what is wrong, or nothing."""
+def check(layer: Layer, name: str) -> str:
+    """Compile one candidate and run it once on the GPU; what is wrong, or nothing."""
     case = attention_case(layer, 1, 1024, rows_of(layer), torch.bfloat16, "cuda")
     try:
-        with_tiles(case, candidates(layer)).runs[name]()
-        torch.cuda.synchronize()
+        return case.problem(case.expected(), with_tiles(case, candidates(layer)).runs[name]())
     except Exception as error:  # a compiler's errors have no common class
-        return str(error).splitlines()[0]
-    return ""
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def why_not(layer: Layer, name: str) -> str:
+    """``check`` in a process of its own, which may end."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        try:
+            return process.submit(check, layer, name).result()
+        except BrokenProcessPool:
+            return "its process ended"
 
 
 def fitting(layers: Iterable[Layer]) -> dict[Layer, Mapping[str, TileConfig]]:
-    """The candidates of each layer that this GPU runs; their kernels are in Triton's cache then."""
+    """The candidates of each layer that this GPU runs; Triton's cache has their kernels then."""
     all_of = [(layer, name) for layer in layers for name in candidates(layer)]
-    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn")) as pool:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         reasons = list(pool.map(why_not, *zip(*all_of, strict=True)))
     found: dict[Layer, dict[str, TileConfig]] = {layer: {} for layer in layers}
     for (layer, name), reason in zip(all_of, reasons, strict=True):
@@ -112,8 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, rows = "cuda" if torch.cuda.is_available() else "cpu", list[Row]()
     if device == "cpu" and not options.smoke:
         parser.error("there is no GPU; allowed: --smoke.")
-    if options.smoke:
+    if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    if options.smoke:
         small = Layer("full", 4, 2, 32)
         tiles = {"16x32": TileConfig(16, 32, 4, 1, min_keys_per_split=32)}
         shapes = [(2, 48, 8, small, tiles, torch.float32)]

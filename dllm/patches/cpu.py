@@ -15,9 +15,9 @@ from dllm.patches.preflight import refuse_missing_parts
 
 logger = init_logger(LOGGER)
 
-# oneDNN keeps what it compiled for that many shapes, by default 1,024: hundreds of MiB, because
-# nearly every batch has a shape of its own. With 64 a server is as fast (docs/reliability.md).
-ONEDNN_SHAPES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
+# oneDNN keeps what it compiled for so many products, by default 1,024: hundreds of MiB, because
+# each number of rows has products of its own. With 64 a server is as fast (docs/reliability.md).
+ONEDNN_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
 
 
 def is_cpu_without_triton() -> bool:
@@ -44,7 +44,8 @@ def set_cpu_worker(vllm_config: Any) -> None:
         parallel.worker_cls = CPU_WORKER
     if parallel.worker_cls == CPU_WORKER:
         refuse_missing_parts(vllm_config)
-        os.environ.setdefault(*ONEDNN_SHAPES)  # the worker's process inherits it
+        if vllm_config.model_config.architecture in FAMILIES:
+            os.environ.setdefault(*ONEDNN_PRODUCTS)  # the worker's process inherits it
     # "uni" (in process) is vLLM's own choice for one rank. Its CPU platform overwrites "uni" later,
     # but not a class path.
     is_alone = parallel.distributed_executor_backend == "uni"

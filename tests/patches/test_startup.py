@@ -309,7 +309,7 @@ def test_openmp_that_has_to_be_set_up_needs_a_fresh_process(
 
 @on_cpu_without_triton
 @pytest.mark.parametrize("chosen", [None, "128"])
-def test_onednn_keeps_few_shapes_unless_the_user_says_how_many(checkpoint, monkeypatch, chosen):
+def test_onednn_keeps_few_products_unless_the_user_says_how_many(checkpoint, monkeypatch, chosen):
     name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
     monkeypatch.setenv(name, chosen or "")
     if chosen is None:
