@@ -329,12 +329,16 @@ def tables(rows: Rows) -> str:
 def _of_model(rows: Rows) -> str:
     """Requests and latencies by phase; what each process holds, and its slope; the replays."""
     found = {(row["what"], row["part"]): row for row in rows}
-    lines = []
-    for kind in dict.fromkeys(part.split(": ")[1] for what, part in found if what == "requests"):
-        cells = [_number(found.get(("requests", f"{phase}: {kind}")), 0) for phase in PHASES]
-        wrong = [found.get(("failed", f"{phase}: {kind}")) for phase in PHASES]
-        failed = [f" ({row['value']} failed)" if row else "" for row in wrong]
-        lines.append([kind, *map("".join, zip(cells, failed, strict=True))])
+    counts: Counter[tuple[str, str]] = Counter()
+    for (what, part), row in found.items():
+        if what in ("requests", "failed"):
+            phase, kind = part.split(": ")
+            group = "other requests" if kind in RUDE | HEAVY else "good requests"
+            counts[group if what == "requests" else what, phase] += int(float(row["value"]))
+    lines = [
+        [group, *(f"{counts[group, phase]:,}" for phase in PHASES)]
+        for group in dict.fromkeys(group for group, _ in counts)
+    ]
     for what in ("p50", "p99"):
         cells = [_number(found.get((what, phase)), 0) for phase in PHASES]
         lines.append([f"good requests: {what}", *cells])

@@ -96,8 +96,10 @@ def test_a_stream_is_refused_before_it_starts(server, path, options):
     assert reply.message == ask(server, path, **options).message
 
 
-def test_a_stream_of_foreign_ids_is_refused_before_it_starts(server):
-    assert ask(server, stream=True, prompt=[VOCAB_SIZE]).status == 400
+@pytest.mark.parametrize("prompt", [[VOCAB_SIZE], [[]]], ids=["foreign ids", "no ids"])
+def test_a_stream_of_such_a_prompt_is_refused_before_it_starts(server, prompt):
+    reply = ask(server, stream=True, prompt=prompt)
+    assert reply.status == 400 and '"prompt"' in reply.text, reply.text
 
 
 NAN, INF = float("nan"), float("inf")
