@@ -20,9 +20,10 @@ of the next two; with two, computing waits for all loads.
 Head sizes 256 and 512 are chosen from what the compiler makes of candidates, in this order: no
 spilled registers; loads that overlap with computing; many rows on a multiprocessor, in few
 programs, because every key that is read serves all rows of its program; few programs that share a
-head's columns, because each computes the logits again. On an H200 twice as many programs, by tiles of
-64 rows or by smaller parts, are faster for one request behind 1,024 tokens (bench/results/h200.txt).
-With many requests a multiprocessor would then work on 64 rows and not 128, or merge more parts.
+head's columns, because each computes the logits again. On an H200 twice as many programs, by tiles
+of 64 rows or by smaller parts, are faster for one request behind 1,024 tokens
+(bench/results/h200.txt). With many requests a multiprocessor would then work on 64 rows and not
+128, or merge more parts.
 
 All other GPUs have one table, whose tiles fit the 99 KiB of shared memory of the smallest cards.
 Larger tiles would fit an A100 or a B200, but on a B200 those of head size 512 spill. Hopper has

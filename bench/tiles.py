@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -89,18 +89,18 @@ def why_not(layer: Layer, name: str) -> str:
             return "its process ended"
 
 
-def fitting(layers: Iterable[Layer]) -> dict[Layer, Mapping[str, TileConfig]]:
+def fitting() -> dict[Layer, dict[str, TileConfig]]:
     """The candidates of each layer that this GPU runs; Triton's cache has their kernels then."""
-    all_of = [(layer, name) for layer in layers for name in candidates(layer)]
+    all_of = [(layer, name) for layer in LAYERS for name in candidates(layer)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         reasons = list(pool.map(why_not, *zip(*all_of, strict=True)))
-    found: dict[Layer, dict[str, TileConfig]] = {layer: {} for layer in layers}
+    found: dict[Layer, dict[str, TileConfig]] = {layer: {} for layer in LAYERS}
     for (layer, name), reason in zip(all_of, reasons, strict=True):
         if reason:
             print(f"{layer.name} {name}: {reason}", flush=True)
         else:
             found[layer][name] = candidates(layer)[name]
-    return dict(found)
+    return found
 
 
 def rows_of(layer: Layer) -> int:
@@ -127,9 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tiles = {"16x32": TileConfig(16, 32, 4, 1, min_keys_per_split=32)}
         shapes = [(2, 48, 8, small, tiles, torch.float32)]
     else:
-        fit = fitting(LAYERS)
+        fit = fitting()
         shapes = [
-            (batch, context, rows_of(layer), layer, dict(fit[layer]), torch.bfloat16)
+            (batch, context, rows_of(layer), layer, fit[layer], torch.bfloat16)
             for context in options.context
             for batch in options.batch
             for layer in LAYERS

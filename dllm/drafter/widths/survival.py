@@ -95,12 +95,13 @@ class Survival:
             bins: ``[rows, N]`` of the same drafts, as given to ``of``.
         """
         tried = verified > 0
-        if tried.any() or self._by_position[0].max() > self._kept_unverified:
-            self._by_position *= SHARED_KEPT
-            self._by_bin *= SHARED_KEPT
-            if not tried.any():
-                self._position = self._position_rates()
-        if not tried.any():
+        has_tried = bool(tried.any())
+        if not has_tried and self._by_position[0].max() <= self._kept_unverified:
+            return
+        self._by_position *= SHARED_KEPT
+        self._by_bin *= SHARED_KEPT
+        if not has_tried:
+            self._position = self._position_rates()
             return
         # Also for rows of width 0: otherwise a bad estimate would last for ever, because a request
         # that is never verified gives no new counts.
