@@ -167,7 +167,12 @@ def _explain_refusals() -> None:
     beam_search = BeamSearchOnlineMixin.beam_search
 
     def checked_token_ids(self: Any, token_ids: Any, *, parameter: str | None = None) -> None:
-        if self.model_config.architecture in FAMILIES and token_ids:
+        if self.model_config.architecture in FAMILIES:
+            if len(token_ids) == 0:
+                raise VLLMValidationError(
+                    "prompt has 0 tokens; allowed: 1 and more. Send a token or a text.",
+                    parameter=parameter or "prompt",
+                )
             vocab_size = self.model_config.get_vocab_size()
             for token in (min(token_ids), max(token_ids)):
                 if not 0 <= token < vocab_size:

@@ -28,7 +28,6 @@ def check_requests_early() -> None:
     next call of them returns the same verdict.
     """
     from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.async_llm import AsyncLLM
 
     generate = AsyncLLM.generate
@@ -38,11 +37,8 @@ def check_requests_early() -> None:
     ):
         if self.model_config.architecture in FAMILIES:
             ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-            if ids is not None and len(ids) == 0:
-                raise VLLMValidationError(
-                    "prompt has 0 tokens; allowed: 1 and more. Send a token or a text.",
-                    parameter="prompt",
-                )
+            if ids is not None:
+                self.renderer.validate_token_ids(ids)
             if isinstance(sampling_params, SamplingParams):
                 _check_now(self, sampling_params)
                 start_watching(self, sampling_params, request_id)
@@ -51,8 +47,6 @@ def check_requests_early() -> None:
                     return filled
                 _count(1, sampling_params.n)
                 wait_before_the_stream(self, prompt, sampling_params)
-            if ids is not None:
-                self.renderer.validate_token_ids(ids)
         elif self.model_config.architecture in AUTOREGRESSIVE:
             _check_now(self, sampling_params)
         return generate(self, prompt, sampling_params, request_id, *args, **kwargs)

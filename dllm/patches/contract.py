@@ -117,7 +117,7 @@ PATCHES = {
         "would warn everybody else"
     ),
     "vllm.renderers.base.BaseRenderer.validate_token_ids": (
-        "token ids outside the model's vocabulary are refused with the range"
+        "token ids outside the model's vocabulary are refused with the range; so is no token"
     ),
     "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search": (
         "beam search is refused: a canvas has no next token to branch on"
