@@ -8,9 +8,12 @@ other model can be run with ``--worker-cls dllm.patches.cpu_worker.CanvasCPUWork
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -36,6 +39,13 @@ class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
         reload_compiled_backbone()
         allow_product_of_no_rows()
         super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        """vLLM's; the runner of a diffusion model then pads its batches."""
+        super().init_device()
+        if self.serves_canvases:
+            assert type(self.model_runner) is CPUModelRunner
+            self.model_runner.__class__ = PaddingRunner
 
     def determine_available_memory(self) -> int:
         """vLLM's, which compiles the model and runs it."""
@@ -69,3 +79,30 @@ class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
         """vLLM's; see ``start_weight_update``."""
         super().finish_weight_update()
         pack_new_weights(self.model_runner.model)
+
+
+class PaddingRunner(CPUModelRunner):
+    """vLLM's runner for a CPU, whose batches have one of few sizes.
+
+    oneDNN compiles each product of matrices for its number of rows, and keeps a limited number of
+    them. Prompts have any length: a batch of prompts and canvases would mostly be a new size.
+    """
+
+    def prepare_inputs(
+        self, scheduler_output: SchedulerOutput, state: Any, plan: Any, num_active_loras: int
+    ) -> Any:
+        """vLLM's, with padding, as before a CUDA graph.
+
+        Args:
+            state: ``BatchReqState``.
+            plan: ``BatchExecutionDescriptor``.
+        """
+        size = min(padded_size(state.num_tokens), self.max_num_tokens)
+        plan = replace(plan, num_tokens=max(size, plan.num_tokens))
+        return super().prepare_inputs(scheduler_output, state, plan, num_active_loras)
+
+
+def padded_size(num_tokens: int) -> int:
+    """The next of eight sizes between a power of two and its double; up to 16 each is one."""
+    step = 1 << max((num_tokens - 1).bit_length() - 4, 0)
+    return -(-num_tokens // step) * step

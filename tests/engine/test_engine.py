@@ -11,6 +11,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from dllm.engine.scheduler import CanvasScheduler
+from dllm.patches.cpu_worker import padded_size
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import (
@@ -180,3 +181,29 @@ def test_without_a_seed_every_request_draws_its_own_noise(engine):
     same = [prompt(20)] * 3
     outputs = engine.generate(same, SamplingParams(max_tokens=CANVAS, ignore_eos=True))
     assert len({tuple(tokens) for tokens in outputs}) == 3
+
+
+# --- sizes of batches ----------------------------------------------------------------------------
+
+
+def test_a_padded_size_is_at_most_an_eighth_larger_and_one_of_few():
+    sizes = [padded_size(count) for count in range(1, 2049)]
+    assert sizes[:16] == list(range(1, 17))
+    assert all(count <= size <= count * 9 / 8 for count, size in enumerate(sizes, 1))
+    assert len(set(sizes)) == 16 + 7 * 8
+
+
+def test_a_pass_on_a_cpu_has_a_padded_size_and_no_more_than_fits(engine):
+    """Prompts of any length share what oneDNN compiles for a number of rows."""
+    rows = []
+
+    def note(model, arguments, inputs):
+        rows.append(len(inputs["inputs_embeds"]))
+
+    lengths, most = range(100, 133), engine.runner.max_num_tokens
+    with engine.runner.model.register_forward_pre_hook(note, with_kwargs=True):
+        for length in lengths:
+            engine.generate([prompt(length)], params(blocks=1))
+        engine.generate([prompt(2 * most - 1)], params(blocks=1))
+    assert set(rows) <= {*map(padded_size, range(most)), most}
+    assert len(set(rows)) < len(lengths)
