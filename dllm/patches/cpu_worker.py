@@ -15,6 +15,8 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.engine.warm_up import warm_up
@@ -89,17 +91,16 @@ class PaddingRunner(CPUModelRunner):
     """
 
     def prepare_inputs(
-        self, scheduler_output: SchedulerOutput, state: Any, plan: Any, num_active_loras: int
-    ) -> Any:
-        """vLLM's, with padding, as before a CUDA graph.
-
-        Args:
-            state: ``BatchReqState``.
-            plan: ``BatchExecutionDescriptor``.
-        """
-        size = min(padded_size(state.num_tokens), self.max_num_tokens)
-        plan = replace(plan, num_tokens=max(size, plan.num_tokens))
-        return super().prepare_inputs(scheduler_output, state, plan, num_active_loras)
+        self,
+        scheduler_output: SchedulerOutput,
+        batch_req_state: Any,
+        batch_desc: BatchExecutionDescriptor,
+        num_active_loras: int,
+    ) -> InputBatch:
+        """vLLM's, with padding as for a CUDA graph; ``batch_req_state``: a ``BatchReqState``."""
+        size = min(padded_size(batch_req_state.num_tokens), self.max_num_tokens)
+        padded = replace(batch_desc, num_tokens=max(size, batch_desc.num_tokens))
+        return super().prepare_inputs(scheduler_output, batch_req_state, padded, num_active_loras)
 
 
 def padded_size(num_tokens: int) -> int:
