@@ -16,7 +16,7 @@ from dllm.patches.preflight import refuse_missing_parts
 logger = init_logger(LOGGER)
 
 # oneDNN keeps what it compiled for so many products, by default 1,024: hundreds of MiB, because
-# each number of rows has products of its own. With 64 a server is as fast (docs/reliability.md).
+# each number of rows has products of its own. Padded batches (`cpu_worker.padded_size`) need fewer.
 ONEDNN_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
 
 

@@ -7,7 +7,9 @@ other model can be run with ``--worker-cls dllm.patches.cpu_worker.CanvasCPUWork
 # This module of vLLM patches torch, and must be imported before every other worker module.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
+import ctypes
 import gc
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,8 @@ from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
 from dllm.patches.new_weights import pack_new_weights, refuse_new_int8_weights
 from dllm.patches.worker import Drafts, Records, Visits
 
+TRIM_SECONDS = 60.0
+
 
 class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
     """A CPU worker that replaces Triton kernels, and compiles everything before it is ready."""
@@ -40,6 +44,7 @@ class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
         register_cpu_kernels()
         reload_compiled_backbone()
         allow_product_of_no_rows()
+        self._trim_at = time.monotonic() + TRIM_SECONDS
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
@@ -62,6 +67,17 @@ class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
         write_checksums(self.vllm_config)
         return times
 
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's. Once a minute what is free in the heap goes back to the system, in about 8 ms.
+
+        Tensors of changing sizes leave gaps between what oneDNN keeps. glibc returns the end of the
+        heap alone, and the heap grows for days.
+        """
+        if (now := time.monotonic()) >= self._trim_at:
+            self._trim_at = now + TRIM_SECONDS
+            return_free_memory()
+        return super().execute_model(scheduler_output)
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's, which leaves some weights in another layout than its CPU kernels read.
 
@@ -81,6 +97,13 @@ class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
         """vLLM's; see ``start_weight_update``."""
         super().finish_weight_update()
         pack_new_weights(self.model_runner.model)
+
+
+def return_free_memory() -> None:
+    """Call glibc's ``malloc_trim``; other C libraries have none, and nothing happens."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class PaddingRunner(CPUModelRunner):

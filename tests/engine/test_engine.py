@@ -5,13 +5,15 @@ The quiet run itself is held to Hugging Face in ``test_parity.py``.
 
 from collections.abc import Sequence
 
+import psutil
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from dllm.engine.scheduler import CanvasScheduler
-from dllm.patches.cpu_worker import padded_size
+from dllm.patches import cpu_worker
+from dllm.patches.cpu_worker import padded_size, return_free_memory
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import (
@@ -20,6 +22,9 @@ from tests.support.engine_harness import (
     assert_same_runs,
     get_engine,
 )
+
+# Below the size from which glibc asks the system for each block of memory.
+NUM_BLOCKS, BLOCK_BYTES = 1000, 100_000
 
 
 @pytest.fixture(params=["synchronous", "asynchronous"])
@@ -183,7 +188,7 @@ def test_without_a_seed_every_request_draws_its_own_noise(engine):
     assert len({tuple(tokens) for tokens in outputs}) == 3
 
 
-# --- sizes of batches ----------------------------------------------------------------------------
+# --- on a CPU ------------------------------------------------------------------------------------
 
 
 def test_a_padded_size_is_at_most_an_eighth_larger_and_one_of_few():
@@ -207,3 +212,23 @@ def test_a_pass_on_a_cpu_has_a_padded_size_and_no_more_than_fits(engine):
         engine.generate([prompt(2 * most - 1)], params(blocks=1))
     assert set(rows) <= {*map(padded_size, range(most)), most}
     assert len(set(rows)) < len(lengths)
+
+
+def test_gaps_in_the_heap_go_back_to_the_system(engine, monkeypatch):
+    """Once at the first step after the time has come, not at each."""
+    worker, returned = engine.core.model_executor.driver_worker.worker, []
+    process = psutil.Process()
+
+    def measured():
+        before = process.memory_info().rss
+        return_free_memory()
+        returned.append(before - process.memory_info().rss)
+
+    monkeypatch.setattr(cpu_worker, "return_free_memory", measured)
+    blocks = [bytearray(b"x" * BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
+    kept = blocks[::100]  # the last of these holds the end of the heap
+    del blocks
+    monkeypatch.setattr(worker, "_trim_at", 0.0)
+    engine.generate([prompt(10)], params(blocks=2))
+    assert len(returned) == 1 and returned[0] > NUM_BLOCKS * BLOCK_BYTES / 2, returned
+    assert len(kept) == NUM_BLOCKS // 100

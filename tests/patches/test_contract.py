@@ -288,6 +288,7 @@ ALSO_USED = {
     "CanvasAttentionBackend.get_name",
     "CanvasAttentionImpl.forward",
     "CanvasBackbone.forward",
+    "CanvasCPUWorker.execute_model",
     "CanvasCPUWorker.reload_weights",
     "CanvasGPUWorker.sleep",
     "CanvasReads._image_parts",
