@@ -200,7 +200,9 @@ def figures(
     accepted, num_tokens = saved.get("spec_decode_accepted_tokens", 0), sum(saved["output_lens"])
     if drafts:
         row["acceptance_length"] = 1 + accepted / drafts
-    if commits == NO_CANVAS:  # a step writes one token and the drafts that it accepts
+    # A step writes one token and the drafts that it accepts. Drafts behind an answer's end count as
+    # accepted, too: with self-speculation there are more of them than tokens.
+    if commits == NO_CANVAS and accepted < num_tokens:
         row["tokens_per_pass"] = num_tokens / (num_tokens - accepted)
     if blocks and denoise:
         row["ms_per_denoise_step"] = 1e3 * sum(latencies) / denoise

@@ -97,6 +97,9 @@ def test_an_autoregressive_model_has_a_token_a_step_and_the_drafts_that_it_accep
     one = figures(NO_CANVAS, result, workload)
     assert one["steps_per_block"] is None and one["passes_per_block"] is None
     assert (one["tokens_per_pass"], one["acceptance_length"]) == (2.0, 3.0)
+    # Self-speculation drafts a whole canvas, and accepts what is behind the answer's end.
+    behind_end = figures(NO_CANVAS, result | {"spec_decode_accepted_tokens": 200}, workload)
+    assert behind_end["tokens_per_pass"] is None
 
 
 # --- what is refused -----------------------------------------------------------------------------
