@@ -121,8 +121,8 @@ class PaddingRunner(CPUModelRunner):
         num_active_loras: int,
     ) -> InputBatch:
         """vLLM's, with padding as for a CUDA graph; ``batch_req_state``: a ``BatchReqState``."""
-        size = min(padded_size(batch_req_state.num_tokens), self.max_num_tokens)
-        padded = replace(batch_desc, num_tokens=max(size, batch_desc.num_tokens))
+        size = min(padded_size(batch_desc.num_tokens), self.max_num_tokens)
+        padded = replace(batch_desc, num_tokens=size)
         return super().prepare_inputs(scheduler_output, batch_req_state, padded, num_active_loras)
 
 
