@@ -196,8 +196,9 @@ class Lockstep:
         self, name: str, inputs: torch.Tensor, output: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(values: torch.Tensor) -> torch.Tensor:
-            self.distances[name] = relative(inputs, values[0])
-            return output[None]
+            count = values.shape[1]
+            self.distances[name] = relative(_own(inputs, count), values[0])
+            return _own(output, count)[None]
 
         return forward
 
@@ -205,11 +206,18 @@ class Lockstep:
         self, name: str, tokens: torch.Tensor, ids: torch.Tensor, output: torch.Tensor
     ) -> Callable[..., torch.Tensor]:
         def forward(values: torch.Tensor, top_k_index: torch.Tensor, _: object) -> torch.Tensor:
-            assert torch.equal(top_k_index.sort().values, ids.long().sort().values), name
-            self.distances[name] = relative(tokens, values)
-            return output
+            count = len(values)
+            served_ids = _own(ids, count).long()
+            assert torch.equal(top_k_index.sort().values, served_ids.sort().values), name
+            self.distances[name] = relative(_own(tokens, count), values)
+            return _own(output, count)
 
         return forward
+
+
+def _own(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """A batch's rows, without those that the CPU worker pads it with."""
+    return rows[:count]
 
 
 def _in_fused(model: nn.Module, name: str, module: nn.Linear) -> tuple[str, slice]:
