@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=100, help="of each family, for ECE")
     options = parser.parse_args(arguments)
     path = options.results / SECTION.file
-    loads = [(load, count) for load in (ONE_INPUT, OWN_INPUTS) for count in COUNTS]
+    loads = list(product((ONE_INPUT, OWN_INPUTS), COUNTS))
 
     def run(one: Contestant, load: tuple[str, int], number: int) -> Row:
         assert one.server is not None
@@ -87,11 +88,11 @@ def contestants(model: str, folder: Path) -> list[Contestant]:
 
 
 def warm_up(one: Contestant) -> None:
-    """Wait until a server is ready, and ask it the largest loads."""
+    """Wait until a server is ready, and ask it every load: the built-in compiles at the first."""
     assert one.server is not None
     one.server.wait_until_ready()
-    for load in (ONE_INPUT, OWN_INPUTS):
-        measure(one.server, load, max(COUNTS), 2, "warm-up")
+    for load, count in product((ONE_INPUT, OWN_INPUTS), COUNTS):
+        measure(one.server, load, count, 2, "warm-up")
 
 
 def measure(server: Server, load: str, count: int, repeats: int, tag: str) -> Row:
