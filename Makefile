@@ -1,5 +1,6 @@
 # make serve | test | test-all | check | bench | bench-compare | kernels | setup | setup-dev |
-#      setup-quant | setup-dynamo | smollm2 | lm_eval | chromium | lock | release | container | clean
+#      setup-quant | setup-dynamo | setup-all | smollm2 | lm_eval | chromium | lock | release |
+#      container | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
@@ -35,7 +36,7 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-quant setup-dynamo smollm2 lm_eval chromium serve test test-all check lint types \
+.PHONY: help setup setup-dev setup-quant setup-dynamo setup-all smollm2 lm_eval chromium serve test test-all check lint types \
         bench bench-compare kernels lock release container clean
 
 help:
@@ -114,6 +115,9 @@ $(VENV)/.lm_eval: requirements/lm_eval.txt $(VENV)/.locked
 	$(PIP) --target $(VENV)/lm_eval -r requirements/lm_eval.txt
 	@touch $@
 
+# All that tests use, but the browser.
+setup-all: setup-dev setup-quant setup-dynamo lm_eval $(addprefix $(VENV)/,.images .diffusers .clients)
+
 # The target of docs/calibration.md, a folder of safetensors; tests that need it are skipped without.
 smollm2: $(VENV)/smollm2
 
@@ -140,7 +144,7 @@ serve: setup
 # Without the tests that are marked `nightly`; `make test-all` runs those, too.
 test: SELECT := -m "not nightly"
 test test-all: export HF_HUB_OFFLINE ?= 1
-test-all: $(VENV)/.images $(VENV)/.clients $(VENV)/.lm_eval
+test-all: setup-all
 test test-all: setup-dev setup-quant $(VENV)/.diffusers
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(SELECT) $(ARGS)
 

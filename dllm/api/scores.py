@@ -16,12 +16,14 @@ block is masks.
 import math
 import random
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
+from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
@@ -61,7 +63,8 @@ class ScoreRequest(BaseModel):
     samples: int = Field(8, ge=1, le=MAX_READS)
     seed: int = 0
     priority: int = Field(0, ge=-(2**63), le=2**63 - 1)
-    cache_salt: str | None = None
+    # With a bound, pydantic refuses halves of surrogate pairs, which the engine cannot take.
+    cache_salt: str | None = Field(None, max_length=128)
 
 
 class BlockRead(NamedTuple):
@@ -131,6 +134,7 @@ async def scored(
     engine = serving.engine_client
     if engine.errored:
         raise engine.dead_error
+    validate_cache_salt(request.cache_salt)
     config = engine.vllm_config.model_config
     if config.logprobs_mode in ("raw_logits", "processed_logits"):
         refuse("model", "/v1/scores needs log-probabilities, and --logprobs-mode is of logits.")
@@ -195,7 +199,7 @@ def check(
             "/v1/scores is served for models with masks; this one begins with noise, which hides "
             "nothing for certain. Ask for prompt_logprobs of its causal pass.",
         )
-    if getattr(settings, "begins_causally", False):
+    if settings.begins_causally:
         refuse(
             "model",
             "/v1/scores reads canvases of masks, and this server begins each with the token of a "
@@ -231,15 +235,22 @@ def chosen(text: Sequence[int], of_blocks: Iterable[range], places: Sequence[int
     """The reads that score the tokens at some places, of the blocks that have any.
 
     Raises:
-        VLLMValidationError: a place is not in the text, or comes twice.
+        VLLMValidationError: a place is not in the text, or comes twice, or there are too many.
     """
     if len({*places}) < len(places) or not places or max(places) >= len(text):
         refuse_value("places", places, f"different integers from 0 to {len(text) - 1}")
-    reads = []
+    reads, ordered = [], sorted(places)
     for block in of_blocks:
-        masked = sorted(place - block.start for place in places if place in block)
-        if masked:
+        inside = ordered[bisect_left(ordered, block.start) : bisect_left(ordered, block.stop)]
+        if inside:
+            masked = [place - block.start for place in inside]
             reads.append(BlockRead(block.start, text[block.start : block.stop], masked))
+    if len(reads) > MAX_READS:
+        refuse(
+            "places",
+            f"places in {len(reads)} blocks; allowed: {MAX_READS} in an HTTP request. Send "
+            "several requests.",
+        )
     return reads
 
 

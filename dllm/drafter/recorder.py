@@ -36,9 +36,9 @@ from dllm.drafter.step import TargetStep
 logger = logging.getLogger(LOGGER)
 
 GROUP = "traffic"
-# Tokens of a sample at most, counted from the first one that is not in the prefix cache. When a
-# prompt is longer than this, a new sample begins with one of its later chunks.
-MAX_SAMPLE_TOKENS = 2048
+# Tokens of a sample at most. It begins with a step of the prompt, of which it has BEGIN_TOKENS at
+# most, the last ones. When it is full, a new one begins with a later step of the prompt.
+MAX_SAMPLE_TOKENS, BEGIN_TOKENS = 2048, 1024
 # Steps that a prompt may wait for its next chunk before its request counts as finished.
 MAX_GAP = 64
 # The bytes allowed on disk are divided into so many shards: deleting the oldest one to make room
@@ -147,16 +147,20 @@ class Recorder:
         """Add one step to the samples of its requests; close those of finished requests."""
         self._num_steps += 1
         self._close_finished(set(step.batch.req_ids))
-        rows = self._rows(step)
-        if rows:
+        skipped = self._rows(step)
+        if skipped:
             firsts, kept = step.batch.query_start_loc_np, step.kept
-            places = [np.arange(firsts[row], firsts[row] + kept[row]) for row in rows]
+            places = [
+                np.arange(firsts[row] + skip, firsts[row] + kept[row])
+                for row, skip in skipped.items()
+            ]
             chosen = torch.from_numpy(np.concatenate(places))
             hidden = step.features(chosen).cpu()  # one copy for all rows: it waits for the device
             parts = hidden.split([len(tokens) for tokens in places])
-            for row, tokens, part in zip(rows, places, parts, strict=True):
+            for row, tokens, part in zip(skipped, places, parts, strict=True):
+                start = int(step.starts[row]) + skipped[row]
                 # Each sample has memory of its own, or one would keep that of the others.
-                self._extend(step, row, step.tokens[tokens], part.clone())
+                self._extend(step, row, start, step.tokens[tokens], part.clone())
         if self._closed and time.monotonic() - self._waiting_since > MAX_WAIT_S:
             self._hand_over()
 
@@ -181,32 +185,38 @@ class Recorder:
             if name not in now and not waits:
                 self._end(name)
 
-    def _rows(self, step: TargetStep) -> list[int]:
-        """The rows to record. Closes a sample that its row does not continue or has no room for."""
-        rows = []
+    def _rows(self, step: TargetStep) -> dict[int, int]:
+        """The rows to record, and how many of their first tokens are left out.
+
+        Closes a sample that its row does not continue or has no room for.
+        """
+        rows = {}
         room = self.max_bytes // 4 - self._open_bytes
         starts, kept = step.starts, step.kept.tolist()
         for row, name in enumerate(step.batch.req_ids):
             sample = self._open.get(name)
-            num_bytes = kept[row] * step.token_bytes
             if sample is not None and (
                 sample.end != starts[row]
                 or len(sample.tokens) + kept[row] > MAX_SAMPLE_TOKENS
-                or num_bytes > room
+                or kept[row] * step.token_bytes > room
             ):
                 room += sample.num_bytes
                 self._end(name)
                 sample = None
+            skip = max(0, kept[row] - BEGIN_TOKENS) if sample is None else 0
+            num_bytes = (kept[row] - skip) * step.token_bytes
             # A sample must begin in the prompt: a response alone is not enough context.
             begins = sample is None and starts[row] < step.batch.prefill_len_np[row]
             if (sample is not None or begins) and num_bytes <= room:
-                rows.append(row)
+                rows[row] = skip
                 room -= num_bytes
         return rows
 
-    def _extend(self, step: TargetStep, row: int, tokens: np.ndarray, hidden: Tensor) -> None:
-        """Add a row's tokens and hidden states to its request's sample."""
-        begun = RecordedSample(int(step.starts[row]), int(step.batch.prefill_len_np[row]))
+    def _extend(
+        self, step: TargetStep, row: int, start: int, tokens: np.ndarray, hidden: Tensor
+    ) -> None:
+        """Add a row's tokens, from position ``start`` on, and hidden states to its sample."""
+        begun = RecordedSample(start, int(step.batch.prefill_len_np[row]))
         sample = self._open.setdefault(step.batch.req_ids[row], begun)
         verified, rejected = int(step.verified[row]), int(step.rejected[row])
         counts = (verified, verified - rejected) if verified else (-1, -1)

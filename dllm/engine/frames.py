@@ -64,8 +64,8 @@ class FrameMail:
 
     def __init__(self, answer: ModelRunnerOutput, requests: Mapping[str, Any]) -> None:
         """Read the worker's answer. ``requests`` holds those that end in this visit as well."""
-        self._by_server: dict[int, list[EngineCoreOutput]] = {}
-        self._traced: list[tuple[frozenset[str], np.ndarray, EngineCoreOutput]] = []
+        # Of each frame its server, and what its trace is made of.
+        self._frames: list[tuple[EngineCoreOutput, int, np.ndarray, frozenset[str] | None]] = []
         steps: list[StepFrames] = getattr(answer, "canvas_frames", [])
         for number, step in enumerate(steps):
             seen_later = {req_id for later in steps[number + 1 :] for req_id in later.req_ids}
@@ -80,23 +80,26 @@ class FrameMail:
                 if request is None or is_skipped:
                     continue
                 output = _frame_output(req_id, request.num_prompt_tokens, frame)
-                self._by_server.setdefault(request.client_index, []).append(output)
-                if is_final and (asked := traced(request.sampling_params)) is not None:
-                    self._traced.append((asked, frame, output))
+                asked = traced(request.sampling_params) if is_final else None
+                self._frames.append((output, request.client_index, frame, asked))
 
     def add_to(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Append the frames to the engine core's outputs, behind everything else.
 
-        A trace needs them: they say how many tokens of a block belong to the answer.
+        A trace needs them: they say how many tokens of a block belong to the answer. Where there
+        are none, vLLM has reset the request meanwhile, and its block comes again.
         """
-        if self._traced:
-            emitted = {one.request_id: one for sent in outputs.values() for one in sent.outputs}
-            for asked, packed, output in self._traced:
-                assert output.kv_transfer_params is not None
-                trace = _trace(packed, emitted.get(output.request_id), asked)
-                output.kv_transfer_params[KEY]["trace"] = trace
-        for server, frames in self._by_server.items():
-            outputs.setdefault(server, EngineCoreOutputs(outputs=[])).outputs.extend(frames)
+        if not self._frames:
+            return
+        emitted = {one.request_id: one for sent in outputs.values() for one in sent.outputs}
+        for output, server, packed, asked in self._frames:
+            assert output.kv_transfer_params is not None
+            frame, answer = output.kv_transfer_params[KEY], emitted.get(output.request_id)
+            if frame["is_final"] and answer is None:
+                continue
+            if answer is not None and asked is not None:
+                frame["trace"] = _trace(packed, answer, asked)
+            outputs.setdefault(server, EngineCoreOutputs(outputs=[])).outputs.append(output)
 
 
 def _frame_output(req_id: str, num_prompt_tokens: int, packed: np.ndarray) -> EngineCoreOutput:
@@ -108,19 +111,15 @@ def _frame_output(req_id: str, num_prompt_tokens: int, packed: np.ndarray) -> En
     return EngineCoreOutput(request_id=req_id, new_token_ids=[], kv_transfer_params={KEY: frame})
 
 
-def _trace(
-    packed: np.ndarray, emitted: EngineCoreOutput | None, asked: frozenset[str]
-) -> dict[str, Any]:
+def _trace(packed: np.ndarray, emitted: EngineCoreOutput, asked: frozenset[str]) -> dict[str, Any]:
     """A block's trace, as ``Frame.trace`` has it.
 
     Args:
         emitted: what the engine core says of the request in this visit.
         asked: what the request wants beside the rest.
     """
-    length = 0 if emitted is None else len(emitted.new_token_ids)
-    has_ended = emitted is not None and emitted.finished
-    width = int(packed[WIDTH, -1])
-    shown = slice(width if "behind_stop" in asked and has_ended else length)
+    length, width = len(emitted.new_token_ids), int(packed[WIDTH, -1])
+    shown = slice(width if "behind_stop" in asked and emitted.finished else length)
     tokens, (steps, *numbers) = packed[1, shown], packed[TRACE_LINES, shown]
     names = ("logprobs", "sampling_logprobs", *(("entropies",) if "entropy" in asked else ()))
     return {

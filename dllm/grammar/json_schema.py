@@ -5,7 +5,7 @@ out would make an answer wrong without a word.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dllm.grammar.patterns import check_pattern
@@ -45,18 +45,30 @@ def check_schema(schema: Any) -> None:
             raise _refusal(other, f"beside {given[0]!r} answers cannot be held to it")
         if isinstance(part.get("pattern"), str):
             check_pattern(part["pattern"])
+        if isinstance(part.get("patternProperties"), Mapping):
+            for pattern in part["patternProperties"]:
+                check_pattern(pattern)
 
 
-def check_text(kind: str, text: str) -> None:
-    """As ``check_schema``, for the text of a grammar of any kind (``compile.Spec``)."""
+def check_text(kind: str, text: str, check: Callable[[Any], None] = check_schema) -> None:
+    """Check the text of a grammar of any kind (``compile.Spec``).
+
+    Args:
+        check: is called with each JSON schema in it.
+
+    Raises:
+        Unsupported: by ``check``; or the text is no JSON, or a pattern is refused.
+    """
+    if kind == "regex":
+        check_pattern(text)
+    if kind not in ("json", "structural_tag"):
+        return
     try:
+        read = json.loads(text)
         if kind == "json":
-            check_schema(json.loads(text))
-        elif kind == "regex":
-            check_pattern(text)
-        elif kind == "structural_tag":
-            for schema in _schemas_of_tag(json.loads(text)):
-                check_schema(schema)
+            check(read)
+        else:
+            _check_tag(read, check)
     except (ValueError, RecursionError) as error:
         if isinstance(error, Unsupported):
             raise
@@ -86,14 +98,16 @@ def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
             yield from _parts(value)
 
 
-def _schemas_of_tag(tag: Any) -> Iterator[Any]:
-    """The JSON schemas in a structural tag, of either of xgrammar's forms."""
+def _check_tag(tag: Any, check: Callable[[Any], None]) -> None:
+    """Check the schemas and patterns in a structural tag, of either of xgrammar's forms."""
     if isinstance(tag, list):
         for one in tag:
-            yield from _schemas_of_tag(one)
+            _check_tag(one, check)
     if isinstance(tag, Mapping):
+        if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
+            check_pattern(tag["pattern"])
         for key, value in tag.items():
             if key in ("json_schema", "schema"):
-                yield value
+                check(value)
             else:
-                yield from _schemas_of_tag(value)
+                _check_tag(value, check)

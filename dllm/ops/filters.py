@@ -104,7 +104,7 @@ class _Histogram(NamedTuple):
         """The largest t such that the tokens >= t reach the target: [F].
 
         If no t does (through rounding, or because the target is too large), the smallest logit of
-        the last bin that was searched.
+        the last bin that was searched, or -inf if that bin is empty.
 
         Args:
             target: [F] fp32, a number of tokens if `is_count`, else a mass.
@@ -126,6 +126,7 @@ class _Histogram(NamedTuple):
 
         is_padding = measure == 0
         lowest = torch.where(is_padding, torch.inf, tokens).amin(dim=-1)
+        lowest = torch.where(lowest == torch.inf, -torch.inf, lowest)
         return _largest(reaches, lowest, tokens.amax(dim=-1))
 
 

@@ -49,7 +49,7 @@ def configure_dllm(vllm_config: Any) -> None:
     PluginOptions.from_vllm(vllm_config)
     if vllm_config.diffusion_config is None:
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=settings.canvas_length)
-    if getattr(settings, "begins_causally", False):
+    if settings.begins_causally:
         _separate_passes(vllm_config)
     _set_scheduler(vllm_config, settings)
     _refuse_unsupported(vllm_config)

@@ -9,6 +9,7 @@ from typing import Any
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.cpu import choose_dtype, register_model
 from dllm.patches.serving import use_our_worker
+from dllm.settings.server import WHERE, PluginOptions
 
 SPECULATOR = "dllm.drafter.self_drafter.SelfDrafter"
 
@@ -84,8 +85,6 @@ def _choose_model_config() -> None:
     """Let our option choose the model class, and the CPU its dtype."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from dllm.settings.server import PluginOptions
-
     create = EngineArgs.create_model_config
 
     def create_model_config(self: Any) -> Any:
@@ -94,6 +93,11 @@ def _choose_model_config() -> None:
         if decoding != "diffusion":
             served = FAMILIES.get(config.architecture)
             if served is not None and served.autoregressive is not None:
+                if callable(self.hf_overrides):
+                    raise ValueError(
+                        f"{WHERE}: decoding = {decoding!r} beside hf_overrides that are a "
+                        "function; allowed: a dict. Write one."
+                    )
                 self.hf_overrides = {**(self.hf_overrides or {}), "canvas_length": None}
                 config = create(self)
             _choose_speculator(self, config, decoding)
@@ -109,8 +113,6 @@ def _choose_speculator(arguments: Any, config: Any, decoding: str) -> None:
     Raises:
         ValueError: the model or a flag does not fit the option.
     """
-    from dllm.settings.server import WHERE
-
     if config.architecture not in AUTOREGRESSIVE:
         both = ", ".join(name for name, served in FAMILIES.items() if served.autoregressive)
         raise ValueError(

@@ -103,19 +103,35 @@ def _choose_classes(vllm_config: Any) -> None:
         "Leave the flag out, or set DLLM_DISABLE=1 for vLLM's own drafter.",
     )
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
-    verifies_all = always_verifies_all(
-        drafter_options(vllm_config), speculative.num_speculative_tokens
-    )
+    options = drafter_options(vllm_config)
+    verifies_all = always_verifies_all(options, speculative.num_speculative_tokens)
     if (current_platform.is_cpu() or not verifies_all) and scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = DRAFTING_SCHEDULER
     if not verifies_all:
-        if scheduler.async_scheduling:
-            raise ValueError(
-                "--async-scheduling: how many drafts are verified is decided after each step, and "
-                'this schedules the next one before. Leave the flag out, or leave "policy" and '
-                '"width" out of the drafter\'s options.'
-            )
-        scheduler.async_scheduling = False
+        _schedule_synchronously(
+            vllm_config,
+            "how many drafts are verified is decided after each step",
+            '"policy" and "width"',
+        )
+    if options.record is not None:
+        _record_synchronously(vllm_config)
+
+
+def _schedule_synchronously(vllm_config: Any, why: str, options: str) -> None:
+    scheduler = vllm_config.scheduler_config
+    if scheduler.async_scheduling:
+        raise ValueError(
+            f"--async-scheduling: {why}, and this schedules the next one before. Leave the flag "
+            f"out, or leave {options} out of the drafter's options."
+        )
+    scheduler.async_scheduling = False
+
+
+def _record_synchronously(vllm_config: Any) -> None:
+    """Else a step more would be recorded of a text that has ended."""
+    _schedule_synchronously(
+        vllm_config, "whether a text has ended is known after each step", '"record"'
+    )
 
 
 def _configure_recording(vllm_config: Any) -> None:
@@ -141,6 +157,7 @@ def _configure_recording(vllm_config: Any) -> None:
         )
     refuse_unrecordable(vllm_config)
     use_our_worker(vllm_config, "recording needs")
+    _record_synchronously(vllm_config)
     if not vllm_config.use_v2_model_runner:
         raise ValueError(
             f"{WHERE}: record needs vLLM's Model Runner V2, and this server would run another one."

@@ -9,7 +9,6 @@ So a grammar is compiled once, within limits of time and memory, and all hold th
 """
 
 import asyncio
-import json
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from typing import Any
 
 from dllm.grammar.compile import Grammars, Spec, check_length, tokens_of
 from dllm.grammar.constraint import Constraint, Thoughts
+from dllm.grammar.json_schema import check_text
 from dllm.grammar.rules import Unsupported
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
@@ -200,31 +200,36 @@ def _begin(engine: Any, params: Any) -> Future[bytes]:
 
 def _check_features(spec: Spec) -> None:
     """Refuse what vLLM knows of xgrammar that it would leave out; ``json_schema`` knows more."""
-    if spec.kind != "json":
-        return
     from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
-    try:
-        is_held = not has_xgrammar_unsupported_json_features(json.loads(spec.text))
-    except ValueError as error:
-        raise Unsupported("The grammar is no valid JSON. Correct it.") from error
-    if not is_held:
-        raise Unsupported(
-            "The schema has a keyword that answers cannot be held to, for instance multipleOf, "
-            "uniqueItems, a length beside a pattern or format, or allOf of several. Leave it out."
-        )
+    def check(schema: Any) -> None:
+        if has_xgrammar_unsupported_json_features(schema):
+            raise Unsupported(
+                "The schema has a keyword that answers cannot be held to, for instance multipleOf, "
+                "uniqueItems, a length beside a pattern or format, or allOf of several. Leave it "
+                "out."
+            )
+
+    check_text(spec.kind, spec.text, check)
 
 
 def _spec(asked: Any, is_compact: bool) -> Spec:
     """A grammar as vLLM's xgrammar backend reads it. Takes no longer than to read its text.
 
     Raises:
-        VLLMValidationError: it is empty, too long or nested too deeply.
+        VLLMValidationError: it is empty, too long or nested too deeply, or whitespace is a pattern.
     """
     from vllm.sampling_params import check_json_nesting
     from vllm.v1.structured_output.request import get_structured_output_key
     from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
+    if asked.whitespace_pattern is not None:
+        refuse(
+            "structured_outputs",
+            "structured_outputs: whitespace_pattern is not served; allowed: "
+            "disable_any_whitespace. Leave it out.",
+        )
+    is_compact |= asked.disable_any_whitespace
     check_json_nesting(asked.json)
     check_json_nesting(asked.structural_tag, structural_tag=True)
     option, text = get_structured_output_key(asked)

@@ -164,7 +164,9 @@ async def _refuse_our_fields(raw_request: Any) -> None:
     if raw_request is None:
         return
     sent = await raw_request.json()
-    extra = sent.get("vllm_xargs") or ()
+    params = sent.get("sampling_params")  # of /inference/v1/generate
+    of_tokens = params.get("extra_args") if isinstance(params, dict) else None
+    extra = sent.get("vllm_xargs") or of_tokens or ()
     if sent.get("diffusing") is True or STREAM in extra:
         refuse_route(STREAM)
     if TRACE in extra:
@@ -254,6 +256,12 @@ async def _take_fill(self: Any, request: Any) -> fill.Fill:
     if TRACE in (request.vllm_xargs or ()):
         fill.refuse_beside_suffix(TRACE)
     llm, extra = self.engine_client, request.vllm_xargs or {}
+    if llm.model_config.logprobs_mode in ("raw_logits", "processed_logits"):
+        refuse(
+            "suffix",
+            "suffix: holes are compared by log-probabilities, and --logprobs-mode is of logits. "
+            "Leave it out.",
+        )
     canvas = llm.vllm_config.diffusion_config.canvas_length
     end = llm.renderer.get_eos_token_id()
     vocab_size = llm.model_config.get_vocab_size()
@@ -291,9 +299,13 @@ class OurRoutes:
 
         from dllm.api.decisions.reads import CanvasReads  # imports vLLM's API server
 
+        class Reads(CanvasReads):
+            def __init__(self, context: Any) -> None:
+                super().__init__(context, settings_of(context.engine_client.vllm_config))
+
         self._app = app
         for architecture in FAMILIES:
-            READ_STRATEGIES[architecture] = CanvasReads
+            READ_STRATEGIES[architecture] = Reads
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Add ``/v1/decisions`` and ``/v1/scores``, and bound all bodies.

@@ -71,8 +71,9 @@ class Stream:
         with self._closing():
             if self._get_ready():
                 self._flush()
-                if self._frame_end() is None:
-                    self._fill()
+        with self._closing():  # also where nothing can be sent: the other side may wait likewise
+            if self.is_ready and self._frame_end() is None:
+                self._fill()
         found: list[bytes] = []
         while len(found) < MAX_FRAMES and (end := self._frame_end()) is not None:
             found.append(bytes(self._in[LENGTH_BYTES:end]))

@@ -47,7 +47,9 @@ class DenoiseSettings(Protocol):
             many positions. 1 means that it is causal. With more, a canvas is the rest of a group.
         canvas_length: tokens of a canvas; a request may ask for fewer.
         canvas_window: which context canvas rows see on sliding layers (``attention.masks``).
-        never_emitted: tokens that are no answer whatever a request asks for.
+        never_emitted: tokens that are no answer whatever a request asks for: the mask, which a
+            canvas begins with. Empty if it begins with noise.
+        begins_causally: a causal pass in front of a canvas decides its first token.
     """
 
     parameters: ClassVar[tuple[Parameter, ...]]
@@ -67,6 +69,9 @@ class DenoiseSettings(Protocol):
 
     @property
     def never_emitted(self) -> tuple[int, ...]: ...
+
+    @property
+    def begins_causally(self) -> bool: ...
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
         """The numbers with which a request is denoised, by the names of the parameters.
@@ -122,8 +127,3 @@ def refuse_unknown(
 def block_size_of(vllm_config: Any) -> int:
     """``DenoiseSettings.block_size`` of a server's model, as config.json says it; else 1."""
     return getattr(vllm_config.model_config.hf_config, "block_size", None) or 1
-
-
-def begins_with_noise(vllm_config: Any) -> bool:
-    """Whether a canvas of a server's model begins as noise, and not as masks."""
-    return getattr(vllm_config.model_config.hf_config, "mask_token_id", None) is None

@@ -140,20 +140,21 @@ def no_template(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "mode", "why"),
+    ("changes", "mode", "causal", "why"),
     [
-        ({"apply_chat_template": no_template}, "raw_logprobs", "no template"),
-        ({"eos_token_id": None}, "raw_logprobs", "None"),
-        ({}, "raw_logits", "--logprobs-mode"),
+        ({"apply_chat_template": no_template}, "raw_logprobs", False, "no template"),
+        ({"eos_token_id": None}, "raw_logprobs", False, "None"),
+        ({}, "raw_logits", False, "--logprobs-mode"),
+        ({}, "raw_logprobs", True, "first_token = 'mask'"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_asked_says_why(monkeypatch, changes, mode, why):
-    monkeypatch.setattr(reads, "block_size_of", lambda config: 1)
+def test_a_checkpoint_that_cannot_be_asked_says_why(monkeypatch, changes, mode, causal, why):
+    settings = SimpleNamespace(begins_causally=causal, block_size=1, never_emitted=(3,))
     monkeypatch.setattr(reads.CanvasReads, "why_not", None)
     architecture = next(iter(FAMILIES))
     monkeypatch.setitem(strategies.READ_STRATEGIES, architecture, reads.CanvasReads)
     with contextlib.suppress(ValueError):  # vLLM logs it at the level DEBUG
-        reads.CanvasReads(context(**changes))
+        reads.CanvasReads(context(**changes), settings)
     model = SimpleNamespace(architecture=architecture, logprobs_mode=mode)
     state = SimpleNamespace(engine_client=SimpleNamespace(model_config=model))
     assert why in route.why_not(state)

@@ -1,6 +1,7 @@
 """Fill in the middle: which widths are tried, which answer is taken, and what the client gets."""
 
 import asyncio
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +230,14 @@ def test_if_a_candidate_fails_the_others_end_first():
         assert model.ended > 0 and len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
+
+
+def test_a_hole_may_begin_inside_of_a_character(monkeypatch):
+    """The prompt "2" and the first half of one, which the hole's first token ends."""
+    text = {(50, 51): "2\N{REPLACEMENT CHARACTER}", (50, 51, *[97] * 5): "2\N{SNOWMAN}aaaa"}
+    monkeypatch.setattr(sys.modules[__name__], "decode", lambda ids: text[(*ids,)])
+    output, _ = fill(SamplingParams(max_tokens=50))
+    assert output.outputs[0].text == "\N{SNOWMAN}aaaa"
 
 
 def test_a_stop_string_ends_the_hole():

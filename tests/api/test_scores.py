@@ -13,13 +13,15 @@ from vllm.exceptions import VLLMValidationError
 
 from dllm.api import scores
 from dllm.api.fill import finished
-from dllm.models.unmasking.reference import DecodingRule, additive, block_causal, load_model
-from tests.engine.test_traces import MASKS, TOLERANCE, engine_of, prompts  # noqa: F401
+from dllm.models.unmasking.reference import DecodingRule, load_model
+from tests.support.mask_engines import MASKS, TOLERANCE, prompts
+from tests.support.masked_pass import logits_of
+
+pytest_plugins = ["tests.support.mask_engines"]
 
 SAMPLES = 3
 
 
-@torch.no_grad()
 def looped(model: Any, rule: DecodingRule, prompt: list[int], text: list[int], read: Any) -> Any:
     """Log-probabilities of a read's masks: one pass over everything up to the canvas's end."""
     context = prompt + text[: read.start]
@@ -28,19 +30,13 @@ def looped(model: Any, rule: DecodingRule, prompt: list[int], text: list[int], r
     canvas = [rule.mask_token_id] * width
     for at, token in enumerate(read.tokens):
         canvas[at] = rule.mask_token_id if at in read.masked else token
-    at = torch.arange(len(context) + width)
-    seen = block_causal(at, rule.block_size) | (at >= len(context))[:, None]
-    logits = model(
-        input_ids=torch.tensor([context + canvas]),
-        attention_mask=additive(seen[None]),
-        use_cache=False,
-    ).logits[0, len(context) :]
+    logits = logits_of(model, context + canvas, len(context), rule.block_size)[len(context) :]
     logits[:, rule.mask_token_id] = -torch.inf
     return [float(logits[at].log_softmax(-1)[read.tokens[at]]) for at in read.masked]
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if not name.endswith("causal")])
-def test_scores_are_those_of_a_loop(engine_of, name):  # noqa: F811
+def test_scores_are_those_of_a_loop(engine_of, name):
     """Prompts that end in a block and at its end, and a text of several blocks."""
     engine, path = engine_of(name)
     model, rule = load_model(path), DecodingRule.of_checkpoint(path)
@@ -110,6 +106,14 @@ def test_what_cannot_be_scored_is_refused(parameter, prompt, text, settings):
 def test_places_are_those_of_the_text(places):
     with pytest.raises(VLLMValidationError, match="places"):
         scores.chosen([5, 6, 7], [range(0, 3)], places)
+
+
+def test_places_are_read_in_a_bounded_number_of_passes():
+    blocks = [range(at, at + 1) for at in range(scores.MAX_READS + 1)]
+    text, places = [5] * len(blocks), list(range(len(blocks)))
+    assert len(scores.chosen(text, blocks, places[1:])) == scores.MAX_READS
+    with pytest.raises(VLLMValidationError, match="places in 1601 blocks"):
+        scores.chosen(text, blocks, places)
 
 
 def test_reads_of_a_request_are_bounded():

@@ -67,9 +67,12 @@ def read(lines: Any, feed: CanvasFeed) -> list[str]:
     return asyncio.run(all_lines())
 
 
-def mailed(*steps: StepFrames, of: dict[str, Any]) -> dict[int, EngineCoreOutputs]:
-    """The messages for each API server."""
-    outputs: dict[int, EngineCoreOutputs] = {}
+def mailed(
+    *steps: StepFrames, of: dict[str, Any], emits: tuple[str, ...] = ()
+) -> dict[int, EngineCoreOutputs]:
+    """The messages for each API server, where some requests of the first one emit a token."""
+    tokens = [EngineCoreOutput(request_id=name, new_token_ids=[5]) for name in emits]
+    outputs = {0: EngineCoreOutputs(outputs=tokens)} if tokens else {}
     FrameMail(answer(*steps), of).add_to(outputs)
     return outputs
 
@@ -134,9 +137,8 @@ def test_frames_reach_the_choice_that_they_belong_to():
     for name in ("a", "b"):  # the prompts of one completion
         several.start(name, feed)
     step = StepFrames(["a/1", "b/0"], ["pass"] * 2, np.stack([packed(12), packed(9, 3, 2, True)]))
-    outputs = mailed(step, of=requests("a/1", "b/0"))
-    token = EngineCoreOutput(request_id="a/1", new_token_ids=[5])
-    outputs[0].outputs.insert(0, token)
+    outputs = mailed(step, of=requests("a/1", "b/0"), emits=("b/0",))
+    token = outputs[0].outputs[0]
     assert has_frames(outputs[0].outputs)
     several.deliver(outputs[0])
     assert outputs[0].outputs == [token]  # all that vLLM gets to see
@@ -160,6 +162,12 @@ def test_frames_of_a_visit_come_once_to_those_who_want_them_once():
         for output in outputs[0].outputs
     ]
     assert seen == [("a", 1), ("a", 2), ("a", 3), ("b", 3)]
+
+
+def test_a_block_that_vllm_has_dropped_has_no_last_frame():
+    """Asynchronous scheduling: the request was reset while the block was in flight."""
+    step = StepFrames(["a"], ["pass"], packed(is_final=True)[None])
+    assert mailed(step, of=requests("a")) == {}
 
 
 def test_each_api_server_gets_the_frames_of_its_requests_and_aborted_ones_have_none():

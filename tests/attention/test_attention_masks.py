@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -193,17 +194,16 @@ def test_hugging_face_mask_functions(size: int) -> None:
 
 
 @pytest.mark.parametrize("num_context", [7, 15, 16, 17, 37])
-def test_anchored_is_what_the_reference_model_sees(num_context: int) -> None:
+def test_anchored_is_what_the_reference_model_sees(checkpoint: Any, num_context: int) -> None:
     """Measured on Hugging Face's DiffusionGemma with W = 16 and a canvas of 12.
 
     The first sliding layer's cache is compared with an untruncated one to learn which positions
     it kept; its attention weights tell which of these, and of the canvas, each row sees.
     """
-    from tests.support.hf_reference import tiny_hf_model
+    from tests.support.hf_reference import load_hf
 
     window, canvas = 16, 12
-    model = tiny_hf_model(seed=0, canvas_length=canvas, window=window)
-    model.set_attn_implementation("eager")
+    model = load_hf(checkpoint(canvas_length=canvas, sliding_window=window))
     prompt = torch.randint(5, 100, (1, num_context), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         cache = DynamicCache(config=model.config.text_config)

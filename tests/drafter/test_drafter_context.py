@@ -49,6 +49,13 @@ def test_nobody_waits_for_the_device(rejected):
     assert (context.slots >= 0).sum() == 2 * (9 - sum(rejected))
 
 
+def test_a_single_step_is_not_copied_again():
+    deferred = DeferredContext()
+    deferred.append(step([4], [torch.ones(4, 2)], [0]), torch.arange(4)[None], [0])
+    (kept,) = deferred._steps
+    assert deferred.take().features is kept.features
+
+
 @pytest.mark.parametrize(
     ("slots", "expected"),
     [

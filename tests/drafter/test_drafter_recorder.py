@@ -96,6 +96,18 @@ def test_a_preempted_or_cut_request_is_not_glued_together(tmp_path):
     assert [sample.tokens for sample in read_shards(tmp_path)] == [(0, 1, 2, 3, 100, 101, 102)]
 
 
+def test_of_a_long_prompt_in_one_step_the_end_is_recorded(tmp_path):
+    """There is room for the answer, of which a whole prompt of that length would leave none."""
+    recording = Recorder(tmp_path, 1 << 24)
+    for rows in request("long", 3, prompt=4000):
+        recording.observe(step(rows))
+    recording.close()
+    (sample,) = read_shards(tmp_path)
+    assert sample.tokens == (*range(4000 - recorder.BEGIN_TOKENS, 4000), *range(100, 107))
+    assert sample.response_start == recorder.BEGIN_TOKENS
+    assert sample.hidden()[:2, 0].tolist() == [2976.0, 2977.0]
+
+
 def test_a_prompt_in_chunks_is_one_sample_and_an_aborted_one_is_forgotten(tmp_path):
     recording = Recorder(tmp_path, 1 << 20)
     chunks = [

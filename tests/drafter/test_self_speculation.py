@@ -19,7 +19,7 @@ from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import greedy, make_policy, policy_of, watch_drafts
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK, NEMOTRON
-from tests.support.nemotron_reference import logits_of
+from tests.support.masked_pass import logits_of
 
 CANVAS = NEMOTRON["block_size"]
 NUM_DRAFTS = CANVAS - 1
@@ -146,6 +146,11 @@ def test_what_does_not_go_together_is_refused(path, config, options, message) ->
     folder = path if config == "nemotron" else Path(__file__).parents[2] / "checkpoints/tiny-sdar"
     with pytest.raises(ValueError, match=message):
         get_engine(folder, additional_config={"dllm": options}, **LIMITS)
+
+
+def test_overrides_of_the_config_are_a_dict(path: Path) -> None:
+    with pytest.raises(ValueError, match="hf_overrides that are a function"):
+        serving(path, "ar", hf_overrides=lambda config: config)
 
 
 def test_it_takes_no_other_drafts(path: Path) -> None:

@@ -18,12 +18,11 @@ from dllm.api.decisions.reads import CanvasReads, Read, WideChoice
 from dllm.models.unmasking import reference
 from dllm.settings import request
 from dllm.settings.decisions import DecisionOptions
-from dllm.settings.denoising import begins_with_noise
-from dllm.settings.request import LEAST_ROWS
+from dllm.settings.request import LEAST_ROWS, RequestOptions
 from tests.support import family_checkpoints, hf_reference
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.nemotron_reference import logits_of
+from tests.support.masked_pass import logits_of
 
 END, WIDTH = 1, 16
 SDAR = Path(__file__).parents[2] / "checkpoints/tiny-sdar"
@@ -64,15 +63,16 @@ class Client:
 class Reads(CanvasReads):
     """The strategy with a token for each character, and no chat template."""
 
-    def __init__(self, engine: Engine, block_size: int = 1, **options: Any) -> None:
+    def __init__(self, engine: Engine, block_size: int | None = None, **options: Any) -> None:
         renderer = SimpleNamespace(_executor=None)
         self.client = Client(engine)
         self.context = SimpleNamespace(
             engine_client=self.client, online_renderer=SimpleNamespace(renderer=renderer)
         )
         self.options = DecisionOptions(read_width=WIDTH, **options)
-        self.block_size, self.width, self.max_model_len = block_size, WIDTH, 512
-        self.has_noise = begins_with_noise(engine.runner.vllm_config)
+        self.settings = engine.runner.model_state.family.settings
+        self.block_size = block_size or self.settings.block_size
+        self.width, self.max_model_len = WIDTH, 512
         self.end = END
         self.thought: list[int] = []
         self.tail = self._prompt_end = [0]
@@ -154,7 +154,7 @@ def test_masks_on_a_canvas(family):
     """Of a model whose canvases start where the prompt ends: masks, and the end behind them."""
     path = family("nemotron")
     model, mask = reference.load_model(path), family_checkpoints.MASK
-    reads = Reads(get_engine(path, max_num_batched_tokens=512))
+    reads = Reads(get_engine(path, max_num_batched_tokens=256))
     found = reads.ask(QUESTIONS)
     expected = []
     for plan in reads._plan(QUESTIONS, "in", 1):
@@ -169,7 +169,7 @@ def test_masks_on_a_canvas(family):
 def test_masks():
     engine = get_engine(SDAR, max_num_batched_tokens=512)
     model, rule = reference.load_model(SDAR), reference.DecodingRule.of_checkpoint(SDAR)
-    reads = Reads(engine, block_size=rule.block_size)
+    reads = Reads(engine)
 
     def fits(state: str) -> bool:
         """Whether the labels fit what is left of the block behind every prompt."""
@@ -184,10 +184,8 @@ def test_masks():
     for plan in reads._plan(QUESTIONS, state, 1):
         ids = encode(plan.text)
         end = (len(ids) // rule.block_size + 1) * rule.block_size
-        ids_and_masks = torch.tensor([ids + [rule.mask_token_id] * (end - len(ids))])
-        mask = reference.additive(reference.block_causal(torch.arange(end), rule.block_size)[None])
-        with torch.no_grad():
-            logits = model(ids_and_masks, attention_mask=mask).logits[0]
+        canvas = [rule.mask_token_id] * (end - len(ids))
+        logits = logits_of(model, ids + canvas, len(ids), rule.block_size)
         logits[:, rule.mask_token_id] = -torch.inf  # a mask is never an answer
         expected.append(logits[len(ids) :])
     compare(reads, found, expected, 1)
@@ -246,7 +244,7 @@ LONG = "The state of things. " * 8  # longer than the budgets below: it comes in
 def test_reads_are_alike_in_chunks_and_under_asynchronous_scheduling(engine, checkpoint):
     whole = [Reads(engine, samples=1).ask([one], LONG)[0].probs for one in QUESTIONS[:2]]
     engines = (
-        get_engine(checkpoint(), max_num_batched_tokens=72, max_model_len=512),
+        get_engine(checkpoint(), max_num_batched_tokens=72),
         get_async_engine(checkpoint(), max_num_batched_tokens=256),
     )
     for other in engines:
@@ -257,7 +255,7 @@ def test_reads_are_alike_in_chunks_and_under_asynchronous_scheduling(engine, che
 def test_a_preempted_read_is_as_it_is_alone(engine, checkpoint, monkeypatch, get):
     """Whatever runs is preempted once, while the prompt comes in chunks."""
     expected = probabilities(Reads(engine, samples=1).ask(QUESTIONS[:1], LONG))
-    tight = get(checkpoint(), max_num_batched_tokens=72, max_model_len=512)
+    tight = get(checkpoint(), max_num_batched_tokens=72)
     preempted: list[int] = []
     step = tight.step
 
@@ -286,11 +284,20 @@ def test_more_label_tokens_than_are_given_at_once_are_several_reads_of_one_canva
     assert read.probs == pytest.approx(sums.softmax(-1).tolist(), rel=TOLERANCE, abs=1e-12)
 
 
+@pytest.mark.parametrize("name", ["llada2", "nemotron"])
+def test_a_read_needs_logits_of_its_labels_alone(family, name):
+    reads = Reads(get_engine(family(name), max_num_batched_tokens=256))
+    (plan,) = reads._plan(QUESTIONS[:1], "in", 1)
+    for params in reads._params(plan, encode(plan.text), 1):
+        num_rows = RequestOptions.read(params, reads.settings).num_rows
+        assert num_rows == max(LEAST_ROWS, plan.labels.num_rows) < reads.settings.canvas_length
+
+
 def test_labels_that_are_never_said_have_probabilities():
     """Options that begin with the mask, whose logit is minus infinity."""
     engine = get_engine(SDAR, max_num_batched_tokens=512)
     rule = reference.DecodingRule.of_checkpoint(SDAR)
-    reads = Reads(engine, block_size=rule.block_size)
+    reads = Reads(engine)
     reads.labels = Labels(lambda text: [rule.mask_token_id, *encode(text)], END)
     (read,) = reads.ask([choice(0, string.ascii_letters)])
     assert sum(read.probs) == pytest.approx(1) and read.label_mass == 0

@@ -358,12 +358,11 @@ def permissions(monkeypatch: pytest.MonkeyPatch, engine: Engine, is_crowded: Any
     return messages
 
 
-def test_one_pass_a_visit_while_a_request_waits_for_admission(checkpoint, monkeypatch):
-    crowded = get_engine(checkpoint(), max_num_batched_tokens=256, max_num_seqs=2)
-    contexts = [prompt(20, salt=salt) for salt in range(3)]
-    with switched(crowded, UNBOUNDED), passes_of_visits(crowded) as taken:
-        messages = permissions(monkeypatch, crowded, lambda self, _: len(self.waiting) > 0)
-        crowded.generate(contexts, params(blocks=2))
+def test_one_pass_a_visit_while_a_request_waits_for_admission(engine, monkeypatch):
+    contexts = [prompt(20, salt=salt) for salt in range(6)]  # of which four run at once
+    with switched(engine, UNBOUNDED), passes_of_visits(engine) as taken:
+        messages = permissions(monkeypatch, engine, lambda self, _: len(self.waiting) > 0)
+        engine.generate(contexts, params(blocks=2))
     assert {allowed for waiting, allowed in messages if waiting} == {False}
     assert {allowed for waiting, allowed in messages if not waiting} == {True}
     assert taken[0] == 1 and max(taken) > 1
@@ -461,11 +460,11 @@ def test_without_kv_pages_for_the_canvas_the_prompt_goes_alone(engine, monkeypat
 
 
 @pytest.mark.parametrize("passes", [1, UNBOUNDED])
-def test_vllms_counters_count_passes_and_not_visits(checkpoint, monkeypatch, passes):
-    counting = get_engine(checkpoint(), max_num_batched_tokens=256, disable_log_stats=False)
-    made = scheduler_watch(monkeypatch, counting, "make_stats")
-    with switched(counting, passes), counting.watch() as watched:
-        counting.generate([prompt(20), prompt(30)], params(blocks=2))
+def test_vllms_counters_count_passes_and_not_visits(engine, monkeypatch, passes):
+    monkeypatch.setattr(engine.scheduler, "log_stats", True)
+    made = scheduler_watch(monkeypatch, engine, "make_stats")
+    with switched(engine, passes), engine.watch() as watched:
+        engine.generate([prompt(20), prompt(30)], params(blocks=2))
     num_steps = sum(len(steps) for steps in watched.values())
     counts = [stats.spec_decoding_stats for _, stats in made if stats.spec_decoding_stats]
     assert sum(one.num_drafts for one in counts) == num_steps

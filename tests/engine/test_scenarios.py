@@ -13,6 +13,7 @@ import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.test_engine import scheduler_watch
+from tests.engine.test_loop import switched
 from tests.engine.test_parity import prompt
 from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import TIGHT, Engine, assert_same_runs, blocks_of
@@ -62,10 +63,9 @@ def test_the_separate_twins_are_identical_and_take_more_passes(quiet, model, mon
     context, params = prompt(2 * model.size + 3), model.params(4)
     passes, runs = [], []
     for options in ({}, {"commit": "separate"}, {"first_step": "separate"}):
-        one = model.engine(additional_config={"dllm": options}) if options else quiet
-        with one.one_pass_a_visit(), monkeypatch.context() as patch:
-            schedules = scheduler_watch(patch, one, "schedule")
-            runs.append(one.quiet_run(context, params))
+        with switched(quiet, 1, **options), monkeypatch.context() as patch:
+            schedules = scheduler_watch(patch, quiet, "schedule")
+            runs.append(quiet.quiet_run(context, params))
         passes.append(len(schedules))
     assert_same_runs(runs[1:], [runs[0]] * 2)
     # The last block is never committed. Of models with blocks there are five canvases, as the

@@ -3,8 +3,6 @@
 With masks from tokens and steps alone. With uniform noise the seed is needed, too.
 """
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +12,19 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.gemma.rule import accept_mask
-from dllm.models.unmasking.reference import DecodingRule, additive, block_causal, load_model
+from dllm.models.unmasking.reference import DecodingRule, load_model
 from tests.engine.test_sampling_engine import schedule
 from tests.support import hf_reference
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import TIGHT, Engine, get_engine
-from tests.support.family_checkpoints import FAMILIES, NEMOTRON, write
+from tests.support.mask_engines import MASKS, TOLERANCE, prompts
+from tests.support.masked_pass import logits_of
 
-MASKS = FAMILIES | {"nemotron-causal": NEMOTRON}
+pytest_plugins = ["tests.support.mask_engines"]
+
 HEAT = 0.7
 EXTRAS = ["entropy", "behind_stop"]
-TOLERANCE = 1e-4  # of log-probabilities; fp32 products of two libraries
 LISTS = ("token_ids", "reveal_steps", "logprobs", "sampling_logprobs", "entropies")
-
-
-@pytest.fixture(scope="module")
-def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Engine, Path]]:
-    root = tmp_path_factory.mktemp("traces")
-
-    def start(name: str) -> tuple[Engine, Path]:
-        path = root / name
-        if not path.exists():
-            write(path, MASKS[name], seed=1)
-            first = "causal" if name.endswith("causal") else "mask"
-            (path / "generation_config.json").write_text(json.dumps({"first_token": first}))
-        return get_engine(path, max_num_batched_tokens=256), path
-
-    return start
-
-
-def prompts(count: int = 3, vocab_size: int = 800) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(2)
-    lengths = (5, 32, 42)[:count]
-    return [torch.randint(20, vocab_size, (length,), generator=draw).tolist() for length in lengths]
 
 
 def params(extra: dict[str, Any] | None = None, **given: Any) -> SamplingParams:
@@ -77,7 +55,6 @@ def assert_is(trace: dict[str, Any], found: list[list[float]]) -> None:
     torch.testing.assert_close(told, torch.tensor(found), rtol=0, atol=TOLERANCE)
 
 
-@torch.no_grad()
 def replayed_masks(model: Any, rule: DecodingRule, prompt: list[int], trace: Any) -> Any:
     """The same numbers from tokens and steps: one pass of the whole sequence for each step."""
     tokens, steps = trace["token_ids"], trace["reveal_steps"]
@@ -88,11 +65,7 @@ def replayed_masks(model: Any, rule: DecodingRule, prompt: list[int], trace: Any
         for step in range(passes + 1):
             canvas = [tokens[n] if steps[n] < step else rule.mask_token_id for n in of_block]
             ids = context + (canvas if step else [])  # step 0 is the causal pass in front
-            at = torch.arange(len(ids))
-            seen = block_causal(at, rule.block_size) | (at >= len(context))[:, None]
-            logits = model(
-                input_ids=torch.tensor([ids]), attention_mask=additive(seen[None]), use_cache=False
-            ).logits[0]
+            logits = logits_of(model, ids, len(context), rule.block_size)
             logits[:, rule.mask_token_id] = -torch.inf
             for n in of_block:
                 if steps[n] == step:

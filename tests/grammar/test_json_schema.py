@@ -57,6 +57,13 @@ def test_what_is_held_to_is_not_refused(schema):
     check_text("json", json.dumps(schema))
 
 
+def test_patterns_outside_of_strings_are_checked():
+    with pytest.raises(Unsupported, match="looks around"):
+        check_schema({"patternProperties": {"(?!a)b": TEXT}})
+    with pytest.raises(Unsupported, match="looks around"):
+        check_text("structural_tag", '{"format": {"type": "regex", "pattern": "(?!no)[a-z]{2}"}}')
+
+
 def test_damaged_json_is_refused():
     with pytest.raises(Unsupported, match="no valid JSON"):
         check_text("json", "{")

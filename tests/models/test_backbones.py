@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from dllm.models.unmasking.reference import DecodingRule, additive, block_causal, load_model
+from dllm.models.unmasking.reference import DecodingRule, load_model
 from tests.support.engine_harness import DenoiseStep, get_engine
 from tests.support.family_checkpoints import (
     A2D_QWEN2,
@@ -18,6 +18,7 @@ from tests.support.family_checkpoints import (
     STABLE_DIFFCODER,
     write,
 )
+from tests.support.masked_pass import logits_of
 
 # Of the largest logit. Sums of 64 to 96 fp32 products in another order differ by less than this;
 # a head that sees one token less than its block differs by more than 1e-2.
@@ -36,23 +37,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@torch.no_grad()
-def reference_logits(model: Any, ids: list[int], block_size: int) -> torch.Tensor:
-    """Logits of every position, ``[L, V]``, seen block-causally in one pass without a cache."""
-    mask = additive(block_causal(torch.arange(len(ids)), block_size)[None])
-    logits = model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
-    return logits.float()
-
-
 def worst(
     model: Any, prompt: list[int], tokens: list[int], steps: list[DenoiseStep], rule: DecodingRule
 ) -> float:
     """Largest difference over all steps of a request, in units of the largest logit."""
     found = 0.0
     for step in steps:
-        before = (prompt + tokens)[: step.canvas_start]
-        theirs = reference_logits(model, before + step.canvas, rule.block_size)
-        theirs = theirs[step.canvas_start :]
+        start = step.canvas_start
+        ids = (prompt + tokens)[:start] + step.canvas
+        theirs = logits_of(model, ids, start, rule.block_size)[start:]
         is_token = torch.arange(theirs.shape[1]) != rule.mask_token_id  # served as -inf
         difference = (step.logits - theirs)[:, is_token].abs().max() / theirs.abs().max()
         found = max(found, float(difference))

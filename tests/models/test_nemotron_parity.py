@@ -19,7 +19,7 @@ from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_
 from tests.engine.test_engine import scheduler_watch
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK
-from tests.support.nemotron_reference import logits_of
+from tests.support.masked_pass import logits_of
 
 LENGTH, THRESHOLD = 32, 0.9
 

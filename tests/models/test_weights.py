@@ -230,28 +230,27 @@ def test_copies_that_disagree_stop_the_start_with_their_names(checkpoint, tmp_pa
     assert f"differ: {names}" in refusal(path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "norm.weight",
+def test_missing_tensors_stop_the_start_with_their_names(checkpoint, tmp_path):
+    """vLLM's own check exempts every linear layer, embedding and expert."""
+    names = [
         "embed_tokens.weight",
         "layers.0.self_attn.v_proj.weight",  # a third of a stacked parameter
         "layers.1.self_attn.k_proj.weight",  # keys and values of a full layer
         "layers.2.mlp.gate_proj.weight",  # half of one
+        "layers.3.experts.down_proj",
         "layers.3.self_attn.o_proj.weight",
+        "norm.weight",
         "self_conditioning.up_proj.weight",
-    ],
-)
-def test_a_missing_tensor_stops_the_start_with_its_name(checkpoint, tmp_path, name):
-    """vLLM's own check exempts every linear layer, embedding and expert."""
-    path = edited(checkpoint(), tmp_path / "edited", lambda weights: weights.pop(DECODER + name))
-    assert f"the checkpoint misses {DECODER + name}. " in refusal(path)
+    ]
 
+    def drop(weights: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            del weights[DECODER + name]
 
-def test_missing_experts_stop_the_start(checkpoint, tmp_path):
-    name = f"{DECODER}layers.3.experts.down_proj"
-    path = edited(checkpoint(), tmp_path / "edited", lambda weights: weights.pop(name))
-    assert f"misses {DECODER}layers.3.experts." in refusal(path)
+    listed = ", ".join(DECODER + name for name in names)
+    assert f"the checkpoint misses {listed}. " in refusal(
+        edited(checkpoint(), tmp_path / "edited", drop)
+    )
 
 
 @pytest.mark.parametrize("layer", ["self_attn.q_norm", "self_attn.q_proj"])  # kept, and packed

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dllm.ops import noise, row_stats_cpu
 from dllm.ops.dispatch import row_stats
-from dllm.ops.filters import RowFilters
+from dllm.ops.filters import RowFilters, _Histogram
 from dllm.ops.row_stats import RowStats, reference_row_stats
 
 ENTROPY_TOLERANCE = 2e-5  # nats; fp32 over up to 1e3 terms
@@ -255,6 +255,12 @@ def test_filters_equal_a_full_sort(vocab_size: int, name: str) -> None:
         torch.testing.assert_close(ours.probs[r].double(), probs[0], rtol=3e-5, atol=1e-30)
         assert abs(ours.entropy[r] - entropy[0]) < ENTROPY_TOLERANCE
         assert ours.argmax[r] == logits[r].argmax() and kept[ours.sample[r]]
+
+
+def test_a_mass_that_rounding_never_reaches_keeps_every_token() -> None:
+    x = torch.zeros(1, 64)
+    histogram = _Histogram.of_rows(x, x.amax(dim=-1), torch.ones(1))
+    assert histogram.largest_with(torch.tensor([64.01]), is_count=False) == -torch.inf
 
 
 def test_a_row_without_filters_is_the_same_beside_filtered_ones() -> None:

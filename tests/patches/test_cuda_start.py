@@ -62,6 +62,7 @@ REMOTE = {
     },
     "additional_config": {"dllm": {"remote": {"workers": ["/nowhere/worker.sock"]}}},
 }
+RECORDS = {"additional_config": {"dllm": {"drafter": {"record": "/nowhere", "record_layers": [1]}}}}
 CHOSEN = {
     "few": {"max_num_seqs": 2},
     "tokens": {"max_num_batched_tokens": 1024},
@@ -93,6 +94,8 @@ def on_h200(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     target = str(ROOT / "checkpoints/tiny-ar")
     cases["remote"] = {"model": target, "flags": REMOTE}
     cases["remote, async"] = {"model": target, "flags": REMOTE | {"async_scheduling": True}}
+    cases["records"] = {"model": target, "flags": RECORDS}
+    cases["records, async"] = {"model": target, "flags": RECORDS | {"async_scheduling": True}}
     return dict(zip(cases, rehearse("h200", list(cases.values())), strict=True))
 
 
@@ -259,6 +262,13 @@ def test_remote_drafts_have_no_asynchronous_scheduling(on_h200):
     assert (start["scheduler"], start["worker"]) == (REMOTE_SCHEDULER, GPU_WORKER)
     assert start["async"] is False and on_h200["bf16"]["async"] is True
     assert "--async-scheduling: the host decides" in on_h200["remote, async"]["refusal"]
+
+
+def test_texts_that_are_recorded_are_scheduled_synchronously(on_h200):
+    """Else a step behind the end of a text would be recorded, too."""
+    start = on_h200["records"]
+    assert (start["worker"], start["async"]) == (GPU_WORKER, False)
+    assert "--async-scheduling: whether a text" in on_h200["records, async"]["refusal"]
 
 
 @pytest.mark.nightly

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.exceptions import VLLMValidationError
 
@@ -35,6 +36,10 @@ def sent(body: dict[str, Any]) -> Any:
         ({"diffusion_pins": [{"at": 0, "text": "x"}]}, "diffusion_pins is not served here"),
         ({"diffusing": True}, "diffusion_stream is not served here"),
         ({"vllm_xargs": {"diffusion_stream": "text"}}, "diffusion_stream is not served here"),
+        (
+            {"sampling_params": {"extra_args": {"diffusion_trace": True}}},
+            "diffusion_trace is not served here",
+        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -43,3 +48,12 @@ def sent(body: dict[str, Any]) -> Any:
 def test_our_fields_are_refused(method, body, message):
     with pytest.raises(VLLMValidationError, match=message):
         asyncio.run(method(CohereLike(), SimpleNamespace(), sent(body)))
+
+
+def test_holes_are_not_compared_by_logits():
+    route = object.__new__(OpenAIServingCompletion)
+    route.model_config = CohereLike().model_config
+    route.engine_client = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="raw_logits"))
+    asked = SimpleNamespace(suffix="b", vllm_xargs=None)
+    with pytest.raises(VLLMValidationError, match="--logprobs-mode"):
+        asyncio.run(OpenAIServingCompletion.create_completion(route, asked, sent({})))

@@ -11,7 +11,7 @@ from tests.remote.test_remote_processes import (
     Story,
     answer,
     flags,
-    questions,
+    heldout_prompts,
 )
 from tests.support.draft_workers import WorkerProcess
 from tests.support.drafter_harness import greedy, plain_engine
@@ -25,7 +25,7 @@ LISTED = ("--discovery", "dynamo")
 
 def test_a_server_follows_workers_that_come_and_go(tmp_path, monkeypatch):
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path / "list"))
-    prompts = questions()[:80]
+    prompts = heldout_prompts()[:80]
     expected = plain_engine(TARGET).generate(prompts, greedy(NUM_TOKENS))
     wrong: list[int] = []
     with (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
@@ -23,6 +24,8 @@ from dllm.remote.engine import EngineDrafts
 from dllm.remote.scheduler import RemoteDrafter
 from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
+from dllm.tasks.suite import questions
+from dllm.tasks.tokenizer import encode_prompt
 from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import CASES, LIMITS, FixedCosts, greedy, plain_engine, prompt
 from tests.support.drafter_pairs import write_target
@@ -147,19 +150,9 @@ def drafted_by(
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Held-out questions, as token ids."""
-    from transformers import AutoTokenizer
-
-    from dllm.tasks.suite import questions
-
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
     asked = questions(("schema", "extract", "report"), "heldout", 4)
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": each.prompt}], tokenize=False, add_generation_prompt=True
-        )
-        for each in asked
-    ]
-    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    return [encode_prompt(tokenizer, each.prompt) for each in asked]
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from dllm.patches.remote import SPECULATOR
+from dllm.tasks.suite import questions
+from dllm.tasks.tokenizer import encode_prompt
 from tests.support.draft_workers import WorkerProcess
 from tests.support.drafter_harness import greedy, plain_engine
 from tests.support.server_harness import Server
@@ -50,25 +53,16 @@ class Story:
         return [self["remote_worker_up", each] for each in addresses]
 
 
-def questions() -> list[list[int]]:
-    """Prompts of held-out questions, as token ids."""
-    from transformers import AutoTokenizer
-
-    from dllm.tasks.suite import questions
-
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+def heldout_prompts() -> list[list[int]]:
+    """Held-out questions, as token ids."""
     asked = questions(("schema", "extract", "report", "edit"), "heldout", NUM_REQUESTS // 4)
-    chats = ([{"role": "user", "content": each.prompt}] for each in asked)
-    texts = [
-        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        for chat in chats
-    ]
-    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    return [encode_prompt(tokenizer, each.prompt) for each in asked]
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return questions()
+    return heldout_prompts()
 
 
 @pytest.fixture(scope="module")

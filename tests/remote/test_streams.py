@@ -332,6 +332,20 @@ def test_sessions_end_with_their_connection(place):
     server.close()
 
 
+def test_two_large_messages_do_not_wait_for_each_other():
+    """Neither end can write before the other one reads."""
+    ends = [stream.Stream(each, 1 << 22, None) for each in socket.socketpair()]
+    data = struct.pack(">I", 1 << 22) + bytes(1 << 22)
+    assert all(end.send(data) for end in ends)
+    found: list[list[bytes]] = [[], []]
+    for _ in range(1000):
+        for end, messages in zip(ends, found, strict=True):
+            messages += end.read()
+    assert found == [[data[4:]]] * 2
+    for end in ends:
+        end.close()
+
+
 # --- hostile workers ------------------------------------------------------------------------------
 
 

@@ -107,3 +107,6 @@ def test_texts_are_scored(server: Server, capsys: pytest.CaptureFixture[str], tm
     reply = server.post("/v1/scores", body | {"places": [400]})
     assert reply.status == 400 and "places" in reply.message
     assert server.post("/v1/scores", body | {"model": "other"}).status == 404
+    for salt in ("\ud800", "", "a/b"):  # half a character, and what vLLM allows on no route
+        reply = server.post("/v1/scores", body | {"cache_salt": salt})
+        assert reply.status == 400 and "cache_salt" in reply.message, reply

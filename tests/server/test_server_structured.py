@@ -1,5 +1,6 @@
 """Structured outputs over HTTP, through the real client. The server's model has random weights."""
 
+import json
 import re
 import threading
 from typing import Any, Literal
@@ -14,6 +15,8 @@ pytest_plugins = ["tests.support.server_harness"]
 
 ASK = [{"role": "user", "content": "Who is it?"}]
 LEFT_RECURSIVE = 'root ::= root "a" | "b"'
+SEVENTHS = {"type": "integer", "multipleOf": 7}
+TAG = {"type": "json_schema", "json_schema": SEVENTHS}
 
 
 class Person(pydantic.BaseModel):
@@ -63,24 +66,47 @@ def test_completions(client, asked, is_right):
     assert is_right(answer.choices[0].text), answer.choices[0].text
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def refusal(server, asked, path="/v1/completions", is_stream=False):
+    given = {"messages": ASK} if "chat" in path else {"prompt": "ok"}
+    body = {"model": MODEL, "max_tokens": 9, "structured_outputs": asked, "stream": is_stream}
+    reply = server.post(path, body | given)
+    assert reply.status == 400, reply
+    return reply.message
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"grammar": LEFT_RECURSIVE}, "left-recursive.*write the recursion behind a symbol"),
         ({"regex": "[ab]*a[ab]{13}"}, "states"),
         ({"json": {"type": "object", "enum": [[["x" * 300_000]]]}}, "bytes; allowed"),
+        ({"json": SEVENTHS}, "multipleOf"),
+        ({"structural_tag": json.dumps({"type": "structural_tag", "format": TAG})}, "multipleOf"),
         ({"regex": "a("}, "does not compile"),
+        ({"json": {"type": "object"}, "whitespace_pattern": " "}, "whitespace_pattern"),
     ],
-    ids=["left recursion", "states", "size", "syntax"],
+    ids=["left recursion", "states", "size", "schema", "tag", "syntax", "whitespace"],
 )
-def test_what_cannot_be_compiled_is_refused(server, path, is_stream, asked, message):
-    """Also before a stream: with HTTP 200 sent, nobody would hear of it."""
-    given = {"messages": ASK} if "chat" in path else {"prompt": "ok"}
-    body = {"model": MODEL, "max_tokens": 9, "structured_outputs": asked, "stream": is_stream}
-    reply = server.post(path, body | given)
-    assert reply.status == 400 and re.search(message, reply.message), reply
+def test_what_cannot_be_compiled_is_refused(server, asked, message):
+    assert re.search(message, refusal(server, asked))
+
+
+@pytest.mark.parametrize(
+    ("path", "is_stream"),
+    [("/v1/chat/completions", False), ("/v1/chat/completions", True), ("/v1/completions", True)],
+)
+def test_a_stream_is_refused_before_it_starts(server, path, is_stream):
+    """With HTTP 200 sent, nobody would hear of it."""
+    assert "does not compile" in refusal(server, {"regex": "a("}, path, is_stream)
+
+
+def test_a_request_may_ask_for_no_whitespace(client):
+    asked = {"json": Person.model_json_schema(), "disable_any_whitespace": True}
+    answer = client.completions.create(
+        model=MODEL, prompt="ok", max_tokens=120, seed=3, extra_body={"structured_outputs": asked}
+    )
+    text = answer.choices[0].text
+    assert json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False) == text
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])

@@ -64,6 +64,14 @@ class Run:
 
 # Small, because many engines are alive at once, and a cache is in memory from the start.
 KV_CACHE_BYTES = 32 << 20
+DEFAULTS: dict[str, Any] = dict(
+    dtype="float32",
+    enforce_eager=True,
+    max_model_len=512,
+    max_num_seqs=4,
+    disable_log_stats=True,
+    kv_cache_memory_bytes=KV_CACHE_BYTES,
+)
 # Four requests of some blocks preempt each other, and a step has no room for all of their canvases.
 TIGHT = dict(
     max_num_batched_tokens=72, max_model_len=288, block_size=32, num_gpu_blocks_override=24
@@ -97,17 +105,9 @@ class Engine:
     """vLLM's offline engine on the CPU runtime, eager, in this process."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        defaults = dict(
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=512,
-            max_num_seqs=4,
-            disable_log_stats=True,
-            kv_cache_memory_bytes=KV_CACHE_BYTES,
-        )
         self._ids = itertools.count()
         _make_group_of_experts()
-        self.llm = LLM(str(model), **(defaults | options))
+        self.llm = LLM(str(model), **(DEFAULTS | options))
         # It would end the process groups of all engines when this one is dropped.
         self.llm.llm_engine.engine_core._finalizer.detach()
 
@@ -269,7 +269,7 @@ def get_engine(model: str | Path, **options: Any) -> Engine:
     None is shut down: engines in one process share vLLM's process groups. The one that was asked
     for least recently is dropped, and stays alive where a fixture has it.
     """
-    key = repr((str(model), sorted(options.items())))
+    key = repr((str(model), sorted((DEFAULTS | options).items())))
     engine = _engines.pop(key, None)
     if engine is None:
         if len(_engines) >= MOST_ENGINES:

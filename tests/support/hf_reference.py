@@ -20,11 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.models.diffusion_gemma import (
-    DiffusionGemmaConfig,
-    DiffusionGemmaForBlockDiffusion,
-    DiffusionGemmaTextConfig,
-)
+from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSampler
 
 import dllm.ops.noise
@@ -47,38 +43,6 @@ def load_hf(path: str | Path, attention: str = "eager") -> DiffusionGemmaForBloc
         path, dtype=torch.float32, attn_implementation=attention
     )
     return model.eval()
-
-
-def tiny_hf_model(
-    seed: int, vocab_size: int = 128, canvas_length: int = 12, window: int = 16
-) -> DiffusionGemmaForBlockDiffusion:
-    """A random model of 0.4M parameters whose blocks converge after different numbers of steps."""
-    text = DiffusionGemmaTextConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        global_head_dim=32,
-        num_global_key_value_heads=1,
-        sliding_window=window,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=16,
-        max_position_embeddings=1024,
-    )
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
-    config = DiffusionGemmaConfig(text_config=text, vision_config=vision)
-    config.canvas_length = canvas_length
-    torch.manual_seed(seed)
-    model = DiffusionGemmaForBlockDiffusion(config).eval()
-    with torch.no_grad():
-        model.model.decoder.embed_tokens.weight.mul_(40.0)  # tied: logits of a few nats
-    return model
 
 
 @torch.no_grad()

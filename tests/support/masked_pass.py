@@ -1,13 +1,17 @@
-"""A pass of transformers' Ministral 3 in which a canvas sees itself whole."""
+"""A pass of transformers' model over a sequence that ends with a canvas, without a cache."""
+
+from typing import Any
 
 import torch
-from transformers import Ministral3ForCausalLM
+from torch import Tensor
+
+from dllm.models.unmasking.reference import additive, block_causal
 
 
 @torch.no_grad()
-def logits_of(model: Ministral3ForCausalLM, ids: list[int], start: int) -> torch.Tensor:
-    """Logits ``[L, V]`` of a sequence whose tokens from ``start`` on are a canvas."""
-    visible = torch.ones(len(ids), len(ids)).tril().bool()
-    visible[start:] = True
-    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
+def logits_of(model: Any, ids: list[int], start: int, block_size: int = 1) -> Tensor:
+    """Logits ``[L, V]``: causal over blocks, and the tokens from ``start`` on see all of them."""
+    at = torch.arange(len(ids))
+    seen = block_causal(at, block_size) | (at >= start)[:, None]
+    mask = additive(seen[None])
     return model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]

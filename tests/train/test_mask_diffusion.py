@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dllm.models.unmasking.reference import additive, block_causal
+from dllm.models.unmasking.reference import additive
 from dllm.tasks.suite import question
 from dllm.tasks.tokenizer import train_tokenizer
 from dllm.train.lm.llada2 import LLaDA2
@@ -14,6 +14,7 @@ from dllm.train.lm.objective import EOS, Encoded
 from dllm.train.lm.sdar import SDAR
 from dllm.train.lm.settings import ModelShape, TrainSettings
 from dllm.train.lm.two_copies import TwoCopies
+from tests.support.masked_pass import logits_of
 
 TINY = ModelShape(hidden_size=64, num_layers=2, intermediate_size=32, moe_intermediate_size=16)
 TOKENIZER = train_tokenizer()
@@ -54,9 +55,7 @@ def test_a_noised_block_sees_what_a_canvas_sees(kind) -> None:
         for block in blocks[views.is_target[row]].unique().tolist():
             canvas = noised[row, blocks == block].tolist()
             ids = whole[: block * size] + canvas
-            mask = additive(block_causal(torch.arange(len(ids)), size)[None])
-            with torch.no_grad():
-                alone = model(input_ids=torch.tensor([ids]), attention_mask=mask).logits[0]
+            alone = logits_of(model, ids, block * size, size)
             # fp32, other shapes of the same sums
             torch.testing.assert_close(
                 both[row, blocks == block], alone[block * size :], rtol=1e-4, atol=1e-4
@@ -83,10 +82,11 @@ def test_noise_is_masks_and_wrong_tokens_of_answers_alone() -> None:
     encoded = Encoded.of(TOKENIZER, asked)
     views = TwoCopies.of(encoded, torch.full((8,), 16))
     answers = {token for answer in encoded.answers for token in answer}
+    wrong, masks = LLaDA2(settings), LLaDA2(replace(settings, wrong_tokens=0.0))
     shares = []
     for seed in range(20):
         random = torch.Generator().manual_seed(seed)
-        noised = LLaDA2(settings)._noise(views, random)
+        noised = wrong._noise(views, random)
         same = noised == views.clean
         assert same[~views.is_target].all()
         is_wrong = ~same & (noised != MASK)
@@ -94,7 +94,7 @@ def test_noise_is_masks_and_wrong_tokens_of_answers_alone() -> None:
         is_kept = views.is_target & (noised != MASK)
         shares.append(float(is_wrong.sum() / is_kept.sum()))
         random = torch.Generator().manual_seed(seed)
-        plain = LLaDA2(replace(settings, wrong_tokens=0.0))._noise(views, random)
+        plain = masks._noise(views, random)
         assert ((plain == MASK) == (noised == MASK)).all()
         assert (plain[plain != MASK] == views.clean[plain != MASK]).all()
     # 0.3, less those that are replaced by the same token; 20 draws of about 150 tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dllm.models.unmasking.reference import additive, load_model
+from dllm.models.unmasking.reference import load_model
 from dllm.tasks.suite import FAMILIES, Question, questions
 from dllm.train.lm.autoregressive import Autoregressive
 from dllm.train.lm.learner import LanguageLearner
@@ -14,6 +14,7 @@ from dllm.train.lm.mask_diffusion import MASK, TAIL_WEIGHT
 from dllm.train.lm.nemotron import Nemotron
 from dllm.train.lm.objective import EOS, Encoded
 from dllm.train.lm.settings import ModelShape, TrainSettings
+from tests.support.masked_pass import logits_of
 
 SHAPE = ModelShape(hidden_size=64, num_layers=2, intermediate_size=32, canvas_length=8)
 SETTINGS = TrainSettings("nemotron", model=SHAPE, block_lengths=(8,), prefix_loss=0.5)
@@ -37,14 +38,6 @@ def model_of(objective: LanguageLearner):
             else:
                 param.add_(0.3 * noise)
     return model
-
-
-@torch.no_grad()
-def logits_of(model, ids: list[int], start: int) -> torch.Tensor:
-    """Of a sequence whose tokens from ``start`` on are a canvas: ``[L, V]``."""
-    visible = torch.ones(len(ids), len(ids)).tril().bool()
-    visible[start:] = True
-    return model(input_ids=torch.tensor([ids]), attention_mask=additive(visible[None])).logits[0]
 
 
 def test_the_loss_is_that_of_canvases_and_of_next_tokens() -> None:

@@ -25,7 +25,7 @@ from dllm.api.decisions.labels import Labels, OptionLabels
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
 from dllm.api.fill import at_once, finished
 from dllm.settings.decisions import DecisionOptions
-from dllm.settings.denoising import begins_with_noise, block_size_of
+from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.request import refuse
 from dllm.settings.server import PluginOptions
 
@@ -76,12 +76,19 @@ class CanvasReads(strategies.NextTokenStrategy):
 
     why_not: ClassVar[str | None] = None  # there is none; vLLM logs it at the level DEBUG
 
-    def __init__(self, context: strategies.ReadContext) -> None:
+    def __init__(self, context: strategies.ReadContext, settings: DenoiseSettings) -> None:
+        """``settings``: of the served model. Raises ValueError if it cannot be asked."""
         strategies.ReadStrategy.__init__(self, context)
+        if settings.begins_causally:
+            CanvasReads.why_not = (
+                "Typed decisions read canvases of masks, and this server begins each with the "
+                "token of a causal pass. Serve it with first_token = 'mask'."
+            )
+            raise ValueError(CanvasReads.why_not)
         config = context.engine_client.vllm_config
         self.options: DecisionOptions = PluginOptions.from_vllm(config).decisions
-        self.block_size = block_size_of(config)
-        self.has_noise = begins_with_noise(config)
+        self.settings = settings
+        self.block_size = settings.block_size
         self.width = min(self.options.read_width, config.diffusion_config.canvas_length)
         self.max_model_len = config.model_config.max_model_len
         if config.model_config.is_multimodal_model:
@@ -108,7 +115,8 @@ class CanvasReads(strategies.NextTokenStrategy):
         Args:
             samples: of each question; None: the server's.
         """
-        return len(questions) * ((samples or self.options.samples) if self.has_noise else 1)
+        has_noise = not self.settings.never_emitted
+        return len(questions) * ((samples or self.options.samples) if has_noise else 1)
 
     @cached_property
     def thought(self) -> list[int]:
@@ -277,7 +285,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         rows = plan.labels.num_rows
         # The same question has the same noise.
         digest = hashlib.blake2b(json.dumps(prompt_ids).encode(), digest_size=6).digest()
-        extra: dict[str, Any] = {"diffusion_max_steps": 1}
+        extra: dict[str, Any] = dict(self.settings.one_step)
         if self.block_size == 1:
             extra |= {
                 "diffusion_seed_canvas": [-1] * rows + [self.end] * (self.width - rows),

@@ -62,6 +62,7 @@ class GemmaSettings:
     modes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     block_size: ClassVar[int] = 1
     never_emitted: ClassVar[tuple[int, ...]] = ()
+    begins_causally: ClassVar[bool] = False
 
     canvas_length: int
     max_denoising_steps: int
