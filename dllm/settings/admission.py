@@ -190,6 +190,7 @@ def _refuse_beside_structured_outputs(params: "SamplingParams", settings: Denois
     extra = params.extra_args or {}
     asked = params.structured_outputs
     kind = next(kind for kind in GRAMMAR_KINDS if getattr(asked, kind, None) is not None)
+    stays = bool(settings.never_emitted)  # among masks
     for name, is_given, why in (
         ("ignore_eos", params.ignore_eos, "the answer ends where the text is complete"),
         ("min_tokens", params.min_tokens > 0, "the grammar says how short a text may be"),
@@ -197,7 +198,8 @@ def _refuse_beside_structured_outputs(params: "SamplingParams", settings: Denois
         ("bad_words", params.bad_words, "the two may leave no text"),
         (READ_ONLY, extra.get(READ_ONLY), "a canvas that is only read has no answer"),
         (PIN_MODE, holds(extra), "the grammar may have no text with the tokens that are held"),
-        (PIN_AT, settings.block_size > 1 and pins_of(extra), "a hint stays here, too"),
+        (PIN_AT, stays and pins_of(extra), "a hint stays here, too"),
+        (SEED_CANVAS, stays and extra.get(SEED_CANVAS), "what is given stays here"),
         (CONSTRAINED, extra.get(CONSTRAINED), "both say which tokens may be emitted"),
     ):
         if is_given:

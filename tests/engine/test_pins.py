@@ -218,13 +218,21 @@ def test_a_mask_is_no_pin(of_blocks):
         of_blocks.engine().add(prompt(5), of_blocks.params(extra_args=held({1: MASK})))
 
 
-@pytest.mark.parametrize("mode", ["hold", "hint"])
-def test_pins_beside_a_grammar_are_refused(of_blocks, mode):
-    sampling = of_blocks.params(extra_args=held({1: 40}, diffusion_pin_mode=mode))
+@pytest.mark.parametrize("name", [*BLOCKS, "nemotron"])
+@pytest.mark.parametrize(
+    "given",
+    [held({1: 40}), held({1: 40}, diffusion_pin_mode="hint"), {"diffusion_seed_canvas": [40] * 32}],
+    ids=["hold", "hint", "seed canvas"],
+)
+def test_what_stays_is_refused_beside_a_grammar(model_named, name, given):
+    model = model_named(name)
+    if model.has_blocks and "diffusion_seed_canvas" in given:
+        pytest.skip("refused without a grammar, too")
+    sampling = model.params(extra_args=given)
     sampling.structured_outputs = StructuredOutputsParams(choice=["yes"])
     sampling.ignore_eos = False
     with pytest.raises(VLLMValidationError, match="beside structured outputs"):
-        of_blocks.engine().add(prompt(5), sampling)
+        model.engine().add(prompt(5), sampling)
 
 
 def test_a_held_pin_behind_the_end_is_refused(engine):
