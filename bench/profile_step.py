@@ -49,6 +49,8 @@ from bench.servers import BUILTIN_ENVIRONMENT, with_engine
 from bench.tables import Section, chart, grouped, markdown, spread_of
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 
+ALONE = ([OURS], [1, 8], [64])  # defaults of --server, --concurrency and --input-len
+BEHIND_PROMPTS = ([OURS, BUILTIN], [1], [1024, 8192, 32768])  # the same with --random-60m
 PARTS = ENGINE, FORWARD, HEAD, SAMPLER, IDLE = "engine", "forward", "head", "sampler", "idle"
 
 Named = tuple[Any, str, str]  # a function that belongs to a part: owner, attribute, part
@@ -99,15 +101,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
     parser.add_argument("--random-60m", action="store_true", help="instead of --model")
-    parser.add_argument("--server", nargs="+", choices=(OURS, BUILTIN), default=[OURS])
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--server", nargs="+", choices=(OURS, BUILTIN))
+    parser.add_argument("--concurrency", nargs="+", type=int)
     parser.add_argument("--steps", type=int, default=16, help="denoise steps of every block")
     parser.add_argument("--blocks", type=int, default=4, help="of every request")
-    parser.add_argument("--input-len", nargs="+", type=int, default=[64])
+    parser.add_argument("--input-len", nargs="+", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--coverage", type=float, default=0.9)
     parser.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM, as JSON")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    servers, concurrency, input_len = BEHIND_PROMPTS if given.random_60m else ALONE
+    given.server = given.server or servers
+    given.concurrency = given.concurrency or concurrency
+    given.input_len = given.input_len or input_len
+    return given
 
 
 # --- which part runs when ------------------------------------------------------------------------
@@ -378,15 +385,18 @@ def times_behind_prompts(rows: Rows) -> str:
         return [float(here[0]["step_ms"]) for here in starts.values()]
 
     lines: list[list[str]] = []
-    curves: tuple[list[float], list[float]] = ([], [])
+    curves: dict[str, list[float]] = {OURS: [], BUILTIN: []}
     for (length,), here in grouped(rows, "input_len").items():
         ours, other = of_starts(here, OURS), of_starts(here, BUILTIN)
-        pairs = [theirs / own for own, theirs in zip(ours, other, strict=True)]
-        lines.append([length, spread_of(ours, 0), spread_of(other, 0), spread_of(pairs, 2)])
-        curves[0].append(median(ours))
-        curves[1].append(median(other))
+        # A server that was not asked for, or failed, has no starts.
+        pairs = [theirs / own for own, theirs in zip(ours, other, strict=False)]
+        found = ((ours, 0), (other, 0), (pairs, 2))
+        lines.append([length, *(spread_of(n, digits) if n else "-" for n, digits in found)])
+        for server, times in ((OURS, ours), (BUILTIN, other)):
+            curves[server] += [median(times)] if times else []
     heads = ["tokens of the prompt", "ours, ms a denoise step", "built-in", "built-in / ours"]
-    picture = chart([line[0] for line in lines], "ms a denoise step", curves)
+    drawn = [curve for curve in curves.values() if len(curve) == len(lines)]
+    picture = chart([line[0] for line in lines], "ms a denoise step", drawn)
     return f"{markdown(heads, lines)}\n\n{picture}"
 
 

@@ -42,7 +42,7 @@ LINK = re.compile(r"\]\((?=bench/|checkpoints/)")
 
 LOADS = ("1", "8", "32")  # requests at once
 SERVING, SETTINGS, FAMILIES = "serve_compiled.csv", "serve_settings.csv", "families.csv"
-SMOLLM2 = "smollm2.csv"
+SMOLLM2, NEMOTRON = "smollm2.csv", "serve_nemotron.csv"
 
 
 class Line(NamedTuple):
@@ -103,7 +103,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "request-time": request_time.SECTION,
     "step-time": profile_step.STEP_TIME,
     "recovery": recovery.SECTION,
-    "ways": Section("serve_nemotron.csv", "python -m bench.serve", contestant_table),
+    "ways": Section(NEMOTRON, f"python -m bench.serve --file {NEMOTRON}", contestant_table),
     "rollout": rollout.SECTION,
     "sampling-step": Section(
         "sampler_cpu.csv", "python -m bench.kernels sampler", kernels.sampler_table

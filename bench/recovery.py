@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quantized = given.quantized or quantize(given.model, Path(folder))
         contestants = [(BASELINE, BASELINE, given.model), (BASELINE, "fp8", given.model)]
         contestants += [(scheme, BASELINE, quantized / scheme) for scheme in SCHEMES]
-        wrong: list[set[tuple[int, str]]] = []
+        wrong: list[set[tuple[int, str, int]]] = []
         for weights, kv_cache, path in contestants:
             row, missed = measure(weights, kv_cache, path, given, Path(folder))
             wrong.append(missed)
@@ -81,19 +81,19 @@ def quantize(model: Path, target: Path) -> Path:
 
 def measure(
     weights: str, kv_cache: str, path: Path, given: argparse.Namespace, folder: Path
-) -> tuple[Row, set[tuple[int, str]]]:
+) -> tuple[Row, set[tuple[int, str, int]]]:
     """A server's row of the CSV without the comparison, and what it got wrong.
 
     Args:
         weights, kv_cache: how weights, and keys and values, are stored.
 
     Returns:
-        The row, and the questions (seed, prompt) of wrong answers.
+        The row, and seed, family and place of each question that was answered wrongly.
     """
     name, report = f"{weights}-{kv_cache}", folder / "eval.json"
     flags = () if kv_cache == BASELINE else ("--kv-cache-dtype", kv_cache)
     flags = (*SERVE_FLAGS, *flags, *given.flags.split())
-    missed: set[tuple[int, str]] = set()
+    missed: set[tuple[int, str, int]] = set()
     counted = ("num_questions", "num_correct", "denoise_steps", "blocks")
     sums = dict.fromkeys(counted, 0)
     with Server(name, str(path), folder / f"{name}.log", flags) as server:
@@ -103,7 +103,7 @@ def measure(
             asked += ["--seed", str(seed), "--output", str(report), "--base-url", server.url]
             evaluate.main(asked)
             found = json.loads(report.read_text())
-            missed |= {(seed, item["prompt"]) for item in found["wrong"]}
+            missed |= {(seed, one["family"], one["place"]) for one in found["wrong"]}
             sums = {key: sums[key] + (found["all"][key] or 0) for key in counted}
         said = SAID.search(server.log.read_text(errors="replace"))
     computed_by = said[1] if said else "16-bit weights and inputs, by vLLM's own kernels"

@@ -38,7 +38,15 @@ from pathlib import Path
 
 from bench.context import ROOT, Row, command_line, progress, publish, read_csv, reporting_failures
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
-from bench.runs import BUILTIN_PASSES, COMMIT_APART, NO_CANVAS, OVERLAPPED, PIPELINE, Client
+from bench.runs import (
+    BUILTIN_PASSES,
+    COMMIT_APART,
+    MANY_WIDTHS,
+    NO_CANVAS,
+    OVERLAPPED,
+    PIPELINE,
+    Client,
+)
 from bench.runs import TRANSFORMERS as REFERENCE
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import load_tables
@@ -88,7 +96,8 @@ class Spec:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables, write the CSV files."""
     options = parse(arguments)
-    path = options.results / f"serve_{'eager' if options.eager else 'compiled'}.csv"
+    name = f"serve_{'eager' if options.eager else 'compiled'}.csv"
+    path = options.results / (options.file or name)
     measure(options, lambda rows: publish(path, rows))
     rows = read_csv(path)
     print(f"\n{load_tables(rows)}\n\n{path}")
@@ -154,7 +163,7 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
             Contestant(
                 spec.name,
                 None if is_local else server,
-                spec.commits,
+                MANY_WIDTHS if options.has_blocks and spec.kind == OURS else spec.commits,
                 client_flags=("--temperature", "0") if is_twin else (),
                 takes_seeds=spec.kind != BUILTIN,
                 local=(spec.kind, model) if is_local else None,
@@ -190,6 +199,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=16, help="per block, fixed schedule")
     parser.add_argument("--eager", action="store_true", help="serve with --enforce-eager")
+    parser.add_argument("--file", help="in --results; default: serve_compiled.csv")
     add_options(parser, rounds=3, minutes=14, num_requests=100, concurrency=[1, 8, 32])
     parser.add_argument("--rates", type=float, nargs="*", default=[8, 24], help="requests per s")
     parser.add_argument("--input-len", type=int, default=64, help="of random prompts")
@@ -201,14 +211,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not (given.model / "config.json").exists():
         parser.error(f"--model {given.model}: no config.json there; give a checkpoint's folder.")
     config = json.loads((given.model / "config.json").read_text())
+    given.has_blocks = "block_size" in config
     try:
-        length = config["block_size"] if "block_size" in config else config["canvas_length"]
+        length = config["block_size" if given.has_blocks else "canvas_length"]
         given.shape = Shape(length, given.input_len, given.output_len)
     except ValueError as error:
         parser.error(str(error))
     if not (given.autoregressive / "config.json").exists():
         _leave_out(given, (AUTOREGRESSIVE,), f"{given.autoregressive} is not there")
-    if "block_size" in config:
+    if given.has_blocks:
         _leave_out(given, (BUILTIN, REFERENCE), f"{given.model} has blocks")
         if not llada2_pipeline.is_installed():
             _leave_out(given, (PIPELINE,), llada2_pipeline.MISSING)

@@ -176,12 +176,15 @@ def _served(config: Any) -> str:
 
 def _room(config: Any, model: str) -> Finding:
     """Memory behind the weights, where their size is known."""
-    weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    files = list(Path(model).glob("*.safetensors"))
+    weights = sum(file.stat().st_size for file in files)
     if torch.cuda.is_available():
         share = config.cache_config.gpu_memory_utilization
         room = share * torch.cuda.mem_get_info()[1]
     else:
         room = psutil.virtual_memory().available
+    if not files:
+        return Finding("memory", "note", f"{room / GIB:.1f} GiB; {model} has no files to measure")
     text = f"weights {weights / GIB:.2f} GiB, {(room - weights) / GIB:.1f} GiB for everything else"
     return Finding("memory", "ok" if weights < 0.9 * room else "fail", text)
 

@@ -55,7 +55,8 @@ def numbered_lines(file: Path) -> dict[str, str]:
         ValueError: the file cannot be read; names it.
     """
     try:
-        lines = file.read_text().splitlines()
+        # Not `splitlines`: JSON may hold other separators of lines as they are.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}.") from None
     except UnicodeDecodeError as error:

@@ -27,9 +27,17 @@ TYPES = ("predicate", "choice", "score")
 
 
 def bundled(split: str, num: int, seed: int) -> list[dict[str, Any]]:
-    """Lines of the families that tiny-decisions is trained on, ``num`` of each."""
+    """Lines of the families that tiny-decisions is trained on, ``num`` of each.
+
+    Raises:
+        CommandError: a family has fewer.
+    """
     lines = []
-    for asked in questions(DECISION_FAMILIES, split, num, seed):
+    try:
+        drawn = questions(DECISION_FAMILIES, split, num, seed)
+    except ValueError as error:
+        raise CommandError(f"--num {num}: {error}") from None
+    for asked in drawn:
         decision = asked.decision
         assert decision is not None
         line: dict[str, Any] = {

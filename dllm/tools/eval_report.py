@@ -104,16 +104,17 @@ def total(scores: Sequence[Score]) -> Score:
     return Score("all", *map(_sum, columns))  # type: ignore[arg-type]
 
 
-def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, str]]:
-    """For each wrongly answered question: family, prompt, a right answer and the given one."""
+def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, Any]]:
+    """Of each wrong answer its question's place, family and prompt, a right answer, and itself."""
     return [
         {
+            "place": place,
             "family": question.family,
             "prompt": question.prompt,
             "expected": question.answer,
             "given": answer.text,
         }
-        for question, answer in zip(questions, run.answers, strict=True)
+        for place, (question, answer) in enumerate(zip(questions, run.answers, strict=True))
         if not question.is_correct(answer.text)
     ]
 

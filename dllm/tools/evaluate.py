@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -169,7 +169,7 @@ def open_model(given: argparse.Namespace) -> Model:
 
 def evaluate(
     model: Model, asked: dict[str, list[Question]]
-) -> tuple[list[Score], list[dict[str, str]]]:
+) -> tuple[list[Score], list[dict[str, Any]]]:
     """Ask one family after the other, because a server counts its steps for all requests together.
 
     Returns:

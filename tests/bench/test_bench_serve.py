@@ -12,6 +12,7 @@ from bench.race import Contestant, admit, rounds, undisturbed, withhold
 from bench.runs import (
     BUILTIN_PASSES,
     COMMIT_APART,
+    MANY_WIDTHS,
     NO_CANVAS,
     OVERLAPPED,
     SPEEDS,
@@ -100,6 +101,13 @@ def test_an_autoregressive_model_has_a_token_a_step_and_the_drafts_that_it_accep
     # Self-speculation drafts a whole canvas, and accepts what is behind the answer's end.
     behind_end = figures(NO_CANVAS, result | {"spec_decode_accepted_tokens": 200}, workload)
     assert behind_end["tokens_per_pass"] is None
+
+
+def test_canvases_of_many_widths_are_not_counted() -> None:
+    workload = replace(WORKLOAD, schedule=ADAPTIVE, steps_per_block=None)
+    one = figures(MANY_WIDTHS, saved(), workload)
+    assert one["tokens_per_s"] and not one["problem"]
+    assert one["steps_per_block"] is None and one["tokens_per_pass"] is None
 
 
 # --- what is refused -----------------------------------------------------------------------------

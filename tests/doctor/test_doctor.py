@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dllm.cli import main
+from dllm.doctor import command
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says more on a GPU")
 
@@ -32,6 +33,11 @@ def test_a_machine_and_a_model(capsys, checkpoint, port):
     assert {"versions", "vllm", "plugins", "device", "port", "model", "memory"} < set(found)
     text = found["model"][1]
     assert "DiffusionGemmaForBlockDiffusion" in text and "canvas of 32" in text
+
+
+def test_weights_that_are_not_here_have_no_size():
+    found = command._room(None, "google/diffusiongemma-26B-A4B-it")
+    assert (found.name, found.status) == ("memory", "note")
 
 
 def test_lines_of_text(capsys, port):

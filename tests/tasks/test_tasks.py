@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from dllm.tasks.families import CITIES, FOODS, NAMES, in_words
+from dllm.tasks.prompts import json_lines
 from dllm.tasks.suite import (
     FAMILIES,
     SPLITS,
@@ -278,3 +279,13 @@ def test_the_prompt_does_not_change_the_encoding_of_the_answer(family: str) -> N
             )
         else:
             assert len(prompt) <= 128 and len(answer) <= 64
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path):
+    """Other separators of lines stand in a string of JSON as they are."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a\u2028b"}\r\n\n"c"', encoding="utf-8")
+    assert json_lines(file) == [
+        (f"{file}, line 1", {"prompt": "a\u2028b"}),
+        (f"{file}, line 3", "c"),
+    ]

@@ -20,7 +20,7 @@ from dllm.tasks.tokenizer import (
     train_tokenizer,
 )
 from dllm.tasks.tool_tokenizer import encode_chat, train_tool_tokenizer
-from dllm.tools import evaluate
+from dllm.tools import decisions, evaluate
 from dllm.tools.eval_reference import open_reference
 from dllm.tools.eval_report import Answer, wilson_interval
 from dllm.tools.eval_server import PASSES, counter, denoise_counts
@@ -166,6 +166,8 @@ def test_tasks_are_checked() -> None:
         chosen_families(" , ")
     with pytest.raises(CommandError, match="--num 9999: 9999 questions of 'add'"):
         evaluate.main(["--tasks", "add", "--num", "9999"])
+    with pytest.raises(CommandError, match="holds about"):
+        decisions.bundled("heldout", 9999, 0)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ import torch
 from dllm import cli
 from dllm.cli import CommandError
 from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
+from dllm.tasks.suite import FAMILIES
 from dllm.train.drafter import command
 from dllm.train.drafter.export import Drafter, block_of, read_checkpoint
 from dllm.train.drafter.network import NEVER, count_params
+from dllm.train.drafter.prompts import load_prompts
 from dllm.train.drafter.responses import check_disk
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import read_config as read_target_config
@@ -282,6 +285,16 @@ def test_shipped_settings_are_right():
     for path in sorted(command.CONFIGS.glob("*.toml")):
         settings = CalibrateSettings.load(path)
         assert CalibrateSettings.from_mapping(settings.to_mapping()) == settings
+
+
+def test_prompts_of_our_small_models_are_there_without_a_config(tmp_path):
+    target = Path(__file__).parents[2] / "checkpoints/tiny-ar"
+    given = command.parse(["--target", str(target), "--out", str(tmp_path)])
+    settings = command.load_settings(given)
+    assert settings.responses == 1000
+    assert len(load_prompts(target, None, replace(settings, responses=9))) == len(FAMILIES) * 109
+    with pytest.raises(CommandError, match="holds about"):
+        load_prompts(target, None, replace(settings, responses=1, heldout=10**6))
 
 
 def test_sizes_that_the_config_leaves_out_are_the_targets(tmp_path):

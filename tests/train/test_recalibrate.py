@@ -104,6 +104,19 @@ def test_what_is_held_out_stays_held_out(target, tmp_path):
     assert later_heldout and not sides[0] & sides[1] and not others[0] & others[1]
 
 
+def test_a_text_that_comes_again_is_on_one_side(target, tmp_path):
+    """Its digest says nothing about its place: all of them are held out, or none."""
+    record(target, tmp_path / "one", 0, [5, 6, 7], count=1)
+    (path,) = (tmp_path / "one").iterdir()
+    for number in range(22):
+        shutil.copy(path, tmp_path / f"one/1-{number:012}.safetensors")
+    with pytest.raises(CommandError, match="one text alone"):
+        split_buffer(tmp_path / "one", read_config(num_hidden_layers=1))
+    record(target, tmp_path / "one", 3, [5, 6, 7], count=1)
+    train, heldout = split_buffer(tmp_path / "one", read_config(num_hidden_layers=1))
+    assert not {one.tokens for one in train} & {one.tokens for one in heldout}
+
+
 def test_a_killed_command_leaves_no_recording(start, tmp_path, monkeypatch):
     (tmp_path / "buffer/round-old").mkdir()
     monkeypatch.setattr(

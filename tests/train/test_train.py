@@ -223,6 +223,14 @@ def test_card_holds_the_scores_with_their_interval(tmp_path):
     assert "| add | - |" in card and "| compare | 50 % |" in card
 
 
+@pytest.mark.parametrize(("flag", "rank"), [((), 3), (("--lora", "2"), 2)])
+def test_the_rank_of_an_adapter_is_in_the_config_or_on_the_command_line(tmp_path, flag, rank):
+    config = write_config(tmp_path / "c.toml", "sdar")
+    config.write_text(f"lora_rank = 3\n{config.read_text()}")
+    given = ["sdar", "--config", str(config), "--out", str(tmp_path), *flag]
+    assert command.load_settings(command.parse(given)).lora_rank == rank
+
+
 def test_finished_run_is_not_started_over(finished, capsys):
     objective, out = finished
     assert cli.main(["train", objective, "--out", str(out)]) == 1

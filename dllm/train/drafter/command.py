@@ -159,7 +159,9 @@ def load_settings(given: argparse.Namespace) -> CalibrateSettings:
     if given.config is not None:
         settings = CalibrateSettings.load(given.config)
     else:
-        settings = CONTINUED if given.drafter is not None else settings_for(given.preset)
+        uses_suite = given.prompts is None and default_file(given.target) is None
+        chosen = settings_for(given.preset, uses_suite)
+        settings = CONTINUED if given.drafter is not None else chosen
     asked = {field: getattr(given, field) for field, _ in OVERRIDES.values()}
     changes = {field: value for field, value in asked.items() if value is not None}
     if given.learning_rate is not None:

@@ -43,8 +43,12 @@ CONTINUED = CalibrateSettings(
 )
 
 
-def settings_for(preset: str | None) -> CalibrateSettings:
-    """Settings of a run with a preset, or with a shape that follows from the target."""
+def settings_for(preset: str | None, uses_suite: bool) -> CalibrateSettings:
+    """Settings of a run with a preset, or with a shape that follows from the target.
+
+    Args:
+        uses_suite: the prompts are of the task suite, of each family so many.
+    """
     shape = PRESETS[preset] if preset else DrafterShape()
     return CalibrateSettings(
         steps=20000,
@@ -52,7 +56,7 @@ def settings_for(preset: str | None) -> CalibrateSettings:
         anchors=256,
         matrix_lr=0.005,
         vector_lr=0.0006,
-        responses=50000,
+        responses=1000 if uses_suite else 50000,
         heldout=100,
         max_tokens=1024,
         drafter=shape,

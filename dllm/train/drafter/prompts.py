@@ -46,14 +46,21 @@ def load_prompts(target: Path, file: Path | None, settings: CalibrateSettings) -
 
 
 def suite_prompts(target: Path, settings: CalibrateSettings) -> list[Prompt]:
-    """Training and held-out questions of every family, for one of our small models."""
+    """Training and held-out questions of every family, for one of our small models.
+
+    Raises:
+        CommandError: a family has fewer of them.
+    """
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     splits = (("heldout", settings.heldout), ("train", settings.responses))
-    return [
-        Prompt(tuple(encode_prompt(tokenizer, asked.prompt)), asked.family, split == "heldout")
-        for split, count in splits
-        for asked in questions(FAMILIES, split, count, settings.seed)
-    ]
+    try:
+        return [
+            Prompt(tuple(encode_prompt(tokenizer, asked.prompt)), asked.family, split == "heldout")
+            for split, count in splits
+            for asked in questions(FAMILIES, split, count, settings.seed)
+        ]
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def file_prompts(target: Path, file: Path, settings: CalibrateSettings) -> list[Prompt]:

@@ -32,7 +32,11 @@ def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], li
         )
     digests = {sample: zlib.crc32(repr(sample.tokens).encode()) for sample in samples}
     heldout = [one for one in samples if digests[one] % HELDOUT_EVERY == 0]
-    heldout = heldout or [min(samples, key=digests.__getitem__)]
+    if not heldout:
+        least = min(digests.values())
+        heldout = [one for one in samples if digests[one] == least]
+    if len(heldout) == len(samples):
+        raise TooFewSamples(f"{folder} holds one text alone. Record for longer.")
     wanted = drafter.target_layer_ids
     for layers in recorded_layers(folder):
         if layers != wanted:

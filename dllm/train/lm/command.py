@@ -92,9 +92,11 @@ def load_settings(given: argparse.Namespace) -> TrainSettings:
             f"{path} has objective = {settings.objective!r}, asked for was {given.objective!r}; "
             f"run `dllm train {settings.objective}`, or give another --config."
         )
-    if given.lora and given.objective == "llada2":
+    if given.lora is not None:
+        settings = replace(settings, lora_rank=given.lora)
+    if settings.lora_rank and given.objective == "llada2":
         raise CommandError("--lora: a LLaDA2 is trained under other names than it is served with.")
-    return replace(settings, lora_rank=given.lora)
+    return settings
 
 
 def open_run(

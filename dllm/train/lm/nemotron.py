@@ -125,7 +125,12 @@ class Nemotron(MaskDiffusion):
         columns = super().evaluate(average)
         right = 0.0
         for family, error in self.errors.items():
-            asked = questions([family], "validation", self.settings.validation_questions)
+            asked = [
+                question.in_style(self.settings.style)
+                for question in questions(
+                    [family], "validation", self.settings.validation_questions
+                )
+            ]
             pairs = zip(asked, self.answer_causally(average, asked), strict=True)
             share = sum(q.is_correct(text) for q, text in pairs) / len(asked)
             self.errors[family] = (error + 1 - share) / 2
