@@ -460,11 +460,11 @@ def test_without_kv_pages_for_the_canvas_the_prompt_goes_alone(engine, monkeypat
 
 
 @pytest.mark.parametrize("passes", [1, UNBOUNDED])
-def test_vllms_counters_count_passes_and_not_visits(engine, monkeypatch, passes):
-    monkeypatch.setattr(engine.scheduler, "log_stats", True)
-    made = scheduler_watch(monkeypatch, engine, "make_stats")
-    with switched(engine, passes), engine.watch() as watched:
-        engine.generate([prompt(20), prompt(30)], params(blocks=2))
+def test_vllms_counters_count_passes_and_not_visits(checkpoint, monkeypatch, passes):
+    counting = get_engine(checkpoint(), max_num_batched_tokens=256, disable_log_stats=False)
+    made = scheduler_watch(monkeypatch, counting, "make_stats")
+    with switched(counting, passes), counting.watch() as watched:
+        counting.generate([prompt(20), prompt(30)], params(blocks=2))
     num_steps = sum(len(steps) for steps in watched.values())
     counts = [stats.spec_decoding_stats for _, stats in made if stats.spec_decoding_stats]
     assert sum(one.num_drafts for one in counts) == num_steps

@@ -218,16 +218,18 @@ def test_a_mask_is_no_pin(of_blocks):
         of_blocks.engine().add(prompt(5), of_blocks.params(extra_args=held({1: MASK})))
 
 
-@pytest.mark.parametrize("name", [*BLOCKS, "nemotron"])
+HINT = held({1: 40}, diffusion_pin_mode="hint")
+
+
 @pytest.mark.parametrize(
-    "given",
-    [held({1: 40}), held({1: 40}, diffusion_pin_mode="hint"), {"diffusion_seed_canvas": [40] * 32}],
-    ids=["hold", "hint", "seed canvas"],
+    ("name", "given"),
+    [
+        *((name, given) for name in (*BLOCKS, "nemotron") for given in (held({1: 40}), HINT)),
+        ("nemotron", {"diffusion_seed_canvas": [40] * SIZES["nemotron"]}),
+    ],
 )
 def test_what_stays_is_refused_beside_a_grammar(model_named, name, given):
     model = model_named(name)
-    if model.has_blocks and "diffusion_seed_canvas" in given:
-        pytest.skip("refused without a grammar, too")
     sampling = model.params(extra_args=given)
     sampling.structured_outputs = StructuredOutputsParams(choice=["yes"])
     sampling.ignore_eos = False
