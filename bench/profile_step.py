@@ -388,8 +388,9 @@ def times_behind_prompts(rows: Rows) -> str:
     curves: dict[str, list[float]] = {OURS: [], BUILTIN: []}
     for (length,), here in grouped(rows, "input_len").items():
         ours, other = of_starts(here, OURS), of_starts(here, BUILTIN)
-        # A server that was not asked for, or failed, has no starts.
-        pairs = [theirs / own for own, theirs in zip(ours, other, strict=False)]
+        # A server that was not asked for, or failed, has fewer starts.
+        is_whole = len(ours) == len(other)
+        pairs = [their / own for own, their in zip(ours, other, strict=True)] if is_whole else []
         found = ((ours, 0), (other, 0), (pairs, 2))
         lines.append([length, *(spread_of(n, digits) if n else "-" for n, digits in found)])
         for server, times in ((OURS, ours), (BUILTIN, other)):

@@ -103,7 +103,11 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "request-time": request_time.SECTION,
     "step-time": profile_step.STEP_TIME,
     "recovery": recovery.SECTION,
-    "ways": Section(NEMOTRON, f"python -m bench.serve --file {NEMOTRON}", contestant_table),
+    "ways": Section(
+        NEMOTRON,
+        f"python -m bench.serve --model checkpoints/tiny-nemotron --file {NEMOTRON}",
+        contestant_table,
+    ),
     "rollout": rollout.SECTION,
     "sampling-step": Section(
         "sampler_cpu.csv", "python -m bench.kernels sampler", kernels.sampler_table

@@ -146,11 +146,11 @@ def answer_questions(
             masked = llada2_pipeline.BlockMasked(
                 self.model, config["block_size"], config["mask_token_id"]
             )
-            options = {"eos_token_id": config["eos_token_id"], "threshold": self.rule.threshold}
-            tokens = llada2_pipeline.generate(masked, ids, max_tokens, None, **options)
-            stops = (at for at, token in enumerate(tokens) if token in self.stops)
-            end = len(ids) + next(stops, max_tokens - 1)  # where the answer's last token is
-            num_blocks = end // masked.block_size - len(ids) // masked.block_size + 1
+            stop, editing = config["eos_token_id"], self.rule.editing_threshold
+            options = {"eos_token_id": stop, "threshold": self.rule.threshold}
+            tokens = llada2_pipeline.generate(masked, ids, max_tokens, editing, **options)
+            last = len(ids) + (tokens.index(stop) if stop in tokens else max_tokens - 1)
+            num_blocks = last // masked.block_size - len(ids) // masked.block_size + 1
             return Generated(tokens, masked.num_passes, num_blocks)
 
     if whose == PIPELINE:

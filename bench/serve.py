@@ -20,7 +20,7 @@ stop when they converge (``adaptive``), random tokens with --steps denoise steps
 (``fixed``). There is no table unless each server first answers with the number of tokens asked for,
 and two equal seeded requests equally (the built-in refuses a seed). A run that is incomplete, of
 another length or of another number of steps has no speed, nor has a contestant with fewer right
-answers than the others. Written to --results: serve_MODE.csv, one row a run.
+answers than the others. Written to --results: --file, one row a run.
 """
 
 import argparse
@@ -147,6 +147,8 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
     generation = folder / "generation"
     write_generation_config(options.model, generation, options.steps if schedule == FIXED else None)
     eager = ("--enforce-eager",) if options.eager else ()
+    config = json.loads((options.model / "config.json").read_text())
+    has_many = "block_size" in config and "nemotron" not in config["model_type"]
     found = []
     for index, spec in enumerate(options.contestants):
         is_twin, is_local = spec.kind == AUTOREGRESSIVE, spec.kind in LOCAL
@@ -163,7 +165,7 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
             Contestant(
                 spec.name,
                 None if is_local else server,
-                MANY_WIDTHS if options.has_blocks and spec.kind == OURS else spec.commits,
+                MANY_WIDTHS if has_many and spec.commits == OVERLAPPED else spec.commits,
                 client_flags=("--temperature", "0") if is_twin else (),
                 takes_seeds=spec.kind != BUILTIN,
                 local=(spec.kind, model) if is_local else None,
@@ -199,7 +201,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=16, help="per block, fixed schedule")
     parser.add_argument("--eager", action="store_true", help="serve with --enforce-eager")
-    parser.add_argument("--file", help="in --results; default: serve_compiled.csv")
+    parser.add_argument("--file", help="default: serve_compiled.csv, or serve_eager.csv")
     add_options(parser, rounds=3, minutes=14, num_requests=100, concurrency=[1, 8, 32])
     parser.add_argument("--rates", type=float, nargs="*", default=[8, 24], help="requests per s")
     parser.add_argument("--input-len", type=int, default=64, help="of random prompts")
@@ -211,15 +213,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not (given.model / "config.json").exists():
         parser.error(f"--model {given.model}: no config.json there; give a checkpoint's folder.")
     config = json.loads((given.model / "config.json").read_text())
-    given.has_blocks = "block_size" in config
     try:
-        length = config["block_size" if given.has_blocks else "canvas_length"]
+        length = config["block_size"] if "block_size" in config else config["canvas_length"]
         given.shape = Shape(length, given.input_len, given.output_len)
     except ValueError as error:
         parser.error(str(error))
     if not (given.autoregressive / "config.json").exists():
         _leave_out(given, (AUTOREGRESSIVE,), f"{given.autoregressive} is not there")
-    if given.has_blocks:
+    if "block_size" in config:
         _leave_out(given, (BUILTIN, REFERENCE), f"{given.model} has blocks")
         if not llada2_pipeline.is_installed():
             _leave_out(given, (PIPELINE,), llada2_pipeline.MISSING)

@@ -246,10 +246,13 @@ async def filled(
     best = await at_once(best_answer(sample) for sample in range(params.n))
     holes = [_hole(output.outputs[0], width, params) for output, width in best]
     context = prompt["prompt_token_ids"][-CONTEXT:]
-    before = decode(context).rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that goes on
+    before = decode(context)
     for sample, hole in enumerate(holes):
         hole.index = sample
-        hole.text = decode([*context, *hole.token_ids]).removeprefix(before)
+        whole = decode([*context, *hole.token_ids])
+        if not whole.startswith(before):  # the hole begins inside of a character
+            before = before.rstrip("\N{REPLACEMENT CHARACTER}")
+        hole.text = whole.removeprefix(before)
         _stop(hole, params)
     result = best[0][0]
     result.request_id = request_id

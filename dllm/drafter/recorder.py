@@ -36,8 +36,8 @@ from dllm.drafter.step import TargetStep
 logger = logging.getLogger(LOGGER)
 
 GROUP = "traffic"
-# Tokens of a sample at most. It begins with a step of the prompt, of which it has BEGIN_TOKENS at
-# most, the last ones. When it is full, a new one begins with a later step of the prompt.
+# Tokens of a sample at most, and of a prompt in it. Where the next step of a prompt has no room, a
+# new sample begins with the last tokens of that step: so there is always room for the answer.
 MAX_SAMPLE_TOKENS, BEGIN_TOKENS = 2048, 1024
 # Steps that a prompt may wait for its next chunk before its request counts as finished.
 MAX_GAP = 64
@@ -195,9 +195,11 @@ class Recorder:
         starts, kept = step.starts, step.kept.tolist()
         for row, name in enumerate(step.batch.req_ids):
             sample = self._open.get(name)
+            is_prompt = starts[row] < step.batch.prefill_len_np[row]
+            most = BEGIN_TOKENS if is_prompt else MAX_SAMPLE_TOKENS
             if sample is not None and (
                 sample.end != starts[row]
-                or len(sample.tokens) + kept[row] > MAX_SAMPLE_TOKENS
+                or len(sample.tokens) + kept[row] > most
                 or kept[row] * step.token_bytes > room
             ):
                 room += sample.num_bytes
@@ -206,8 +208,7 @@ class Recorder:
             skip = max(0, kept[row] - BEGIN_TOKENS) if sample is None else 0
             num_bytes = (kept[row] - skip) * step.token_bytes
             # A sample must begin in the prompt: a response alone is not enough context.
-            begins = sample is None and starts[row] < step.batch.prefill_len_np[row]
-            if (sample is not None or begins) and num_bytes <= room:
+            if (sample is not None or is_prompt) and num_bytes <= room:
                 rows[row] = skip
                 room -= num_bytes
         return rows

@@ -86,8 +86,9 @@ class FrameMail:
     def add_to(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Append the frames to the engine core's outputs, behind everything else.
 
-        A trace needs them: they say how many tokens of a block belong to the answer. Where there
-        are none, vLLM has reset the request meanwhile, and its block comes again.
+        A trace needs them: they say how many tokens of a block belong to the answer. A final frame
+        without any is left out: vLLM has dropped that block, because the request was reset or has
+        ended meanwhile.
         """
         if not self._frames:
             return

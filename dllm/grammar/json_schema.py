@@ -33,16 +33,16 @@ def check_schema(schema: Any) -> None:
     Raises:
         Unsupported: the message names the keyword.
     """
-    for part in _parts(schema):
+    for part in parts(schema):
         for key in NEVER_HELD:
             if key in part:
-                raise _refusal(key, "answers cannot be held to it")
+                raise refusal(key, "answers cannot be held to it")
         given = [key for key in COMBINING if key in part]
         notes = NOTES | {"type"} if set(given) <= set(VALUES) else NOTES
         beside = sorted(set(part) - notes - set(given))
         if given and (beside or len(given) > 1):
             other = beside[0] if beside else given[1]
-            raise _refusal(other, f"beside {given[0]!r} answers cannot be held to it")
+            raise refusal(other, f"beside {given[0]!r} answers cannot be held to it")
         if isinstance(part.get("pattern"), str):
             check_pattern(part["pattern"])
         if isinstance(part.get("patternProperties"), Mapping):
@@ -75,15 +75,16 @@ def check_text(kind: str, text: str, check: Callable[[Any], None] = check_schema
         raise Unsupported("The grammar is no valid JSON. Correct it.") from error
 
 
-def _refusal(key: str, why: str) -> Unsupported:
+def refusal(key: str, why: str) -> Unsupported:
+    """What names a keyword of a schema."""
     return Unsupported(f"The schema uses {key!r}: {why}. Leave it out.")
 
 
-def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """The schema, and all schemas in it."""
+def parts(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """The schema, and all schemas in it; values that look like schemas are none (``DATA``)."""
     if isinstance(schema, list):
         for one in schema:
-            yield from _parts(one)
+            yield from parts(one)
     if not isinstance(schema, Mapping):
         return
     yield schema
@@ -93,9 +94,9 @@ def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
         if key in ("properties", "patternProperties", "$defs", "definitions"):
             # The keys in there are names.
             for one in value.values() if isinstance(value, Mapping) else ():
-                yield from _parts(one)
+                yield from parts(one)
         else:
-            yield from _parts(value)
+            yield from parts(value)
 
 
 def _check_tag(tag: Any, check: Callable[[Any], None]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from dllm.grammar.compile import Grammars, Spec, check_length, tokens_of
 from dllm.grammar.constraint import Constraint, Thoughts
-from dllm.grammar.json_schema import check_text
+from dllm.grammar.json_schema import DATA, check_text, parts, refusal
 from dllm.grammar.rules import Unsupported
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
@@ -200,17 +200,40 @@ def _begin(engine: Any, params: Any) -> Future[bytes]:
 
 def _check_features(spec: Spec) -> None:
     """Refuse what vLLM knows of xgrammar that it would leave out; ``json_schema`` knows more."""
-    from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+    from vllm.v1.structured_output.backend_xgrammar import STRING_SUPPORTED_FORMATS
+    from vllm.v1.structured_output.backend_xgrammar import (
+        has_xgrammar_unsupported_json_features as has_more,
+    )
 
     def check(schema: Any) -> None:
-        if has_xgrammar_unsupported_json_features(schema):
-            raise Unsupported(
-                "The schema has a keyword that answers cannot be held to, for instance multipleOf, "
-                "uniqueItems, a length beside a pattern or format, or allOf of several. Leave it "
-                "out."
-            )
+        for part in parts(schema):
+            own = _without_inner_schemas(part)
+            known = str(own.get("format")) in STRING_SUPPORTED_FORMATS
+            if spec.kind == "structural_tag" and not known:  # a note, as JSON Schema has it
+                own.pop("format", None)
+            if known and own.get("minLength") in (0, 1):  # none of these texts is empty
+                del own["minLength"]
+            if has_more(own):
+                culprits = (
+                    key for key in own if not has_more({k: own[k] for k in own if k != key})
+                )
+                named = next((key for key in culprits if key != "type"), "type")
+                raise refusal(named, "answers cannot be held to it")
 
     check_text(spec.kind, spec.text, check)
+
+
+def _without_inner_schemas(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema whose inner schemas have their keys alone, without data that look like schemas."""
+
+    def emptied(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: {} for key in value}
+        if isinstance(value, list):
+            return [{} if isinstance(one, Mapping | list) else one for one in value]
+        return value
+
+    return {key: emptied(value) for key, value in part.items() if key not in DATA}
 
 
 def _spec(asked: Any, is_compact: bool) -> Spec:

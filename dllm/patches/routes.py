@@ -166,7 +166,8 @@ async def _refuse_our_fields(raw_request: Any) -> None:
     sent = await raw_request.json()
     params = sent.get("sampling_params")  # of /inference/v1/generate
     of_tokens = params.get("extra_args") if isinstance(params, dict) else None
-    extra = sent.get("vllm_xargs") or of_tokens or ()
+    given = [each for each in (sent.get("vllm_xargs"), of_tokens) if isinstance(each, dict)]
+    extra = {key for each in given for key in each}
     if sent.get("diffusing") is True or STREAM in extra:
         refuse_route(STREAM)
     if TRACE in extra:

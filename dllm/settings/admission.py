@@ -191,6 +191,7 @@ def _refuse_beside_structured_outputs(params: "SamplingParams", settings: Denois
     asked = params.structured_outputs
     kind = next(kind for kind in GRAMMAR_KINDS if getattr(asked, kind, None) is not None)
     stays = bool(settings.never_emitted)  # among masks
+    seeded = any(token != NO_TOKEN for token in extra.get(SEED_CANVAS) or ())
     for name, is_given, why in (
         ("ignore_eos", params.ignore_eos, "the answer ends where the text is complete"),
         ("min_tokens", params.min_tokens > 0, "the grammar says how short a text may be"),
@@ -198,8 +199,8 @@ def _refuse_beside_structured_outputs(params: "SamplingParams", settings: Denois
         ("bad_words", params.bad_words, "the two may leave no text"),
         (READ_ONLY, extra.get(READ_ONLY), "a canvas that is only read has no answer"),
         (PIN_MODE, holds(extra), "the grammar may have no text with the tokens that are held"),
-        (PIN_AT, stays and pins_of(extra), "a hint stays here, too"),
-        (SEED_CANVAS, stays and extra.get(SEED_CANVAS), "what is given stays here"),
+        (PIN_AT, stays and pins_of(extra), "here a hint is emitted, and may fit no text"),
+        (SEED_CANVAS, stays and seeded, "here a given token is emitted, and may fit no text"),
         (CONSTRAINED, extra.get(CONSTRAINED), "both say which tokens may be emitted"),
     ):
         if is_given:

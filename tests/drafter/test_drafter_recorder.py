@@ -108,6 +108,18 @@ def test_of_a_long_prompt_in_one_step_the_end_is_recorded(tmp_path):
     assert sample.hidden()[:2, 0].tolist() == [2976.0, 2977.0]
 
 
+def test_a_prompt_of_two_long_steps_leaves_room_for_its_answer(tmp_path):
+    recording = Recorder(tmp_path, 1 << 24)
+    prompt = range(3072)
+    for start, end in ((0, 2048), (2048, 3072)):
+        chunk = dict(request="a", start=start, tokens=prompt[start:end], prompt=len(prompt))
+        recording.observe(step([chunk | ({"sampled": 5} if end == len(prompt) else {})]))
+    row = dict(request="a", start=3072, tokens=[5, 6], prompt=len(prompt), sampled=7)
+    recording.observe(step([row]))
+    recording.close()
+    assert [sample.tokens for sample in read_shards(tmp_path)] == [(*prompt[2048:], 5, 6, 7)]
+
+
 def test_a_prompt_in_chunks_is_one_sample_and_an_aborted_one_is_forgotten(tmp_path):
     recording = Recorder(tmp_path, 1 << 20)
     chunks = [

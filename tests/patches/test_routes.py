@@ -37,7 +37,7 @@ def sent(body: dict[str, Any]) -> Any:
         ({"diffusing": True}, "diffusion_stream is not served here"),
         ({"vllm_xargs": {"diffusion_stream": "text"}}, "diffusion_stream is not served here"),
         (
-            {"sampling_params": {"extra_args": {"diffusion_trace": True}}},
+            {"vllm_xargs": {"a": 1}, "sampling_params": {"extra_args": {"diffusion_trace": True}}},
             "diffusion_trace is not served here",
         ),
     ],

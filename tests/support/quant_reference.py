@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.models.diffusion_gemma import modeling_diffusion_gemma
 
+from dllm.patches.cpu_worker import padded_size
 from tests.support import hf_reference
 from tests.support import naive_formats as naive
 from tests.support.quant_checkpoints import DECODER, PROJECTIONS, dequantized, layers_of
@@ -217,6 +218,7 @@ class Lockstep:
 
 def _own(rows: torch.Tensor, count: int) -> torch.Tensor:
     """A batch's rows, without those that the CPU worker pads it with."""
+    assert len(rows) in (count, padded_size(count))
     return rows[:count]
 
 

@@ -110,7 +110,7 @@ def test_a_text_that_comes_again_is_on_one_side(target, tmp_path):
     (path,) = (tmp_path / "one").iterdir()
     for number in range(22):
         shutil.copy(path, tmp_path / f"one/1-{number:012}.safetensors")
-    with pytest.raises(CommandError, match="one text alone"):
+    with pytest.raises(CommandError, match="too few different texts"):
         split_buffer(tmp_path / "one", read_config(num_hidden_layers=1))
     record(target, tmp_path / "one", 3, [5, 6, 7], count=1)
     train, heldout = split_buffer(tmp_path / "one", read_config(num_hidden_layers=1))

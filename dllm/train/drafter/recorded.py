@@ -36,7 +36,7 @@ def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], li
         least = min(digests.values())
         heldout = [one for one in samples if digests[one] == least]
     if len(heldout) == len(samples):
-        raise TooFewSamples(f"{folder} holds one text alone. Record for longer.")
+        raise TooFewSamples(f"{folder} holds too few different texts. Record for longer.")
     wanted = drafter.target_layer_ids
     for layers in recorded_layers(folder):
         if layers != wanted:

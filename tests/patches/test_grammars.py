@@ -1,16 +1,31 @@
-"""Requests with grammars that wait for their turn in the API server, through its own function."""
+"""Requests with grammars in the API server: they wait for their turn, or are refused."""
 
 import asyncio
+import json
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMValidationError
 
 from dllm.grammar.compile import MOST_AT_ONCE, MOST_WAITING, Grammars, Spec, Tokens
+from dllm.grammar.rules import Unsupported
 from dllm.patches import grammars as patches
 
 MOST = MOST_AT_ONCE + MOST_WAITING
+
+
+def alone(schema: Any) -> Spec:
+    return Spec("json", json.dumps(schema), True, None)
+
+
+def in_tag(schema: Any) -> Spec:
+    tag = {"type": "tag", "content": {"type": "json_schema", "json_schema": schema}}
+    return Spec("structural_tag", json.dumps({"format": tag}), True, None)
+
+
+FORMS = {"alone": alone, "in a tag": in_tag}
 
 
 class Held:
@@ -92,3 +107,39 @@ def test_equal_requests_have_one_turn_and_none_is_ended_with_another(held):
         assert sorted(held.made) == ["a", "b"]
 
     run(test())
+
+
+# --- what vLLM knows that xgrammar leaves out -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "integer", "multipleOf": 7}, "'multipleOf'"),
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems'"),
+        ({"type": "string", "pattern": "a+", "maxLength": 3}, "'pattern'"),
+        ({"allOf": [{"type": "string"}, {"enum": ["yes"]}]}, "'allOf'"),
+        ({"type": "string", "format": "uri", "maxLength": 9}, "'format'"),
+    ],
+)
+@pytest.mark.parametrize("form", [*FORMS])
+def test_what_is_left_out_of_a_schema_is_named(form, schema, named):
+    with pytest.raises(Unsupported, match=named):
+        patches._check_features(FORMS[form](schema))
+
+
+@pytest.mark.parametrize("form", [*FORMS])
+def test_what_looks_like_it_is_not_refused(form):
+    data = {"type": "array", "uniqueItems": True}
+    for schema in (
+        {"type": "object", "default": data, "properties": {"multipleOf": {"type": "integer"}}},
+        {"type": "string", "format": "uri", "minLength": 1},
+    ):
+        patches._check_features(FORMS[form](schema))
+
+
+def test_an_unknown_format_is_a_note_in_tools_alone():
+    schema = {"type": "string", "format": "password", "maxLength": 9}
+    patches._check_features(in_tag(schema))
+    with pytest.raises(Unsupported, match="'format'"):
+        patches._check_features(alone(schema))
