@@ -26,6 +26,11 @@ from dllm.patches.admission import with_resolved_ids
 from dllm.settings.request import STREAM, has_structured_outputs, refuse, with_grammar
 
 GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
+# Keywords that xgrammar leaves out, some of them beside others only.
+SUSPECTS = (
+    *("multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "allOf"),
+    *("format", "pattern", "minLength", "maxLength", "propertyNames", "patternProperties"),
+)
 
 
 def serve_structured_outputs() -> None:
@@ -214,11 +219,9 @@ def _check_features(spec: Spec) -> None:
             if known and own.get("minLength") in (0, 1):  # none of these texts is empty
                 del own["minLength"]
             if has_more(own):
-                culprits = (
-                    key for key in own if not has_more({k: own[k] for k in own if k != key})
-                )
-                named = next((key for key in culprits if key != "type"), "type")
-                raise refusal(named, "answers cannot be held to it")
+                given = [key for key in SUSPECTS if key in own]
+                alone = (key for key in given if not has_more({k: own[k] for k in own if k != key}))
+                raise refusal(next(alone, given[0]), "answers cannot be held to it")
 
     check_text(spec.kind, spec.text, check)
 
