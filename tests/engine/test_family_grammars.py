@@ -38,7 +38,7 @@ STEPS: dict[str, list[dict[str, Any]]] = {
     "gemma": [{}, *({"diffusion_max_steps": steps} for steps in (1, 2, 7))],
     "sdar": OF_MASKS + OF_STRATEGIES,
     "llada2": OF_MASKS + EDITING,
-    "nemotron": OF_MASKS + OF_STRATEGIES,
+    "nemotron": OF_MASKS,  # strategies are SDAR's
 }
 SAMPLING = [
     {"temperature": 0.0},
