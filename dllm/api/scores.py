@@ -38,7 +38,7 @@ from vllm.utils.async_utils import make_async
 from dllm.api.fill import at_once, finished
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.pins import PIN_AT, PIN_IDS
-from dllm.settings.request import refuse, refuse_value
+from dllm.settings.request import LOGITS_MODES, refuse, refuse_value
 
 MAX_READS = 1600  # of one HTTP request, as of typed decisions
 Ids = list[Annotated[int, Field(ge=0)]]
@@ -136,7 +136,7 @@ async def scored(
         raise engine.dead_error
     validate_cache_salt(request.cache_salt)
     config = engine.vllm_config.model_config
-    if config.logprobs_mode in ("raw_logits", "processed_logits"):
+    if config.logprobs_mode in LOGITS_MODES:
         refuse("model", "/v1/scores needs log-probabilities, and --logprobs-mode is of logits.")
     prompt, text = await _ids(serving, request)
     check(prompt, text, settings, config.max_model_len)

@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Denoised
 from dllm.ops.staging import to_device
+from dllm.settings.request import LOGITS_MODES
 
 # How many logits are copied and scaled at a time: 64 MiB of fp32. No result depends on it.
 WORKSPACE_LOGITS = 2**24
@@ -44,7 +45,7 @@ class BlockLogprobs:
         self._is_async = is_async
         self._kept = kept
         self._asks = np.zeros(sampler.sampling_states.max_num_reqs, dtype=bool)
-        self._reports_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
+        self._reports_logits = sampler.logprobs_mode in LOGITS_MODES
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         """Store a new request's ``logprob_token_ids``.

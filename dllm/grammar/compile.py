@@ -109,7 +109,7 @@ class Grammars:
         read_tokens: called once, in the thread that makes the first table.
         children: that compile; by default those that all tables of these tokens share.
         most_states: of a table.
-        check: refuses a grammar before it is compiled, by raising Unsupported.
+        check: refuses a JSON schema of a grammar of some kind, by raising Unsupported.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Grammars:
         read_tokens: Callable[[], Tokens],
         children: Children | None = None,
         most_states: int = MOST_STATES,
-        check: Callable[[Spec], None] = lambda spec: None,
+        check: Callable[[str, Any], None] = lambda kind, schema: None,
     ) -> None:
         self.most_states = most_states
         self._read_tokens = read_tokens
@@ -166,8 +166,7 @@ class Grammars:
         start = time.monotonic()
         try:
             check_length(spec.text)
-            self._check(spec)
-            check_text(spec.kind, spec.text)
+            check_text(spec.kind, spec.text, self._check)
             found = self._compile(spec, stops)
         except TooSlow:  # not remembered: the machine may be less busy
             raise

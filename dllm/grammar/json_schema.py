@@ -50,15 +50,22 @@ def check_schema(schema: Any) -> None:
                 check_pattern(pattern)
 
 
-def check_text(kind: str, text: str, check: Callable[[Any], None] = check_schema) -> None:
-    """Check the text of a grammar of any kind (``compile.Spec``).
+def check_text(
+    kind: str, text: str, more: Callable[[str, Any], None] = lambda kind, schema: None
+) -> None:
+    """As ``check_schema``, for the text of a grammar of any kind (``compile.Spec``).
 
     Args:
-        check: is called with each JSON schema in it.
+        more: is called before, with the kind and each JSON schema in the text.
 
     Raises:
-        Unsupported: by ``check``; or the text is no JSON, or a pattern is refused.
+        Unsupported: a schema or pattern is refused, or the text is no JSON.
     """
+
+    def check(schema: Any) -> None:
+        more(kind, schema)
+        check_schema(schema)
+
     if kind == "regex":
         check_pattern(text)
     if kind not in ("json", "structural_tag"):

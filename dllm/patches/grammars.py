@@ -19,7 +19,7 @@ from typing import Any
 
 from dllm.grammar.compile import Grammars, Spec, check_length, tokens_of
 from dllm.grammar.constraint import Constraint, Thoughts
-from dllm.grammar.json_schema import DATA, check_text, parts, refusal
+from dllm.grammar.json_schema import DATA, parts, refusal
 from dllm.grammar.rules import Unsupported
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
@@ -203,27 +203,24 @@ def _begin(engine: Any, params: Any) -> Future[bytes]:
     return _grammars_of(processor).begin(_spec(params.structured_outputs, is_compact), stops)
 
 
-def _check_features(spec: Spec) -> None:
+def _check_features(kind: str, schema: Any) -> None:
     """Refuse what vLLM knows of xgrammar that it would leave out; ``json_schema`` knows more."""
     from vllm.v1.structured_output.backend_xgrammar import STRING_SUPPORTED_FORMATS
     from vllm.v1.structured_output.backend_xgrammar import (
         has_xgrammar_unsupported_json_features as has_more,
     )
 
-    def check(schema: Any) -> None:
-        for part in parts(schema):
-            own = _without_inner_schemas(part)
-            known = str(own.get("format")) in STRING_SUPPORTED_FORMATS
-            if spec.kind == "structural_tag" and not known:  # a note, as JSON Schema has it
-                own.pop("format", None)
-            if known and own.get("minLength") in (0, 1):  # none of these texts is empty
-                del own["minLength"]
-            if has_more(own):
-                given = [key for key in SUSPECTS if key in own]
-                alone = (key for key in given if not has_more({k: own[k] for k in own if k != key}))
-                raise refusal(next(alone, given[0]), "answers cannot be held to it")
-
-    check_text(spec.kind, spec.text, check)
+    for part in parts(schema):
+        own = _without_inner_schemas(part)
+        known = str(own.get("format")) in STRING_SUPPORTED_FORMATS
+        if kind == "structural_tag" and not known:  # a note, as JSON Schema has it
+            own.pop("format", None)
+        if known and own.get("minLength") in (0, 1):  # none of these texts is empty
+            del own["minLength"]
+        if has_more(own):
+            given = [key for key in SUSPECTS if key in own]
+            alone = (key for key in given if not has_more({k: own[k] for k in own if k != key}))
+            raise refusal(next(alone, given[0]), "answers cannot be held to it")
 
 
 def _without_inner_schemas(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from dllm.patches.adapters import refuse_wrong_adapters
 from dllm.patches.grammars import constrain_gemma_calls, current_compilations
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.settings.admission import refuse_without_canvases
-from dllm.settings.request import STREAM, TRACE, refuse
+from dllm.settings.request import LOGITS_MODES, STREAM, TRACE, refuse
 
 logger = init_logger(LOGGER)
 T = TypeVar("T")
@@ -257,7 +257,7 @@ async def _take_fill(self: Any, request: Any) -> fill.Fill:
     if TRACE in (request.vllm_xargs or ()):
         fill.refuse_beside_suffix(TRACE)
     llm, extra = self.engine_client, request.vllm_xargs or {}
-    if llm.model_config.logprobs_mode in ("raw_logits", "processed_logits"):
+    if llm.model_config.logprobs_mode in LOGITS_MODES:
         refuse(
             "suffix",
             "suffix: holes are compared by log-probabilities, and --logprobs-mode is of logits. "

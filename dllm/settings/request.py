@@ -28,6 +28,8 @@ from dllm.settings.pins import (
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
+# Values of --logprobs-mode with which logits are returned in the place of log-probabilities.
+LOGITS_MODES = ("raw_logits", "processed_logits")
 # The table of a grammar, which structured outputs ship to the worker (``dllm.grammar``).
 GRAMMAR_ARG = "dllm_grammar"
 # How a streaming request sees its unfinished canvases (``api.events``): each position, or the text

@@ -10,6 +10,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from dllm.grammar.compile import MOST_AT_ONCE, MOST_WAITING, Grammars, Spec, Tokens
+from dllm.grammar.json_schema import check_text
 from dllm.grammar.rules import Unsupported
 from dllm.patches import grammars as patches
 
@@ -23,6 +24,10 @@ def alone(schema: Any) -> Spec:
 def in_tag(schema: Any) -> Spec:
     tag = {"type": "tag", "content": {"type": "json_schema", "json_schema": schema}}
     return Spec("structural_tag", json.dumps({"format": tag}), True, None)
+
+
+def check(spec: Spec) -> None:
+    check_text(spec.kind, spec.text, patches._check_features)
 
 
 FORMS = {"alone": alone, "in a tag": in_tag}
@@ -125,7 +130,7 @@ def test_equal_requests_have_one_turn_and_none_is_ended_with_another(held):
 @pytest.mark.parametrize("form", [*FORMS])
 def test_what_is_left_out_of_a_schema_is_named(form, schema, named):
     with pytest.raises(Unsupported, match=named):
-        patches._check_features(FORMS[form](schema))
+        check(FORMS[form](schema))
 
 
 @pytest.mark.parametrize("form", [*FORMS])
@@ -135,11 +140,11 @@ def test_what_looks_like_it_is_not_refused(form):
         {"type": "object", "default": data, "properties": {"multipleOf": {"type": "integer"}}},
         {"type": "string", "format": "uri", "minLength": 1},
     ):
-        patches._check_features(FORMS[form](schema))
+        check(FORMS[form](schema))
 
 
 def test_an_unknown_format_is_a_note_in_tools_alone():
     schema = {"type": "string", "format": "password", "maxLength": 9}
-    patches._check_features(in_tag(schema))
+    check(in_tag(schema))
     with pytest.raises(Unsupported, match="'format'"):
-        patches._check_features(alone(schema))
+        check(alone(schema))
