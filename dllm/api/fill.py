@@ -250,9 +250,9 @@ async def filled(
     for sample, hole in enumerate(holes):
         hole.index = sample
         whole = decode([*context, *hole.token_ids])
-        if not whole.startswith(before):  # the hole begins inside of a character
-            before = before.rstrip("\N{REPLACEMENT CHARACTER}")
-        hole.text = whole.removeprefix(before)
+        is_split = not whole.startswith(before)  # the hole begins inside of a character
+        shown = before.rstrip("\N{REPLACEMENT CHARACTER}") if is_split else before
+        hole.text = whole.removeprefix(shown)
         _stop(hole, params)
     result = best[0][0]
     result.request_id = request_id
