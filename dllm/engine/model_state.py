@@ -195,10 +195,13 @@ class DiffusionModelState(ModelState):
         """Metadata for the attention backend: which sequences of the batch are causal.
 
         One picture of a batch for every backend (``engine.spans``).
+
+        Args:
+            for_capture: whether a full CUDA graph is captured; vLLM says mode NONE then.
         """
         assert ubatch_idx == 0, "batches of heads and canvases are not split"
         self._attention = block_tables, slot_mappings, attn_groups, kv_cache_config
-        is_full = cudagraph_mode == CUDAGraphMode.FULL
+        is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
         describe = self._in_place if is_full else self._gathered
         return build_attn_metadata(
             attn_groups=attn_groups,

@@ -139,7 +139,9 @@ class _CanvasRequests:
             if canvas:
                 output.scheduled_spec_decode_tokens = dict.fromkeys(self.req_ids, [0] * canvas)
             execute_model(output)
-            runner.sample_tokens(None)
+            # Wait for the pass. vLLM writes what passes read into a few buffers in turn, and its
+            # engine never runs further ahead of the device.
+            runner.sample_tokens(None).get_output()
         execute_model(self.leaving())
 
     @property

@@ -25,7 +25,10 @@ from tests.support.process import run_python
 pytestmark = pytest.mark.slow
 
 CANVAS, WINDOW = 12, 16
-OF_BLOCKS = ("sdar", "llada2")
+ASYNC = {"is_async": True}
+# Numbers of tokens with a full graph. Two canvases of these are padded to three.
+GRAPHS = {"graphs": [CANVAS, 3 * CANVAS]}
+FAMILIES = {"sdar": [4, 12], "llada2": [32, 64], "nemotron": [32, 64]}
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +37,11 @@ def runs(checkpoint, family, tmp_path_factory):
     path = checkpoint(canvas_length=CANVAS, sliding_window=WINDOW, canvas_window="anchored")
     jobs = {"gemma": {"checkpoint": str(path)}}
     jobs["flash"] = jobs["gemma"] | {"flash": True}
-    for name in OF_BLOCKS:
-        jobs[name] = {"checkpoint": str(family(name)), "page_size": 32, "num_tokens": 12}
+    jobs["graphs"] = jobs["gemma"] | GRAPHS
+    jobs["asynchronous graphs"] = jobs["graphs"] | ASYNC
+    for name, sizes in FAMILIES.items():
+        of_family = {"checkpoint": str(family(name)), "page_size": 32, "num_tokens": 12}
+        jobs[name] = of_family | ASYNC | {"graphs": sizes}
     output = tmp_path_factory.mktemp("backend") / "runs.pt"
     worker = ("-m", "tests.support.attention_backend_worker", json.dumps(jobs), str(output))
     run_python(*worker, timeout=600)
@@ -107,14 +113,31 @@ def test_the_kind_of_a_batch(causal, heads, kind):
     assert _kind_of(SimpleNamespace(causal=flags, is_prefilling=heads)) == kind
 
 
-@pytest.mark.parametrize("name", OF_BLOCKS)
-def test_models_with_blocks_do_the_same_as_on_vllms_cpu_kernel(name, runs):
-    """There, each block of a causal sequence is a sequence of its own."""
-    run = runs[name]
-    engine = get_engine(run["checkpoint"], max_model_len=128, max_num_batched_tokens=64)
+def found(run):
+    """What a job has generated."""
+    return [Run(*pair) for pair in zip(run["tokens"], run["logits"], strict=True)]
+
+
+@pytest.mark.parametrize("name", ["graphs", "asynchronous graphs"])
+def test_a_full_graph_reads_what_the_step_has_written(name, runs):
+    """Nothing of the capture is left, and padding changes nothing."""
+    assert_same_runs(found(runs[name]), found(runs["gemma"]))
+    assert set(runs[name]["replayed"]) == {(CANVAS, 1), (3 * CANVAS, 3)}
+
+
+def test_passes_of_a_visit_replay_its_graph(runs):
+    """Every denoise step of the longer request, and passes that write a block's KV."""
+    steps = max(len(logits) // CANVAS for logits in runs["graphs"]["logits"])
+    assert len(runs["graphs"]["replayed"]) > steps > 4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_do_the_same_as_on_vllms_cpu_kernel(name, runs):
+    """Here in full graphs. There, each block of a causal sequence is a sequence of its own."""
+    engine = get_engine(runs[name]["checkpoint"], max_model_len=128, max_num_batched_tokens=64)
     params = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True) for seed in (1, 2)]
-    found = [Run(*pair) for pair in zip(run["tokens"], run["logits"], strict=True)]
-    assert_same_runs(found, engine.runs(run["prompts"], params))
+    assert_same_runs(found(runs[name]), engine.runs(runs[name]["prompts"], params))
+    assert runs[name]["replayed"]
 
 
 @pytest.mark.parametrize(

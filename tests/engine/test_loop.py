@@ -10,11 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
-from vllm.forward_context import set_forward_context
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from dllm.engine.loop import DenoiseLoop
 from dllm.settings.server import PluginOptions
@@ -108,68 +104,6 @@ def test_tokens_and_logits_do_not_depend_on_the_switches(
         assert_same_runs(engine.runs(*zip(*REQUESTS, strict=True)), expected)
     assert max(taken) <= passes
     assert max(taken) > 1 or passes == 1
-
-
-class EagerGraphs:
-    """In the place of vLLM's CUDA graphs: a batch of whole canvases is a full graph.
-
-    It is "replayed" by the model, in eager mode, on what lies in the memory that a captured graph
-    reads, with the attention metadata of the visit's first pass.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        self.runner, self.replays = runner, 0
-        self._prepare_attn = runner.model_state.prepare_attn
-
-    def dispatch(
-        self, num_reqs: int, num_tokens: int, each: int | None, *args: Any, **options: Any
-    ) -> BatchExecutionDescriptor:
-        """A full graph where every request has a canvas and nothing else."""
-        is_full = each == CANVAS
-        mode = CUDAGraphMode.FULL if is_full else CUDAGraphMode.NONE
-        return BatchExecutionDescriptor(mode, num_tokens, num_reqs, each if is_full else None)
-
-    def prepare_attn(self, batch: Any, mode: CUDAGraphMode, *given: Any, **options: Any) -> Any:
-        """The model state's; what it makes for a full graph is kept."""
-        made = self._prepare_attn(batch, mode, *given, **options)
-        if mode == CUDAGraphMode.FULL:
-            self.metadata = made
-            self.slots = build_slot_mappings_by_layer(given[1], self.runner.kv_cache_config)
-        return made
-
-    def run_fullgraph(self, description: BatchExecutionDescriptor) -> torch.Tensor:
-        """Hidden states of what the memory holds."""
-        self.replays += 1
-        num_tokens, state = description.num_tokens, self.runner.model_state
-        with set_forward_context(
-            self.metadata, state.vllm_config, num_tokens=num_tokens, slot_mapping=self.slots
-        ):
-            return state.model(
-                input_ids=self.runner.input_buffers.input_ids[:num_tokens],
-                positions=self.runner.input_buffers.positions[:num_tokens],
-                intermediate_tensors=None,
-                **state.prepare_dummy_inputs(description.num_reqs, num_tokens),
-            )
-
-
-def test_passes_of_canvases_alone_replay_the_full_graph_of_the_first(engine, monkeypatch):
-    prompts, options = [prompt(5), prompt(11)], params(blocks=2)
-    engine.reset_prefix_cache()
-    with switched(engine, UNBOUNDED, "separate", "separate"):
-        expected = engine.runs(prompts, options)
-    graphs = EagerGraphs(engine.runner)
-    monkeypatch.setattr(engine.runner, "cudagraph_manager", graphs)
-    monkeypatch.setattr(engine.runner.model_state, "prepare_attn", graphs.prepare_attn)
-    engine.loop.replay_graphs_of(graphs)
-    engine.reset_prefix_cache()
-    launched = "a pass was launched without the graph"
-    monkeypatch.setattr(
-        engine.runner.model_state, "canvas_attention", lambda *_: pytest.fail(launched)
-    )
-    with switched(engine, UNBOUNDED, "separate", "separate"), passes_of_visits(engine) as passes:
-        runs = engine.runs(prompts, options)
-    assert_same_runs(runs, expected)
-    assert graphs.replays == sum(passes) > len(passes)
 
 
 def test_a_request_aborted_in_mid_loop_leaves_nothing_behind(engine, monkeypatch):

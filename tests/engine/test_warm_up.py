@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams, envs
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
@@ -102,6 +103,34 @@ def test_the_warm_up_visits_every_kind_of_batch(engine: Engine) -> None:
     constrained = [[], [CANVAS], [CANVAS]]
     assert batches == once * 2 + read + scored + constrained
     assert engine.runner.req_states.req_id_to_index == requests
+
+
+def test_no_pass_of_the_warm_up_begins_before_the_last_has_ended(engine: Engine) -> None:
+    """What a pass reads lies in buffers of vLLM that the next pass but one writes again."""
+    worker = engine.core.model_executor.driver_worker.worker
+    running: list[Any] = []
+    sample, get_output = engine.runner.sample_tokens, AsyncOutput.get_output
+    num_passes = 0
+
+    def execute_model(scheduled: Any) -> Any:
+        assert not running
+        return worker.execute_model(scheduled)
+
+    def sample_tokens(grammar_output: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        running.append(sample(grammar_output))
+        return running[-1]
+
+    def wait(output: Any) -> Any:
+        running.remove(output)
+        return get_output(output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "sample_tokens", sample_tokens)
+        patch.setattr(AsyncOutput, "get_output", wait)
+        warm_up(engine.runner, execute_model)
+    assert num_passes > 20 and not running
 
 
 def test_the_warm_up_emits_and_scores_blocks(engine: Engine, monkeypatch) -> None:

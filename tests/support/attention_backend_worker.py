@@ -14,6 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -25,10 +26,13 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from dllm.attention import backend
+from tests.support.captured_graphs import use_graphs
 from tests.support.engine_harness import Engine
+from tests.support.forced_async import asynchronous_platform
 from tests.support.interpreter import speed_up
 
 BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
+ALONE = {"first_step": "separate", "commit": "separate"}  # canvases are in batches of their own
 
 
 def serve_with_triton_kernel() -> None:
@@ -40,20 +44,35 @@ def serve_with_triton_kernel() -> None:
 
 
 def run(
-    checkpoint: str, page_size: int = 16, num_tokens: int = 24, flash: bool = False
+    checkpoint: str,
+    page_size: int = 16,
+    num_tokens: int = 24,
+    flash: bool = False,
+    graphs: list[int] | None = None,
+    is_async: bool = False,
 ) -> dict[str, Any]:
     """The tokens, the logits of every step and the calls of our kernel of two requests.
 
     With ``flash`` kernels are chosen as on an H200 for a 16-bit model; in the place of
-    FlashAttention our kernel runs, and it is noted when.
+    FlashAttention our kernel runs, and it is noted when. With ``graphs``, which are numbers of
+    tokens, batches of canvases alone are full graphs. ``is_async``: with asynchronous scheduling.
+    Without, and with graphs, canvases are always alone, and repeated as often as possible.
     """
-    engine = Engine(
-        checkpoint,
-        max_model_len=128,
-        max_num_batched_tokens=64,
-        block_size=page_size,
-        attention_config={"backend": "CUSTOM"},
-    )
+    is_repeated = bool(graphs) and not is_async
+
+    with asynchronous_platform() if is_async else nullcontext():
+        engine = Engine(
+            checkpoint,
+            max_model_len=128,
+            max_num_batched_tokens=64,
+            block_size=page_size,
+            attention_config={"backend": "CUSTOM"},
+            async_scheduling=is_async,
+            additional_config={"dllm": ALONE if is_repeated else {}},
+        )
+    captured = use_graphs(engine.runner, graphs) if graphs else None
+    if is_repeated:
+        engine.loop.bound = float("inf")
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
     calls: list[Any] = []
     is_flash: list[bool] = []
@@ -100,6 +119,7 @@ def run(
         "layers": sum(hasattr(layer, "kv_cache") for layer in layers.values()),
         "calls": calls,
         "is_flash": is_flash,
+        "replayed": captured.replayed if captured else [],
     }
 
 
