@@ -8,6 +8,7 @@ read nothing but persistent tensors.
 import inspect
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from dllm.patches import configure
 from tests.support import hf_reference
 from tests.support.engine_harness import Run, SamplingParams, assert_same_runs, get_engine
-from tests.support.process import run_python
+from tests.support.process import ROOT, run_python
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,20 @@ ASYNC = {"is_async": True}
 # Numbers of tokens with a full graph. Two canvases of these are padded to three.
 GRAPHS = {"graphs": [CANVAS, 3 * CANVAS]}
 FAMILIES = {"sdar": [4, 12], "llada2": [32, 64], "nemotron": [32, 64]}
+
+DFLASH = {
+    "method": "dflash",
+    "model": str(ROOT / "checkpoints/tiny-drafter"),
+    "num_speculative_tokens": 7,
+}
+DRAFTERS: dict[str, Any] = {
+    "a drafter": ("checkpoints/tiny-ar", {"speculative_config": DFLASH}, [8, 24]),
+    "a model of its own": (
+        "checkpoints/tiny-nemotron",
+        {"additional_config": {"dllm": {"decoding": "self_speculation"}}},
+        [32, 96],
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +57,9 @@ def runs(checkpoint, family, tmp_path_factory):
     for name, sizes in FAMILIES.items():
         of_family = {"checkpoint": str(family(name)), "page_size": 32, "num_tokens": 12}
         jobs[name] = of_family | ASYNC | {"graphs": sizes}
+    for name, (target, options, graphs) in DRAFTERS.items():
+        jobs[name] = {"checkpoint": str(ROOT / target), "drafter": options, "num_tokens": 16}
+        jobs[f"{name}, graphs"] = jobs[name] | {"graphs": graphs}
     output = tmp_path_factory.mktemp("backend") / "runs.pt"
     worker = ("-m", "tests.support.attention_backend_worker", json.dumps(jobs), str(output))
     run_python(*worker, timeout=600)
@@ -138,6 +156,14 @@ def test_families_do_the_same_as_on_vllms_cpu_kernel(name, runs):
     params = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True) for seed in (1, 2)]
     assert_same_runs(found(runs[name]), engine.runs(runs[name]["prompts"], params))
     assert runs[name]["replayed"]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_of_full_graphs(name, runs):
+    """Those of a trained drafter: what it has read decides them."""
+    eager, graphs = runs[name], runs[f"{name}, graphs"]
+    assert graphs["tokens"] == eager["tokens"] and graphs["drafts"] == eager["drafts"]
+    assert len(graphs["drafts"]) > 1 and all(graphs["replayed"].values())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
     python -m tests.support.attention_backend_worker JOBS OUTPUT
 
-JOBS is JSON: for each engine a name, and the arguments of ``run``. OUTPUT gets what they return.
+JOBS is JSON: for each engine a name, and the arguments of ``run``, or of ``run_drafts`` where a
+drafter is named. OUTPUT gets what they return.
 
 ``test_attention_backend.py`` starts it as a process of its own, because ``TRITON_INTERPRET=1`` has
 to be set before triton is imported. vLLM's CPU platform knows one backend only; here it returns
@@ -26,6 +27,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from dllm.attention import backend
+from dllm.tasks.suite import FAMILIES, question
 from tests.support.captured_graphs import use_graphs
 from tests.support.engine_harness import Engine
 from tests.support.forced_async import asynchronous_platform
@@ -70,7 +72,7 @@ def run(
             async_scheduling=is_async,
             additional_config={"dllm": ALONE if is_repeated else {}},
         )
-    captured = use_graphs(engine.runner, graphs) if graphs else None
+    replayed = use_graphs(engine.runner, graphs) if graphs else {"model": []}
     if is_repeated:
         engine.loop.bound = float("inf")
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
@@ -119,10 +121,46 @@ def run(
         "layers": sum(hasattr(layer, "kv_cache") for layer in layers.values()),
         "calls": calls,
         "is_flash": is_flash,
-        "replayed": captured.replayed if captured else [],
+        "replayed": replayed["model"],
     }
+
+
+def run_drafts(
+    checkpoint: str, drafter: dict[str, Any], num_tokens: int, graphs: list[int] | None = None
+) -> dict[str, Any]:
+    """The tokens, and the drafts of every step, of three held-out questions.
+
+    Args:
+        drafter: more arguments of the engine.
+        graphs: as of ``run``.
+    """
+    options = {"max_model_len": 256, "max_num_batched_tokens": 128, "block_size": 32}
+    engine = Engine(checkpoint, attention_config={"backend": "CUSTOM"}, **options, **drafter)
+    replayed = use_graphs(engine.runner, graphs) if graphs else {}
+    speculator, drafts = engine.runner.speculator, []
+    follow = speculator._follow
+
+    def spy(step: Any, draft: Any) -> Any:
+        found = follow(step, draft)
+        drafts.append(found.tolist())
+        return found
+
+    tokenizer = engine.llm.get_tokenizer()
+    chats = [
+        [{"role": "user", "content": question(family, "heldout", 1).prompt}]
+        for family in list(FAMILIES)[:3]
+    ]
+    prompts = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        for chat in chats
+    ]
+    with mock.patch.object(speculator, "_follow", spy):
+        tokens = engine.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0))
+    return {"tokens": tokens, "drafts": drafts, "replayed": replayed}
 
 
 if __name__ == "__main__":
     serve_with_triton_kernel()
-    torch.save({name: run(**job) for name, job in json.loads(sys.argv[1]).items()}, sys.argv[2])
+    jobs = json.loads(sys.argv[1])
+    results = {name: (run_drafts if "drafter" in job else run)(**job) for name, job in jobs.items()}
+    torch.save(results, sys.argv[2])
