@@ -17,13 +17,17 @@ serves twice the rows.
 With three stages the keys of the next tile are loaded while this one is computed, with four those
 of the next two; with two, computing waits for all loads.
 
-Head sizes 256 and 512 are chosen from what the compiler makes of candidates, in this order: no
-spilled registers; loads that overlap with computing; many rows on a multiprocessor, in few
-programs, because every key that is read serves all rows of its program; few programs that share a
-head's columns, because each computes the logits again. On an H200 twice as many programs, by tiles
-of 64 rows or by smaller parts, are faster for one request behind 1,024 tokens
-(bench/results/h200.txt). With many requests a multiprocessor would then work on 64 rows and not
-128, or merge more parts.
+Head sizes 128 to 512 of 2-byte elements were timed on an H200, with 1, 8 and 32 requests behind
+1,024 and 8,192 tokens (bench/results/h200.txt). Tiles of 64 rows, or smaller parts, are up to 1.7
+times as fast for one request behind 1,024 tokens, because there are twice as many programs. With 8
+requests they are slower: a multiprocessor then works on 64 rows and not 128, or merges more parts.
+At head size 512, tiles of 32 keys without loads ahead are faster everywhere than 16 keys with two
+tiles of loads ahead; at 128, one tile ahead leaves room for twice as many programs.
+
+What was not timed is chosen from what the compiler makes of candidates, in this order: no spilled
+registers; loads that overlap with computing; many rows on a multiprocessor, in few programs,
+because every key that is read serves all rows of its program; few programs that share a head's
+columns, because each computes the logits again.
 
 All other GPUs have one table, whose tiles fit the 99 KiB of shared memory of the smallest cards.
 Larger tiles would fit an A100 or a B200, but on a B200 those of head size 512 spill. Hopper has
@@ -85,9 +89,9 @@ class TileConfig:
 # (head size rounded up to a power of two, at least 64; bytes of a query element) -> tiles.
 HOPPER: dict[tuple[int, int], TileConfig] = {
     (64, 2): TileConfig(128, 64, 4, 3),
-    (128, 2): TileConfig(128, 64, 8, 4, min_keys_per_split=1024, max_splits=16),
+    (128, 2): TileConfig(128, 64, 8, 3, min_keys_per_split=1024, max_splits=16),
     (256, 2): TileConfig(128, 32, 8, 4),
-    (512, 2): TileConfig(128, 16, 8, 4),
+    (512, 2): TileConfig(128, 32, 8, 2),
     (64, 4): TileConfig(64, 32, 4, 2),
     (128, 4): TileConfig(32, 32, 4, 2),
     (256, 4): TileConfig(32, 32, 8, 1),

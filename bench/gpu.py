@@ -7,7 +7,6 @@
     call  part         what
     1     parity       every Triton kernel against its definition: the suites of tests/
           kernels      attention, the sampling step
-          tiles        attention with other tiles than those in use
           step-fp8     the parts of a denoise step, ours and the built-in; their models, and our
                        sampler, are not compiled: compare the forward pass alone
     2     start        ours and the built-in start, and answer held-out questions
@@ -22,8 +21,8 @@ part went. Except in start, engines serve dummy weights, which choose experts ab
 converge; every block takes 16 denoise steps.
 
 Most of a call is starting. On an H200 with 16 CPU cores, where nothing was compiled before, the 26B
-shape took 25 s of imports, 10 to 20 s until NCCL was ready, 5 s for dummy weights and 80 to 115 s
-of torch.compile with two engines side by side; the sampler and CUDA graphs come after that.
+shape took 25 s of imports, 10 to 20 s until NCCL was ready, 5 s for dummy weights and 90 to 120 s
+of torch.compile with three engines side by side; vLLM's own was ready after 185 s.
 """
 
 from __future__ import annotations
@@ -142,7 +141,6 @@ def _llm(**more: object) -> str:
 PARTS = (
     Part("parity", 1, 110, "pytest --noconftest -q -p no:cacheprovider", "-k no_rows"),
     Part("kernels", 1, 100, "bench.kernels sampler attention --rounds 3 --results OUT", "--smoke"),
-    Part("tiles", 1, 100, "bench.tiles --rounds 1 --batch 32 8 1 --results OUT", "--smoke"),
     _profile("step-fp8", 1, 190, GRAPHS_ALONE),
     Part(
         "start",

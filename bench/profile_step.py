@@ -303,7 +303,9 @@ class Engine:
             wall_ms = self.work(concurrency, length)
         of_block, unused = self._passes
         canvas_rows = concurrency * (self._options.blocks * of_block + unused) * self._canvas
-        check_steps(recorder.steps, wall_ms, canvas_rows, self._options.coverage)
+        # A GPU may still run a visit when all answers are there: asynchronous scheduling.
+        most = 1.05 if torch.cuda.is_available() else 1.0
+        check_steps(recorder.steps, wall_ms, canvas_rows, (self._options.coverage, most))
         return recorder.steps
 
     def work(self, concurrency: int, length: int) -> float:
@@ -331,12 +333,15 @@ class Engine:
 # --- numbers and table ---------------------------------------------------------------------------
 
 
-def check_steps(steps: Sequence[Step], wall_ms: float, canvas_rows: int, coverage: float) -> None:
+def check_steps(
+    steps: Sequence[Step], wall_ms: float, canvas_rows: int, allowed: tuple[float, float]
+) -> None:
     """Compare the recorded steps with what their client knows.
 
     Args:
         wall_ms: until all answers were there.
         canvas_rows: that the requests' passes have.
+        allowed: which share of the time the parts have to cover, at least and at most.
 
     Raises:
         ValueError: they disagree.
@@ -345,10 +350,11 @@ def check_steps(steps: Sequence[Step], wall_ms: float, canvas_rows: int, coverag
     if rows != canvas_rows:
         raise ValueError(f"{rows} canvas rows instead of {canvas_rows}.")
     covered = sum(step.wall_ms - step.parts_ms[IDLE] for step in steps) / wall_ms
-    if not coverage <= covered <= 1:
+    least, most = allowed
+    if not least <= covered <= most:
         raise ValueError(
             f"the parts cover {covered:.0%} of the {wall_ms:.1f} ms that the client waited; "
-            f"allowed: {coverage:.0%} to 100%."
+            f"allowed: {least:.0%} to {most:.0%}."
         )
 
 

@@ -24,6 +24,8 @@ pytestmark = [
 ]
 ONE_OF_EACH_GROUP = {"canvas_attention_kernel", "context_kv_kernel", "_block_kernel"}
 MATRIX = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
+# On an H200, larger tiles without loads ahead are faster (bench/results/h200.txt).
+WITHOUT_LOADS_AHEAD = {90: ("full",)}
 LOW = {90: ("full, fp8 cache", "draft"), 100: ("full", "full, fp8 cache", "draft")}
 
 
@@ -56,8 +58,9 @@ def test_kernels_fit_every_gpu(arch: int) -> None:
             # Tiles of 32 rows, and those of few drafts, are too low for the larger instructions.
             is_low = one["label"] in LOW.get(arch, ())
             assert one["matrix"] == ("mma" if is_low else MATRIX[arch]), where
-            # While a tile of keys is computed with, K and V of the next one are under way.
-            assert min(one["waits"]) >= 2, where
+            if one["label"] not in WITHOUT_LOADS_AHEAD.get(arch, ()):
+                # While a tile of keys is computed with, K and V of the next one are under way.
+                assert min(one["waits"]) >= 2, where
         if one["kernel"] == "context_kv_kernel" and arch in (80, 90):
             # Hopper's instruction needs 64 rows.
             assert one["matrix"] == ("mma" if "few" in one["label"] else MATRIX[arch]), where

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import kernels, tiles
+from bench import kernels
 from bench.context import GateError, read_csv
 from tests.support.process import run_python
 
@@ -26,18 +26,6 @@ def test_every_implementation_agrees_and_is_timed(tmp_path: Path) -> None:
         rows = read_csv(tmp_path / f"{name}_cpu.csv")
         assert [row["implementation"] for row in rows] == num_shapes * implementations
         assert all(float(row["p50_ms"]) > 0 and float(row["faster"]) > 0 for row in rows)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_other_tiles_are_compared_and_timed(tmp_path: Path) -> None:
-    run_python("-m", "bench.tiles", "--smoke", "--results", str(tmp_path), environment=ENVIRONMENT)
-    rows = read_csv(tmp_path / "tiles_cpu.csv")
-    assert [row["implementation"] for row in rows] == ["in use", "16x32"]
-
-
-def test_tiles_have_names_of_their_own() -> None:
-    assert [len(tiles.candidates(layer)) for layer in tiles.LAYERS] == [10, 8, 6]
 
 
 def case(problem: str) -> kernels.Case:
