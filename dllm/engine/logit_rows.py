@@ -83,6 +83,7 @@ def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
     requests = slice(first, end)
     starts = input_batch.cu_num_logits_np[first : end + 1]
     rows = slice(int(starts[0]), int(starts[-1]))
+    per_req = input_batch.num_draft_tokens_per_req
     return replace(
         input_batch,
         num_reqs=end - first,
@@ -94,6 +95,7 @@ def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
         seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound[requests],
         cu_num_logits=input_batch.cu_num_logits[first : end + 1] - rows.start,
         cu_num_logits_np=starts - rows.start,
+        num_draft_tokens_per_req=per_req if per_req is None else per_req[requests],
         expanded_idx_mapping=input_batch.expanded_idx_mapping[rows],
         expanded_local_pos=input_batch.expanded_local_pos[rows],
         logits_indices=input_batch.logits_indices[rows],
@@ -128,8 +130,17 @@ def leave_out_rows(input_batch: InputBatch, num_rows: np.ndarray) -> None:
     input_batch.seq_lens = input_batch.seq_lens[:num_reqs] - left_out.to(input_batch.seq_lens.dtype)
 
 
-def joined_outputs(parts: Sequence[SamplerOutput]) -> SamplerOutput:
-    """The output of a batch, joined from the outputs of its tiles."""
+def joined_outputs(parts: Sequence[SamplerOutput], batches: Sequence[InputBatch]) -> SamplerOutput:
+    """The output of a batch, joined from the outputs of its tiles, whose requests are ``batches``.
+
+    Rows that were left out (``leave_out_rows``) count as rejected: they keep no KV either.
+    """
+    for part, batch in zip(parts, batches, strict=True):
+        whole, starts = batch.num_draft_tokens_per_req, batch.cu_num_logits_np
+        assert whole is not None, "a batch with canvases"
+        left_out = whole - np.diff(starts[: batch.num_reqs + 1])
+        if left_out.any():
+            part.num_rejected += to_device(left_out, part.num_rejected.device)
     if len(parts) == 1:
         return parts[0]
     return SamplerOutput(

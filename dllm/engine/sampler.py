@@ -227,7 +227,8 @@ class DiffusionSampler:
 
     def _denoise(self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]) -> SamplerOutput:
         """A denoise step of all canvases."""
-        return joined_outputs([self._denoise_tile(logits[tile.logit_rows], tile) for tile in tiles])
+        outputs = [self._denoise_tile(logits[tile.logit_rows], tile) for tile in tiles]
+        return joined_outputs(outputs, [tile.batch for tile in tiles])
 
     def _denoise_tile(self, logits: torch.Tensor, tile: Tile) -> SamplerOutput:
         """A denoise step of the canvases of a tile, whose logits are given."""

@@ -125,6 +125,20 @@ def test_frames_of_watched_canvases(engine, ours, monkeypatch):
     assert frames == expected
 
 
+def test_the_kv_of_an_answer_that_needs_few_logits(checkpoint):
+    """It is shorter than its canvas. A later prompt that begins with it finds it in the cache."""
+    ours = get_async_engine(checkpoint(), max_num_batched_tokens=256, block_size=32)
+    context, one_step = prompt(30), {"diffusion_max_steps": 1}
+    ours.reset_prefix_cache()
+    with rows_taken() as taken:
+        (answer,) = ours.generate([context], SamplingParams(max_tokens=10, extra_args=one_step))
+    assert taken["plain commit"] and len(answer) == 10 < CANVAS
+    longer = [*context, *answer, *prompt(12, salt=1)]
+    hits = [ours.runs([longer], params())]
+    hits.append([ours.quiet_run(longer, params())])
+    assert_same_runs(*hits)
+
+
 # --- attention ------------------------------------------------------------------------------------
 
 
