@@ -113,7 +113,7 @@ def row_bounds(
 def canvas_attention_kernel(
     out, query, key_cache, value_cache, k_scale, v_scale, partial_acc, partial_max, partial_sum,
     query_start_loc, seq_lens, block_tables, is_causal, first_keys,
-    scale, softcap, num_seqs, num_partial_rows, partial_rows_per_seq,
+    scale, softcap, num_seqs, num_partial_rows, partial_rows_per_seq, max_splits,
     out_stride_token, out_stride_head, q_stride_token, q_stride_head,
     k_stride_page, k_stride_slot, k_stride_head,
     v_stride_page, v_stride_slot, v_stride_head, table_stride,
@@ -122,8 +122,7 @@ def canvas_attention_kernel(
     HAS_FIRST_KEYS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_V output columns of one row tile.
 
@@ -171,8 +170,8 @@ def canvas_attention_kernel(
     # All tiles of a sequence cut its keys at the same places, which are multiples of BLOCK_N.
     num_keys = visible_keys_on_device(query_len, seq_len, WINDOW)
     num_splits = num_splits_on_device(
-        query_len, num_keys, GROUP, NUM_KV_HEADS, VALUE_BLOCKS,
-        SPLIT_ROWS, MIN_KEYS, MAX_SPLITS, PROGRAMS,
+        query_len, num_keys, max_splits, GROUP, NUM_KV_HEADS, VALUE_BLOCKS,
+        SPLIT_ROWS, MIN_KEYS, PROGRAMS,
     )  # fmt: skip
     split_base = (seq_len - num_keys) // BLOCK_N * BLOCK_N
     split_len = tl.cdiv(tl.cdiv(seq_len - split_base, num_splits), BLOCK_N) * BLOCK_N
@@ -341,8 +340,6 @@ def launch(
         "HAS_V_SCALE": cache.v_scale is not None,
         "SPLIT_ROWS": config.block_m,
         "MIN_KEYS": config.keys_per_split(window),
-        # Of the tiles, not of this step's longest sequence, which would compile the kernels again.
-        "MAX_SPLITS": config.max_splits,
         "PROGRAMS": TARGET_PROGRAMS,
     }
     grid = (plan.num_row_tiles, num_kv_heads * plan.value_blocks, plan.split_programs)
@@ -352,7 +349,7 @@ def launch(
         batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.is_causal,
         batch.first_keys,
         options.scale, options.logit_softcap, batch.num_seqs, plan.num_partial_rows,
-        plan.partial_rows_per_seq, *out.stride()[:2], *query.stride()[:2],
+        plan.partial_rows_per_seq, plan.max_splits, *out.stride()[:2], *query.stride()[:2],
         *cache.key.stride()[:3], *cache.value.stride()[:3], batch.block_tables.stride(0),
         PAGE_SIZE=cache.page_size, HAS_FIRST_KEYS=batch.first_keys is not None,
         SOFTCAP=options.logit_softcap > 0, HAS_K_SCALE=cache.k_scale is not None,
@@ -365,6 +362,6 @@ def launch(
         merge_splits_kernel[(num_tokens, num_kv_heads)](
             out, cache.v_scale, partial_acc, partial_max, partial_sum,
             batch.query_start_loc, batch.seq_lens, batch.num_seqs,
-            plan.num_partial_rows, plan.partial_rows_per_seq, *out.stride()[:2],
+            plan.num_partial_rows, plan.partial_rows_per_seq, plan.max_splits, *out.stride()[:2],
             VALUE_BLOCKS=plan.value_blocks, PADDED_GROUP=next_power_of_2(group), **shared,
         )  # fmt: skip

@@ -19,21 +19,24 @@ import triton
 import triton.language as tl
 
 # Parameters that change from step to step: none of them may compile a kernel again.
-CHANGING = ["num_seqs", "num_partial_rows", "partial_rows_per_seq"]
+CHANGING = ["num_seqs", "num_partial_rows", "partial_rows_per_seq", "max_splits"]
 ANY_ALIGNMENT = ["partial_max", "partial_sum"]
 
 
 @triton.jit
 def num_splits_on_device(
-    query_len, num_keys, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    query_len, num_keys, max_splits, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     VALUE_BLOCKS: tl.constexpr,
-    SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """`planning.num_splits` on the device: how many parts one sequence's keys are cut into."""
+    """`planning.num_splits` on the device: how many parts one sequence's keys are cut into.
+
+    max_splits: what the workspace has room for, which is the most that the host expects. Should a
+    sequence be longer than the host believes, it has fewer parts, and no other memory is written.
+    """
     programs = tl.maximum(tl.cdiv(query_len * GROUP, SPLIT_ROWS) * (NUM_KV_HEADS * VALUE_BLOCKS), 1)
     by_keys = tl.cdiv(num_keys, MIN_KEYS)
-    return tl.maximum(tl.minimum(tl.minimum(by_keys, MAX_SPLITS), PROGRAMS // programs), 1)
+    return tl.maximum(tl.minimum(tl.minimum(by_keys, max_splits), PROGRAMS // programs), 1)
 
 
 @triton.jit
@@ -91,11 +94,12 @@ def _find_token(query_start_loc, token, num_seqs):
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def merge_splits_kernel(
     out, v_scale, partial_acc, partial_max, partial_sum, query_start_loc, seq_lens,
-    num_seqs, num_partial_rows, partial_rows_per_seq, out_stride_token, out_stride_head,
+    num_seqs, num_partial_rows, partial_rows_per_seq, max_splits,
+    out_stride_token, out_stride_head,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr, VALUE_BLOCKS: tl.constexpr, WINDOW: tl.constexpr,
     HAS_V_SCALE: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT_ROWS: tl.constexpr,
-    MIN_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr,
+    MIN_KEYS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one token and KV head, in order. Grid: (num_tokens, KV heads).
 
@@ -109,8 +113,8 @@ def merge_splits_kernel(
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
     num_splits = num_splits_on_device(
-        query_len, visible_keys_on_device(query_len, seq_len, WINDOW),
-        GROUP, NUM_KV_HEADS, VALUE_BLOCKS, SPLIT_ROWS, MIN_KEYS, MAX_SPLITS, PROGRAMS,
+        query_len, visible_keys_on_device(query_len, seq_len, WINDOW), max_splits,
+        GROUP, NUM_KV_HEADS, VALUE_BLOCKS, SPLIT_ROWS, MIN_KEYS, PROGRAMS,
     )  # fmt: skip
     is_padding = index >= tl.load(query_start_loc + num_seqs)
     if is_padding | (seq_len == 0) | (num_splits == 1):

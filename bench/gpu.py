@@ -120,15 +120,15 @@ def _serve(weights: str, call: int, budget_s: float, contestants: str) -> Part:
 
 
 def _profile(name: str, call: int, budget_s: float, more: dict[str, object]) -> Part:
-    """Where the time of a denoise step goes: ours, then the built-in, in engines of their own."""
+    """Where the time of a denoise step goes: ours and the built-in, in turns."""
     return Part(
         name,
         call,
         budget_s,
-        "bench.profile_step --model MODEL --results OUT --server ours built-in --rounds 1 --blocks "
-        f"2 --concurrency 1 8 --input-len {CONTEXT} --coverage 0.5 "
-        f"{_llm(kv_cache_memory_bytes=10 << 30, **more)}",
-        f"--concurrency 1 --input-len 64 --coverage 0 {_llm(enforce_eager=True)}",
+        "bench.profile_step --model MODEL --results OUT --server ours built-in --together --blocks "
+        f"4 --rounds 5 --concurrency 1 8 --input-len {CONTEXT} --coverage 0.5 "
+        f"{_llm(kv_cache_memory_bytes=10 << 30, gpu_memory_utilization=0.4, **more)}",
+        f"--rounds 1 --concurrency 1 --input-len 64 --coverage 0 {_llm(enforce_eager=True)}",
         "fp8",
     )
 

@@ -21,39 +21,39 @@ writes KV counts as a step: the built-in's commits, and with asynchronous schedu
 No table and exit code 1, unless every request got all of its tokens, as many canvas rows were seen
 as its passes have (`passes_of`), and the parts cover --coverage of the client's time. --random-60m:
 the released model's shape with 60 million random parameters; writes context_*.csv. A server that is
-named several times is started as often.
+named several times is started as often. --together: all servers load side by side, where there is
+room for them, and are measured in turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
+import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
+from threading import BrokenBarrierError
 from typing import Any
-from unittest import mock
 
 import torch
 
 from bench.context import ROOT, Row, Rows, command_line, publish
 from bench.serve import BUILTIN, OURS, write_generation_config
 from bench.servers import BUILTIN_ENVIRONMENT, with_engine
+from bench.step_parts import IDLE, PARTS, Recorder, Step, step_functions
 from bench.tables import Section, chart, grouped, markdown, spread_of
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 
 ALONE = ([OURS], [1, 8], [64])  # defaults of --server, --concurrency and --input-len
 BEHIND_PROMPTS = ([OURS, BUILTIN], [1], [1024, 8192, 32768])  # the same with --random-60m
-PARTS = ENGINE, FORWARD, HEAD, SAMPLER, IDLE = "engine", "forward", "head", "sampler", "idle"
-
-Named = tuple[Any, str, str]  # a function that belongs to a part: owner, attribute, part
 # The released model's shape with 60 million parameters.
 RANDOM_60M = {
     "vocab_size": 32_768,
@@ -83,11 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
         if options.random_60m:
             options.model = write_checkpoint(Path(folder) / "model", tiny_config(**RANDOM_60M))
-        for index, server in enumerate(options.server):
-            environment = BUILTIN_ENVIRONMENT if server == BUILTIN else {}
+        for result in results(options):
             try:
-                found = with_engine(measure, options, server, environment=environment)
-                rows += [row | {"start": index} for row in found]
+                rows += result()
                 publish(path, rows)
             except (RuntimeError, ValueError) as error:
                 print(f"No table, because:\n{error}", file=sys.stderr)
@@ -96,11 +94,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def results(options: argparse.Namespace) -> Iterator[Callable[[], list[Row]]]:
+    """For each server what waits for its rows: one after the other, or all at once."""
+    num_servers = len(options.server)
+    with ExitStack() as stack:
+        turns = None
+        if options.together:
+            manager = stack.enter_context(multiprocessing.Manager())
+            turns = manager.Barrier(num_servers), manager.Lock()
+
+        def rows_of(index: int, server: str) -> list[Row]:
+            environment = BUILTIN_ENVIRONMENT if server == BUILTIN else {}
+            try:
+                found = with_engine(measure, options, server, turns, environment=environment)
+            except BaseException:
+                if turns is not None:
+                    turns[0].abort()  # the others need not wait
+                raise
+            return [row | {"start": index} for row in found]
+
+        pool = stack.enter_context(ThreadPoolExecutor(num_servers if options.together else 1))
+        for future in [pool.submit(rows_of, *one) for one in enumerate(options.server)]:
+            yield future.result
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
     parser.add_argument("--random-60m", action="store_true", help="instead of --model")
+    parser.add_argument("--together", action="store_true", help="load all servers at once")
     parser.add_argument("--server", nargs="+", choices=(OURS, BUILTIN))
     parser.add_argument("--concurrency", nargs="+", type=int)
     parser.add_argument("--steps", type=int, default=16, help="denoise steps of every block")
@@ -117,138 +140,34 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-# --- which part runs when ------------------------------------------------------------------------
-
-
-@dataclass
-class Step:
-    """One visit of the engine, from a ``schedule()`` to the next, with all of its passes.
-
-    Attributes:
-        num_new: requests whose prompts run.
-        num_canvas_rows: rows of the batch that belong to canvases.
-    """
-
-    parts_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    num_reqs: int = 0
-    num_new: int = 0
-    num_canvas_rows: int = 0
-    num_passes: int = 1
-
-    @property
-    def wall_ms(self) -> float:
-        """Until the next ``schedule()``."""
-        return sum(self.parts_ms.values())
-
-    @property
-    def is_denoise_only(self) -> bool:
-        """No prompt runs beside the canvases."""
-        return self.num_canvas_rows > 0 == self.num_new
-
-
-class Recorder:
-    """Notes which part runs while it watches functions; afterwards ``steps`` has the times."""
-
-    def __init__(self, has_gpu: bool = False) -> None:
-        self.steps: list[Step] = []
-        self._has_gpu = has_gpu
-        self._open = [IDLE]  # parts that were entered and have not returned
-        self._marks: list[tuple[Any, str, Step | None]] = []  # from this moment on, this part
-
-    @contextmanager
-    def watching(self, functions: Iterable[Named]) -> Iterator[None]:
-        """These functions are timed while the context lasts."""
-        with ExitStack() as stack:
-            for owner, attribute, part in functions:
-                timed = self._timed(part, getattr(owner, attribute))
-                stack.enter_context(mock.patch.object(owner, attribute, timed))
-            yield
-        times = [moment for moment, *_ in self._marks]
-        if self._has_gpu and times:
-            torch.cuda.synchronize()
-            times = [times[0].elapsed_time(event) for event in times]
-        for (start, end), (_, part, step) in zip(pairwise(times), self._marks, strict=False):
-            if step is not None:
-                step.parts_ms[part] += end - start
-
-    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, noting when it runs, that a step begins, and what its batch holds."""
-        name = function.__name__
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name == "schedule":
-                self.steps.append(Step())
-            self._open.append(part)
-            self._note()
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                self._open.pop()
-                self._note()
-            if name == "schedule":
-                self.steps[-1].num_new = len(result.scheduled_new_reqs)
-            if name == "prepare_inputs" and hasattr(result, "num_draft_tokens"):
-                step = self.steps[-1]
-                step.num_reqs, step.num_canvas_rows = result.num_reqs, result.num_draft_tokens
-            if name == "goes_on":
-                self.steps[-1].num_passes += result
-            return result
-
-        return call
-
-    def _note(self) -> None:
-        """Milliseconds, or on a GPU an event of its stream."""
-        now: Any = time.perf_counter_ns() / 1e6
-        if self._has_gpu:
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
-        self._marks.append((now, self._open[-1], self.steps[-1] if self.steps else None))
-
-
-def step_functions(llm: Any) -> list[Named]:
-    """Those of an ``LLM`` whose engine core and worker run in this process."""
-    core = llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner  # V2, of our model or another
-    found = [
-        (llm.llm_engine, "step", ENGINE),
-        (core.scheduler, "schedule", ENGINE),
-        (runner, "prepare_inputs", ENGINE),
-        (runner.model, "forward", FORWARD),
-        (runner.model, "compute_logits", HEAD),
-        (runner, "sample", SAMPLER),
-    ]
-    graphs = getattr(runner, "cudagraph_manager", None)
-    if graphs is not None:  # a graph is replayed in the place of `forward`
-        found += [(graphs, name, FORWARD) for name in ("run_fullgraph", "run_pw_graph")]
-    if type(runner.sampler).__module__.startswith("dllm."):
-        found += [
-            (runner.model, "_logits", HEAD),  # the sampler calls it for one tile after the other
-            (runner.model_state, "_condition", FORWARD),
-            # The denoise loop prepares inputs inside of the sampler.
-            (runner.model_state, "canvas_attention", ENGINE),
-            (runner.model_state, "canvas_inputs", ENGINE),
-            (runner.sampler.loop, "goes_on", SAMPLER),
-        ]
-    return found
-
-
 # --- in the process of a server ------------------------------------------------------------------
 
 
-def measure(options: argparse.Namespace, server: str) -> list[Row]:
+def measure(
+    options: argparse.Namespace, server: str, turns: tuple[Any, Any] | None = None
+) -> list[Row]:
     """Print the parts of one server's steps; returns the rows of the CSV.
+
+    Args:
+        turns: a barrier for when all servers are loaded, and a lock for who is measured.
 
     Raises:
         RuntimeError: an answer has too few tokens.
         ValueError: the steps do not account for what the client saw, or are too few.
     """
     rows, engine = [], Engine(options, server)
+    turn: AbstractContextManager[Any] = nullcontext()
+    if turns is not None:
+        turn = turns[1]
+        with suppress(BrokenBarrierError):  # another server has failed
+            turns[0].wait()
     for concurrency, length in product(options.concurrency, options.input_len):
-        engine.work(concurrency, length)  # warms up, and compiles
+        with turn:
+            engine.work(concurrency, length)  # warms up, and compiles
         steps: list[Step] = []
         for _ in range(options.rounds):
-            steps += engine.profile(concurrency, length)
+            with turn:
+                steps += engine.profile(concurrency, length)
         counted = [one for one in steps if one.is_denoise_only and one.num_reqs == concurrency]
         parts_ms = mean_parts(counted)
         step_ms = sum(parts_ms.values())

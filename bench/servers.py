@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -40,6 +41,7 @@ ENVIRONMENT = {
 }
 BUILTIN_ENVIRONMENT = {"DLLM_DISABLE": "1"}  # vLLM's own implementation serves
 # An engine and its worker run in the process of their client.
+STARTING = threading.Lock()  # a process gets the environment that there is when it starts
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 # A small KV cache: vLLM would take most of the memory for the first of several servers.
 SERVE_FLAGS = ("--kv-cache-memory-bytes", "256M", "--max-model-len", "1024")
@@ -197,13 +199,15 @@ def with_engine(
 ) -> T:
     """What a function returns in a new process, where an ``LLM`` needs no further ones.
 
-    vLLM reads its environment when it is imported, so each engine gets a process.
+    vLLM reads its environment when it is imported, so each engine gets a process. Threads may wait
+    for several.
     """
     given = child_environment() | ALONE | dict(environment or {})
     given.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule what an ``LLM`` is given
-    spawn = multiprocessing.get_context("spawn")
-    with mock.patch.dict(os.environ, given, clear=True), ProcessPoolExecutor(1, spawn) as process:
-        return process.submit(function, *arguments).result()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        with STARTING, mock.patch.dict(os.environ, given, clear=True):
+            result = process.submit(function, *arguments)
+        return result.result()
 
 
 def free_port() -> int:

@@ -58,9 +58,9 @@ class SelfDrafter(Drafter):
         positions = self.input_buffers.positions[:num_tokens].view(num_reqs, -1)
         offsets = torch.arange(self.num_query_per_req, device=positions.device)
         is_behind = (positions[:, :1] + offsets >= self.max_model_len).view(-1)
-        slots = self.block_tables.slot_mappings[self.draft_kv_cache_group_ids, :num_tokens]
-        slots.masked_fill_(is_behind, PAD_SLOT_ID)
-        self.block_tables.slot_mappings[self.draft_kv_cache_group_ids, :num_tokens] = slots
+        for group in self.draft_kv_cache_group_ids:
+            slots = self.block_tables.slot_mappings[group, :num_tokens]
+            slots.masked_fill_(is_behind, PAD_SLOT_ID)
         return super()._build_uniform_attn_metadata(*args, **kwargs)
 
     def _keep_context(self, step: TargetStep) -> None:

@@ -376,6 +376,8 @@ class Drafter(DFlashSpeculator):
         super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         if self.policy.reads_confidence:
             likeliest, tokens = logits.float().softmax(-1).max(-1)
-            useful = likeliest.masked_fill(torch.isin(tokens, self._end_ids), 0.0)
+            # Not torch.isin: with many ids it waits for the device, which a CUDA graph cannot.
+            is_end = (tokens[:, None] == self._end_ids).any(-1)
+            useful = likeliest.masked_fill(is_end, 0.0)
             useful = useful.view(-1, self.num_speculative_steps)
             self._confidence[: len(useful)] = useful

@@ -57,6 +57,18 @@ def choose_cuda_graphs(vllm_config: Any, canvas_length: int) -> None:
         )
 
 
+def keep_mixed_batches_out(vllm_config: Any) -> None:
+    """Call it when vLLM has made all its choices: some of its options set the mode FULL again.
+
+    An example is ``fuse_attn_quant``, with which no graph can be in pieces.
+    """
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode == CUDAGraphMode.FULL:
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+
+
 def canvas_runner() -> Any:
     """The class of vLLM's runner of a diffusion model: a full graph is for canvases alone.
 

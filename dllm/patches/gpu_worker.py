@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.drafter.cache import check_pages
 from dllm.engine.warm_up import warm_up
-from dllm.patches.cuda_graphs import canvas_runner
+from dllm.patches.cuda_graphs import canvas_runner, keep_mixed_batches_out
 from dllm.patches.decoding import drafts_itself
 from dllm.patches.drafting import drafts_with_ours
 from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
@@ -32,6 +32,7 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
     def _make_model_runner(self) -> Any:
         """vLLM's; of a diffusion model, one that knows which batches can be a full graph."""
         if self.serves_canvases:
+            keep_mixed_batches_out(self.vllm_config)
             return canvas_runner()(self.vllm_config, self.device)
         return super()._make_model_runner()
 

@@ -362,6 +362,18 @@ def test_splitting_changes_nothing_but_rounding() -> None:
     torch.testing.assert_close(split, whole, rtol=0, atol=2e-6, equal_nan=True)
 
 
+def test_a_sequence_longer_than_the_host_believes_writes_nowhere_else() -> None:
+    """With this bound no sequence is split, and there is no workspace."""
+    case = make_case(CaseSpec(((5, 120, 0), (4, 90, CAUSAL)), device=DEVICE))
+    short = dataclasses.replace(case, batch=dataclasses.replace(case.batch, max_seq_len=32))
+    plan = plan_of(short)
+    assert not plan.is_split and min(splits(case, plan_of(case))) > 1
+    memory, out = torch.full((1 << 16,), 7.0, device=DEVICE), case.poisoned_out()
+    launch(short.query, short.cache, short.batch, short.options, out, plan, memory)
+    assert (memory == 7).all()
+    check(case, out)
+
+
 def test_who_computes_the_parts_does_not_change_a_bit() -> None:
     """One program for all parts or one for each; workspace by token or by sequence."""
     case = make_case(CaseSpec(MIXED, device=DEVICE))

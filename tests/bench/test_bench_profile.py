@@ -7,18 +7,8 @@ import pytest
 
 from bench import profile_step
 from bench.context import read_csv
-from bench.profile_step import (
-    BUILTIN,
-    ENGINE,
-    FORWARD,
-    IDLE,
-    OURS,
-    PARTS,
-    Recorder,
-    Step,
-    check_steps,
-    mean_parts,
-)
+from bench.profile_step import BUILTIN, OURS, check_steps, mean_parts
+from bench.step_parts import ENGINE, FORWARD, IDLE, PARTS, Recorder, Step
 from tests.support.forced_async import write_plugin
 
 
@@ -124,7 +114,7 @@ def test_engines_with_asynchronous_scheduling_are_accounted_for(
     """All canvas rows are expected ones; there is no table otherwise."""
     write_plugin(tmp_path / "plugins")
     monkeypatch.syspath_prepend(tmp_path / "plugins")
-    arguments = [*SMALL, "--server", OURS, BUILTIN, "--results", str(tmp_path)]
+    arguments = [*SMALL, "--together", "--server", OURS, BUILTIN, "--results", str(tmp_path)]
     assert profile_step.main(arguments) == 0
     rows = read_csv(tmp_path / "profile_cpu.csv")
     assert {row["server"] for row in rows} == {OURS, BUILTIN}

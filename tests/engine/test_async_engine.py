@@ -17,6 +17,7 @@ from dllm.engine import metrics, pending
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.model_state import DiffusionModelState
+from dllm.engine.warm_up import warm_up
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_loop import REQUESTS, params, passes_of_visits, switched
 from tests.engine.test_parity import CANVAS, prompt
@@ -166,6 +167,24 @@ def test_a_full_graph_gets_the_same_sequences(ours, monkeypatch):
     ours.reset_prefix_cache()
     ours.generate(*zip(*REQUESTS, strict=True))
     assert met["late"] and met["commit"] and met["in place"]
+
+
+def test_no_sequence_is_longer_than_the_host_believes(checkpoint, monkeypatch):
+    """Not in the warm-up either: attention plans its memory with the host's bound."""
+    ours = get_async_engine(checkpoint(), max_num_batched_tokens=256)
+    describe, met = DiffusionModelState._gathered, Counter()
+
+    def spy(self: Any, batch: Any, tables: Any) -> Any:
+        sequences = describe(self, batch, tables)
+        met["visits"] += 1
+        met["too long"] += int(sequences["seq_lens"].max()) > sequences["max_seq_len"]
+        return sequences
+
+    monkeypatch.setattr(DiffusionModelState, "_gathered", spy)
+    warm_up(ours.runner, ours.core.model_executor.driver_worker.worker.execute_model)
+    ours.reset_prefix_cache()
+    ours.generate(*zip(*REQUESTS, strict=True))
+    assert met["visits"] > 30 and not met["too long"]
 
 
 # --- these tests can fail -------------------------------------------------------------------------

@@ -11,7 +11,12 @@ from vllm.platforms import current_platform
 
 from dllm.patches.configure import LEAST_ASYNC_BLOCK
 from dllm.patches.contract import ASYNC_SCHEDULER, GPU_WORKER, REMOTE_SCHEDULER, SCHEDULER
-from dllm.patches.cuda_graphs import canvas_runner, capture_sizes, choose_cuda_graphs
+from dllm.patches.cuda_graphs import (
+    canvas_runner,
+    capture_sizes,
+    choose_cuda_graphs,
+    keep_mixed_batches_out,
+)
 from dllm.patches.remote import SPECULATOR
 from dllm.quantize import recipes
 from tests.support.cuda_start import rehearse
@@ -223,6 +228,13 @@ def test_prompts_run_in_no_full_graph(monkeypatch, given, chosen):
     )
     choose_cuda_graphs(config, CANVAS)
     assert compilation.cudagraph_mode == chosen
+
+
+def test_a_mode_that_vllm_sets_later_has_no_full_graphs_of_prompts():
+    for given, kept in (("FULL", "FULL_DECODE_ONLY"), ("FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE")):
+        compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[given])
+        keep_mixed_batches_out(SimpleNamespace(compilation_config=compilation))
+        assert compilation.cudagraph_mode == CUDAGraphMode[kept]
 
 
 @pytest.mark.parametrize(

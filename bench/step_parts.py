@@ -1,0 +1,131 @@
+"""Which part of a denoise step runs when: functions of an engine are watched."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+
+PARTS = ENGINE, FORWARD, HEAD, SAMPLER, IDLE = "engine", "forward", "head", "sampler", "idle"
+
+Named = tuple[Any, str, str]  # a function that belongs to a part: owner, attribute, part
+
+
+@dataclass
+class Step:
+    """One visit of the engine, from a ``schedule()`` to the next, with all of its passes.
+
+    Attributes:
+        num_new: requests whose prompts run.
+        num_canvas_rows: rows of the batch that belong to canvases.
+    """
+
+    parts_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    num_reqs: int = 0
+    num_new: int = 0
+    num_canvas_rows: int = 0
+    num_passes: int = 1
+
+    @property
+    def wall_ms(self) -> float:
+        """Until the next ``schedule()``."""
+        return sum(self.parts_ms.values())
+
+    @property
+    def is_denoise_only(self) -> bool:
+        """No prompt runs beside the canvases."""
+        return self.num_canvas_rows > 0 == self.num_new
+
+
+class Recorder:
+    """Notes which part runs while it watches functions; afterwards ``steps`` has the times."""
+
+    def __init__(self, has_gpu: bool = False) -> None:
+        self.steps: list[Step] = []
+        self._has_gpu = has_gpu
+        self._open = [IDLE]  # parts that were entered and have not returned
+        self._marks: list[tuple[Any, str, Step | None]] = []  # from this moment on, this part
+
+    @contextmanager
+    def watching(self, functions: Iterable[Named]) -> Iterator[None]:
+        """These functions are timed while the context lasts."""
+        with ExitStack() as stack:
+            for owner, attribute, part in functions:
+                timed = self._timed(part, getattr(owner, attribute))
+                stack.enter_context(mock.patch.object(owner, attribute, timed))
+            yield
+        times = [moment for moment, *_ in self._marks]
+        if self._has_gpu and times:
+            torch.cuda.synchronize()
+            times = [times[0].elapsed_time(event) for event in times]
+        for (start, end), (_, part, step) in zip(pairwise(times), self._marks, strict=False):
+            if step is not None:
+                step.parts_ms[part] += end - start
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, noting when it runs, that a step begins, and what its batch holds."""
+        name = function.__name__
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "schedule":
+                self.steps.append(Step())
+            self._open.append(part)
+            self._note()
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._open.pop()
+                self._note()
+            if name == "schedule":
+                self.steps[-1].num_new = len(result.scheduled_new_reqs)
+            if name == "prepare_inputs" and hasattr(result, "num_draft_tokens"):
+                step = self.steps[-1]
+                step.num_reqs, step.num_canvas_rows = result.num_reqs, result.num_draft_tokens
+            if name == "goes_on":
+                self.steps[-1].num_passes += result
+            return result
+
+        return call
+
+    def _note(self) -> None:
+        """Milliseconds, or on a GPU an event of its stream."""
+        now: Any = time.perf_counter_ns() / 1e6
+        if self._has_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self._marks.append((now, self._open[-1], self.steps[-1] if self.steps else None))
+
+
+def step_functions(llm: Any) -> list[Named]:
+    """Those of an ``LLM`` whose engine core and worker run in this process."""
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner  # V2, of our model or another
+    found = [
+        (llm.llm_engine, "step", ENGINE),
+        (core.scheduler, "schedule", ENGINE),
+        (runner, "prepare_inputs", ENGINE),
+        (runner.model, "forward", FORWARD),
+        (runner.model, "compute_logits", HEAD),
+        (runner, "sample", SAMPLER),
+    ]
+    graphs = getattr(runner, "cudagraph_manager", None)
+    if graphs is not None:  # a graph is replayed in the place of `forward`
+        found += [(graphs, name, FORWARD) for name in ("run_fullgraph", "run_pw_graph")]
+    if type(runner.sampler).__module__.startswith("dllm."):
+        found += [
+            (runner.model, "_logits", HEAD),  # the sampler calls it for one tile after the other
+            (runner.model_state, "_condition", FORWARD),
+            # The denoise loop prepares inputs inside of the sampler.
+            (runner.model_state, "canvas_attention", ENGINE),
+            (runner.model_state, "canvas_inputs", ENGINE),
+            (runner.sampler.loop, "goes_on", SAMPLER),
+        ]
+    return found
