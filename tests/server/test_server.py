@@ -68,9 +68,11 @@ def test_a_streamed_completion_is_the_whole_one_block_by_block(client):
     choices = [delta.choices[0] for delta in deltas]
     assert "".join(choice.text for choice in choices) == whole.choices[0].text
     assert [token for choice in choices for token in choice.token_ids] == tokens(whole)
-    # Tokens leave when their block has converged, not at the end.
-    assert [len(choice.token_ids) for choice in choices] == [CANVAS] * 3
-    assert [choice.finish_reason for choice in choices] == [None, None, "length"]
+    # Tokens leave when their block has converged, not at the end. vLLM joins the blocks that the
+    # server has not sent when the next one is there.
+    assert 1 < len(choices) <= 3
+    assert all(len(choice.token_ids) % CANVAS == 0 for choice in choices)
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["length"]
 
 
 def test_a_streamed_chat_is_the_whole_one(client):
