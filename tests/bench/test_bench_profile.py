@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import profile_step
+from bench import profile_step, step_parts
 from bench.context import read_csv
 from bench.profile_step import BUILTIN, OURS, check_steps, mean_parts
 from bench.step_parts import ENGINE, FORWARD, IDLE, PARTS, Recorder, Step
@@ -42,7 +42,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> list[Step]:
     named = [(model, "step", ENGINE), (model, "schedule", ENGINE), (model, "forward", FORWARD)]
     named.append((Model, "prepare_inputs", ENGINE))
     clock = SimpleNamespace(perf_counter_ns=lambda: 1e6 * model.now)
-    monkeypatch.setattr(profile_step, "time", clock)
+    monkeypatch.setattr(step_parts, "time", clock)
     recorder = Recorder()
     with recorder.watching(named):
         for _ in range(num_steps):
