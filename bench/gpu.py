@@ -16,9 +16,9 @@
           roofline     the least time of a pass, by component
 
 Each part is a process, which is ended when its seconds are over, with all that it started. It
-prints its tables when it is done and writes its CSV as it goes. The list at the end says how each
-part went. Except in start, engines serve dummy weights, which choose experts about evenly and never
-converge; every block takes 16 denoise steps.
+prints its tables when it is done and writes its CSV as it goes (of a profile: the rows of a server
+that is done). The list at the end says how each part went. Except in start, engines serve dummy
+weights, which choose experts about evenly and never converge; every block takes 16 denoise steps.
 
 Most of a call is starting. On an H200 with 16 CPU cores, where nothing was compiled before, the 26B
 shape took 25 s of imports, 10 to 20 s until NCCL was ready, 5 s for dummy weights and 90 to 120 s

@@ -40,8 +40,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 BUILTIN_ENVIRONMENT = {"DLLM_DISABLE": "1"}  # vLLM's own implementation serves
-# An engine and its worker run in the process of their client.
 STARTING = threading.Lock()  # a process gets the environment that there is when it starts
+# An engine and its worker run in the process of their client.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 # A small KV cache: vLLM would take most of the memory for the first of several servers.
 SERVE_FLAGS = ("--kv-cache-memory-bytes", "256M", "--max-model-len", "1024")

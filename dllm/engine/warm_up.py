@@ -139,8 +139,8 @@ class _CanvasRequests:
             if canvas:
                 output.scheduled_spec_decode_tokens = dict.fromkeys(self.req_ids, [0] * canvas)
             execute_model(output)
-            # Wait for the pass. vLLM writes what passes read into a few buffers in turn, and its
-            # engine never runs further ahead of the device.
+            # Wait for the pass. vLLM writes what passes read into two buffers in turn: with more
+            # passes on their way, one could read what was written for another.
             runner.sample_tokens(None).get_output()
         execute_model(self.leaving())
 
