@@ -286,8 +286,7 @@ def plan_of(
     ``query`` is any of a model's: it says the dtype and the device.
     """
     arch = _arch_of(query.device)
-    pairs = shape.max_query_len * shape.group
-    config = tile_config(shape.head_size, query.element_size(), arch, is_fp8_cache, pairs)
+    config = tile_config(shape.head_size, query.element_size(), arch, is_fp8_cache)
     return plan_attention(shape, config, options.window)
 
 

@@ -17,13 +17,13 @@ serves twice the rows.
 With three stages the keys of the next tile are loaded while this one is computed, with four those
 of the next two; with two, computing waits for all loads.
 
-Head sizes 256 and 512 of 2-byte elements, and a drafter's rows of head size 128, were timed on an
-H200, with 1, 8 and 32 requests behind 1,024 and 8,192 tokens (bench/results/h200.txt). Tiles of 64
-rows, or smaller parts, are up to 1.5 times as fast for one request behind 1,024 tokens, because
+Head sizes 256 and 512 of 2-byte elements, and a drafter's few rows of head size 128, were timed on
+an H200, with 1, 8 and 32 requests behind 1,024 and 8,192 tokens (bench/results/h200.txt). Tiles of
+64 rows, or smaller parts, are up to 1.5 times as fast for one request behind 1,024 tokens, because
 there are twice as many programs. With 8 requests they are slower: a multiprocessor then works on 64
 rows and not 128, or merges more parts. At head size 512, tiles of 32 keys without loads ahead are
-faster everywhere than 16 keys with two tiles of loads ahead. For the few rows of a drafter, one
-tile ahead and four warps leave room for two programs on a multiprocessor.
+faster everywhere than 16 keys with two tiles of loads ahead. A drafter would be up to 1.4 times as
+fast with four warps and three stages, which spill with Triton 3.9.
 
 What was not timed is chosen from what the compiler makes of candidates, in this order: no spilled
 registers; loads that overlap with computing; many rows on a multiprocessor, in few programs,
@@ -99,12 +99,6 @@ HOPPER: dict[tuple[int, int], TileConfig] = {
     (512, 4): TileConfig(16, 16, 8, 1),
 }
 
-# The same where no sequence has more than FEW (row, head) pairs, as with a drafter's few drafts.
-FEW = 64
-HOPPER_FEW = HOPPER | {
-    (128, 2): TileConfig(64, 64, 4, 3, min_keys_per_split=1024, max_splits=16),
-}
-
 OTHERS: dict[tuple[int, int], TileConfig] = {
     **HOPPER,
     (128, 2): TileConfig(64, 32, 4, 3, min_keys_per_split=1024, max_splits=16),
@@ -114,18 +108,12 @@ OTHERS: dict[tuple[int, int], TileConfig] = {
 
 
 def tile_config(
-    head_size: int,
-    element_size: int,
-    arch: int = 90,
-    is_fp8_cache: bool = False,
-    most_pairs: int | None = None,
+    head_size: int, element_size: int, arch: int = 90, is_fp8_cache: bool = False
 ) -> TileConfig:
     """The table's row for a head size and the bytes of a query element.
 
-    arch: compute capability, for instance 90 for 9.0. most_pairs: how many (row, query head) pairs
-    of a KV head a sequence has at most; None: many. Raises KeyError when the table has no such row.
+    arch: compute capability, for instance 90 for 9.0. Raises KeyError when the table has no such
+    row.
     """
     table = HOPPER if arch == 90 and not is_fp8_cache else OTHERS
-    if table is HOPPER and most_pairs is not None and most_pairs <= FEW:
-        table = HOPPER_FEW
     return table[max(next_power_of_2(head_size), 64), element_size]

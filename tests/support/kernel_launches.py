@@ -83,9 +83,8 @@ def attend(
     width = layer.num_heads * layer.head_size
     query = meta(MAX_TOKENS, width, dtype=dtype)[:num_tokens].view(num_tokens, -1, layer.head_size)
     options = options or AttentionOptions(layer.head_size**-0.5, layer.window)
+    tiles = tiles or tile_config(layer.head_size, dtype.itemsize, arch, cache.is_fp8)
     shape = batch_shape(query, cache, batch)
-    pairs = shape.max_query_len * shape.group
-    tiles = tiles or tile_config(layer.head_size, dtype.itemsize, arch, cache.is_fp8, pairs)
     plan = plan_attention(shape, tiles, options.window)
     workspace = query.new_empty(plan.workspace_elements(shape), dtype=torch.float32)
     launch(query, cache, batch, options, torch.empty_like(query), plan, workspace)
