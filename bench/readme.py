@@ -23,7 +23,6 @@ from bench import (
     profile_step,
     recovery,
     remote,
-    request_time,
     rollout,
     roofline,
     soak,
@@ -100,7 +99,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "comparison": comparison,
     "serving": Section(SERVING, "make bench", load_tables),
     "context": profile_step.CONTEXT,
-    "request-time": request_time.SECTION,
     "step-time": profile_step.STEP_TIME,
     "recovery": recovery.SECTION,
     "ways": Section(
