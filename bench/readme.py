@@ -16,17 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import (
-    decisions,
-    drafter,
-    kernels,
-    profile_step,
-    recovery,
-    remote,
-    rollout,
-    roofline,
-    soak,
-)
+from bench import decisions, drafter, kernels, profile_step, remote, rollout, roofline, soak
 from bench.context import ROOT, Rows, command_line, read_csv
 from bench.drafter import FILE as DRAFTER
 from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
@@ -100,7 +90,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "serving": Section(SERVING, "make bench", load_tables),
     "context": profile_step.CONTEXT,
     "step-time": profile_step.STEP_TIME,
-    "recovery": recovery.SECTION,
     "ways": Section(
         NEMOTRON,
         f"python -m bench.serve --model checkpoints/tiny-nemotron --file {NEMOTRON}",
