@@ -105,7 +105,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "remote": remote.SECTION,
     "decisions": decisions.SECTION,
     "floors": roofline.SECTION,
-    "small-models": roofline.SMALL_SECTION,
 }
 
 

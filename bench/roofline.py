@@ -3,7 +3,6 @@
     python -m bench.roofline                                   # the released model on an H200
     python -m bench.roofline --weights fp8 --context 8192 --batch 1
     python -m bench.roofline --config DIR --gpu H100 --peaks 3.0 700 1400
-    python -m bench.roofline --small                           # measured, on this machine
 
 A denoise pass over B canvases of C rows, each behind n tokens of context. Every component reads its
 inputs once and writes its outputs once, at the speed of a copy, and computes at the speed of a
@@ -19,10 +18,6 @@ large matrix product; its floor is the larger of the two times. The floor of a p
 tokens/s is at 16 denoise steps for every block, without what it costs to write the block's keys and
 values. The H200's copy and bf16 product were measured on one (2026-10-28: 4.3 TB/s, 788 TFLOP/s on
 random data). Its FP8 peak was not measured: it is twice the bf16 one, as in the datasheet.
-
-``--small`` measures instead: passes of random diffusion models of about 135M parameters, with one
-request, and steps of SmolLM2-135M's shape, which writes one token in each. How many times longer a
-pass takes is how many tokens it has to decide for the same speed. Written to small_models.csv.
 """
 
 from __future__ import annotations
@@ -30,16 +25,13 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.context import ROOT, Row, Rows, command_line, progress, publish
-from bench.servers import with_engine
-from bench.tables import Section, markdown, middle, names_of, of, ratios
-from dllm.models.gemma.tiny import generation_config, tiny_config
+from bench.context import Row, Rows, command_line, publish
+from bench.tables import Section, markdown
+from dllm.models.gemma.tiny import tiny_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # The shape of google/diffusiongemma-26B-A4B-it: its text_config is its Gemma 4 26B-A4B backbone's.
@@ -183,110 +175,6 @@ def pass_floor_ms(text: dict[str, Any], one: Pass, gpu: Gpu) -> float:
     return sum(max(work.times_ms(gpu)) for work in components(text, one))
 
 
-# --- measured: small models on this machine -------------------------------------------------------
-
-STEPWISE = "autoregressive"
-BLOCK = 32  # tokens, of all of them
-SMALL = {  # SmolLM2-135M's
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-}
-
-
-def small_models() -> dict[str, dict[str, Any]]:
-    """config.json of each model, by name."""
-    sdar, llada2 = (
-        json.loads((ROOT / "checkpoints" / name / "config.json").read_text()) | SMALL
-        for name in ("tiny-sdar", "tiny-llada2")
-    )
-    # Five experts of which three compute for a token, in place of an MLP of 1536.
-    llada2 |= {"moe_intermediate_size": 320, "rotary_dim": 32}
-    llama: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-    }
-    llama |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-    shape: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "num_hidden_layers"}
-    # Likewise, and half of the MLP is computed for every token, as in the released model.
-    shape |= {"intermediate_size": 768, "num_experts": 5, "top_k_experts": 3}
-    shape |= {"moe_intermediate_size": 256, "global_head_dim": 64, "num_global_key_value_heads": 3}
-    shape |= {"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5}
-    gemma = tiny_config(canvas_length=BLOCK, sliding_window=1024, **shape)
-    return {STEPWISE: llama | SMALL, "SDAR": sdar, "LLaDA2": llada2, "DiffusionGemma": gemma}
-
-
-def measure_small(config: dict[str, Any], is_stepwise: bool, rounds: int, out: Path) -> list[float]:
-    """Milliseconds a pass, of each round; ``out`` is a new folder for the model."""
-    from vllm import LLM, SamplingParams, TokensPrompt
-
-    out.mkdir()
-    (out / "config.json").write_text(json.dumps(config))
-    generation: dict[str, Any] = {}
-    if not is_stepwise:
-        own = generation_config() if config["model_type"] == "diffusion_gemma" else {}
-        generation = own | {"max_denoising_steps": FIXED_STEPS, "confidence_threshold": 0.0}
-    (out / "generation_config.json").write_text(json.dumps(generation))
-    # Eager: all of them compute alike, and compiling takes minutes for each.
-    given: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
-    given |= {"disable_log_stats": False, "enforce_eager": True}
-    given |= {"max_model_len": 512, "max_num_seqs": 1, "kv_cache_memory_bytes": 256 << 20}
-    llm = LLM(str(out), **given)
-
-    counted = "generation_tokens" if is_stepwise else "diffusion_num_canvas_positions"
-
-    def work(blocks: int) -> tuple[float, float]:
-        """Milliseconds, and passes."""
-        before = passes()
-        params = SamplingParams(max_tokens=blocks * BLOCK, ignore_eos=True, detokenize=False)
-        first = 20 + time.perf_counter_ns() % 10_000  # so that nothing is found cached
-        prompt = TokensPrompt(prompt_token_ids=list(range(first, first + 64)))
-        start = time.perf_counter()
-        llm.generate([prompt], params, use_tqdm=False)
-        return 1e3 * (time.perf_counter() - start), passes() - before
-
-    def passes() -> float:
-        counters = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
-        return counters.get(f"vllm:{counted}", 0) / (1 if is_stepwise else BLOCK)
-
-    work(2)  # compiles
-    found = []
-    for _ in range(rounds):
-        (short_ms, few), (long_ms, many) = work(1), work(5)
-        found.append((long_ms - short_ms) / (many - few))
-    return found
-
-
-def measure_all_small(rounds: int, path: Path) -> None:
-    """Every model in a process of its own; the CSV has a row for each round."""
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="dllm-small-") as folder:
-        for name, config in small_models().items():
-            progress(name)
-            given = config, name == STEPWISE, rounds, Path(folder) / name
-            for pair, ms in enumerate(with_engine(measure_small, *given)):
-                rows.append({"contestant": name, "pair": pair, "ms_per_pass": ms})
-            publish(path, rows)
-
-
-def small_table(rows: Rows) -> str:
-    """What a pass of each model takes."""
-    stepwise, lines = of(rows, STEPWISE), []
-    for name in names_of(rows):
-        here = of(rows, name)
-        ratio = ratios(here, stepwise, "ms_per_pass")
-        lines.append([name, middle(here, "ms_per_pass"), ratio])
-    return markdown(["model", "ms a pass", "tokens a pass to break even"], lines)
-
-
-SMALL_SECTION = Section("small_models.csv", "python -m bench.roofline --small", small_table)
-
-
 # --- output --------------------------------------------------------------------------------------
 
 
@@ -319,13 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar=("COPY", "BF16", "FP8"),
         help="of that GPU: TB/s of a copy, TFLOP/s of large products",
     )
-    parser.add_argument("--small", action="store_true", help="measure small models instead")
-    parser.add_argument("--rounds", type=int, default=5, help="of --small")
     options = parser.parse_args(arguments)
-    if options.small:
-        measure_all_small(options.rounds, options.results / SMALL_SECTION.file)
-        print(SMALL_SECTION(options.results))
-        return 0
     config = released_config()
     if options.config:
         config = json.loads((options.config / "config.json").read_text())
