@@ -100,7 +100,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
         "sampler_cpu.csv", "python -m bench.kernels sampler", kernels.sampler_table
     ),
     "soak": soak.SECTION,
-    "drafting": Section(DRAFTER, "python -m bench.drafter", drafter.some_tables),
+    "drafting": Section(DRAFTER, "python -m bench.drafter", drafter.tables),
     "smollm2": Section(SMOLLM2, "python -m bench.drafter", drafter.tables),
     "remote": remote.SECTION,
     "decisions": decisions.SECTION,
