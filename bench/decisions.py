@@ -3,8 +3,8 @@
     python -m bench.decisions        # writes bench/results/decisions.csv
 
 All servers take the same bodies in turn: one input with 1, 8 or 32 questions, and 1, 8 or 32 inputs
-at once with a question each. No input comes twice. Then right answers and ECE of the same held-out
-questions. The built-in reads one canvas a question, ours 4 unless its name says 1.
+at once with a question each. No input comes twice. The built-in reads one canvas a question, ours 4
+unless its name says 1.
 """
 
 import json
@@ -20,17 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.context import ROOT, Row, Rows, command_line, publish, reporting_failures
-from bench.race import Contestant, race, rounds, start_all, undisturbed
+from bench.race import Contestant, race, rounds, start_all
 from bench.servers import BUILTIN_ENVIRONMENT, SERVE_FLAGS, Server
 from bench.tables import Section, grouped, markdown, middle, names_of, of, ratios
-from dllm.tasks.suite import DECISION_FAMILIES, questions
-from dllm.tools.calibration import Decided, calibration_error
 
 OURS, FOUR = "ours, 1 canvas", "ours, 4 canvases"
 BUILTIN, CAUSAL = "vLLM's built-in", "autoregressive"
 ONE_CANVAS = ("--additional-config", json.dumps({"dllm": {"decisions": {"samples": 1}}}))
 COUNTS = (1, 8, 32)
-ONE_INPUT, OWN_INPUTS, RIGHT = "one input", "own inputs", "right"
+ONE_INPUT, OWN_INPUTS = "one input", "own inputs"
 PATH = "/v1/systemone"
 
 
@@ -41,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-decisions")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=10, help="of a load in a round")
-    parser.add_argument("--questions", type=int, default=100, help="of each family, for ECE")
     options = parser.parse_args(arguments)
     path = options.results / SECTION.file
     loads = list(product((ONE_INPUT, OWN_INPUTS), COUNTS))
@@ -50,20 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         assert one.server is not None
         kind, count = load
         found = measure(one.server, kind, count, options.repeats, f"{number}")
-        return {"load": kind, "count": count, **found, "ece": None}
+        return {"load": kind, "count": count, **found}
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-decisions-")))
         racing = contestants(str(options.model), folder)
         start_all(racing, warm_up, stack)
-        rows: list[Row] = []
         for rows in race(racing, loads, rounds(options.rounds), run):
             publish(path, rows)
-        for one in racing:
-            if one.name != CAUSAL:
-                with undisturbed(one.server, racing):
-                    rows.append(quality(one, options.questions))
-    publish(path, rows)
     print(SECTION(options.results))
     return 0
 
@@ -122,47 +113,14 @@ def measure(server: Server, load: str, count: int, repeats: int, tag: str) -> Ro
     return {"per_s": count * repeats / seconds, "p50_ms": 1000 * statistics.median(latencies)}
 
 
-def quality(one: Contestant, num: int) -> Row:
-    """Right answers and ECE of held-out questions with one right answer and at most 26 options."""
-    assert one.server is not None
-    decided = []
-    for question in questions(DECISION_FAMILIES, "heldout", num):
-        decision = question.decision
-        if decision is None or decision.odds is not None or len(decision.options) > 26:
-            continue
-        asked: dict[str, Any] = {"type": decision.type, "instructions": decision.instructions}
-        if decision.type == "predicate":
-            asked["type"] = "noul"
-        elif decision.type == "choice":
-            asked["criteria"] = dict.fromkeys(decision.options)
-        else:
-            asked["criteria"] = list(decision.options)
-        answer = one.server.post(PATH, state=decision.input, questions={"q": asked})["answers"]["q"]
-        probs = list(answer.get("probabilities", {}).values())
-        if decision.type == "predicate":
-            probs = [answer["noul"], 1 - answer["noul"]]
-        right = decision.labels.index(question.answer)
-        decided.append(Decided(decision.type, probs, right, 1.0, 0.0))
-    share = sum(each.said == each.right for each in decided) / len(decided)
-    row = {"contestant": one.name, "pair": 0, "load": RIGHT, "count": len(decided)}
-    return {**row, "per_s": share, "p50_ms": None, "ece": calibration_error(decided)}
-
-
 def table(rows: Rows) -> str:
     """Ratios of questions a second beside ours with one canvas, and latencies."""
     names, lines = names_of(rows), []
     for (load, count), here in grouped(rows, "load", "count").items():
-        if load == RIGHT:
-            continue
         ours = of(here, OURS)
         speeds = [ratios(ours, of(here, name), "per_s") for name in names[1:]]
         times = " / ".join(middle(of(here, name), "p50_ms", 0) for name in names)
         lines.append([f"{load}, {count}", middle(ours, "per_s", 0), *speeds, times])
-    for row in rows:
-        if row["load"] == RIGHT:
-            text = f"{float(row['per_s']):.3f} right, ECE {float(row['ece']):.3f}"
-            name = f"{row['contestant']}, {row['count']} questions"
-            lines.append([name, text, *[""] * len(names)])
     heads = [f"beside {name}" for name in names[1:]]
     return markdown(["", "ours a second", *heads, f"p50 in ms ({' / '.join(names)})"], lines)
 
