@@ -39,7 +39,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from statistics import median
 from threading import BrokenBarrierError
 from typing import Any
 
@@ -49,11 +48,9 @@ from bench.context import ROOT, Row, Rows, command_line, publish
 from bench.serve import BUILTIN, OURS, write_generation_config
 from bench.servers import BUILTIN_ENVIRONMENT, with_engine
 from bench.step_parts import IDLE, PARTS, Recorder, Step, step_functions
-from bench.tables import Section, chart, grouped, markdown, spread_of
+from bench.tables import Section, grouped, markdown, spread_of
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 
-ALONE = ([OURS], [1, 8], [64])  # defaults of --server, --concurrency and --input-len
-BEHIND_PROMPTS = ([OURS, BUILTIN], [1], [1024, 8192, 32768])  # the same with --random-60m
 # The released model's shape with 60 million parameters.
 RANDOM_60M = {
     "vocab_size": 32_768,
@@ -124,20 +121,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
     parser.add_argument("--random-60m", action="store_true", help="instead of --model")
     parser.add_argument("--together", action="store_true", help="load all servers at once")
-    parser.add_argument("--server", nargs="+", choices=(OURS, BUILTIN))
-    parser.add_argument("--concurrency", nargs="+", type=int)
+    parser.add_argument("--server", nargs="+", choices=(OURS, BUILTIN), default=[OURS])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--steps", type=int, default=16, help="denoise steps of every block")
     parser.add_argument("--blocks", type=int, default=4, help="of every request")
-    parser.add_argument("--input-len", nargs="+", type=int)
+    parser.add_argument("--input-len", nargs="+", type=int, default=[64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--coverage", type=float, default=0.9)
     parser.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM, as JSON")
-    given = parser.parse_args(arguments)
-    servers, concurrency, input_len = BEHIND_PROMPTS if given.random_60m else ALONE
-    given.server = given.server or servers
-    given.concurrency = given.concurrency or concurrency
-    given.input_len = given.input_len or input_len
-    return given
+    return parser.parse_args(arguments)
 
 
 # --- in the process of a server ------------------------------------------------------------------
@@ -303,14 +295,13 @@ def shares(rows: Rows) -> str:
 
 
 def times_behind_prompts(rows: Rows) -> str:
-    """What a denoise step takes behind prompts of different lengths: a table, and a picture."""
+    """What a denoise step takes behind prompts of different lengths."""
 
     def of_starts(rows: Rows, server: str) -> list[float]:
         starts = grouped([row for row in rows if row["server"] == server], "start")
         return [float(here[0]["step_ms"]) for here in starts.values()]
 
-    lines: list[list[str]] = []
-    curves: dict[str, list[float]] = {OURS: [], BUILTIN: []}
+    lines = []
     for (length,), here in grouped(rows, "input_len").items():
         ours, other = of_starts(here, OURS), of_starts(here, BUILTIN)
         # A server that was not asked for, or failed, has fewer starts.
@@ -318,18 +309,13 @@ def times_behind_prompts(rows: Rows) -> str:
         pairs = [their / own for own, their in zip(ours, other, strict=True)] if is_whole else []
         found = ((ours, 0), (other, 0), (pairs, 2))
         lines.append([length, *(spread_of(n, digits) if n else "-" for n, digits in found)])
-        for server, times in ((OURS, ours), (BUILTIN, other)):
-            curves[server] += [median(times)] if times else []
     heads = ["tokens of the prompt", "ours, ms a denoise step", "built-in", "built-in / ours"]
-    drawn = [curve for curve in curves.values() if len(curve) == len(lines)]
-    picture = chart([line[0] for line in lines], "ms a denoise step", drawn)
-    return f"{markdown(heads, lines)}\n\n{picture}"
+    return markdown(heads, lines)
 
 
 STEP_TIME = Section("profile_cpu.csv", "python -m bench.profile_step", shares)
-CONTEXT = Section(
-    "context_cpu.csv", "python -m bench.profile_step --random-60m", times_behind_prompts
-)
+BEHIND_PROMPTS = "python -m bench.profile_step --random-60m --input-len 1024 8192 32768"
+CONTEXT = Section("context_cpu.csv", BEHIND_PROMPTS, times_behind_prompts)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 Servers of tiny-ar, for which others draft:
 
     no drafts          nobody
-    tiny-ar, adaptive  a worker with tiny-ar, of no use: a draft costs a step of the target
     known, K = N       a worker that knows the answers and takes 0.5 ms for a draft, as a much
                        smaller model would; N drafts in every step
     known, ahead, ...  likewise, running ahead while the target verifies; and with the policy
@@ -42,7 +41,7 @@ from bench.race import (
     undisturbed,
 )
 from bench.runs import NO_CANVAS, Client
-from bench.servers import SERVE_FLAGS, Server, child_environment, tail
+from bench.servers import Server, child_environment, tail
 from bench.tables import Section, grouped, markdown, middle, of, problems, ratios
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
 from dllm.patches.remote import SPECULATOR
@@ -52,7 +51,7 @@ from dllm.remote.worker import DraftWorker, Limits
 
 FAMILIES = ("schema", "extract", "report")
 PLAIN = "no drafts"
-AR, KNOWN, KNOWN_AHEAD = "tiny-ar", "known", "known, ahead"
+KNOWN, KNOWN_AHEAD = WORKERS = ("known", "known, ahead")
 
 
 @reporting_failures
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start_all([plain], ready, stack)
         workloads = loads(given)
         (folder / "texts.json").write_text(json.dumps(answers(plain, workloads, given.rounds)))
-        for worker in (AR, KNOWN, KNOWN_AHEAD):
+        for worker in WORKERS:
             command = worker_command(worker, given.drafts, folder)
             stack.enter_context(running(command, folder / f"worker {worker}"))
         with undisturbed(None, [plain]):
@@ -103,11 +102,10 @@ def contestants(given: argparse.Namespace, folder: Path) -> list[Contestant]:
 
     fixed = {"policy": "fixed", "width": given.drafts}
     add(PLAIN)
-    for worker in (KNOWN, KNOWN_AHEAD):
+    for worker in WORKERS:
         sockets = [str(socket(worker, folder))]
         add(f"{worker}, K = {given.drafts}", workers=sockets, **fixed)
-    for worker in (AR, KNOWN_AHEAD):
-        add(f"{worker}, adaptive", workers=[str(socket(worker, folder))])
+    add(f"{KNOWN_AHEAD}, adaptive", workers=[str(socket(KNOWN_AHEAD, folder))])
     return found
 
 
@@ -182,10 +180,6 @@ def socket(worker: str, folder: Path) -> Path:
 
 def worker_command(worker: str, num_drafts: int, folder: Path) -> list[str]:
     """Starts a worker; one that runs ahead does so as far as the drafts of one more step."""
-    if worker == AR:
-        given = ["--model", str(TARGET), "--listen", str(socket(worker, folder)), *SERVE_FLAGS]
-        given += ["--enforce-eager", "--dtype", "float32"]
-        return [sys.executable, "-m", "dllm.cli", "draft-worker", *given]
     begin = "import sys; from bench.remote import serve_known; serve_known(*sys.argv[1:])"
     ahead = num_drafts + 1 if worker == KNOWN_AHEAD else 0
     given = [str(socket(worker, folder)), str(folder / "texts.json"), str(ahead)]

@@ -7,7 +7,8 @@ Definitions:
                      among them, because it schedules a canvas for them.
     denoise steps    canvas passes without the built-in's commit passes
     passes per block canvas passes and commit passes / blocks. Overlapped commits take none; with
-                     asynchronous scheduling the server counts ours (`dllm:commit_passes`)
+                     asynchronous scheduling the server counts ours (`dllm:commit_passes`). Those
+                     of the option `"commit": "separate"` are not counted
     TTFT             time to first token, of a diffusion model: to its first block
     latency          end to end, of one request, from when it is sent
     ms per denoise step  latencies of all requests / their denoise steps: what a step costs the one
@@ -51,11 +52,10 @@ PRELOADED = (
     "vllm.entrypoints.cli.collect_env",
     "vllm.benchmarks.serve",
 )
-# How a server commits blocks, which decides how its passes are counted: in passes of canvases, in
-# passes without a canvas, or in passes that its counter takes for canvases'. Canvases that are the
-# rest of a block have many widths, and the counters say only how many tokens all of them had.
-OVERLAPPED, COMMIT_APART, BUILTIN_PASSES, NO_CANVAS = "overlapped", "apart", "built-in", "none"
-MANY_WIDTHS = "many widths"
+# How a server commits blocks, which decides how its passes are counted: in passes of canvases, or
+# in passes that its counter takes for canvases'. Canvases that are the rest of a block have many
+# widths, and the counters say only how many tokens all of them had.
+OVERLAPPED, BUILTIN_PASSES, NO_CANVAS, MANY_WIDTHS = "overlapped", "built-in", "none", "many widths"
 TRANSFORMERS, PIPELINE = "transformers", "diffusers"  # whose answers, without a server
 SPEEDS = ("tokens_per_s", "ttft_ms", "latency_ms", "latency_p99_ms", "ms_per_denoise_step")
 FIGURES = (*SPEEDS, "steps_per_block", "passes_per_block", "tokens_per_pass", "acceptance_length")
@@ -233,8 +233,6 @@ def count_passes(
     if saved.get("commit_passes"):  # of all requests, those that warm it up included
         emitted = saved["diffusion_num_committed_tokens"] / width
         commit_passes = blocks * saved["commit_passes"] / emitted
-    elif commits == COMMIT_APART:
-        commit_passes = blocks - len(lengths)  # the last block is never committed
     return blocks, canvas_passes, canvas_passes + commit_passes
 
 

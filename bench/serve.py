@@ -38,15 +38,7 @@ from pathlib import Path
 
 from bench.context import ROOT, Row, command_line, progress, publish, read_csv, reporting_failures
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
-from bench.runs import (
-    BUILTIN_PASSES,
-    COMMIT_APART,
-    MANY_WIDTHS,
-    NO_CANVAS,
-    OVERLAPPED,
-    PIPELINE,
-    Client,
-)
+from bench.runs import BUILTIN_PASSES, MANY_WIDTHS, NO_CANVAS, OVERLAPPED, PIPELINE, Client
 from bench.runs import TRANSFORMERS as REFERENCE
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import load_tables
@@ -87,9 +79,8 @@ class Spec:
         if self.kind != OURS:
             return NO_CANVAS if self.kind == AUTOREGRESSIVE else BUILTIN_PASSES
         given = re.sub(r'[\s":.]+', " ", " ".join(self.flags))  # --a.b.KEY VALUE, or JSON
-        if "decoding ar" in given or "decoding self_speculation" in given:
-            return NO_CANVAS
-        return COMMIT_APART if "commit separate" in given else OVERLAPPED
+        has_none = "decoding ar" in given or "decoding self_speculation" in given
+        return NO_CANVAS if has_none else OVERLAPPED
 
 
 @reporting_failures

@@ -43,13 +43,6 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
     return "\n".join([text[0], "|---" * len(header) + "|", *text[1:]])
 
 
-def chart(x: Sequence[str], y: str, curves: Sequence[Sequence[float]]) -> str:
-    """A picture of curves over the same places ``x``, as Markdown; ``y`` names their values."""
-    lines = [f"x-axis [{', '.join(x)}]", f'y-axis "{y}"']
-    lines += [f"line [{', '.join(f'{value:.0f}' for value in curve)}]" for curve in curves]
-    return "\n    ".join(["```mermaid\nxychart-beta", *lines]) + "\n```"
-
-
 def grouped(rows: Rows, *columns: str) -> dict[tuple[str, ...], Rows]:
     """The rows by the values of these columns, in the order in which they appear."""
     found: dict[tuple[str, ...], Rows] = {}

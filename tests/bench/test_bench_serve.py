@@ -9,16 +9,7 @@ import pytest
 from bench import race, serve
 from bench.context import GateError, Row, Rows, read_csv, write_csv
 from bench.race import Contestant, admit, rounds, undisturbed, withhold
-from bench.runs import (
-    BUILTIN_PASSES,
-    COMMIT_APART,
-    MANY_WIDTHS,
-    NO_CANVAS,
-    OVERLAPPED,
-    SPEEDS,
-    Client,
-    figures,
-)
+from bench.runs import BUILTIN_PASSES, MANY_WIDTHS, NO_CANVAS, OVERLAPPED, SPEEDS, Client, figures
 from bench.serve import BUILTIN, OURS, Spec
 from bench.servers import Server
 from bench.tables import load_tables, ratios, spread
@@ -78,9 +69,7 @@ COUNTED = {"commit_passes": 6.0, "diffusion_num_committed_tokens": 6.0 * 32}
     [
         (OVERLAPPED, 8, {}, 8),
         (BUILTIN_PASSES, 9, {}, 9),
-        (COMMIT_APART, 8, {}, 8.5),  # the last block of a request has no commit
         (OVERLAPPED, 8, COUNTED, 9),
-        (COMMIT_APART, 8, COUNTED, 9),
     ],
 )
 def test_commits_are_passes_and_no_denoise_steps(
@@ -292,14 +281,14 @@ def test_who_takes_which_workload(tmp_path: Path) -> None:
 
 
 def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:
-    wide, separate = "built-in --max-num-seqs 32", "ours --additional-config.dllm.commit separate"
-    options = serve.parse(["--model", str(MODEL), "--contestants", OURS, wide, separate])
+    wide, causal = "built-in --max-num-seqs 32", "ours --additional-config.dllm.decoding ar"
+    options = serve.parse(["--model", str(MODEL), "--contestants", OURS, wide, causal])
     ours, builtin, other = serve.contestants(options, ADAPTIVE, tmp_path)
     assert (builtin.name, builtin.commits) == (wide, BUILTIN_PASSES)
     assert builtin.server and builtin.server.flags[-2:] == ("--max-num-seqs", "32")
-    assert (ours.commits, other.commits) == (OVERLAPPED, COMMIT_APART)
-    as_json = """ours --additional-config '{"dllm": {"commit": "separate"}}'"""
-    assert Spec.parse(as_json).commits == COMMIT_APART
+    assert (ours.commits, other.commits) == (OVERLAPPED, NO_CANVAS)
+    as_json = """ours --additional-config '{"dllm": {"decoding": "self_speculation"}}'"""
+    assert Spec.parse(as_json).commits == NO_CANVAS
 
 
 def test_the_client_sends_no_sampling_parameter(

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from bench import remote
-from bench.remote import AR, KNOWN_AHEAD, PLAIN, KnownDrafts
+from bench.remote import KNOWN_AHEAD, PLAIN, KnownDrafts
 from bench.servers import SERVE_FLAGS
 
 
@@ -18,11 +18,10 @@ def test_everybody_has_a_name_and_the_first_drafts_nothing(tmp_path: Path) -> No
         assert one.server is not None
         options[one.name] = json.loads(one.server.flags[-1])["dllm"]["remote"]
     assert len(options) == len(others)
-    adaptive = options[f"{AR}, adaptive"]
+    adaptive = options[f"{KNOWN_AHEAD}, adaptive"]
     assert "policy" not in adaptive  # the default
-    command = remote.worker_command(AR, 8, tmp_path)
-    assert adaptive["workers"] == [command[command.index("--listen") + 1]]
-    assert remote.worker_command(KNOWN_AHEAD, 8, tmp_path)[-1] == "9"
+    *_, listen, _, ahead = remote.worker_command(KNOWN_AHEAD, 8, tmp_path)
+    assert adaptive["workers"] == [listen] and ahead == "9"
 
 
 def test_known_drafts_are_the_rest_of_a_text() -> None:
