@@ -36,7 +36,6 @@ from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios
 from bench.workloads import ADAPTIVE, Shape, Workload, prompt_texts
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
-from dllm.settings.command import CommandError
 from dllm.tasks.suite import FAMILIES
 from dllm.train.drafter.prompts import default_file
 
@@ -47,7 +46,7 @@ SPEED_NOTE = (
     f'Ratios of tokens/s in the same round: median [min .. max]; in parentheses to "{IN_PROCESS}"; '
     "behind the dot, tokens per step that verified drafts."
 )
-MEASURED = ["schema", "extract", "report", "compare"]  # long answers, and the shortest
+LONG = ("schema",)  # whose answers are the longest, measured alone as well
 SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the request that admits a server
 # vLLM's documentation drafts 5 tokens in its examples, too.
 STOCK_DRAFTS = 5
@@ -74,18 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def loads(options: argparse.Namespace) -> list[Workload]:
-    """Questions of all families in turn at every concurrency; each family alone at the first.
-
-    Raises:
-        CommandError: there is no such family.
-    """
+    """Questions of all families in turn at every concurrency, and long ones at the first."""
     file = options.prompts or default_file(options.target)
     known = tuple(FAMILIES if file is None else prompt_texts(file))
-    alone = (MEASURED if file is None else ()) if options.families is None else options.families
-    if unknown := set(alone) - set(known):
-        raise CommandError(f"--families {', '.join(unknown)}; allowed: {', '.join(known)}.")
-    first, *_ = options.concurrency
-    asked = [(known, n) for n in options.concurrency] + [((one,), first) for one in alone]
+    asked = [(known, n) for n in options.concurrency]
+    if file is None:
+        asked.append((LONG, options.concurrency[0]))
     return [
         Workload(ADAPTIVE, max(options.num_requests, 2 * n), SHAPE, n, families=names, prompts=file)
         for names, n in asked
@@ -134,7 +127,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--prompts", type=Path, help="JSONL, with domains; default: see above")
     parser.add_argument("--without", nargs="*", default=[], help="names of servers to leave out")
-    parser.add_argument("--families", nargs="*", help="measured alone, too; of a file: domains")
     parser.add_argument("--file", default=FILE, help="name of the CSV file")
     add_options(parser, rounds=3, minutes=14, num_requests=32, concurrency=[1, 8, 32])
     given = parser.parse_args(arguments)

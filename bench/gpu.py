@@ -13,7 +13,6 @@
           profile-fp8  as step-fp8, compiled
     3     serve-fp8    ours, the built-in, ours with the denoise loop
     4     serve-bf16   ours and the built-in
-          roofline     the least time of a pass, by component
 
 Each part is a process, which is ended when its seconds are over, with all that it started. It
 prints its tables when it is done and writes its CSV as it goes (of a profile: the rows of a server
@@ -70,7 +69,6 @@ class Part(NamedTuple):
     command: str
     toy: str = ""
     weights: str = ""
-    needs_gpu: bool = True
 
     def arguments(self, out: Path, models: Path, *, is_toy: bool) -> list[str]:
         """Of ``python -m``."""
@@ -87,6 +85,7 @@ BUILTIN = "built-in~--language-model-only~--kv-cache-memory-bytes~4G"
 # On a GPU the loop is off unless it is asked for, and asynchronous scheduling on. A second is long
 # enough for a whole block; a request that arrives is seen at once.
 LOOP = "ours~--no-async-scheduling~--additional-config.dllm.denoise_loop_ms~1000"
+TOY = "--enforce-eager~--max-model-len~512~--kv-cache-memory-bytes~64M"
 LLM = {"load_format": "dummy", "language_model_only": True}
 # A start without torch.compile, which takes most of the time. Graphs are for canvases alone.
 GRAPHS_ALONE: dict[str, object] = {
@@ -112,9 +111,9 @@ def _serve(weights: str, call: int, budget_s: float, contestants: str) -> Part:
         f"--num-requests 16 --input-len {CONTEXT} --output-len 512 --rounds 9 "
         f"--concurrency 1 2 4 8 32 --contestants {contestants} "
         f"--serve-flags {flags}~--gpu-memory-utilization~{share:.2f}",
-        "--eager --rounds 1 --input-len 64 --output-len 64 --num-requests 4 --concurrency 1 2 "
+        "--rounds 1 --input-len 64 --output-len 64 --num-requests 4 --concurrency 1 2 "
         f"--contestants {contestants.replace(BUILTIN, 'built-in')} "
-        "--serve-flags --load-format~dummy~--max-model-len~512~--kv-cache-memory-bytes~64M",
+        f"--serve-flags --load-format~dummy~{TOY}",
         weights,
     )
 
@@ -149,13 +148,11 @@ PARTS = (
         "bench.serve --results OUT --schedule adaptive --rounds 1 --concurrency 1 8 --rates "
         f"--contestants ours {BUILTIN} --serve-flags "
         "--max-model-len~1024~--gpu-memory-utilization~0.4",
-        "--eager --contestants ours --num-requests 11 --concurrency 1 "
-        "--serve-flags --max-model-len~1024~--kv-cache-memory-bytes~64M",
+        f"--contestants ours --num-requests 11 --concurrency 1 --serve-flags {TOY}",
     ),
     _profile("profile-fp8", 2, 390, {}),
     _serve("fp8", 3, 520, f"ours {BUILTIN} {LOOP}"),
     _serve("bf16", 4, 500, f"ours {BUILTIN}"),
-    Part("roofline", 4, 10, "bench.roofline --results OUT", needs_gpu=False),
 )
 
 
@@ -203,7 +200,7 @@ def run(arguments: Sequence[str], budget_s: float) -> str:
 def run_part(part: Part, out: Path, models: Path, options: argparse.Namespace) -> str:
     """Make the part's model, and run it; says how it went."""
     has_gpu, is_toy = torch.cuda.is_available(), options.toy
-    if part.needs_gpu and not has_gpu and not is_toy:
+    if not has_gpu and not is_toy:
         return "NOT RUN: no GPU"
     folder = models / part.weights
     if part.weights and not folder.exists():

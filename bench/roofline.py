@@ -2,7 +2,6 @@
 
     python -m bench.roofline                                   # the released model on an H200
     python -m bench.roofline --weights fp8 --context 8192 --batch 1
-    python -m bench.roofline --config DIR --gpu H100 --peaks 3.0 700 1400
 
 A denoise pass over B canvases of C rows, each behind n tokens of context. Every component reads its
 inputs once and writes its outputs once, at the speed of a copy, and computes at the speed of a
@@ -23,10 +22,8 @@ random data). Its FP8 peak was not measured: it is twice the bf16 one, as in the
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.context import Row, Rows, command_line, publish
@@ -64,16 +61,8 @@ def released_config() -> dict[str, Any]:
     return tiny_config(canvas_length=CANVAS_LENGTH, **RELEASED)
 
 
-class Gpu(NamedTuple):
-    """Peaks: bytes and operations a second."""
-
-    name: str
-    copy: float
-    bf16: float
-    fp8: float
-
-
-H200 = Gpu("H200", 4.3e12, 788e12, 2 * 788e12)
+# Of an H200: bytes, and operations in bf16 and in FP8, a second.
+COPY, BF16_PEAK, FP8_PEAK = 4.3e12, 788e12, 2 * 788e12
 
 
 class Work(NamedTuple):
@@ -84,10 +73,10 @@ class Work(NamedTuple):
     flops: float
     is_low: bool = False
 
-    def times_ms(self, gpu: Gpu) -> tuple[float, float]:
+    def times_ms(self) -> tuple[float, float]:
         """Of moving the bytes, and of the operations; the floor is the larger of the two."""
-        peak = gpu.fp8 if self.is_low else gpu.bf16
-        return 1e3 * self.num_bytes / gpu.copy, 1e3 * self.flops / peak
+        peak = FP8_PEAK if self.is_low else BF16_PEAK
+        return 1e3 * self.num_bytes / COPY, 1e3 * self.flops / peak
 
     def times(self, count: int) -> Work:
         """The same in so many layers."""
@@ -170,11 +159,6 @@ def _attention(text: dict[str, Any], one: Pass, kind: str) -> list[Work]:
     return [work.times(text["layer_types"].count(kind)) for work in (projections, attention)]
 
 
-def pass_floor_ms(text: dict[str, Any], one: Pass, gpu: Gpu) -> float:
-    """The sum of the components' floors."""
-    return sum(max(work.times_ms(gpu)) for work in components(text, one))
-
-
 # --- output --------------------------------------------------------------------------------------
 
 
@@ -194,38 +178,26 @@ SECTION = Section("roofline.csv", "python -m bench.roofline", floors)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the floors by component, and write the CSV."""
     parser = command_line(__doc__)
-    parser.add_argument("--config", type=Path, help="a checkpoint's folder; default: released")
     parser.add_argument("--weights", nargs="+", choices=list(WEIGHT_BYTES), default=[*WEIGHT_BYTES])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=1024, help="tokens before each canvas")
-    parser.add_argument("--gpu", default=H200.name, help="its name, for the table")
-    parser.add_argument(
-        "--peaks",
-        nargs=3,
-        type=float,
-        default=[1e-12 * peak for peak in H200[1:]],
-        metavar=("COPY", "BF16", "FP8"),
-        help="of that GPU: TB/s of a copy, TFLOP/s of large products",
-    )
     options = parser.parse_args(arguments)
-    config = released_config()
-    if options.config:
-        config = json.loads((options.config / "config.json").read_text())
-    text, gpu = config["text_config"], Gpu(options.gpu, *(1e12 * peak for peak in options.peaks))
+    text = released_config()["text_config"]
     rows: list[Row] = []
     for weights, batch in itertools.product(options.weights, options.batch):
-        one = Pass(weights, batch, options.context, config["canvas_length"])
-        floor_ms = pass_floor_ms(text, one, gpu)
+        one = Pass(weights, batch, options.context, CANVAS_LENGTH)
+        works = components(text, one)
+        floor_ms = sum(max(work.times_ms()) for work in works)
         speed = 1e3 * batch * one.canvas / (FIXED_STEPS * floor_ms)
         print(
-            f"{gpu.name}, {weights}, batch {batch}, context {one.context}: at least "
+            f"H200, {weights}, batch {batch}, context {one.context}: at least "
             f"{floor_ms:.2f} ms a pass, at most {speed:,.0f} tokens/s"
         )
         print(f"  {'':24} {'GB':>9} {'TFLOP':>9} {'ms: bytes':>10} {'operations':>10}")
-        for work in components(text, one):
-            cells = work.num_bytes / 1e9, work.flops / 1e12, *work.times_ms(gpu)
+        for work in works:
+            cells = work.num_bytes / 1e9, work.flops / 1e12, *work.times_ms()
             print("  {:24} {:9.3f} {:9.3f} {:10.3f} {:10.3f}".format(work.component, *cells))
-        about = {"gpu": gpu.name, "weights": weights, "batch": batch, "context": one.context}
+        about = {"gpu": "H200", "weights": weights, "batch": batch, "context": one.context}
         rows.append(about | {"floor_ms": floor_ms, "tokens_per_s": speed})
     publish(options.results / SECTION.file, rows)
     return 0

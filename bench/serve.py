@@ -1,7 +1,7 @@
 """Ours beside what a user would run instead: the same engine, the same runtime, the same flags.
 
     python -m bench.serve                       # compiled; the tables of our pages
-    python -m bench.serve --schedule fixed --concurrency 1 --rounds 9 --eager
+    python -m bench.serve --schedule fixed --concurrency 1 --rounds 9
     python -m bench.serve --contestants ours "built-in --max-num-seqs 32" --concurrency 32
 
 A contestant is one of the names below and more flags for its server, so that a setting is compared
@@ -87,8 +87,7 @@ class Spec:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables, write the CSV files."""
     options = parse(arguments)
-    name = f"serve_{'eager' if options.eager else 'compiled'}.csv"
-    path = options.results / (options.file or name)
+    path = options.results / options.file
     measure(options, lambda rows: publish(path, rows))
     rows = read_csv(path)
     print(f"\n{load_tables(rows)}\n\n{path}")
@@ -137,7 +136,6 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
     """Those that a schedule has a meaning for, their servers not started."""
     generation = folder / "generation"
     write_generation_config(options.model, generation, options.steps if schedule == FIXED else None)
-    eager = ("--enforce-eager",) if options.eager else ()
     config = json.loads((options.model / "config.json").read_text())
     has_many = "block_size" in config and "nemotron" not in config["model_type"]
     found = []
@@ -147,7 +145,7 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
             continue
         model = options.autoregressive if is_twin else options.model
         flags = () if is_twin else ("--generation-config", str(generation))
-        flags = (*flags, *eager, *options.serve_flags, *spec.flags)
+        flags = (*flags, *options.serve_flags, *spec.flags)
         environment = dict(BUILTIN_ENVIRONMENT) if spec.kind == BUILTIN else {}
         if spec.source is not None:
             environment["PYTHONPATH"] = str(spec.source)
@@ -191,8 +189,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--schedule", nargs="+", choices=(ADAPTIVE, FIXED), default=[ADAPTIVE, FIXED]
     )
     parser.add_argument("--steps", type=int, default=16, help="per block, fixed schedule")
-    parser.add_argument("--eager", action="store_true", help="serve with --enforce-eager")
-    parser.add_argument("--file", help="default: serve_compiled.csv, or serve_eager.csv")
+    parser.add_argument("--file", default="serve_compiled.csv", help="name of the CSV file")
     add_options(parser, rounds=3, minutes=14, num_requests=100, concurrency=[1, 8, 32])
     parser.add_argument("--rates", type=float, nargs="*", default=[8, 24], help="requests per s")
     parser.add_argument("--input-len", type=int, default=64, help="of random prompts")

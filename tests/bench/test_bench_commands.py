@@ -78,10 +78,10 @@ def test_asynchronous_scheduling_takes_the_same_steps_and_more_passes(
     """A server of its own. Its counts travel from the scheduler to /metrics and into the table."""
     write_plugin(tmp_path / "plugins")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, tmp_path / "plugins"))))
-    options = [*SMALL, "--schedule", "fixed", "--contestants", OURS, "--eager"]
+    options = [*SMALL, "--schedule", "fixed", "--contestants", OURS]
     options += ["--serve-flags", shlex.join(FLAGS), "--results", str(tmp_path)]
     assert serve.main(options) == 0
-    (row,) = read_csv(tmp_path / "serve_eager.csv")
+    (row,) = read_csv(tmp_path / "serve_compiled.csv")
     assert not row["problem"] and float(row["ms_per_denoise_step"]) > 0
     assert (float(row["steps_per_block"]), float(row["passes_per_block"])) == (16, 17)
 

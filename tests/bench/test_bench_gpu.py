@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,20 +22,13 @@ def test_a_call_fits_into_its_time(call: int) -> None:
     assert sum(part.budget_s + SETTLE_S for part in mine) < CALL_S
 
 
-def say_that_it_ran(arguments: Sequence[str], budget_s: float) -> str:
-    """In the place of ``run``."""
-    return f"ran {arguments[0]}"
-
-
 def test_without_a_gpu_it_says_what_was_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu, "run", say_that_it_ran)
     assert gpu.main(["--out", str(tmp_path)]) == 0
     outcome = {row["part"]: row["outcome"] for row in read_csv(tmp_path / "gpu_parts.csv")}
-    assert outcome.pop("roofline") == "ran bench.roofline"
-    assert set(outcome.values()) == {"NOT RUN: no GPU"} and len(outcome) == len(PARTS) - 1
+    assert set(outcome.values()) == {"NOT RUN: no GPU"} and len(outcome) == len(PARTS)
 
 
 STARTS_A_SERVER = """
@@ -84,14 +76,14 @@ def test_a_part_ends_with_its_servers(
 def test_a_failure_is_the_exit_code_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roofline = PARTS[-1]
-    broken = roofline._replace(command="bench.roofline --batch none")
-    monkeypatch.setattr(gpu, "PARTS", [broken, roofline])
+    whole = Part("whole", 1, 60, "bench.roofline --results OUT")
+    broken = Part("broken", 1, 60, "bench.roofline --batch none")
+    monkeypatch.setattr(gpu, "PARTS", [broken, whole])
     assert gpu.main(["--toy", "--out", str(tmp_path)]) == 1
     first, second = read_csv(tmp_path / "gpu_parts.csv")
     assert first["outcome"].startswith("FAILED, exit code 2")
     assert second["outcome"].startswith("ran,")
-    assert (tmp_path / "roofline" / "roofline.csv").exists()
+    assert (tmp_path / "whole" / "roofline.csv").exists()
 
 
 @pytest.mark.parametrize("is_toy", [False, True], ids=["real", "toy"])
@@ -114,7 +106,7 @@ def test_the_commands_of_the_parts_are_understood(part: Part, is_toy: bool, tmp_
         options = profile_step.parse(arguments)
         assert options.llm["load_format"] == "dummy" and options.server == ["ours", "built-in"]
     else:  # these run without a GPU, too
-        assert module in ("bench.roofline", "bench.kernels", "pytest")
+        assert module in ("bench.kernels", "pytest")
         return
     assert options.results == tmp_path / part.name
 
