@@ -308,7 +308,7 @@ def times_behind_prompts(rows: Rows) -> str:
         is_whole = len(ours) == len(other)
         pairs = [their / own for own, their in zip(ours, other, strict=True)] if is_whole else []
         found = ((ours, 0), (other, 0), (pairs, 2))
-        lines.append([length, *(spread_of(n, digits) if n else "-" for n, digits in found)])
+        lines.append([length, *(spread_of(n, digits) for n, digits in found)])
     heads = ["tokens of the prompt", "ours, ms a denoise step", "built-in", "built-in / ours"]
     return markdown(heads, lines)
 

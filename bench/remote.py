@@ -51,7 +51,7 @@ from dllm.remote.worker import DraftWorker, Limits
 
 FAMILIES = ("schema", "extract", "report")
 PLAIN = "no drafts"
-KNOWN, KNOWN_AHEAD = WORKERS = ("known", "known, ahead")
+WORKERS = _, KNOWN_AHEAD = "known", "known, ahead"
 
 
 @reporting_failures

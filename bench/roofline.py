@@ -117,14 +117,16 @@ def components(text: dict[str, Any], one: Pass) -> list[Work]:
     ]
     for kind in sorted(set(text["layer_types"]), reverse=True):
         works += _attention(text, one, kind)
-    in_layers = [products("dense MLP", rows, weight, *gated)]
-    if num_experts := text["num_experts"]:
-        in_layers.append(products("router", rows, BF16, (hidden, num_experts)))
-        chosen, size = text["top_k_experts"], 3 * hidden * text["moe_intermediate_size"]
-        touched = num_experts * (1 - (1 - chosen / num_experts) ** rows)
-        moved = weight * size * touched + 2.0 * BF16 * rows * hidden
-        in_layers.append(Work("experts", moved, 2.0 * size * chosen * rows, weight == 1))
-    in_layers.append(Work("residual stream", 4.0 * BF16 * rows * hidden, 0))
+    num_experts, chosen = text["num_experts"], text["top_k_experts"]
+    size = 3 * hidden * text["moe_intermediate_size"]
+    touched = num_experts * (1 - (1 - chosen / num_experts) ** rows)
+    moved = weight * size * touched + 2.0 * BF16 * rows * hidden
+    in_layers = [
+        products("dense MLP", rows, weight, *gated),
+        products("router", rows, BF16, (hidden, num_experts)),
+        Work("experts", moved, 2.0 * size * chosen * rows, weight == 1),
+        Work("residual stream", 4.0 * BF16 * rows * hidden, 0),
+    ]
     logits, product = float(FP32) * rows * vocab, 2.0 * rows * vocab * hidden
     embedding = BF16 * (vocab + rows) * hidden
     return [

@@ -19,7 +19,6 @@ status was 500 or above, tokens differed, or the log has a traceback.
 """
 
 import asyncio
-import math
 import re
 import statistics
 import sys
@@ -313,11 +312,9 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
         return None
     hours = [statistics.mean(part) / 3600 for part in np.array_split(times, STRETCHES)]
     medians = [statistics.median(part) for part in np.array_split(values, STRETCHES)]
-    line, middle = statistics.linear_regression(hours, medians), statistics.mean(hours)
-    gaps = [y - line.intercept - line.slope * x for x, y in zip(hours, medians, strict=True)]
-    error = math.hypot(*gaps) / math.hypot(*(x - middle for x in hours))
-    error *= STUDENT / math.sqrt(STRETCHES - 2)
-    return line.slope, line.slope - error, line.slope + error
+    (value, _), covariance = np.polyfit(hours, medians, 1, cov=True)
+    error = STUDENT * covariance[0, 0] ** 0.5
+    return float(value), float(value - error), float(value + error)
 
 
 def tables(rows: Rows) -> str:
