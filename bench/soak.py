@@ -5,7 +5,7 @@
 For each model three phases, with the same clients for good requests (``bench/soak_load.py``):
 
     calm        good requests alone                                        (a quarter of the time)
-    rude        beside malformed, refused, aborted, unfinished and slow ones           (a quarter)
+    rude        beside refused, aborted, unfinished and slow ones                      (a quarter)
     everything  beside these, bursts over the server's capacity, and new weights          (a half)
 
 Every tenth good request is sent once more when all is over, alone, and must get the same tokens.
@@ -40,6 +40,7 @@ from bench.context import ROOT, Row, Rows, command_line, progress, publish, repo
 from bench.servers import SERVE_FLAGS, Server
 from bench.soak_load import (
     ADAPTER,
+    CONVERSATION,
     HEAVY,
     MASKS,
     NOISE,
@@ -330,7 +331,8 @@ def _of_model(rows: Rows) -> str:
     for (what, part), row in found.items():
         if what in ("requests", "failed"):
             phase, kind = part.split(": ")
-            group = "other requests" if kind in RUDE | HEAVY else "good requests"
+            is_good = kind in NOISE | MASKS or kind == CONVERSATION
+            group = "good requests" if is_good else "other requests"
             counts[group if what == "requests" else what, phase] += int(float(row["value"]))
     lines = [
         [group, *(f"{counts[group, phase]:,}" for phase in PHASES)]

@@ -66,11 +66,7 @@ def campaign(answer, monkeypatch, num_requests):
 
     async def reply(request):
         clock.num_requests += 1
-        data = await request.read()
-        try:
-            body = json.loads(data)
-        except ValueError:
-            return web.Response(status=400)
+        body = await request.json()
         status, text = answer(body)
         event = {"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]}
         if not body.get("stream"):
@@ -107,7 +103,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(soak, "RUDE_PAUSE_S", 1e-3)
     monkeypatch.setattr(soak, "HEAVY_PAUSE_S", 1e-3)
     monkeypatch.setattr(soak, "SAMPLE_S", 1e-3)
-    monkeypatch.setattr(soak, "RUDE", {"malformed": soak_load.malformed})
+    monkeypatch.setattr(soak, "RUDE", {"refused": soak_load.refused})
     monkeypatch.setattr(soak, "HEAVY", {"burst over capacity": soak_load.burst})
 
 
@@ -116,8 +112,8 @@ def test_a_campaign_against_a_good_server_is_clean(quick, monkeypatch):
     assert not wrong(found)
     num_good = sum(map(len, found.latencies.values()))
     assert num_good >= 100 and len(found.shadows) == num_good // 10
-    kinds = {(CALM, "conversation"), (RUDELY, "malformed"), (EVERYTHING, "burst over capacity")}
-    assert kinds <= set(found.sent) and (CALM, "malformed") not in found.sent
+    kinds = {(CALM, "conversation"), (RUDELY, "refused"), (EVERYTHING, "burst over capacity")}
+    assert kinds <= set(found.sent) and (CALM, "refused") not in found.sent
 
 
 def test_other_tokens_in_a_replay_are_found(quick, monkeypatch):
@@ -130,11 +126,11 @@ def test_statuses_of_500_are_failures_and_refusals_of_hostile_requests_are_not()
     found = Campaign("m", GOOD, 0)
     found.answered(Request("question", COMPLETIONS, {}), Answer(400, problem="no"), 1.0)
     found.phase = RUDELY
-    found.got("malformed", [400, 200, 500])
+    found.got("refused", [400, 200, 500])
     found.got("aborted", [])
-    assert found.sent == {(RUDELY, "malformed"): 3, (RUDELY, "aborted"): 1, (CALM, "question"): 1}
-    assert found.failed[RUDELY, "malformed"] == found.failed[CALM, "question"] == 1
-    assert found.problems == ["question: HTTP 400 no", "malformed: HTTP 500"]
+    assert found.sent == {(RUDELY, "refused"): 3, (RUDELY, "aborted"): 1, (CALM, "question"): 1}
+    assert found.failed[RUDELY, "refused"] == found.failed[CALM, "question"] == 1
+    assert found.problems == ["question: HTTP 400 no", "refused: HTTP 500"]
 
 
 def test_a_traceback_in_the_log_is_found():
