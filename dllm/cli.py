@@ -38,7 +38,6 @@ COMMANDS = {
     "watch": ("dllm.tools.watch", "watch a canvas settle, step by step"),
     "draft-worker": ("dllm.remote.command", "serve drafts to targets, from a pool of its own"),
     "draft-keys": ("dllm.remote.keys", "write keys for draft workers on other machines"),
-    "plan": ("dllm.remote.plan", "how many drafts of a draft worker pay, from measured times"),
     "quantize": ("dllm.quantize.command", "write an FP8 or NVFP4 checkpoint, with LLM Compressor"),
     "check-quant": ("dllm.quantize.check_command", "look for what is wrong with such a checkpoint"),
 }
