@@ -47,7 +47,7 @@ from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
 from dllm.patches.remote import SPECULATOR
 from dllm.remote.address import Address
 from dllm.remote.stream import Server as Listener
-from dllm.remote.worker import DraftWorker, Limits
+from dllm.remote.worker import DraftWorker
 
 FAMILIES = ("schema", "extract", "report")
 PLAIN = "no drafts"
@@ -170,7 +170,7 @@ def serve_known(listen: str, texts: str, ahead: str) -> None:
     server = Listener(Address(listen))
     print(f"dllm draft-worker: known drafts at {server.address}", flush=True)
     drafts = KnownDrafts(json.loads(Path(texts).read_text()))
-    DraftWorker(drafts, Limits(int(ahead))).serve(server, lambda: True)
+    DraftWorker(drafts, int(ahead)).serve(server, lambda: True)
 
 
 def socket(worker: str, folder: Path) -> Path:

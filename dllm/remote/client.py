@@ -295,7 +295,7 @@ class Client:
         return link
 
     def _leave(self, session: Session) -> None:
-        """Let its worker know that the session is over. What is not told it drops by age."""
+        """Let its worker know that the session is over, as far as a message has room."""
         if session.link is not None and session.is_known and len(session.link.over) < MAX_ROWS:
             session.link.over.append(session.number)
 

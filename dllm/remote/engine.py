@@ -1,41 +1,34 @@
 """A vLLM engine that drafts: an autoregressive model, or a diffusion model, one canvas a run."""
 
 import itertools
-from typing import Any
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+MAX_STEPS = 4  # denoise steps of a canvas
+
 
 class EngineDrafts:
-    """Runs of an engine in this process (``worker.Drafts``).
+    """Runs of an engine in this process (``worker.Drafts``)."""
 
-    Args:
-        canvas: of a diffusion model: tokens of a canvas; None for an autoregressive model.
-        max_steps: of a diffusion model: denoise steps of a canvas at most.
-    """
-
-    def __init__(
-        self, engine: LLMEngine, canvas: int | None = None, max_steps: int | None = None
-    ) -> None:
-        self._engine, self._canvas = engine, canvas
-        model = engine.vllm_config.model_config
-        self.vocab_size: int = model.get_vocab_size()
-        self.max_len: int = model.max_model_len
-        self._extra: dict[str, Any] | None = None
-        if canvas is not None:
-            self._extra = {"diffusion_canvas_length": canvas, "diffusion_max_steps": max_steps}
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        config = engine.vllm_config
+        self.vocab_size: int = config.model_config.get_vocab_size()
+        self.max_len: int = config.model_config.max_model_len
+        self._longest, self._extra = self.max_len, None
+        if config.model_config.is_diffusion:
+            self._longest = config.diffusion_config.canvas_length
+            self._extra = {"diffusion_max_steps": MAX_STEPS}
         self._numbers = itertools.count()
 
     def start(self, tokens: list[int], count: int) -> str:
         """Begin to write ``count`` tokens behind these; one canvas of them at most."""
-        if self._canvas is not None:
-            count = min(count, self._canvas)
         run = f"draft-{next(self._numbers)}"
         params = SamplingParams(
             temperature=0.0,
-            max_tokens=count,
+            max_tokens=min(count, self._longest),
             detokenize=False,
             extra_args=self._extra,
             output_kind=RequestOutputKind.DELTA,

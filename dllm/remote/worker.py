@@ -6,7 +6,6 @@ finds everything before. A worker that runs ahead drafts on while the target ver
 has is of use if the target keeps all drafts and its next token is the guess, too.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,9 @@ from dllm.remote.wire import MAX_GUESS, Ask, Guess, Reply, Told
 
 SHARE_OF_DEADLINE = 0.7  # the rest is for the way back
 IDLE_S, BUSY_S = 0.05, 0.0  # how long a turn waits for asks
+# Of more sessions, or tokens of all sessions together, some of the connection that has most are
+# dropped. So are those that a target did not say are over.
+MAX_SESSIONS, MAX_TOKENS = 1024, 4_000_000
 
 
 class Drafts(Protocol):
@@ -40,23 +42,6 @@ class Drafts(Protocol):
         """One step of all runs: (run, new tokens, whether it has ended)."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a worker takes on.
-
-    Attributes:
-        ahead: tokens drafted beyond those asked for; 0 does not run ahead.
-        max_sessions: sessions kept; of more, some of the connection that has most are dropped.
-        max_tokens: tokens kept, of all sessions together; as ``max_sessions``.
-        ttl_s: seconds after which a session that nobody asks for is dropped.
-    """
-
-    ahead: int = 0
-    max_sessions: int = 1024
-    max_tokens: int = 4_000_000
-    ttl_s: float = 60.0
-
-
 @dataclass
 class Work:
     """A request of a target, as the worker sees it.
@@ -64,7 +49,6 @@ class Work:
     Attributes:
         tokens, guess: what the target said, and what is expected behind it.
         run: writes behind the guess; None if nothing does.
-        used: when it was last asked for, by the worker's clock.
         is_readable: the model can read it: not too long, no token id that it does not have. Nothing
             is kept of another one, and replies are empty.
     """
@@ -72,7 +56,6 @@ class Work:
     tokens: list[int] = field(default_factory=list)
     guess: list[int] = field(default_factory=list)
     run: str | None = None
-    used: float = 0.0
     is_readable: bool = True
 
     def hear(self, row: Told) -> bool:
@@ -117,17 +100,17 @@ class Counts:
 
 
 class DraftWorker:
-    """Hears asks, drafts and replies."""
+    """Hears asks, drafts and replies.
+
+    Args:
+        ahead: tokens drafted beyond those asked for; 0 does not run ahead.
+    """
 
     def __init__(
-        self,
-        drafts: Drafts,
-        limits: Limits | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, drafts: Drafts, ahead: int = 0, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.limits = limits or Limits()
         self.counts = Counts()
-        self._drafts, self._clock = drafts, clock
+        self._drafts, self._ahead, self._clock = drafts, ahead, clock
         self._askers: dict[int, Asker] = {}  # by the number of the connection
         self._runs: dict[str, Work] = {}
 
@@ -162,7 +145,6 @@ class DraftWorker:
         if self._runs:
             self.draft()
             self._reply(server)
-        self._forget_old()
 
     def _reply(self, server: Server) -> None:
         for peer, reply in self.replies():
@@ -181,7 +163,7 @@ class DraftWorker:
         for session in ask.over:
             self._end(asker, session)
         for row in ask.rows:
-            self._hear_row(asker, row, now)
+            self._hear_row(asker, row)
         self._make_room()
         if any(row.want for row in ask.rows):
             due = now + 1e-6 * SHARE_OF_DEADLINE * ask.deadline_us
@@ -194,13 +176,12 @@ class DraftWorker:
         for session in list(asker.works):
             self._end(asker, session)
 
-    def _hear_row(self, asker: Asker, row: Told, now: float) -> None:
+    def _hear_row(self, asker: Asker, row: Told) -> None:
         work = asker.works.pop(row.session, None) or Work()
         if row.start > len(work.tokens) and work.is_readable:
             self._drop_run(work)
             return  # replied as unknown
         asker.works[row.session] = work
-        work.used = now
         if not work.is_readable:
             return
         if not work.hear(row):
@@ -210,13 +191,13 @@ class DraftWorker:
         if not work.is_readable:
             self._drop_run(work)
             work.tokens, work.guess = [], []
-        if row.want and work.run is None and len(work.guess) < row.want + self.limits.ahead:
+        if row.want and work.run is None and len(work.guess) < row.want + self._ahead:
             self._start(work, row.want)
 
     def _start(self, work: Work, want: int) -> None:
         """Begin a run behind the session's tokens and guess, if there is room for its tokens."""
         known = work.tokens + work.guess
-        count = want + self.limits.ahead - len(work.guess)
+        count = want + self._ahead - len(work.guess)
         count = min(count, self._drafts.max_len - len(known))
         if count < 1 or not known:
             return
@@ -239,21 +220,12 @@ class DraftWorker:
     def _make_room(self) -> None:
         """Drop sessions of the connection that has most, those first that waited longest."""
         askers = self._askers.values()
-        while self.num_sessions > self.limits.max_sessions:
+        while self.num_sessions > MAX_SESSIONS:
             most = max(askers, key=lambda asker: len(asker.works))
             self._end(most, next(iter(most.works)))
-        while self.num_tokens > self.limits.max_tokens:
+        while self.num_tokens > MAX_TOKENS:
             most = max(askers, key=lambda asker: asker.num_tokens)
             self._end(most, next(iter(most.works)))
-
-    def _forget_old(self) -> None:
-        """Drop sessions that nobody asked for."""
-        oldest = self._clock() - self.limits.ttl_s
-        for asker in self._askers.values():
-            for session, _ in list(
-                itertools.takewhile(lambda each: each[1].used <= oldest, asker.works.items())
-            ):
-                self._end(asker, session)
 
     # --- drafts -----------------------------------------------------------------------------------
 
@@ -285,7 +257,7 @@ class DraftWorker:
                     rows.append(Guess(row.session, row.start, [], is_unknown=True))
                     continue
                 is_complete &= len(work.guess) >= row.want or work.run is None
-                most = min(row.want + self.limits.ahead, MAX_GUESS)
+                most = min(row.want + self._ahead, MAX_GUESS)
                 start = max(length, len(work.tokens))
                 rows.append(Guess(row.session, start, work.guess[:most]))
             if is_complete or now >= asker.due:

@@ -292,7 +292,6 @@ ALSO_USED = {
     "CanvasCPUWorker.reload_weights",
     "CanvasGPUWorker.sleep",
     "CanvasReads._image_parts",
-    "CanvasReads.limits",
     "CanvasReads.num_requests",
     "CanvasReads.read",
     "CanvasScheduler._update_request_with_output",

@@ -23,7 +23,7 @@ from dllm.remote.client import Link
 from dllm.remote.engine import EngineDrafts
 from dllm.remote.scheduler import RemoteDrafter
 from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask
-from dllm.remote.worker import DraftWorker, Limits
+from dllm.remote.worker import DraftWorker
 from dllm.tasks.suite import questions
 from dllm.tasks.tokenizer import encode_prompt
 from tests.engine.test_engine import scheduler_watch
@@ -165,26 +165,25 @@ def remote() -> Engine:
     return remote_engine()
 
 
-def draft_engine(model: str, ahead: int = 0, canvas: int | None = None) -> DraftWorker:
+def draft_engine(model: str, ahead: int) -> DraftWorker:
     """A worker with an engine of a checkpoint."""
     options: dict[str, Any] = dict(max_model_len=512, max_num_seqs=8, skip_tokenizer_init=True)
     options["additional_config"] = {"dllm": {"draft_worker": True}}
     engine = get_engine(CHECKPOINTS / model, **options)
-    drafts = EngineDrafts(engine.llm.llm_engine, canvas, 4 if canvas else None)
-    return DraftWorker(drafts, Limits(ahead))
+    return DraftWorker(EngineDrafts(engine.llm.llm_engine), ahead)
 
 
 # --- the same text --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("model", "ahead", "canvas"),
-    [("tiny-ar", 0, None), ("tiny-ar", NUM_DRAFTS + 1, None), ("tiny-dllm", 0, 16)],
+    ("model", "ahead"),
+    [("tiny-ar", 0), ("tiny-ar", NUM_DRAFTS + 1), ("tiny-dllm", 0)],
     ids=["autoregressive", "running ahead", "diffusion"],
 )
-def test_greedy_output_is_that_of_plain_decoding(plain, remote, prompts, model, ahead, canvas):
+def test_greedy_output_is_that_of_plain_decoding(plain, remote, prompts, model, ahead):
     remote.reset_prefix_cache()
-    worker = draft_engine(model, ahead, canvas)
+    worker = draft_engine(model, ahead)
     steps = count_steps(remote)
     expected = plain.generate(prompts, greedy(40))
     with drafted_by(remote, worker) as seen:

@@ -31,7 +31,7 @@ from dllm.remote.wire import (
     frame,
     reply_bytes,
 )
-from dllm.remote.worker import DraftWorker
+from dllm.remote.worker import MAX_SESSIONS, DraftWorker
 from dllm.settings.command import CommandError
 from tests.support.oracle import Oracle, plain
 
@@ -252,8 +252,8 @@ def test_what_a_hostile_target_takes_of_memory_is_bounded(place, first, then):
             tracemalloc.stop()
     # A frame, what is read at once, two replies; and what the worker keeps of its sessions.
     each = MAX_ASK_BYTES + CHUNK_BYTES + 2 * reply_bytes(MAX_ROWS)
-    assert peak < len(many) * each + 2000 * worker.limits.max_sessions
-    assert worker.num_sessions <= worker.limits.max_sessions
+    assert peak < len(many) * each + 2000 * MAX_SESSIONS
+    assert worker.num_sessions <= MAX_SESSIONS
     assert link.num_ups == 1
     for stream_ in server._streams.values():
         assert len(stream_._in) <= 4 + MAX_ASK_BYTES + CHUNK_BYTES

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm.remote import wire
+from dllm.remote import worker as drafting
 from dllm.remote.client import Session, Wish
 from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask, read_reply
 from dllm.remote.worker import Work
@@ -92,10 +93,11 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
     return bytes(noise)
 
 
-def test_mutated_asks_do_no_harm():
+def test_mutated_asks_do_no_harm(monkeypatch):
     """No crash, nothing that grows, and the drafts of another target are as before."""
+    monkeypatch.setattr(drafting, "MAX_SESSIONS", 20)
     rng, clock = random.Random(0), Clock()
-    drafter = worker(clock, max_sessions=20)
+    drafter = worker(clock)
     net = Net(drafter, clock)
     target = Target([net], clock)
     target.add("honest", [1, 2, 3], 5 * NUM_MUTATED // 50)
@@ -117,9 +119,8 @@ def test_mutated_asks_do_no_harm():
     assert NUM_MUTATED // 50 < num_read < NUM_MUTATED  # some were read
     assert target.count("drafts") > NUM_MUTATED // 50
     assert drafter.num_sessions <= 20
-    clock.now += 61
-    list(drafter.replies())
-    drafter._forget_old()
+    for peer in (net.peer, 100, 101):
+        drafter.leave(peer)
     assert drafter.num_sessions == 0 and not drafter.is_busy
     assert not drafter._drafts.runs and drafter.num_tokens == 0
 

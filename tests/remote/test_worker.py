@@ -2,8 +2,9 @@
 
 import pytest
 
+from dllm.remote import worker
 from dllm.remote.wire import Ask, Guess, Reply, Told
-from dllm.remote.worker import DraftWorker, Limits
+from dllm.remote.worker import DraftWorker
 from tests.support.oracle import VOCAB, Oracle, plain
 from tests.support.remote_harness import Clock
 
@@ -13,9 +14,9 @@ PROMPT = [1, 2, 3]
 class Talk:
     """A worker and one target that talks to it by hand."""
 
-    def __init__(self, alpha: float = 1.0, **limits) -> None:
-        self.clock, self.oracle = Clock(), Oracle(alpha, max_len=limits.pop("max_len", 4096))
-        self.worker = DraftWorker(self.oracle, Limits(**limits), self.clock)
+    def __init__(self, ahead: int = 0, max_len: int = 4096) -> None:
+        self.clock, self.oracle = Clock(), Oracle(max_len=max_len)
+        self.worker = DraftWorker(self.oracle, ahead, self.clock)
         self.step = 0
 
     def ask(self, *rows: Told, over: tuple[int, ...] = (), peer: int = 1, ms: float = 10.0) -> None:
@@ -157,8 +158,10 @@ def test_drafts_end_where_the_model_does():
     assert talk.draft() == [Guess(7, 5, [])]
 
 
-def test_sessions_are_dropped_by_age_and_by_number():
-    talk = Talk(max_sessions=2, max_tokens=100, ttl_s=60)
+def test_the_sessions_used_longest_ago_make_room(monkeypatch):
+    monkeypatch.setattr(worker, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(worker, "MAX_TOKENS", 100)
+    talk = Talk()
     for number in (1, 2, 3):
         talk.ask(Told(number, 0, PROMPT, 1))
     assert [*talk.worker._askers[1].works] == [2, 3]
@@ -167,13 +170,13 @@ def test_sessions_are_dropped_by_age_and_by_number():
     assert [*talk.worker._askers[1].works] == [2, 4]
     talk.ask(Told(5, 0, [1] * 99, 1))
     assert [*talk.worker._askers[1].works] == [5]
-    talk.clock.now = 61
-    talk.worker._forget_old()
-    assert talk.worker.num_sessions == 0 and not talk.oracle.runs
+    assert len(talk.oracle.runs) == 1
 
 
-def test_who_has_many_sessions_pushes_out_his_own():
-    talk = Talk(max_sessions=4, max_tokens=100)
+def test_who_has_many_sessions_pushes_out_his_own(monkeypatch):
+    monkeypatch.setattr(worker, "MAX_SESSIONS", 4)
+    monkeypatch.setattr(worker, "MAX_TOKENS", 100)
+    talk = Talk()
     talk.ask(Told(1, 0, PROMPT, 1), peer=2)
     for number in range(1, 9):
         talk.ask(Told(number, 0, PROMPT, 1))

@@ -16,7 +16,7 @@ from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.remote.client import Client, Link, Wish
 from dllm.remote.scheduler import RemoteDrafter
 from dllm.remote.wire import Ask, frame, read_ask
-from dllm.remote.worker import DraftWorker, Limits
+from dllm.remote.worker import DraftWorker
 from tests.support.clock import Clock
 from tests.support.oracle import VOCAB, Oracle, truth
 
@@ -231,6 +231,6 @@ class Target:
             assert len(self.steps) < max_steps
 
 
-def worker(clock: Clock, alpha: float = 1.0, **limits: float) -> DraftWorker:
+def worker(clock: Clock, alpha: float = 1.0, ahead: int = 0) -> DraftWorker:
     """A worker with an oracle."""
-    return DraftWorker(Oracle(alpha), Limits(**limits), clock)  # type: ignore[arg-type]
+    return DraftWorker(Oracle(alpha), ahead, clock)
