@@ -237,11 +237,10 @@ class Drafter(DFlashSpeculator):
 
     def _observe(self, step: TargetStep) -> None:
         """Tell the policy and the recorder what the target's step did."""
-        if self.policy.reads_outcomes or self._renewal is not None:
-            verified = self._verified(step)
-            self.policy.observe(verified)
-            if self._renewal is not None:
-                self._renewal.after_step(verified.accepted[verified.verified > 0])
+        if self.policy.reads_outcomes:
+            self.policy.observe(self._verified(step))
+        if self._renewal is not None:
+            self._renewal.after_step()
         if self._recorder is not None:
             self._recorder.observe(step)
 

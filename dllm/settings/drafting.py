@@ -81,11 +81,6 @@ class DrafterOptions:
                 f'{WHERE}: policy "pilot" needs "pilot": the folder that `dllm train pilot --out` '
                 "wrote."
             )
-        if self.prompt_lookup and self.renew is not None:
-            raise ValueError(
-                f"{WHERE}: prompt_lookup with renew: a newer drafter is judged by what is kept of "
-                "its drafts, and these would be others'. Leave one of them out."
-            )
         for field in fields(self):
             owner = POLICY_OPTIONS.get(field.name, self.policy)
             if owner != self.policy and getattr(self, field.name) != field.default:
@@ -110,10 +105,10 @@ class DrafterOptions:
                 f"{WHERE}: width = {self.width}, but num_speculative_tokens is {num_drafts}; "
                 f"allowed: 0 to {num_drafts}."
             )
-        if is_trimmed_by_vllm and (self.record is not None or self.renew is not None):
+        if is_trimmed_by_vllm and self.record is not None:
             raise ValueError(
-                f"{WHERE}: record or renew with enable_adaptive_verification: what is verified is "
-                "then decided on the device, and nobody else knows it. Leave one of them out."
+                f"{WHERE}: record with enable_adaptive_verification: what is verified is then "
+                "decided on the device, and nobody else knows it. Leave one of them out."
             )
         if is_trimmed_by_vllm and not always_verifies_all(self, num_drafts):
             raise ValueError(

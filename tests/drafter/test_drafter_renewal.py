@@ -1,10 +1,9 @@
-"""A running server takes a newer drafter, and takes it back; the text stays the target's."""
+"""A running server takes a newer drafter; the text stays the target's."""
 
 import shutil
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,15 +11,10 @@ from safetensors.torch import save_file
 from dllm.drafter import renewal
 from dllm.drafter.pair import refuse_renewal_of
 from dllm.drafter.renewal import (
-    LONGEST_PROBATION,
-    MOST_LOSS,
-    PROBATION,
     REJECTED,
-    STALE,
     STEPS_BETWEEN_LOOKS,
     Renewal,
     checkpoint,
-    published,
     read_weights,
 )
 from tests.support.drafter_harness import (
@@ -47,7 +41,7 @@ def publish(folder: Path, number: int, seed: int) -> Path:
     return write_drafter(path, drafter_config(), random_drafter(seed))
 
 
-# --- when a drafter is taken, and taken back ------------------------------------------------------
+# --- when a drafter is taken ----------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +51,7 @@ def one_rank(monkeypatch):
 
 
 class Server:
-    """Steps of a renewal whose drafters are kept at given rates."""
+    """Steps of a renewal."""
 
     def __init__(self, folder: Path, initial: Path) -> None:
         self.loaded: list[dict[str, torch.Tensor]] = []
@@ -69,89 +63,32 @@ class Server:
         if "fc.weight" not in weights or weights["fc.weight"].shape != (64, 128):
             raise ValueError("another shape")
 
-    def serve(self, num_steps: int, rate: float, rows: int = 8) -> None:
+    def serve(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            kept = int(rate) + (np.arange(rows) < round((rate - int(rate)) * rows))
-            self.renewal.after_step(kept)
+            self.renewal.after_step()
             reading = self.renewal._reading
             if reading is not None:
                 reading.result()  # so that the next look finds it read
 
-    @property
-    def probation(self) -> int:
-        """Steps until a drafter is judged, with two looks before: one begins to read it."""
-        return 2 * STEPS_BETWEEN_LOOKS + (PROBATION + STALE) // 8 + 2
 
-
-def test_a_newer_drafter_is_taken_and_a_worse_one_taken_back(tmp_path):
-    initial = publish(tmp_path / "initial", 1, seed=1)
+def test_the_newest_drafter_is_taken_two_looks_later(tmp_path):
+    """The first look begins to read it."""
     folder = tmp_path / "newer"
-    server = Server(folder, initial)
-    server.serve(400, rate=2.0)  # nothing is published
+    server = Server(folder, publish(tmp_path / "initial", 1, seed=1))
+    server.serve(4 * STEPS_BETWEEN_LOOKS)  # nothing is published
     assert server.loaded == [] and server.renewal.current == 0
-
-    publish(folder, 1, seed=2)
-    server.serve(server.probation, rate=2.0)
-    assert server.renewal.current == 1 and len(server.loaded) == 1
-    expected = read_weights(checkpoint(folder, 1))
-    assert all((server.loaded[0][name] == tensor).all() for name, tensor in expected.items())
-
-    publish(folder, 2, seed=3)
-    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=2.0)
-    assert server.renewal.current == 2
-    server.serve(server.probation, rate=2.0 * (1 - 4 * MOST_LOSS))
-    assert server.renewal.current == 1
-    assert (folder / REJECTED).read_text().split() == ["000002"]
-    assert published(folder) == [1]
-    server.serve(400, rate=2.0)
-    assert server.renewal.current == 1 and len(server.loaded) == 3
-
-    publish(folder, 3, seed=4)
-    server.serve(server.probation, rate=2.2)
-    server.serve(server.probation, rate=1.0)  # its probation is over: traffic may become harder
-    assert server.renewal.current == 3
-
-
-def test_what_is_published_during_a_probation_is_compared_with_the_same_drafter(tmp_path):
-    folder = tmp_path / "newer"
-    server = Server(folder, publish(tmp_path / "initial", 1, seed=1))
-    server.serve(400, rate=3.0)
-    publish(folder, 1, seed=2)
-    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=3.0)
-    publish(folder, 2, seed=3)
-    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=1.0)
-    assert server.renewal.current == 2 and not (folder / REJECTED).exists()
-    server.serve(server.probation, rate=2.0)  # better than the first, worse than the one before
-    assert server.renewal.current == 1 and (folder / REJECTED).read_text().split() == ["000002"]
-
-
-def test_back_to_the_drafter_of_the_start(tmp_path):
-    initial = publish(tmp_path / "initial", 1, seed=1)
-    folder = tmp_path / "newer"
-    server = Server(folder, initial)
-    server.serve(400, rate=3.0)
-    publish(folder, 1, seed=2)
-    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=3.0)
-    assert server.renewal.current == 1
-    server.serve(server.probation, rate=1.0)
-    assert server.renewal.current == 0
-    expected = read_weights(initial)
-    assert all((server.loaded[-1][name] == tensor).all() for name, tensor in expected.items())
-
-
-@pytest.mark.parametrize("num_rows", [0, 10])
-def test_a_drafter_that_hardly_drafted_is_not_judged(tmp_path, num_rows):
-    """A policy may stop drafting during a probation, because the load rises."""
-    folder = tmp_path / "newer"
-    server = Server(folder, publish(tmp_path / "initial", 1, seed=1))
-    server.serve(400, rate=2.0)
-    publish(folder, 1, seed=2)
-    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=2.0)
-    assert server.renewal.current == 1
-    server.serve(1, rate=2.0, rows=STALE)
-    server.serve(num_rows, rate=0.0, rows=1)
-    server.serve(LONGEST_PROBATION, rate=0.0, rows=0)
-    assert server.renewal.current == 1 and not (folder / REJECTED).exists()
+    for numbers in ([1], [2, 3]):
+        for number in numbers:
+            publish(folder, number, seed=1 + number)
+        before = server.renewal.current
+        server.serve(2 * STEPS_BETWEEN_LOOKS - 1)
+        assert server.renewal.current == before
+        server.serve(1)
+        assert server.renewal.current == numbers[-1]
+        expected = read_weights(checkpoint(folder, numbers[-1]))
+        assert all((server.loaded[-1][name] == tensor).all() for name, tensor in expected.items())
+    server.serve(4 * STEPS_BETWEEN_LOOKS)
+    assert len(server.loaded) == 2 and not (folder / REJECTED).exists()
 
 
 @pytest.mark.parametrize("damage", ["cut short", "no weights", "incomplete", "another shape"])
@@ -175,7 +112,7 @@ def test_what_cannot_be_used_is_not_loaded_and_no_step_waits_for_it(tmp_path, da
     else:
         (path / "config.json").unlink()  # still being written
     server = Server(tmp_path / "newer", initial)
-    server.serve(400, rate=2.0)
+    server.serve(400)
     assert server.renewal.current == 0 and server.loaded == []
     assert threading.current_thread() not in reads + server.refused_by
     assert (tmp_path / "newer" / REJECTED).exists() is (damage != "incomplete")
@@ -199,10 +136,10 @@ def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path, monkeypatch)
     monkeypatch.setattr(renewal, "read_weights", read)
     monkeypatch.setattr(Path, "open", open_to_read)
     server = Server(tmp_path / "newer", initial)
-    server.serve(10 * STEPS_BETWEEN_LOOKS, rate=2.0)
+    server.serve(10 * STEPS_BETWEEN_LOOKS)
     assert reads == [checkpoint(tmp_path / "newer", 1)] and server.loaded == []
     (tmp_path / "newer" / REJECTED).mkdir()  # nor can it be read
-    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=2.0)
+    server.serve(2 * STEPS_BETWEEN_LOOKS)
     assert server.renewal.current == 0
 
 
@@ -261,11 +198,12 @@ def test_weights_of_another_shape_are_refused_and_those_in_use_stay(target, tmp_
     assert all((old == new).all() for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_the_text_is_the_targets_while_drafters_change(target, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"policy": "adaptive", "prompt_lookup": True}])
+def test_the_text_is_the_targets_while_drafters_change(target, tmp_path, options):
     """A new drafter every few steps, some of them unusable; greedy and sampled requests."""
     first = write_drafter(tmp_path / "first", drafter_config(), random_drafter(1))
     folder = tmp_path / "newer"
-    engine = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(folder)})
+    engine = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(folder), **options})
     params = [greedy(80), greedy(80, temperature=1.0, seed=4), greedy(80)]
     expected = plain_engine(target).generate(PROMPTS, params)
     renewal = engine.runner.speculator._renewal

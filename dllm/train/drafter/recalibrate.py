@@ -32,7 +32,7 @@ from dllm.train.drafter.target import read_config, target_facts
 from dllm.train.run import Run
 
 MIN_GAIN = 0.01  # share by which a published drafter's tokens a step exceed those of its base
-KEPT = 3  # published drafters that stay on disk: the one in use, the one before, a newer one
+KEPT = 3  # published drafters that stay on disk: the one in use, one being read, a newer one
 LOWEST_PRIORITY = 19
 SECONDS_BETWEEN_LOOKS = 5.0
 SNAPSHOT = "round-"  # folders of links to the shards, inside the recording's
