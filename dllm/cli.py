@@ -26,7 +26,7 @@ COMMANDS = {
     ),
     "check-drafter": (
         "dllm.train.drafter.check_command",
-        "look for what keeps drafts from fitting",
+        "measure whether a drafter fits its target",
     ),
     "eval": (
         "dllm.tools.evaluate",

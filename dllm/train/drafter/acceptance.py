@@ -31,14 +31,10 @@ class Acceptance:
             comes from its prompt and counts for neither.
         offered, accepted: ``[K - 1]``: for each k, the steps that had a draft k, and those that
             kept it and all drafts before it.
-        loss: sum over responses of the mean negative log-likelihood of their tokens, nats.
-        responses: number of responses.
     """
 
     tokens: int = 0
     steps: int = 0
-    loss: float = 0.0
-    responses: int = 0
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -53,21 +49,13 @@ class Acceptance:
         pairs = zip(self.accepted, self.offered, strict=True)
         return [kept / max(offered, 1) for kept, offered in pairs]
 
-    @property
-    def mean_loss(self) -> float:
-        """Mean loss of the responses, in nats a draft."""
-        return self.loss / max(self.responses, 1)
-
-    def add(self, agreeing: Sequence[int], width: int, loss: float = 0.0) -> None:
+    def add(self, agreeing: Sequence[int], width: int) -> None:
         """Replay the steps of one response.
 
         Args:
             agreeing: for each token but the last, how many drafts behind it agree.
             width: drafts in a block.
-            loss: mean negative log-likelihood of the response's tokens as drafts, nats.
         """
-        self.loss += loss
-        self.responses += 1
         if not self.offered:
             self.offered, self.accepted = [0] * width, [0] * width
         at = 0
@@ -88,8 +76,6 @@ def total(groups: dict[str, Acceptance]) -> Acceptance:
     for one in groups.values():
         found.tokens += one.tokens
         found.steps += one.steps
-        found.loss += one.loss
-        found.responses += one.responses
         for name in ("offered", "accepted"):
             pairs = zip_longest(getattr(found, name), getattr(one, name), fillvalue=0)
             setattr(found, name, [so_far + more for so_far, more in pairs])
@@ -106,52 +92,44 @@ def possible(samples: Sequence[Sample], width: int) -> dict[str, Acceptance]:
 
 @torch.no_grad()
 def measure(
-    network: DraftNetwork,
-    target: TargetEnds,
-    samples: Sequence[Sample],
-    block: int,
-    layer_ids: Sequence[int] | None = None,
+    network: DraftNetwork, target: TargetEnds, samples: Sequence[Sample], block: int
 ) -> dict[str, Acceptance]:
     """Acceptance of each group of samples.
 
     Args:
         block: positions of a draft block, the last token included.
-        layer_ids: layers of the target to feed it with; None: those of its config.
     """
-    layers = network.config.target_layer_ids if layer_ids is None else layer_ids
     head = network.head_of(target.head).to(network.fc.weight.dtype)
     found: dict[str, Acceptance] = defaultdict(Acceptance)
     for sample in samples:
         if sample.num_anchors:
-            batch = load_batch([sample], target, layers)
-            agreeing, loss = draft_all(network, target.embedding, head, batch, block)
-            found[sample.group].add(agreeing, block - 1, loss)
+            batch = load_batch([sample], target, network.config.target_layer_ids)
+            agreeing = draft_all(network, target.embedding, head, batch, block)
+            found[sample.group].add(agreeing, block - 1)
     return dict(found)
 
 
 def draft_all(
     network: DraftNetwork, embedding: Tensor, head: Tensor, batch: Batch, block: int
-) -> tuple[list[int], float]:
+) -> list[int]:
     """Draft behind every token of a response but the last; the batch has no other.
 
     Args:
         embedding, head: ``[V, H]``.
 
     Returns:
-        how many drafts behind each token agree, and the mean loss in nats.
+        how many drafts behind each token agree.
     """
     (sample,) = batch.samples
     first, features = sample.response_start, batch.features.to(head.dtype)
     every = torch.arange(first, first + sample.num_anchors, device=batch.tokens.device)
     agreeing: list[int] = []
-    losses = []
     for anchors in every[None].split(ANCHORS_AT_ONCE, 1):
         blocks = batch.blocks(anchors, block, network.config.mask_token_id)
         hidden = network(features, embedding[blocks.ids].to(head.dtype), anchors)[:, :, 1:]
         labels = network.as_drafted(blocks.labels)[blocks.exists]
         logits = F.linear(hidden[blocks.exists], head).float()
-        losses.append(F.cross_entropy(logits, labels, reduction="none"))
         agrees = torch.zeros_like(blocks.exists)
         agrees[blocks.exists] = logits.argmax(-1) == labels
         agreeing += agrees[0].int().cumprod(-1).sum(-1).tolist()
-    return agreeing, float(torch.cat(losses).mean())
+    return agreeing

@@ -1,62 +1,74 @@
-"""``dllm check-drafter``: does a drafter fit its target, and if not, what is wrong."""
+"""``dllm check-drafter``: does a drafter fit its target."""
 
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
-from dllm.drafter.checkpoint import TargetFacts
 from dllm.drafter.samples import Sample
 from dllm.settings.command import FAILED, OK, CommandError, write_findings
 from dllm.tasks.suite import FAMILIES
-from dllm.train.drafter.acceptance import possible, total
-from dllm.train.drafter.check import Checker, Reading, Verdict
-from dllm.train.drafter.export import Drafter, block_of, checked_config, read_checkpoint
+from dllm.train.drafter.acceptance import Acceptance, measure, possible, total
+from dllm.train.drafter.export import Drafter
 from dllm.train.drafter.prompts import Prompt, default_file, file_prompts, suite_prompts
 from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.drafter.target import Target, read_config, rope_of, target_facts
+from dllm.train.drafter.target import Target, read_config, target_facts
 
 NUM_PROMPTS = 10
 MAX_TOKENS = 96
-MOST_SPECIAL_TOKENS = 32  # so many are tried as the mask token
+LEAST_FIRST_DRAFT = 0.1  # a drafter of another target keeps a smaller share of first drafts
+STRANGER = (
+    "hardly a draft is kept. It was made for another target, its config.json is wrong about the "
+    "target's layers, causality, mask token or RoPE, or it is not trained."
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check a pair. Exit status 0: it fits; 1: it does not."""
+    """Check a pair. Exit status 0: it fits; 1: it does not.
+
+    Raises:
+        CommandError: a server would refuse it, or nothing can be measured.
+    """
     given = parse(argv)
-    target_config = read_config(given.target)
-    facts = target_facts(target_config)
-    config, weights = read_checkpoint(given.drafter)
-    reading, refusal = read_loosely(config, facts)
-    drafter = Drafter(config, reading.config, block_of(config), weights)
+    drafter = Drafter.load(given.drafter, target_facts(read_config(given.target)))
     network = drafter.network().to(given.device).requires_grad_(False)
     target = Target(given.target, given.device)
     samples = respond(target, load_prompts(given), given.max_tokens)
-    names, rope = special_tokens(given.target), rope_of(target_config)
-    verdict = Checker(network, target, samples, drafter.block, names, rope).run(reading)
-    is_ok = verdict.is_ok and refusal is None
+    found = total(measure(network, target, samples, drafter.block))
     best = total(possible(samples, drafter.block - 1)).length
+    is_ok = not is_stranger(found)
     if given.json is not None:
-        found = as_json(verdict, best) | {"ok": is_ok, "refused": refusal}
-        pair = {"target": str(given.target), "drafter": str(given.drafter)}
-        write_findings(given.json, pair | found)
+        findings = {
+            "target": str(given.target),
+            "drafter": str(given.drafter),
+            "tokens_a_step": found.length,
+            "tokens_a_step_possible": best,
+            "kept_by_position": found.by_position,
+            "ok": is_ok,
+        }
+        write_findings(given.json, findings)
     if str(given.json) != "-":
-        title = f"{given.drafter} for {given.target}"
-        print("\n".join(in_words(title, verdict, best, refusal)))
-        print("the pair fits" if is_ok else "the pair does not fit")
+        rates = ", ".join(f"{100 * rate:.0f}" for rate in found.by_position)
+        print(
+            f"{given.drafter} for {given.target}: {found.length:.2f} tokens a step (possible: "
+            f"{best:.2f}); steps that keep 1, 2, ... drafts: {rates} %"
+        )
+        print("the pair fits" if is_ok else f"the pair does not fit: {STRANGER}")
     return OK if is_ok else FAILED
+
+
+def is_stranger(found: Acceptance) -> bool:
+    """Whether the drafter was made for another target, or its checkpoint says what is wrong."""
+    return found.by_position[0] < LEAST_FIRST_DRAFT
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; exits with status 2 when it is wrong."""
     parser = argparse.ArgumentParser(
         prog="dllm check-drafter",
-        description="Measure what a target accepts of a drafter, as its checkpoint says and read "
-        "in other ways; name what is off.",
+        description="Measure what a target accepts of a drafter.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("target", type=Path, help="checkpoint directory")
@@ -72,36 +84,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found; -: print")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(argv)
-    if given.num_prompts < 2 or given.max_tokens < 2:
-        parser.error("--num-prompts and --max-tokens are at least 2.")
+    if given.num_prompts < 1 or given.max_tokens < 2:
+        parser.error("--num-prompts is at least 1, --max-tokens at least 2.")
     return given
-
-
-def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading, str | None]:
-    """The reading that the checkpoint declares, and why a server would refuse it (or None).
-
-    A server refuses layer ids that are unsorted or out of range. They are measured all the same,
-    moved into range if they have to be, so that the check can tell what was meant.
-
-    Raises:
-        CommandError: the pair is refused for another reason, so nothing can be measured.
-    """
-    dflash = dict(config.get("dflash_config") or {})  # type: ignore[call-overload]
-    ids = dflash.get("target_layer_ids")
-    try:
-        read = checked_config(config, facts)
-        return Reading(read, read.target_layer_ids), None
-    except CommandError as error:
-        refusal = str(error)
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise CommandError(refusal)
-    shift = min(0, facts.num_layers - 1 - max(ids)) or max(0, -min(ids))
-    moved = tuple(i + shift for i in ids)
-    dflash["target_layer_ids"] = sorted(set(moved))
-    read = checked_config(config | {"dflash_config": dflash}, facts)
-    if shift:
-        refusal += f" (Measured with {list(moved)}.)"
-    return Reading(read, moved), refusal
 
 
 def load_prompts(given: argparse.Namespace) -> list[Prompt]:
@@ -126,52 +111,6 @@ def respond(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> list[
         Sample((*prompt.tokens, *response), len(prompt.tokens), prompt.group)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    if sum(sample.num_anchors > 0 for sample in samples) < 2:
-        raise CommandError("fewer than two responses have two tokens; give other --prompts.")
+    if not any(sample.num_anchors for sample in samples):
+        raise CommandError("no response has two tokens; give other --prompts.")
     return samples
-
-
-def special_tokens(target: Path) -> dict[int, str]:
-    """Tokens that could be meant as the mask: the tokenizer's added ones, by id.
-
-    Those named like a mask come first, because of equally good readings the first one is reported.
-    """
-    path = target / "tokenizer.json"
-    if not path.exists():
-        return {}
-    added = Tokenizer.from_file(str(path)).get_added_tokens_decoder()
-    names = {token: added[token].content for token in sorted(added)}
-    by_name = sorted(names, key=lambda token: "mask" not in names[token].lower())
-    return {token: names[token] for token in by_name[:MOST_SPECIAL_TOKENS]}
-
-
-def as_json(verdict: Verdict, best: float) -> dict[str, object]:
-    """The findings for scripts; ``best``: tokens a step of a drafter that is always right."""
-    return {
-        "fits_no_reading": verdict.is_stranger,
-        "tokens_a_step": verdict.declared.length,
-        "tokens_a_step_possible": best,
-        "kept_by_position": verdict.declared.by_position,
-        "mismatches": [asdict(one) for one in verdict.mismatches],
-        "tried": verdict.tried,
-    }
-
-
-def in_words(title: str, verdict: Verdict, best: float, refusal: str | None) -> list[str]:
-    """The findings for people, one a line."""
-    rates = ", ".join(f"{100 * rate:.0f}" for rate in verdict.declared.by_position)
-    lines = [
-        f"{title}: {verdict.declared.length:.2f} tokens a step (possible: {best:.2f}); steps that "
-        f"keep 1, 2, ... drafts: {rates} %"
-    ]
-    if refusal is not None:
-        lines.append(f"REFUSED by a server: {refusal}")
-    lines += [f"MISMATCH: {mismatch}" for mismatch in verdict.mismatches]
-    if verdict.is_stranger:
-        lines.append(
-            "MISMATCH: hardly a draft is kept, however the checkpoint is read: it was made for "
-            "another target, or is not trained."
-        )
-    nearest = sorted(verdict.tried.items(), key=lambda one: -one[1])[:3]
-    others = "; ".join(f"{name}: {length:.2f}" for name, length in nearest)
-    return [*lines, f"{len(verdict.tried)} other readings were tried; best: {others}"]

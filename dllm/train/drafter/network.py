@@ -167,14 +167,6 @@ class DraftNetwork(nn.Module):
         spread = torch.linalg.matrix_norm(rows * weight, 2) * (rows.shape[1] / len(rows)) ** 0.5
         self.norm.weight.copy_(weight / spread.clamp(min=1))
 
-    def reread(self, config: DrafterConfig) -> None:
-        """Keep the weights, but read them with another config: causality, RoPE, mask token."""
-        self.config = config
-        self.rotary = _rotary(config).to(self.fc.weight.device)
-        for module in self.modules():
-            if isinstance(module, DraftAttention):
-                module.config = config
-
     def forward(self, features: Tensor, embeds: Tensor, anchors: Tensor) -> Tensor:
         """Run all blocks.
 
