@@ -64,7 +64,7 @@ class RemoteDrafter:
         self._slots: dict[str, int] = {}
         self._wishes: dict[str, Wish] = {}  # of all requests of the last step
         self._short: set[str] = set()  # got fewer drafts than the policy would have verified
-        self._wants_drafts = True  # what the policy said behind it
+        self._wants_drafts = policy.most > 0  # behind a step, what the policy says
         self._wait_s = deadline_s
 
     def admit(self, texts: Mapping[str, Sequence[int]]) -> None:

@@ -67,7 +67,6 @@ def test_connections_are_looked_at_ten_times_a_second_while_nobody_drafts():
     clock = Clock()
     net = Net(worker(clock), clock)
     target = Target([net], clock, policy=FixedWidth(4, 0))
-    target.drafter._wants_drafts = False
     begin(target, 1)
     reads, read = [], net.read
     net.read = lambda: (reads.append(clock.now), read())[1]
