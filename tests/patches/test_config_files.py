@@ -87,6 +87,19 @@ def test_a_block_size_may_come_from_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "length"),
+    [({}, 32), ({"canvas_length": 16}, 16), ({"canvas_length": None}, None)],
+)
+def test_the_length_of_a_nemotrons_canvas_may_come_from_the_command_line(
+    overrides: dict[str, Any], length: int | None, tmp_path: Path
+) -> None:
+    path = family_checkpoints.write(tmp_path / "model", family_checkpoints.NEMOTRON)
+    config = EngineArgs(str(path), hf_overrides=overrides).create_engine_config()
+    assert config.model_config.is_diffusion == (length is not None)
+    assert getattr(config.diffusion_config, "canvas_length", None) == length
+
+
+@pytest.mark.parametrize(
     ("name", "block_size", "mask_token_id"),
     [("A2D_QWEN3", 32, 151669), ("A2D_QWEN2", 32, 151665), ("STABLE_DIFFCODER", 4, 5)],
 )

@@ -12,9 +12,11 @@ class NemotronLabsDiffusionConfig(Ministral3Config):
     """config.json, and how the model is served.
 
     Attributes:
-        canvas_length: the name by which vLLM recognizes a diffusion model. None: the model is
-            served as the autoregressive one that it also is, under the name ``AUTOREGRESSIVE``.
-        widest_canvas: with which the model was trained.
+        canvas_length: the name by which vLLM recognizes a diffusion model; ``--hf-overrides`` may
+            set it. None: the model is served as the autoregressive one that it also is, under the
+            name ``AUTOREGRESSIVE``.
+        widest_canvas: the same, however the model is served; config.json says with which it was
+            trained.
     """
 
     model_type = "nemotron_labs_diffusion"
@@ -41,6 +43,8 @@ class NemotronLabsDiffusionConfig(Ministral3Config):
     def canvas_length(self, value: int | None) -> None:
         if value is None:
             self.architectures = [AUTOREGRESSIVE]
+        else:
+            self.widest_canvas = value
 
     @property
     def llama_4_scaling(self) -> dict[str, float] | None:
