@@ -14,9 +14,8 @@ from dllm.remote.worker import DraftWorker
 from dllm.settings.checks import IntRange
 from dllm.settings.command import OK, CommandError
 from dllm.settings.remote import DISCOVERIES
-from dllm.settings.request import MAX_INT32
 
-AHEAD = IntRange(0, MAX_INT32)
+AHEAD = IntRange(0)
 
 
 def main(argv: Sequence[str]) -> int:

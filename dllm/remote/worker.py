@@ -15,7 +15,7 @@ from dllm.remote.stream import Server
 from dllm.remote.wire import MAX_GUESS, Ask, Guess, Reply, Told
 
 SHARE_OF_DEADLINE = 0.7  # the rest is for the way back
-IDLE_S, BUSY_S = 0.05, 0.0  # how long a turn waits for asks
+IDLE_S = 0.05  # how long a turn waits for asks if nothing is drafted
 # Of more sessions, or tokens of all sessions together, some of the connection that has most are
 # dropped. So are those that a target did not say are over.
 MAX_SESSIONS, MAX_TOKENS = 1024, 4_000_000
@@ -136,7 +136,7 @@ class DraftWorker:
 
     def turn(self, server: Server) -> None:
         """Hear what is there, draft one step, reply what is ready."""
-        for peer, ask in server.receive(BUSY_S if self.is_busy else IDLE_S):
+        for peer, ask in server.receive(0.0 if self.is_busy else IDLE_S):
             if ask is None:
                 self.leave(peer)
             else:

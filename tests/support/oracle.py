@@ -33,11 +33,11 @@ class Oracle:
 
     vocab_size = VOCAB
 
-    def __init__(self, alpha: float = 1.0, max_len: int = 4096, seed: int = 0) -> None:
+    def __init__(self, alpha: float = 1.0, max_len: int = 4096) -> None:
         self.max_len = max_len
-        self.alpha, self.random = alpha, random.Random(seed)
+        self.alpha, self.random = alpha, random.Random(0)
         self.runs: dict[str, tuple[list[int], int]] = {}
-        self.num_steps = self._number = 0
+        self._number = 0
 
     def start(self, tokens: list[int], count: int) -> str:
         assert tokens and count > 0 and len(tokens) + count <= self.max_len
@@ -50,7 +50,6 @@ class Oracle:
         del self.runs[run]
 
     def step(self) -> list[tuple[str, list[int], bool]]:
-        self.num_steps += 1
         found = []
         for run, (tokens, left) in list(self.runs.items()):
             token = truth(tokens)
