@@ -64,10 +64,9 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         num_tokens, size = request.num_tokens, self._block_size
         if not is_stale:
             request.num_computed_tokens -= len(new_token_ids)
-        if request.num_in_flight_tokens:
-            self._commits_next.add(request.request_id)
-            self._num_commits += 1
-            if not is_stale:
+            if request.num_in_flight_tokens:
+                self._commits_next.add(request.request_id)
+                self._num_commits += 1
                 end = num_tokens + len(new_token_ids)
                 request.num_computed_tokens += end // size * size - num_tokens // size * size
         return AsyncScheduler._update_request_with_output(self, request, new_token_ids, is_stale)

@@ -7,6 +7,7 @@ the first output is asked for, and sends the request to the engine core.
 import asyncio
 import functools
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ def check_requests_early() -> None:
                 if (filled := _start_fill(self, generate, *given, **kwargs)) is not None:
                     return filled
                 _count(1, sampling_params.n)
-                wait_before_the_stream(self, prompt, sampling_params)
+                wait_before_the_stream(self, prompt, sampling_params, _reasoning(kwargs))
         elif self.model_config.architecture in AUTOREGRESSIVE:
             _check_now(self, sampling_params)
         return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
@@ -63,6 +64,11 @@ def _check_now(llm: Any, params: Any) -> None:
     vars(params).pop(VERDICT, None)
     verdict = llm.input_processor._validate_params(params, ("generate",))
     vars(params)[VERDICT] = verdict
+
+
+def _reasoning(options: Mapping[str, Any]) -> tuple[bool | None, Mapping[str, Any]]:
+    """What vLLM's routes say of reasoning: whether it has ended, and arguments of its parser."""
+    return options.get("reasoning_ended"), options.get("reasoning_parser_kwargs") or {}
 
 
 def _count(number: int, num_samples: int) -> None:
@@ -130,9 +136,8 @@ def start_in_turn() -> None:
         if self.model_config.architecture not in FAMILIES:
             return await add(self, request_id, prompt, params, *args, **kwargs)
         if needs_table(self, params):
-            ended = kwargs.get("reasoning_ended")
-            of_parser = kwargs.get("reasoning_parser_kwargs") or {}
-            params = with_grammar(params, await shipped(self, params, prompt, ended, of_parser))
+            table = await shipped(self, params, prompt, *_reasoning(kwargs))
+            params = with_grammar(params, table)
         async with turns.setdefault(self, asyncio.Lock()):
             await asyncio.sleep(0)  # while others wait for their turn
             return await add(self, request_id, prompt, params, *args, **kwargs)

@@ -117,15 +117,20 @@ current_compilations: ContextVar[list[Callable[[], Awaitable[Any]]] | None] = Co
 )
 
 
-def wait_before_the_stream(llm: Any, prompt: Any, params: Any) -> None:
+def wait_before_the_stream(
+    llm: Any, prompt: Any, params: Any, reasoning: tuple[bool | None, Mapping[str, Any]]
+) -> None:
     """Let the route that starts a request wait for its grammar, which may be refused.
 
     vLLM adds a streaming request to the engine when the first item is taken from the stream; by
     then it has sent HTTP 200.
+
+    Args:
+        reasoning: the last two arguments of ``shipped``.
     """
     compilations = current_compilations.get()
     if compilations is not None and needs_table(llm, params):
-        compilations.append(lambda: shipped(llm, params, prompt, True, {}))
+        compilations.append(lambda: shipped(llm, params, prompt, *reasoning))
 
 
 @cache

@@ -58,7 +58,7 @@ def a_namesake() -> str | None:
     in which they were installed.
     """
     plugins = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=NAME)
-    owners = {entry.dist.name for entry in plugins if entry.dist is not None}
+    owners = {entry.dist.name for entry in plugins if entry.dist is not None and entry.dist.name}
     owners |= {dist.name for dist in importlib.metadata.distributions() if _brings_package(dist)}
     others = sorted(owners - {NAME})
     if not others:
@@ -70,7 +70,12 @@ def a_namesake() -> str | None:
 
 
 def _brings_package(distribution: importlib.metadata.Distribution) -> bool:
-    """Whether a distribution installs a package called ``dllm``."""
+    """Whether a distribution installs a package called ``dllm``.
+
+    One without a name is what an interrupted pip leaves behind: a folder without METADATA.
+    """
+    if not distribution.name:
+        return False
     top_level = distribution.read_text("top_level.txt")
     if top_level is not None:
         return NAME in top_level.split()

@@ -51,6 +51,9 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
     watch = current_watch.get()
     if watch is None or watch.feed is None:
         if not is_shown:
+            # Nobody watches, but frames are taken out before vLLM cuts what arrives into slices.
+            # In a slice behind the one that ends its request, a frame would find no request.
+            _watchers_of(llm)
             return
         refuse_route(STREAM)
     worker = llm.vllm_config.parallel_config.worker_cls

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMValidationError
+from vllm.reasoning import ReasoningParserManager
 
 from dllm.grammar.compile import MOST_AT_ONCE, MOST_WAITING, Grammars, Spec, Tokens
 from dllm.grammar.json_schema import check_text
@@ -112,6 +113,33 @@ def test_equal_requests_have_one_turn_and_none_is_ended_with_another(held):
         assert sorted(held.made) == ["a", "b"]
 
     run(test())
+
+
+def test_a_stream_waits_for_all_that_may_refuse_it(held, monkeypatch):
+    """Also for thoughts that no token ends: behind HTTP 200 nothing can be refused."""
+
+    def parser(tokenizer: Any) -> Any:
+        return SimpleNamespace(reasoning_end_str="</t>", is_reasoning_end=lambda ids: False)
+
+    monkeypatch.setattr(ReasoningParserManager, "get_reasoning_parser", lambda name: parser)
+    monkeypatch.setattr(patches, "needs_table", lambda *request: True)
+    processor = held.engine.input_processor
+    processor.structured_outputs_config = SimpleNamespace(
+        reasoning_parser="some", enable_in_reasoning=False
+    )
+    processor.tokenizer = SimpleNamespace(get_vocab=dict)
+    held.may_go.set()
+
+    async def test(*reasoning: Any):
+        compilations: list[Any] = []
+        patches.current_compilations.set(compilations)
+        prompt = {"prompt_token_ids": [1]}
+        patches.wait_before_the_stream(held.engine, prompt, Spec("regex", "a"), reasoning)
+        await compilations[0]()
+
+    run(test(True, {}))
+    with pytest.raises(VLLMValidationError, match="not one token"):
+        run(test(None, {}))
 
 
 # --- what vLLM knows that xgrammar leaves out -----------------------------------------------------

