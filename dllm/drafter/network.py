@@ -258,7 +258,7 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
                 "its checkpoint needs d2t (which they are) and lm_head.weight; it lacks "
                 f"{'d2t' if offsets is None else 'lm_head.weight'}."
             )
-        ids = torch.arange(drafter.draft_vocab_size) + offsets.long()
+        ids = offsets.long() + torch.arange(drafter.draft_vocab_size, device=offsets.device)
         if len(ids.unique()) != len(ids) or int(ids.min()) < 0 or ids.max() >= drafter.vocab_size:
             raise ValueError(
                 f"The drafter's d2t names tokens {int(ids.min())} to {int(ids.max())}, "

@@ -99,7 +99,7 @@ class OwnNetwork(torch.nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]``; -inf for the mask."""
         logits: torch.Tensor = self._target[0].compute_logits(hidden_states)
-        logits[:, self.mask_token_id] = -torch.inf
+        logits[:, self.mask_token_id].fill_(-torch.inf)
         return logits
 
     def precompute_and_store_context_kv(

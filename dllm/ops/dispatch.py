@@ -113,7 +113,7 @@ def _row_stats(
 def _cutoffs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """`filters.cutoffs` on a CPU as a custom operator: [N] fp32."""
+    """`filters.cutoffs` beside the definition, as a custom operator: [N] fp32."""
     filters = RowFilters(top_k, top_p, min_p)
     return cutoffs(logits.float(), temperature, filters, logits.shape[-1])
 

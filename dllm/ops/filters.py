@@ -45,8 +45,8 @@ class RowFilters(NamedTuple):
 def cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int) -> Tensor:
     """The smallest kept logit of each row: [N] fp32, -inf for a row without filters.
 
-    A row without a finite logit, or with a NaN, is treated as one without filters. For a CPU: the
-    host reads from the data which rows and tokens to search (`row_stats_gpu` has a kernel).
+    A row without a finite logit, or with a NaN, is treated as one without filters. The host
+    reads from the data which rows and tokens to search; the kernel of `row_stats_gpu` does not.
 
     Args:
         x: [N, V or more] fp32, finite or -inf; -inf after the vocabulary.
@@ -139,7 +139,7 @@ def _packed(row: Tensor, values: Tensor, num_rows: int, padding: float) -> Tenso
     lengths = torch.bincount(row, minlength=num_rows)
     starts = lengths.cumsum(0) - lengths
     packed = values.new_full((num_rows, int(lengths.max().clamp(min=1))), padding)
-    packed[row, torch.arange(len(row)) - starts[row]] = values
+    packed[row, torch.arange(len(row), device=row.device) - starts[row]] = values
     return packed
 
 

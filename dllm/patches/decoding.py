@@ -52,6 +52,12 @@ def configure_self_drafting(vllm_config: Any) -> None:
             f"num_speculative_tokens = {speculative.num_speculative_tokens}; allowed: at most "
             f"{most}, because the model was trained with canvases of {most + 1} tokens."
         )
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ValueError(
+            "--decode-context-parallel-size and --prefill-context-parallel-size: a model that "
+            "drafts for itself reads its own KV, which they divide. Leave them out."
+        )
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification

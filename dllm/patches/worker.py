@@ -48,6 +48,9 @@ class Visits:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.serves_canvases:
             self.model_runner._dummy_sampler_run = self._profile_sampler
+            # Grammars are the sampler's. A bit for each token and row is 0.5 GiB for 64 canvases of
+            # 256 rows.
+            self.model_runner.structured_outputs_worker = None
         if has_adapters:
             adapt_passes(self.model_runner)
 

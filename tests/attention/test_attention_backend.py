@@ -7,6 +7,7 @@ read nothing but persistent tensors.
 
 import inspect
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm.patches import configure
 from tests.support import hf_reference
+from tests.support.captured_graphs import Graph
 from tests.support.engine_harness import Run, SamplingParams, assert_same_runs, get_engine
 from tests.support.process import ROOT, run_python
 
@@ -364,3 +366,18 @@ def test_canvases_of_an_anchored_layer_have_a_first_key_and_nothing_else_has():
     first_keys = [builder.build(0, common).batch.first_keys for _ in range(2)]
     assert first_keys[0].tolist() == [0, 100 - 23, -1, -1, 0]
     assert first_keys[0].data_ptr() == first_keys[1].data_ptr(), "a graph reads the same memory"
+
+
+@pytest.mark.parametrize("changed", ["nothing", "a number", "memory"])
+def test_what_a_graph_would_keep_is_compared(changed):
+    memory, ones, others = torch.zeros(2), torch.ones(2), torch.ones(2)
+    last = {"nothing": (ones, 1), "a number": (ones, 2), "memory": (others, 1)}[changed]
+    passes = iter([(ones, 1), (ones, 1), last])  # two at capture
+
+    def forward(mode: Any) -> None:
+        tensor, number = next(passes)
+        memory.add_(tensor, alpha=number)
+
+    graph = Graph(forward)
+    with nullcontext() if changed == "nothing" else pytest.raises(AssertionError):
+        graph.replay()

@@ -24,6 +24,7 @@ from tests.support.masked_pass import logits_of
 CANVAS = NEMOTRON["block_size"]
 NUM_DRAFTS = CANVAS - 1
 # Prompts in chunks, batches that do not fit, and pages for two long requests.
+SHARDED = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
 LIMITS = dict(max_num_batched_tokens=192, max_num_seqs=4, max_model_len=288, block_size=32)
 
 
@@ -135,17 +136,18 @@ def test_the_context_stays_exact_up_to_the_end_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "message"),
+    ("config", "options", "flags", "message"),
     [
-        ("sdar", {"decoding": "ar"}, "has one way to decode"),
-        ("nemotron", {"decoding": "both"}, "decoding"),
-        ("nemotron", {"decoding": "self_speculation", "drafter": {"window": 9}}, "window"),
+        ("sdar", {"decoding": "ar"}, {}, "has one way to decode"),
+        ("nemotron", {"decoding": "both"}, {}, "decoding"),
+        ("nemotron", {"decoding": "self_speculation", "drafter": {"window": 9}}, {}, "window"),
+        ("nemotron", {"decoding": "self_speculation"}, SHARDED, "--decode-context-parallel-size"),
     ],
 )
-def test_what_does_not_go_together_is_refused(path, config, options, message) -> None:
+def test_what_does_not_go_together_is_refused(path, config, options, flags, message) -> None:
     folder = path if config == "nemotron" else Path(__file__).parents[2] / "checkpoints/tiny-sdar"
     with pytest.raises(ValueError, match=message):
-        get_engine(folder, additional_config={"dllm": options}, **LIMITS)
+        get_engine(folder, additional_config={"dllm": options}, **LIMITS, **flags)
 
 
 def test_overrides_of_the_config_are_a_dict(path: Path) -> None:

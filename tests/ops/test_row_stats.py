@@ -8,8 +8,9 @@ from torch import Tensor
 
 from dllm.ops import noise, row_stats_cpu
 from dllm.ops.dispatch import row_stats
-from dllm.ops.filters import RowFilters, _Histogram
+from dllm.ops.filters import RowFilters, _Histogram, cutoffs
 from dllm.ops.row_stats import RowStats, reference_row_stats
+from tests.support.watched_device import DeviceWatch, off_device, on_device
 
 ENTROPY_TOLERANCE = 2e-5  # nats; fp32 over up to 1e3 terms
 INF = math.inf
@@ -326,3 +327,14 @@ def test_no_noise_is_computed_where_nothing_is_drawn(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(row_stats_cpu, "_sample", lambda *_: pytest.fail("noise is computed"))
     ours = row_stats(logits, torch.ones(6), keys, None)
     assert torch.equal(ours.sample, logits.argmax(-1))
+
+
+def test_filters_of_the_definition_run_on_a_gpu() -> None:
+    """There they serve in the place of a kernel that computes something else."""
+    logits, filters = torch.randn(3, 50), some_filters(3, 50)
+    temperature = torch.ones(3)
+    given = on_device((logits, temperature, *filters))
+    with DeviceWatch() as watch:
+        found = cutoffs(*given[:2], RowFilters(*given[2:]), 50)
+    assert not [finding for finding in watch.findings if finding.kind == "mixed"]
+    assert torch.equal(off_device(found), cutoffs(logits, temperature, filters, 50))

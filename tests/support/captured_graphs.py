@@ -3,14 +3,19 @@
 Which graphs there are, what they are captured with and when one is replayed is up to vLLM's own
 managers, of a model and of a drafter. In the place of ``torch.cuda.graph`` the forward pass itself
 is kept. A replay calls it with the tensors of the capture, as a GPU would read their memory again:
-a tensor that is not written in place between two steps has the values of the capture.
+a tensor that is not written in place between two steps has the values of the capture. What else a
+graph keeps is compared: each replay has to run the operations of the capture, on the same memory
+and with the same numbers, whatever Python holds by then.
 """
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
@@ -21,12 +26,89 @@ from dllm.patches.cuda_graphs import canvas_runner
 MODE = CUDAGraphMode.FULL_DECODE_ONLY
 
 
+class Operations(TorchDispatchMode):
+    """Notes the operations and launches of a pass, and what they are given.
+
+    Memory that the pass takes is named by the operation that took it; any other by its address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, list[Any]]] = []
+        self._taken: dict[int, tuple[int, int]] = {}  # by address: operation, and which result
+        self._kept: list[torch.Tensor] = []  # so that no address is used again
+
+    def __enter__(self) -> Any:
+        operations, launch = self, GridExecutor.__call__
+
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            name = f"{self.fn.__name__}{self.grid if isinstance(self.grid, tuple) else ''}"
+            operations._note(name, (args, kwargs))
+            with _disable_current_modes():
+                return launch(self, *args, **kwargs)
+
+        self._launches = mock.patch.object(GridExecutor, "__call__", noted)
+        self._launches.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._launches.stop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        known = self._note(str(func), (args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        for index, made in enumerate(tree_leaves(result)):
+            if isinstance(made, torch.Tensor) and _address(made) not in known:
+                self._taken[_address(made)] = len(self.found), index
+                self._kept.append(made)
+        return result
+
+    def _note(self, name: str, arguments: Any) -> set[int]:
+        """Note an operation. Returns the addresses that it is given."""
+        given = tree_leaves(arguments)
+        self.found.append((name, [self._named(one) for one in given]))
+        return {_address(one) for one in given if isinstance(one, torch.Tensor)}
+
+    def _named(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        memory = self._taken.get(_address(value), _address(value))
+        return memory, value.storage_offset(), tuple(value.shape), value.stride()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Graph:
+    """A pass, and what a graph of it would run again."""
+
+    def __init__(self, forward: Any) -> None:
+        self._forward = partial(forward, CUDAGraphMode.NONE)
+        self._forward()  # vLLM makes the buffer of hidden states with the first, the largest
+        self._captured = self._operations()
+
+    def replay(self) -> None:
+        """Run it once more.
+
+        Raises:
+            AssertionError: a GPU would run something else.
+        """
+        for now, captured in zip(self._operations(), self._captured, strict=True):
+            assert now == captured, f"{now} in a replay, {captured} in the capture"
+
+    def _operations(self) -> list[tuple[str, list[Any]]]:
+        with Operations() as operations:
+            self._forward()
+        return operations.found
+
+
 def _keep_forward_passes(manager: Any, create_forward_fn: Any, progress_bar_desc: str = "") -> None:
     for description in manager._capture_descs[CUDAGraphMode.FULL]:
-        forward = create_forward_fn(description, warmup=False)
-        replay = partial(forward, CUDAGraphMode.NONE)
-        replay()  # vLLM makes the buffer of hidden states with the first, the largest
-        manager.graphs[description] = SimpleNamespace(replay=replay)
+        manager.graphs[description] = Graph(create_forward_fn(description, warmup=False))
     manager._graphs_captured = True
 
 
@@ -42,6 +124,7 @@ def use_graphs(runner: Any, sizes: list[int]) -> dict[str, list[tuple[int, int]]
     config, speculator = runner.vllm_config.compilation_config, runner.speculator
     config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = sizes, sizes[-1]
     with (
+        torch.inference_mode(),
         mock.patch.object(type(current_platform), "get_global_graph_pool", create=True),
         mock.patch.object(CudaGraphManager, "capture", _keep_forward_passes),
     ):

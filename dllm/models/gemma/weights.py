@@ -89,7 +89,8 @@ class LayerScalars:
 
     def _stacked(self, *prefixes: str) -> torch.Tensor:
         """Of the first prefix that has it."""
-        one = torch.ones(())
+        device = next((scalar.device for scalar in self._came.values()), None)
+        one = torch.ones((), device=device)
         rows = []
         for layer in range(self._num_layers):
             names = [f"{prefix}layers.{layer}.layer_scalar" for prefix in prefixes]
