@@ -24,6 +24,7 @@ from dllm.models.quantized import finite
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.edited import WEIGHTS, edited
 from tests.support.engine_harness import Engine, get_engine
+from tests.support.watched_device import DeviceWatch, off_device, on_device
 
 LAYERS = 3
 
@@ -291,3 +292,13 @@ def test_which_values_are_finite():
     for value in (torch.inf, -torch.inf, torch.nan):
         with pytest.raises(ValueError, match="in scale"):
             list(finite([*good, ("scale", torch.tensor([0, value], dtype=torch.bfloat16))]))
+
+
+def test_scalars_that_a_trainer_sends_on_the_device():
+    """A layer without one has 1, beside those of the others."""
+    scalars = LayerScalars(2)
+    with DeviceWatch() as watch:
+        scalars.add("model.decoder.layers.0.layer_scalar", on_device(torch.tensor(3.0)))
+        taken = dict(scalars.take())
+    assert not watch.findings
+    assert [scalar.tolist() for scalar in off_device(list(taken.values()))] == [[3, 1]] * 2
