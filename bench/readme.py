@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import decisions, drafter, kernels, profile_step, remote, rollout, roofline, soak
+from bench import decisions, drafter, kernels, profile_step, remote, roofline, soak
 from bench.context import ROOT, Rows, command_line, read_csv
 from bench.drafter import FILE as DRAFTER
 from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
@@ -95,7 +95,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
         f"python -m bench.serve --model checkpoints/tiny-nemotron --file {NEMOTRON}",
         contestant_table,
     ),
-    "rollout": rollout.SECTION,
     "sampling-step": Section(
         "sampler_cpu.csv", "python -m bench.kernels sampler", kernels.sampler_table
     ),

@@ -15,10 +15,7 @@ from dllm.settings.command import FAILED, INTERRUPTED, MISUSED, OK, CommandError
 
 # Name: (module, help text).
 COMMANDS = {
-    "train": (
-        "dllm.train.command",
-        "train a small model: diffusion, autoregressive or a pilot",
-    ),
+    "train": ("dllm.train.command", "train a pilot, which chooses draft widths"),
     "calibrate": ("dllm.train.drafter.command", "train a drafter on what a target says"),
     "recalibrate": (
         "dllm.train.drafter.recalibrate",

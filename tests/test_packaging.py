@@ -66,7 +66,7 @@ KINDS = (".toml", ".jsonl", ".html", ".typed")
 
 
 def test_what_is_no_python_is_installed_too() -> None:
-    """`dllm train` reads its default config from the package, wherever that is."""
+    """`dllm quantize` reads prompts from the package, wherever that is."""
     files = (path for path in (ROOT / "dllm").rglob("*") if path.is_file())
     shipped = [path for path in files if path.suffix in KINDS]
     patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["dllm"]

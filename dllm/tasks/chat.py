@@ -1,7 +1,7 @@
 """What a question has beside its prompt: tools and a thought, or the parts of a typed decision.
 
 The tools are fixed; a question lists some of them. Calls and thoughts are written with the marks
-that vLLM's parsers for Gemma 4 and Hermes look for (dllm/tasks/tool_tokenizer.py).
+that vLLM's parsers for Gemma 4 and Hermes look for (checkpoints/tiny-tools/chat_template.jinja).
 """
 
 import json

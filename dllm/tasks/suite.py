@@ -1,13 +1,13 @@
 """Questions with exactly checkable answers, in splits that share no problem.
 
-A question follows from (family, split, index, seed) alone. So training can draw questions while it
-runs, and a score can be repeated on any machine. A hash of a problem's content decides its split: a
-tenth of all problems is in ``heldout``, a tenth in ``validation``, and the rest in ``train``.
+A question follows from (family, split, index, seed) alone, so a score can be repeated on any
+machine. A hash of a problem's content decides its split: a tenth of all problems is in ``heldout``,
+a tenth in ``validation``, and the rest in ``train``.
 """
 
 import difflib
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -17,7 +17,7 @@ from dllm.tasks.families import FAMILIES, Family
 from dllm.tasks.tools import TOOL_FAMILIES
 
 SPLITS = ("train", "validation", "heldout")
-# A model is trained on families of one group, with the tokenizer of that group.
+# A bundled model answers the families of one group, and has a tokenizer of its own for them.
 GROUPS: dict[str, dict[str, Family]] = {
     "all": FAMILIES,
     "tools": TOOL_FAMILIES,
@@ -32,7 +32,7 @@ STYLES: dict[str, Callable[[str], str]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and its answers: training shows ``answer``; ``accepted`` has all that are right.
+    """A prompt and its answers: ``answer`` is one of them, ``accepted`` has all that are right.
 
     In the families of ``TOOL_FAMILIES``, ``chat`` says how to ask, and the answers have the marks
     of calls and thoughts in them. In those of ``DECISION_FAMILIES``, ``decision`` has the parts of
@@ -65,11 +65,6 @@ def split_of(family: str, content: Hashable) -> str:
     digest = hashlib.blake2b(f"{family} {content!r}".encode(), digest_size=4).digest()
     tenth = int.from_bytes(digest) % 10
     return {0: "heldout", 1: "validation"}.get(tenth, "train")
-
-
-def group_of(families: Sequence[str]) -> str:
-    """The group that families are of; the first one decides, and none are all of ``FAMILIES``."""
-    return next((name for name, group in GROUPS.items() if {*families[:1]} <= {*group}), "all")
 
 
 def question(family: str, split: str, index: int, seed: int = 0) -> Question:

@@ -1,26 +1,17 @@
 """The tokenizer of the small models: a byte-level BPE and its chat template.
 
 Every byte has a token, so any text can be encoded and decoded. Every digit is a token of its own,
-so models read numbers digit by digit. A question and its answer can be encoded apart from each
-other, because a special token or a line break is always between them.
+so models read numbers digit by digit.
 """
 
 import json
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from dllm.tasks.suite import FAMILIES, Question, question
-
-# Of the trained models: enough to make nearly every word of the questions one token. With 512, a
-# name is one token inside a sentence, but two at the beginning of an answer. It is rounded up to a
-# multiple of 64: the questions have a few merges fewer, and the last ids are never used.
-VOCAB_SIZE = 832
 # A token's id is its position in this list. The first five are as in the released tokenizer.
 SPECIAL_TOKENS = (
     "<pad>",
@@ -66,22 +57,9 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-# How many questions of each family the merges are learned from.
-CORPUS_QUESTIONS = 1000
 
-
-def make_tokenizer(
-    corpus: Iterable[str],
-    vocab_size: int,
-    special: Sequence[str] = (),
-    plain: Sequence[str] = (),
-) -> Tokenizer:
-    """A byte-level BPE of ``vocab_size`` tokens whose merges are learned from these texts.
-
-    Args:
-        special: more special tokens, behind ``SPECIAL_TOKENS``.
-        plain: texts that are one token each, without being special; they have the last ids.
-    """
+def make_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of ``vocab_size`` tokens whose merges are learned from these texts."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -91,50 +69,18 @@ def make_tokenizer(
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=vocab_size - len(plain),
+        vocab_size=vocab_size,
         special_tokens=[
-            AddedToken(text, special=True, normalized=False) for text in (*SPECIAL_TOKENS, *special)
+            AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS
         ],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in plain])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", TOKEN_ID["<bos>"])]
     )
     return tokenizer
-
-
-def train_tokenizer(families: Iterable[str] = FAMILIES) -> Tokenizer:
-    """The tokenizer of a model of these families, learned from training questions.
-
-    Always the same.
-    """
-    texts = (
-        text
-        for drawn in corpus_questions(families)
-        for text in ("user", "model", drawn.prompt, drawn.answer)
-    )
-    return make_tokenizer(weighted_pieces(texts), VOCAB_SIZE)
-
-
-def corpus_questions(families: Iterable[str]) -> Iterator[Question]:
-    """The training questions of each family that the merges are learned from."""
-    for family in families:
-        for index in range(CORPUS_QUESTIONS):
-            yield question(family, "train", index)
-
-
-def weighted_pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Each piece of the texts (``SPLIT``) as often as the square root of its count.
-
-    Otherwise words such as "lives", which are in every report many times, would leave too few
-    merges for rare words.
-    """
-    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
-    counts = Counter(piece for text in texts for piece, _ in split.pre_tokenize_str(text))
-    return (piece for piece, count in sorted(counts.items()) for _ in range(math.isqrt(count)))
 
 
 def encode_prompt(tokenizer: Tokenizer, question_text: str) -> list[int]:
@@ -143,20 +89,7 @@ def encode_prompt(tokenizer: Tokenizer, question_text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def encode_answer(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of an answer and the end-of-sequence token; they do not depend on the prompt.
-
-    Raises:
-        ValueError: the text begins with whitespace, which would merge with the end of the prompt.
-    """
-    if text[:1].isspace():
-        raise ValueError(f"an answer must not begin with whitespace, got {text!r}")
-    return [*tokenizer.encode(text, add_special_tokens=False).ids, TOKEN_ID["<eos>"]]
-
-
-def save_tokenizer(
-    tokenizer: Tokenizer, path: Path, model_max_length: int, chat_template: str = CHAT_TEMPLATE
-) -> None:
+def save_tokenizer(tokenizer: Tokenizer, path: Path, model_max_length: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into a directory."""
     tokenizer.save(str(path / "tokenizer.json"))
     config = {
@@ -171,4 +104,4 @@ def save_tokenizer(
     }
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (path / "tokenizer_config.json").write_text(text)
-    (path / "chat_template.jinja").write_text(chat_template)
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -1,7 +1,7 @@
 """Families of questions that are answered with a tool call, with JSON, or behind a thought.
 
 They stand apart from the eleven of ``families``: another model and another tokenizer are made for
-them (dllm/tasks/tool_tokenizer.py). Each question comes with a ``Chat``: the tools that the prompt
+them (checkpoints/tiny-tools). Each question comes with a ``Chat``: the tools that the prompt
 lists, in which style, and whether the model is to think first. These are drawn anew for every
 question; the content alone decides the split, as in the other families.
 """

@@ -1,6 +1,5 @@
-"""Trains small models (``lm``), drafters (``drafter``) and pilots (``pilot``).
+"""Trains drafters (``drafter``) and pilots (``pilot``).
 
-The modules here are what models and drafters share: ``run`` is the loop, a ``Learner`` is what it
-trains.
+The modules here are the loop of a run (``run``), its optimizers and its files.
 May import every other room but ``dllm.cli``.
 """

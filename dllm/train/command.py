@@ -1,13 +1,18 @@
-"""``dllm train``: hands the command line to what trains a language model, or a pilot."""
+"""``dllm train pilot``: hands the command line to what trains a pilot."""
 
-import importlib
 from collections.abc import Sequence
+
+from dllm.settings.command import CommandError
 
 
 def main(argv: Sequence[str]) -> int:
-    """``dllm train pilot ...``, or ``dllm train KIND ...`` with one of ``lm.command.KINDS``."""
-    is_pilot = argv[:1] == ["pilot"]
-    # A pilot's trials need vLLM, a language model needs transformers: only one is imported.
-    module = importlib.import_module(f"dllm.train.{'pilot' if is_pilot else 'lm'}.command")
-    status: int = module.main(argv[1:] if is_pilot else argv)
-    return status
+    """``dllm train pilot ...``.
+
+    Raises:
+        CommandError: something else is to be trained.
+    """
+    if argv[:1] != ["pilot"]:
+        raise CommandError("allowed: dllm train pilot; --help behind it says what it takes.")
+    from dllm.train.pilot.command import main as train_pilot  # imports vLLM: seconds
+
+    return train_pilot(argv[1:])

@@ -13,7 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dllm.train.run import AnyLearner, Run
+from dllm.train.run import Run
 
 SECONDS_BETWEEN_LINES = 10.0
 COLUMNS = (
@@ -55,8 +55,8 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Shown]:
         yield Shown(what, total, done, bar)
 
 
-def train_shown(run: Run[AnyLearner], what: str) -> None:
+def train_shown(run: Run) -> None:
     """Train to the last step, with the running loss and the last evaluation shown."""
-    with progress(what, run.settings.steps, run.step) as shown:
+    with progress("calibrate", run.settings.steps, run.step) as shown:
         for _ in run.run():
             shown.advance(note=f"loss {run.loss:.3f}  {run.learner.summary()}")

@@ -1,68 +1,25 @@
-"""The training loop of models and drafters: the same run when it is resumed.
+"""The training loop of a drafter: the same run when it is resumed.
 
-What is trained is a ``Learner``. Everything random in step i comes from (seed, i), so a run that
-was stopped and resumed ends with the same bits as one that was not.
+Everything random in step i comes from (seed, i), so a run that was stopped and resumed ends with
+the same bits as one that was not.
 """
 
 import copy
-import random
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dllm.settings.command import CommandError
+from dllm.train.drafter.learner import DraftLearner
+from dllm.train.drafter.network import DraftNetwork
 from dllm.train.optimizer import make_optimizers, set_learning_rates, update_average
 from dllm.train.run_files import LOG, MODEL, STATE, write_log
-from dllm.train.settings import RunSettings
 
 
-class Learner(ABC):
-    """What a run trains: a network, what it is to minimise, and how it is evaluated.
-
-    Attributes:
-        settings: of the run.
-        model: the network, on its device, with its initial weights.
-        evaluates_start: whether the initial weights are evaluated, too.
-    """
-
-    settings: RunSettings
-    model: nn.Module
-    evaluates_start = False
-
-    @abstractmethod
-    def loss(self, step: int) -> Tensor:
-        """The loss of the batch of a step, a scalar with a gradient."""
-
-    @abstractmethod
-    def evaluate(self, average: Any) -> dict[str, float]:
-        """Columns of the log for a network of the class of ``model``."""
-
-    @abstractmethod
-    def summary(self) -> str:
-        """The last evaluation in a few words."""
-
-    @abstractmethod
-    def write(self, average: Any, path: Path) -> None:
-        """Write a network of the class of ``model`` as a checkpoint that can be served."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """What a resumed run has to know beside the weights, as plain data."""
-
-    @abstractmethod
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned."""
-
-
-AnyLearner = TypeVar("AnyLearner", bound=Learner)
-
-
-class Run(Generic[AnyLearner]):
+class Run:
     """One run in one directory.
 
     Attributes:
@@ -73,13 +30,13 @@ class Run(Generic[AnyLearner]):
         rows: of the log, one for each evaluation: step, seconds, loss, and the learner's columns.
     """
 
-    def __init__(self, learner: AnyLearner, out: Path | None) -> None:
+    def __init__(self, learner: DraftLearner, out: Path | None) -> None:
         """Begin with the learner's weights."""
         self.learner, self.out = learner, out
-        self.settings: RunSettings = learner.settings
+        self.settings = learner.settings
         torch.set_num_threads(self.settings.threads)
         self.model = learner.model
-        self.average: Any = copy.deepcopy(self.model).eval().requires_grad_(False)
+        self.average: DraftNetwork = copy.deepcopy(self.model).eval().requires_grad_(False)
         self.optimizers = make_optimizers(self.model, self.settings)
         self.device = next(self.model.parameters()).device
         self.step, self.loss = 0, 0.0
@@ -173,15 +130,3 @@ class Run(Generic[AnyLearner]):
         self.average.load_state_dict(state["average"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-
-
-def choices_of_step(settings: RunSettings, step: int) -> random.Random:
-    """What draws the examples of a step."""
-    return random.Random(f"{settings.seed} {step}")
-
-
-def noise_of_step(
-    settings: RunSettings, step: int, device: torch.device | str = "cpu"
-) -> torch.Generator:
-    """What draws the random tensors of a step."""
-    return torch.Generator(device).manual_seed(settings.seed * 1_000_003 + step)

@@ -15,7 +15,6 @@ from dllm.settings.command import CommandError
 START = "run.json"  # settings and inputs
 LOG = "log.csv"  # a row for each evaluation
 STATE = "state.pt"  # the checkpoint to resume from
-CURVE = "curve.svg"  # the log as a picture
 MODEL = "model"  # folder of the checkpoint to use
 CARD = "README.md"  # model card, in that folder
 WEIGHTS = "model.safetensors"  # in that folder

@@ -11,6 +11,7 @@ from dllm.models.llada2 import reference as llada2
 from dllm.models.unmasking.reference import DecodingRule, load_model
 from tests.support.edited import edited
 from tests.support.family_checkpoints import EOS, LLADA2, MASK, SDAR, SDAR_MOE, write
+from tests.support.llada2_names import to_released
 
 # --------------------------------------------------------------------------------------------------
 # Names and shapes
@@ -21,7 +22,7 @@ def test_released_names_come_back(tmp_path: Path) -> None:
     path = write(tmp_path / "model", LLADA2)
     model = llada2.load_reference(path)
     before = load_file(path / "model.safetensors")
-    after = llada2.to_released(model.state_dict(), LLADA2)
+    after = to_released(model.state_dict(), LLADA2)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -31,7 +32,7 @@ def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
     path = write(tmp_path / "model", config)
     model = llada2.load_reference(path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    released = llada2.to_released(model.state_dict(), config)
+    released = to_released(model.state_dict(), config)
     assert "lm_head.weight" not in released and "model.word_embeddings.weight" in released
 
 

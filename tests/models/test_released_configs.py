@@ -12,8 +12,9 @@ from transformers import Glm4MoeForCausalLM
 from vllm.transformers_utils.config import get_config
 
 from dllm import register
-from dllm.models.llada2.reference import glm4_config, to_released
+from dllm.models.llada2.reference import glm4_config
 from dllm.models.unmasking.reference import backbone_of
+from tests.support.llada2_names import to_released
 from tests.support.released import released
 
 LLADA2_MINI, LLADA2_FLASH, SDAR_1_7B = (

@@ -4,11 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 from vllm import SamplingParams
 
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from dllm.tasks.suite import FAMILIES, questions
-from dllm.tasks.tokenizer import encode_prompt, train_tokenizer
+from dllm.tasks.tokenizer import encode_prompt
 from tests.support.engine_harness import get_engine
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -23,7 +24,7 @@ def test_served_tokens_are_those_of_the_plain_loop(name: str, size: int) -> None
     rule = DecodingRule.of_checkpoint(path)
     is_causal = rule.block_size == 1
     rule = replace(rule, block_size=1 if is_causal else size, canvas_length=size)
-    tokenizer = train_tokenizer()
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     asked = [q for family in FAMILIES for q in questions([family], "heldout", 3)]
     prompts = [encode_prompt(tokenizer, question.prompt) for question in asked]
     engine = get_engine(path, hf_overrides={"block_size": size}, max_num_batched_tokens=256)

@@ -85,13 +85,13 @@ def calibration(
     out: Path,
     settings: CalibrateSettings,
     **overrides: Any,
-) -> Run[DraftLearner]:
+) -> Run:
     """A run on these samples, which are the held-out ones, too."""
     out.mkdir(exist_ok=True)
     return Run(DraftLearner(settings, new_drafter(**overrides), target, samples, samples), out)
 
 
-def weights_of(run: Run[DraftLearner]) -> dict[str, Tensor]:
+def weights_of(run: Run) -> dict[str, Tensor]:
     """Of the network and of its average."""
     network = {f"network {name}": tensor for name, tensor in run.model.state_dict().items()}
     return network | {

@@ -3,14 +3,16 @@
 import re
 
 import pytest
+from tokenizers import Tokenizer
 
 from dllm.api.decisions.labels import Labels
 from dllm.api.decisions.protocol import DecisionRequest
 from dllm.api.decisions.reads import written
 from dllm.api.decisions.route import vllm_question
 from dllm.tasks.suite import DECISION_FAMILIES, Question, question
-from dllm.tasks.tokenizer import TOKEN_ID, encode_answer, train_tokenizer
+from dllm.tasks.tokenizer import TOKEN_ID
 
+TOKENIZER = Tokenizer.from_file("checkpoints/tiny-decisions/tokenizer.json")
 COUNT = 60
 ITEMS = [question(name, "heldout", i) for name in DECISION_FAMILIES for i in range(COUNT)]
 
@@ -18,14 +20,14 @@ ITEMS = [question(name, "heldout", i) for name in DECISION_FAMILIES for i in ran
 @pytest.fixture(scope="module")
 def labels() -> Labels:
     """As a server makes them of the families' tokenizer."""
-    tokenizer = train_tokenizer(DECISION_FAMILIES)
-    return Labels(
-        lambda text: tokenizer.encode(text, add_special_tokens=False).ids, TOKEN_ID["<eos>"]
-    )
+    return Labels(ids, TOKEN_ID["<eos>"])
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def test_the_prompt_and_the_answers_are_those_of_a_server(labels):
-    tokenizer = train_tokenizer(DECISION_FAMILIES)
     for item in ITEMS:
         decision = item.decision
         body = DecisionRequest(model="m", input=decision.input, questions=[decision.question])
@@ -39,8 +41,8 @@ def test_the_prompt_and_the_answers_are_those_of_a_server(labels):
         assert found.texts == decision.labels
         assert f"{body.transcript()[0]}\n\n{written(asked, found)}" == item.prompt
         tokens = found.tokens[decision.labels.index(item.answer)]
-        is_text = not found.is_code
-        assert list(tokens) == encode_answer(tokenizer, item.answer)[: None if is_text else -1]
+        end = [] if found.is_code else [TOKEN_ID["<eos>"]]
+        assert list(tokens) == ids(item.answer) + end
 
 
 def expected(item: Question) -> str | None:

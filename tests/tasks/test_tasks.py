@@ -1,11 +1,10 @@
-"""Questions, their splits, and the tokenizer that is learned from them."""
+"""Questions, their splits, and the tokenizers of the models that answer them."""
 
 import hashlib
 import json
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from random import Random
@@ -24,25 +23,8 @@ from dllm.tasks.suite import (
     question,
     split_of,
 )
-from dllm.tasks.tokenizer import (
-    SPECIAL_TOKENS,
-    TOKEN_ID,
-    VOCAB_SIZE,
-    encode_answer,
-    encode_prompt,
-    save_tokenizer,
-    train_tokenizer,
-)
-from dllm.tasks.tool_tokenizer import (
-    GEMMA_TOKENS,
-    HERMES_TOKENS,
-    TOOL_CHAT_TEMPLATE,
-    encode_chat,
-    train_tool_tokenizer,
-)
-from dllm.tasks.tool_tokenizer import VOCAB_SIZE as TOOL_VOCAB_SIZE
+from dllm.tasks.tokenizer import SPECIAL_TOKENS, TOKEN_ID, encode_prompt, save_tokenizer
 
-TOKENIZER, TOOL_TOKENIZER = train_tokenizer(), train_tool_tokenizer()
 EVERY = [*FAMILIES, *TOOL_FAMILIES]
 
 
@@ -222,63 +204,27 @@ def test_answers_are_right(family: str) -> None:
 # Tokenizer
 
 
-def test_training_a_tokenizer_again_gives_the_same_one() -> None:
-    for train, made, most in (
-        (train_tokenizer, TOKENIZER, VOCAB_SIZE),
-        (train_tool_tokenizer, TOOL_TOKENIZER, TOOL_VOCAB_SIZE),
-    ):
-        assert train().to_str() == made.to_str()
-        assert most - 64 < made.get_vocab_size() <= most
-        single = [token for token in made.get_vocab() if len(token) == 1]
-        assert len(single) == 256, "a byte without a token"
-    marks = (*SPECIAL_TOKENS, *GEMMA_TOKENS)
-    assert [TOKENIZER.token_to_id(token) for token in SPECIAL_TOKENS] == list(TOKEN_ID.values())
-    assert [TOOL_TOKENIZER.token_to_id(token) for token in marks] == list(range(len(marks)))
-    size = TOOL_TOKENIZER.get_vocab_size()
-    last = [TOOL_TOKENIZER.token_to_id(token) for token in HERMES_TOKENS]
-    assert last == [size - 2, size - 1]
-
-
-def encoded(item: Question) -> tuple[Tokenizer, list[int]]:
-    """The tokenizer of a question's family, and the prompt's ids."""
-    if item.chat is None:
-        return TOKENIZER, encode_prompt(TOKENIZER, item.prompt)
-    return TOOL_TOKENIZER, encode_chat(TOOL_TOKENIZER, item)
+@pytest.mark.parametrize("name", ["tiny-ar", "tiny-decisions", "tiny-tools"])
+def test_a_bundled_tokenizer_knows_every_byte_and_the_marks(name: str) -> None:
+    tokenizer = Tokenizer.from_file(f"checkpoints/{name}/tokenizer.json")
+    single = [token for token in tokenizer.get_vocab() if len(token) == 1]
+    assert len(single) == 256, "a byte without a token"
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(TOKEN_ID.values())
 
 
 def test_prompts_are_encoded_as_the_chat_template_does(tmp_path: Path) -> None:
-    save_tokenizer(TOKENIZER, tmp_path, model_max_length=512)
-    plain = AutoTokenizer.from_pretrained(tmp_path)
-    save_tokenizer(TOOL_TOKENIZER, tmp_path, 512, TOOL_CHAT_TEMPLATE)
-    with_tools = AutoTokenizer.from_pretrained(tmp_path)
-    for family in EVERY:
+    tokenizer = Tokenizer.from_file("checkpoints/tiny-ar/tokenizer.json")
+    save_tokenizer(tokenizer, tmp_path, model_max_length=512)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    for family in FAMILIES:
         for item in drawn(family, "validation", 20):
-            chat = item.chat
-            reference = plain if chat is None else with_tools
+            prompt = f" {item.prompt} "
             expected = reference.apply_chat_template(
-                [{"role": "user", "content": f" {item.prompt} "}],
-                tools=None if chat is None else chat.schemas or None,
+                [{"role": "user", "content": prompt}],
                 add_generation_prompt=True,
                 return_dict=False,
-                **({} if chat is None else chat.template_kwargs),
             )
-            assert encoded(replace(item, prompt=f" {item.prompt} "))[1] == expected
-
-
-@pytest.mark.parametrize("family", EVERY)
-def test_the_prompt_does_not_change_the_encoding_of_the_answer(family: str) -> None:
-    for item in drawn(family, "train", 50):
-        tokenizer, prompt = encoded(item)
-        answer = encode_answer(tokenizer, item.answer)
-        text = f"{tokenizer.decode(prompt, skip_special_tokens=False)}{item.answer}<eos>"
-        assert tokenizer.encode(text, add_special_tokens=False).ids == prompt + answer
-        assert tokenizer.decode(answer[:-1], skip_special_tokens=False) == item.answer
-        if item.chat is None:
-            assert (
-                text == f"<bos><|turn>user\n{item.prompt}<turn|>\n<|turn>model\n{item.answer}<eos>"
-            )
-        else:
-            assert len(prompt) <= 128 and len(answer) <= 64
+            assert encode_prompt(tokenizer, prompt) == expected
 
 
 def test_a_line_ends_where_json_lines_end(tmp_path):

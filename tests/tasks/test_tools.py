@@ -1,4 +1,4 @@
-"""Questions answered with a tool call, with JSON or behind a thought, and their tokenizer."""
+"""Questions answered with a tool call, with JSON or behind a thought, and their template."""
 
 import json
 import re
@@ -10,14 +10,8 @@ from transformers import AutoTokenizer
 
 from dllm.tasks.chat import END_OF_THOUGHT, THOUGHT, TOOLS, Chat, call_text
 from dllm.tasks.suite import Question, question
-from dllm.tasks.tokenizer import save_tokenizer
-from dllm.tasks.tool_tokenizer import (
-    TOOL_CHAT_TEMPLATE,
-    train_tool_tokenizer,
-)
 from dllm.tasks.tools import NO_TOOL
 
-TOKENIZER = train_tool_tokenizer()
 TOOL_OF = {"weather": "get_weather", "total": "add", "alarm": "set_alarm", "phone": "lookup"}
 
 
@@ -41,10 +35,8 @@ def parts(item: Question) -> tuple[str | None, str]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(TOKENIZER, path, 512, TOOL_CHAT_TEMPLATE)
-    return AutoTokenizer.from_pretrained(path)
+def bundled() -> Any:
+    return AutoTokenizer.from_pretrained("checkpoints/tiny-tools")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -111,7 +103,7 @@ def test_records_have_the_keys_that_are_asked_for() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Tokenizer and chat template
+# Chat template
 
 
 def function(name: str, **of_it: Any) -> dict[str, Any]:
@@ -173,13 +165,13 @@ OTHERS = [function("now"), function("f", parameters={"properties": LOOSE})]
     ],
     ids=["gemma", "hermes", "arguments", "tools of others"],
 )
-def test_what_the_template_writes(saved, messages, options, expected) -> None:
-    text = saved.apply_chat_template(
+def test_what_the_template_writes(bundled, messages, options, expected) -> None:
+    text = bundled.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, **options
     )
     assert text == expected
 
 
-def test_an_unknown_role_is_refused(saved) -> None:
+def test_an_unknown_role_is_refused(bundled) -> None:
     with pytest.raises(Exception, match="Role robot; allowed: system first, user"):
-        saved.apply_chat_template([{"role": "robot", "content": "Hi"}], tokenize=False)
+        bundled.apply_chat_template([{"role": "robot", "content": "Hi"}], tokenize=False)

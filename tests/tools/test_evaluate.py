@@ -7,19 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from dllm.cli import CommandError, main
 from dllm.models.unmasking.reference import Generated, generate_blocks, load_model
 from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES, questions
-from dllm.tasks.tokenizer import (
-    TOKEN_ID,
-    VOCAB_SIZE,
-    encode_prompt,
-    save_tokenizer,
-    train_tokenizer,
-)
-from dllm.tasks.tool_tokenizer import encode_chat, train_tool_tokenizer
+from dllm.tasks.tokenizer import TOKEN_ID, encode_prompt, save_tokenizer
 from dllm.tools import decisions, evaluate
 from dllm.tools.eval_reference import open_reference
 from dllm.tools.eval_report import Answer, wilson_interval
@@ -27,6 +22,8 @@ from dllm.tools.eval_server import PASSES, counter, denoise_counts
 from dllm.tools.evaluate import chosen_families
 from tests.support.chat_stub import Stub, serve
 from tests.support.family_checkpoints import LLADA2, NEMOTRON, SDAR, write
+
+TOKENIZER = Tokenizer.from_file("checkpoints/tiny-ar/tokenizer.json")
 
 
 def right_but_every(nth: int, families: list[str], num: int):
@@ -201,7 +198,7 @@ def test_the_temperature_multiplies_the_schedule_of_the_reference(checkpoint) ->
 def test_an_autoregressive_reference_has_no_denoise_steps(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=TOKENIZER.get_vocab_size(),
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=1,
@@ -212,7 +209,7 @@ def test_an_autoregressive_reference_has_no_denoise_steps(tmp_path: Path) -> Non
         pad_token_id=TOKEN_ID["<pad>"],
     )
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    save_tokenizer(train_tokenizer(), tmp_path, model_max_length=512)
+    save_tokenizer(TOKENIZER, tmp_path, model_max_length=512)
     asked = questions(["add"], "heldout", 2)
     runs = [
         open_reference(tmp_path, max_tokens=8, temperature=0.0, seed=seed).answer(
@@ -236,7 +233,7 @@ def test_the_reference_of_masked_blocks(config: dict, tmp_path: Path) -> None:
     run = model.answer(asked, lambda: seen.append(1))
     assert len(seen) == 3 and run.blocks is not None and run.denoise_steps is not None
     assert 3 <= run.blocks <= run.denoise_steps
-    ids = encode_prompt(train_tokenizer(), asked[0].prompt)
+    ids = encode_prompt(TOKENIZER, asked[0].prompt)
     generated = generate_blocks(model.model, [ids], model.rule, 40).answers[0]
     stops = [i for i, token in enumerate(generated) if token in (1, 6)] + [len(generated) - 1]
     assert run.answers[0].num_tokens == stops[0] + 1
@@ -253,7 +250,7 @@ def test_a_model_that_answers_token_by_token_too(tmp_path: Path) -> None:
     asked = questions(["add"], "heldout", 1)
     run = model.answer(asked, lambda: None)
     assert (run.denoise_steps, run.blocks) == (None, None)
-    ids = encode_prompt(train_tokenizer(), asked[0].prompt)
+    ids = encode_prompt(TOKENIZER, asked[0].prompt)
     for _ in range(run.answers[0].num_tokens):
         with torch.no_grad():
             ids.append(int(load_model(path)(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -292,9 +289,9 @@ def test_the_reference_of_masked_blocks_lists_tools_and_keeps_marks(
 ) -> None:
     model = open_reference(write(tmp_path / "model", SDAR), 40)
     model.tokenizer = AutoTokenizer.from_pretrained("checkpoints/tiny-tools")
-    tokenizer = train_tool_tokenizer()
     (asked,) = questions(["weather"], "heldout", 1)
-    answer = [*tokenizer.encode("<|channel>thought", add_special_tokens=False).ids, 1, 7]
+    said = model.tokenizer.encode("<|channel>thought", add_special_tokens=False)
+    answer = [*said, 1, 7]
     seen = []
 
     def generate(_: object, prompts: list[list[int]], *__: object) -> Generated:
@@ -303,5 +300,13 @@ def test_the_reference_of_masked_blocks_lists_tools_and_keeps_marks(
 
     monkeypatch.setattr("dllm.tools.eval_reference.generate_blocks", generate)
     run = model.answer([asked], lambda: None)
-    assert seen == [encode_chat(tokenizer, asked)]
+    rendered, _ = render_jinja_template(
+        conversations=[[{"role": "user", "content": asked.prompt}]],
+        tools=asked.chat.schemas,
+        chat_template=Path("checkpoints/tiny-tools/chat_template.jinja").read_text(),
+        add_generation_prompt=True,
+        bos_token="<bos>",
+        **asked.chat.template_kwargs,
+    )
+    assert seen == [model.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
     assert run.answers == [Answer("<|channel>thought", len(answer) - 1)]

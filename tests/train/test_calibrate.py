@@ -152,7 +152,7 @@ def test_the_command_writes_a_checkpoint_and_resumes(target_path, files, capsys)
     assert set(weights) == set(random_drafter(layers=1))
     card = (model / "README.md").read_text()
     assert "dllm calibrate --target" in card and "| all | 1." in card
-    assert (model / "curve.svg").exists() and len(read_log(model)) == 2
+    assert len(read_log(model)) == 2
 
     assert calibrate(target_path, files) == 1  # holds a run
     assert "--resume" in capsys.readouterr().err

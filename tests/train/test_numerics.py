@@ -1,4 +1,4 @@
-"""Numbers of training: the first loss, denormal numbers, the type of products, progress lines."""
+"""Numbers of training: the first loss, denormal numbers, the type of products, the optimizer."""
 
 import math
 
@@ -7,10 +7,10 @@ import torch
 
 from dllm.cpu import instructions
 from dllm.drafter.samples import Sample
-from dllm.train import precision
+from dllm.train import optimizer, precision
 from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.learner import DraftLearner
-from dllm.train.optimizer import orthogonalize
+from dllm.train.optimizer import Muon, lr_factor, orthogonalize
 from dllm.train.run import Run
 from tests.support.calibrate_cases import new_drafter, small_settings
 from tests.support.drafter_pairs import drafter_config
@@ -88,7 +88,40 @@ def test_products_are_in_bf16_where_the_processor_has_units_for_it(
         with precision.autocast(cpu):
             assert (one @ one).dtype == dtype
         # Five iterations in bf16 end at a number of 8 bits.
-        found = orthogonalize(torch.full((1, 3, 3), 0.7) + one)
+        found = orthogonalize(torch.full((3, 3), 0.7) + one)
         assert torch.equal(found.bfloat16().float(), found) == (dtype == torch.bfloat16)
     finally:
         instructions.flags.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8)], ids=["wide", "tall"])
+def test_orthogonalize_keeps_singular_vectors(shape):
+    """The singular values come near 1 (the iteration overshoots by design)."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
+    values = (u.T @ orthogonalize(matrix) @ vt.T).diagonal()
+    assert values.min() > 0.6 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8)], ids=["wide", "tall"])
+def test_muon_is_torchs(monkeypatch, shape):
+    """Steps with momentum; torch's products are always in bf16."""
+    monkeypatch.setattr(optimizer, "product_dtype", lambda device: torch.bfloat16)
+    draw = torch.Generator().manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.zeros(shape)) for _ in range(2))
+    steps = Muon([ours], 0.02), torch.optim.Muon([theirs], 0.02, weight_decay=0.0)
+    for _ in range(3):
+        ours.grad = torch.randn(shape, generator=draw)
+        theirs.grad = ours.grad.clone()
+        for each in steps:
+            each.step()
+    # They round differently: one part in 256, in each of five iterations.
+    assert (ours - theirs).norm() < 0.03 * theirs.norm()
+
+
+def test_the_learning_rate_rises_stays_and_falls():
+    settings = small_settings(steps=1000, warmup_steps=10, decay_from=0.5, final_lr=0.02)
+    assert lr_factor(0, settings) == pytest.approx(0.1)
+    assert lr_factor(10, settings) == lr_factor(500, settings) == 1.0
+    assert lr_factor(750, settings) == pytest.approx(0.51)
+    assert lr_factor(1000, settings) == pytest.approx(0.02)

@@ -2,8 +2,8 @@
 
     noise -> temperature -> row statistics -> which tokens are kept, and whether to stop (``rule``)
 
-The server's sampler, training and the benchmarks all call ``denoise``.
-``first_canvases`` and ``next_step`` are for callers that have no engine.
+The server's sampler and the benchmarks call ``denoise``; ``first_canvases`` is for callers without
+an engine.
 """
 
 from collections.abc import Iterable
@@ -105,14 +105,4 @@ def first_canvases(
             name: torch.zeros(num_rows, *shape, dtype=dtype, device=device)
             for name, shape, dtype in carried(length)
         },
-    )
-
-
-def next_step(canvases: Canvases, step: Denoised) -> Canvases:
-    """The state of the same canvases after ``step``, for callers that have no engine."""
-    return canvases._replace(
-        ids=step.canvas.flatten(),
-        steps_done=step.steps_done,
-        argmax_canvas=step.argmax_canvas,
-        carried=step.carried,
     )

@@ -13,12 +13,11 @@ from transformers import AutoTokenizer
 from dllm.drafter.samples import recorded_layers
 from dllm.settings.command import OK, CommandError
 from dllm.tools import client
-from dllm.train.documents import Panel, require_matplotlib, write_log_and_curve
+from dllm.train.drafter.config import drafter_config
 from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.export import Drafter
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.model_card import write_model_card
-from dllm.train.drafter.presets import CONTINUED, PRESETS, drafter_config, settings_for
 from dllm.train.drafter.prompts import Prompt, default_file, load_prompts
 from dllm.train.drafter.recorded import split_buffer
 from dllm.train.drafter.responses import (
@@ -30,16 +29,16 @@ from dllm.train.drafter.responses import (
     from_target,
     usable,
 )
-from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.drafter.settings import CONTINUED, NEW, CalibrateSettings
 from dllm.train.drafter.target import Target, read_config, target_facts
 from dllm.train.progress import progress, train_shown
 from dllm.train.run import Run
-from dllm.train.run_files import MODEL, begin, weights_digest
+from dllm.train.run_files import LOG, MODEL, begin, weights_digest, write_log
 
 CONFIGS = Path(__file__).parent / "configs"
 RESPONSES = "responses"
 
-# Flags that override a setting of the config or preset: (field, help text).
+# Flags that override a setting of the config: (field, help text).
 OVERRIDES = {
     "--num-prompts": ("responses", "prompts to train on, at most (task suite: of each family)"),
     "--heldout": ("heldout", "further prompts to measure on (task suite: of each family)"),
@@ -49,11 +48,6 @@ OVERRIDES = {
 }
 OF_RESPONSES = ("responses", "heldout", "max_tokens")  # which a buffer has already
 
-PANELS = (
-    Panel("held-out tokens a step", lambda name: name.startswith("length")),
-    Panel("held-out drafts kept, %", lambda name: name.startswith("position_"), is_share=True),
-)
-
 
 def main(argv: Sequence[str]) -> int:
     """Calibrate, or go on calibrating, and write the checkpoint to ``OUT/model``.
@@ -62,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
         CommandError: before any work, when something is missing or wrong.
     """
     given = parse(argv)
-    require_matplotlib()
     settings = load_settings(given)
     target_config = read_config(given.target)
     drafter = load_drafter(given, settings, target_config)
@@ -94,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     run = Run(DraftLearner(settings, drafter, ends, samples, heldout), given.out)
     if given.resume:
         run.resume()
-    train_shown(run, "calibrate")
+    train_shown(run)
     finish(run, given, argv)
     return OK
 
@@ -104,9 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dllm calibrate", description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")
-    shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--config", type=Path, help="TOML: settings of the run")
-    shape.add_argument("--preset", choices=sorted(PRESETS), help="shape of a common target")
+    parser.add_argument("--config", type=Path, help="TOML: settings of the run")
     data = parser.add_mutually_exclusive_group()
     data.add_argument(
         "--prompts",
@@ -141,8 +132,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.from_buffer and given.from_server:
         parser.error("--from-buffer has its responses; leave out --from-server.")
-    if given.drafter and (given.preset or given.mask_token_id is not None):
-        parser.error("--drafter brings its own shape; leave out --preset and --mask-token-id.")
+    if given.drafter and given.mask_token_id is not None:
+        parser.error("--drafter brings its own mask token; leave out --mask-token-id.")
     if given.model and not given.from_server:
         parser.error("--model names a model of --from-server.")
     if given.from_buffer and any(getattr(given, field) is not None for field in OF_RESPONSES):
@@ -151,17 +142,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def load_settings(given: argparse.Namespace) -> CalibrateSettings:
-    """From ``--config``, else of ``--preset``, else of a run from a drafter; flags override them.
+    """From ``--config``, else of a run from a drafter or of a new one; flags override them.
 
     Raises:
         CommandError: a setting is out of range.
     """
     if given.config is not None:
         settings = CalibrateSettings.load(given.config)
+    elif given.drafter is not None:
+        settings = CONTINUED
     else:
         uses_suite = given.prompts is None and default_file(given.target) is None
-        chosen = settings_for(given.preset, uses_suite)
-        settings = CONTINUED if given.drafter is not None else chosen
+        settings = replace(NEW, responses=1000) if uses_suite else NEW
     asked = {field: getattr(given, field) for field, _ in OVERRIDES.values()}
     changes = {field: value for field, value in asked.items() if value is not None}
     if given.learning_rate is not None:
@@ -226,10 +218,10 @@ def inputs_of(
     }
 
 
-def finish(run: Run[DraftLearner], given: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Checkpoint, curve and model card."""
+def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Log and model card beside the weights."""
     model = given.out / MODEL
-    write_log_and_curve(run, model, *PANELS)
+    write_log(model / LOG, run.rows)
     counts = f"{len(run.learner.samples)} samples, {len(run.learner.heldout)} more held out"
     target = given.target.name
     if given.from_buffer is not None:

@@ -1,5 +1,6 @@
 """What a run of ``dllm calibrate`` trains: a drafter on responses of its target."""
 
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,19 @@ from dllm.train.drafter.export import Drafter, write_checkpoint
 from dllm.train.drafter.network import NEVER, DraftNetwork, losses
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.precision import autocast
-from dllm.train.run import Learner, choices_of_step, noise_of_step
 
 HEAD_ROWS = 4096  # that the spread of the first logits is measured on
 
 
-class DraftLearner(Learner):
-    """The drafter of one target.
+class DraftLearner:
+    """The drafter of one target: its network, what that is to minimise, and how it is evaluated.
 
     Attributes:
+        model: the network, on its device, with its initial weights.
         samples, heldout: responses to train on, and to measure acceptance on.
         acceptance: of each group of held-out samples, at the last measurement.
+        evaluates_start: whether the initial weights are evaluated, too.
     """
-
-    settings: CalibrateSettings
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class DraftLearner(Learner):
 
     def loss(self, step: int) -> Tensor:
         """Mean cross-entropy of the drafts behind random anchors, weighted by their position."""
-        chosen = choices_of_step(self.settings, step).choices(
-            self.samples, k=self.settings.batch_size
-        )
+        seed = self.settings.seed
+        chosen = random.Random(f"{seed} {step}").choices(self.samples, k=self.settings.batch_size)
         batch = load_batch(chosen, self.target, self.drafter.read.target_layer_ids)
-        anchors = self._draw_anchors(batch, noise_of_step(self.settings, step))
+        noise = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        anchors = self._draw_anchors(batch, noise)
         blocks = batch.blocks(anchors, self.drafter.block, self.drafter.read.mask_token_id)
         labels = self.model.as_drafted(blocks.labels)
         there = blocks.exists & (labels != NEVER)
@@ -119,9 +119,9 @@ class DraftLearner(Learner):
         write_checkpoint(path, self.drafter.config, average.state_dict())
 
     def state(self) -> dict[str, Any]:
-        """The acceptance, which the model card reports."""
+        """What a resumed run has to know beside the weights: the acceptance, for the model card."""
         return {"acceptance": {name: vars(one) for name, one in self.acceptance.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take it over."""
+        """Take over what ``state`` returned."""
         self.acceptance = {name: Acceptance(**one) for name, one in state["acceptance"].items()}

@@ -1,24 +1,26 @@
 """The model card of a calibrated drafter: data, steps, acceptance, limits."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from dllm.train.documents import training_section
+import torch
+import transformers
+
 from dllm.train.drafter.acceptance import Acceptance, possible, total
-from dllm.train.drafter.learner import DraftLearner
+from dllm.train.precision import processor
 from dllm.train.run import Run
 from dllm.train.run_files import CARD
 
 
-def write_model_card(run: Run[DraftLearner], path: Path, command: str, data: str) -> None:
+def write_model_card(run: Run, path: Path, command: str, data: str) -> None:
     """Write ``README.md`` beside the weights.
 
     Args:
         command: the command line that made them.
         data: what they were trained on, in a sentence.
     """
-    learner = run.learner
-    settings, drafter = learner.settings, learner.drafter
+    learner, drafter = run.learner, run.learner.drafter
     num_params = sum(param.numel() for param in run.average.parameters())
     sections = [
         f"# A drafter of {num_params / 1e6:.2f}M parameters\n",
@@ -26,14 +28,7 @@ def write_model_card(run: Run[DraftLearner], path: Path, command: str, data: str
         f"{drafter.block - 1} tokens of one target in one pass, from the target's hidden states "
         f"behind layers {', '.join(map(str, drafter.read.target_layer_ids))}. Embedding and head "
         "are the target's. It changes the target's speed and nothing that it says.\n",
-        *training_section(
-            run,
-            command,
-            data,
-            f"{settings.batch_size} responses with {settings.anchors} draft blocks each, seed "
-            f"{settings.seed}; cross-entropy of the target's own tokens, draft k weighted "
-            f"exp(-(k - 1) / {learner.gamma:g}); Muon and AdamW, average of the weights.",
-        ),
+        *_training(run, command, data),
         "\n## Acceptance on held-out prompts, greedy\n",
         *acceptance_table(learner.acceptance, possible(learner.heldout, drafter.block - 1)),
         "\nTokens a step: what a server emits per step of the target, its own token included, up "
@@ -45,6 +40,25 @@ def write_model_card(run: Run[DraftLearner], path: Path, command: str, data: str
         "trained on: calibrate again (docs/calibration.md).",
     ]
     (path / CARD).write_text("\n".join(sections) + "\n")
+
+
+def _training(run: Run, command: str, data: str) -> list[str]:
+    """The section on the training, settings included."""
+    settings = run.settings
+    return [
+        "## Training\n",
+        f"- Data: {data}",
+        f"- {run.step} steps of {settings.batch_size} responses with {settings.anchors} draft "
+        f"blocks each, seed {settings.seed}; cross-entropy of the target's own tokens, draft k "
+        f"weighted exp(-(k - 1) / {run.learner.gamma:g}); Muon and AdamW, average of the weights.",
+        f"- Reproduce with `{command}` and the settings below.",
+        f"- {run.seconds / 60:.0f} minutes of training on {settings.threads} thread(s) of "
+        f"{processor(run.device)}; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}.\n",
+        "```json",
+        json.dumps(settings.to_mapping(), indent=2),
+        "```",
+    ]
 
 
 def acceptance_table(

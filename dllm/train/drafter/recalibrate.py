@@ -26,8 +26,8 @@ from dllm.settings.command import OK, CommandError
 from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.export import Drafter, write_checkpoint
 from dllm.train.drafter.learner import DraftLearner
-from dllm.train.drafter.presets import CONTINUED
 from dllm.train.drafter.recorded import TooFewSamples, split_buffer
+from dllm.train.drafter.settings import CONTINUED
 from dllm.train.drafter.target import read_config, target_facts
 from dllm.train.run import Run
 

@@ -1,14 +1,26 @@
-"""CalibrateSettings: everything that a run of ``dllm calibrate`` is made of, from a TOML file."""
+"""CalibrateSettings: everything that a run of ``dllm calibrate`` is made of, from a TOML file.
 
+The checks are pydantic's: a type or a bound of a field is all there is to write.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from dllm.settings.checks import refuse_value
-from dllm.train.settings import CHECKED, Count, RunSettings, Share
+from dllm.settings.checks import did_you_mean, read_toml, refuse_value
+from dllm.settings.command import CommandError
 
+CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0, le=1)]
 Id = Annotated[int, Field(ge=0)]
 
 
@@ -20,7 +32,7 @@ class DrafterShape:
         num_layers: transformer layers of the drafter.
         block_size: positions of a draft block: the last token, and one less drafts.
         target_layer_ids: 0-based layers of the target whose outputs the drafter reads, ascending;
-            empty: as many as the drafter has layers, spread evenly (``presets.spread_layers``).
+            empty: as many as the drafter has layers, spread evenly (``config.spread_layers``).
         draft_vocab_size: tokens that it can draft, the most frequent ones of the responses; None:
             every token, by the target's own head. The head costs most of a small drafter's pass.
         mask_token_id: token at the positions to draft; None: the tokenizer's mask token.
@@ -43,14 +55,21 @@ class DrafterShape:
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
-class CalibrateSettings(RunSettings):
-    """One calibration; the other fields are those of ``RunSettings``.
+class CalibrateSettings:
+    """One calibration; together with the run's inputs it decides the weights.
 
     Attributes:
         seed: of the initial weights, the responses and the anchors.
+        steps: optimizer steps in all.
         batch_size: sequences (a prompt and its response) in each step.
         anchors: draft blocks in each sequence, each behind a random token of the response.
         gamma: draft k weighs exp(-(k - 1) / gamma) in the loss, tokens; None: block_size / 2.
+        matrix_lr, vector_lr: peak learning rate of Muon and of AdamW.
+        warmup_steps: the learning rates grow linearly over so many steps.
+        decay_from: fraction of the run after which the learning rates fall, along a cosine.
+        final_lr: fraction of the peak that is left at the end.
+        ema: decay of the average of the weights, which is what is evaluated and written.
+        clip: largest norm of the gradient.
         responses: task suite: training prompts of each family; prompt file: at most so many.
         heldout: task suite: held-out prompts of each family; prompt file: the first so many.
         max_tokens: of a response.
@@ -58,14 +77,23 @@ class CalibrateSettings(RunSettings):
         generate_batch: responses generated at once.
         max_length: sequences are cut to so many tokens.
         hidden_states: ``stored`` on disk once, or ``recomputed`` by the target at every step.
+        evaluate_every, checkpoint_every: steps.
+        threads: of the CPU; the last bits of the weights depend on it.
         drafter: table ``[drafter]``: the network; with ``--drafter`` it is that checkpoint's.
     """
 
+    seed: Annotated[int, Field(ge=0)] = 0
     steps: Count = 3000
     batch_size: Count = 32
-    decay_from: Share = 0.4
     anchors: Count = 16
     gamma: Annotated[float, Field(gt=0)] | None = None
+    matrix_lr: Rate = 0.02
+    vector_lr: Rate = 0.003
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    decay_from: Share = 0.4
+    final_lr: Share = 0.02
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.998
+    clip: Annotated[float, Field(gt=0)] = 1.0
     responses: Count = 1000
     heldout: Count = 40
     max_tokens: Annotated[int, Field(ge=2)] = 256
@@ -73,4 +101,77 @@ class CalibrateSettings(RunSettings):
     generate_batch: Count = 64
     max_length: Annotated[int, Field(ge=4)] = 2048
     hidden_states: Literal["stored", "recomputed"] = "stored"
+    evaluate_every: Count = 500
+    checkpoint_every: Count = 250
+    threads: Count = 1
     drafter: DrafterShape = field(default_factory=DrafterShape)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a TOML file.
+
+        Raises:
+            CommandError: no such file, no TOML, or a field is unknown or out of range.
+        """
+        try:
+            return cls.from_mapping(read_toml(path))
+        except ValueError as error:
+            raise CommandError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> Self:
+        """The inverse of ``to_mapping``.
+
+        Raises:
+            ValueError: a field is unknown, missing or out of range; names the first such field.
+        """
+        try:
+            # By way of JSON, which has no tuples: there, lists are taken for them.
+            return TypeAdapter(cls).validate_json(json.dumps(values, default=str))
+        except ValidationError as error:
+            raise ValueError(in_words(cls, error)) from None
+
+    def to_mapping(self) -> dict[str, object]:
+        """Plain data, for a checkpoint and its model card."""
+        return dataclasses.asdict(self)
+
+
+# For a new drafter of any target.
+NEW = CalibrateSettings(
+    steps=20000,
+    batch_size=4,
+    anchors=256,
+    matrix_lr=0.005,
+    vector_lr=0.0006,
+    responses=50000,
+    heldout=100,
+    max_tokens=1024,
+)
+# For a run that starts from a trained drafter: low learning rates, so that it forgets little.
+CONTINUED = CalibrateSettings(
+    steps=1000, matrix_lr=0.003, vector_lr=0.0003, decay_from=0.0, anchors=16
+)
+
+
+def in_words(kind: type, error: ValidationError) -> str:
+    """The first mistake: the field, what was given, what is allowed."""
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    if first["type"] == "missing":
+        return f"{name} is missing."
+    if first["type"] == "unexpected_keyword_argument":
+        known = _names(kind)
+        return f"no option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}."
+    allowed = first["msg"].removeprefix("Input should be ")
+    return f"{name} = {first['input']!r}; allowed: {allowed}."
+
+
+def _names(kind: type) -> list[str]:
+    """All fields of a dataclass; those of a table as ``table.field``."""
+    found = []
+    for one in dataclasses.fields(kind):
+        is_table = isinstance(one.type, type) and dataclasses.is_dataclass(one.type)
+        found += [f"{one.name}.{n}" for n in _names(one.type)] if is_table else [one.name]  # type: ignore[arg-type]
+    return found

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.settings.command import CommandError
 from dllm.train.drafter.ends import NORMS, TargetEnds, head_norm
-from dllm.train.generate import continue_prompts
 
 
 class Target(TargetEnds):
@@ -74,9 +73,19 @@ class Target(TargetEnds):
             # Exactly what is asked for: no top-k or top-p of the model's generation config.
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(seed)
-        filler = min(self.eos, default=0)
-        rows = continue_prompts(self.model, prompts, max_tokens, filler, **sampling)
-        return [self._until_end(row) for row in rows]
+        # Nothing attends to the filler in front of short prompts.
+        filler, longest = min(self.eos, default=0), max(map(len, prompts))
+        pads = [longest - len(prompt) for prompt in prompts]
+        rows = [[filler] * pad + [*prompt] for pad, prompt in zip(pads, prompts, strict=True)]
+        is_prompt = torch.arange(longest) >= torch.tensor(pads)[:, None]
+        output = self.model.generate(
+            torch.tensor(rows, device=self.device),
+            attention_mask=is_prompt.long().to(self.device),
+            max_new_tokens=max_tokens,
+            pad_token_id=filler,
+            **sampling,
+        )
+        return [self._until_end(row) for row in output[:, longest:].tolist()]
 
     def _until_end(self, tokens: list[int]) -> list[int]:
         ends = [index for index, token in enumerate(tokens) if token in self.eos]

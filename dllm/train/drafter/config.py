@@ -1,66 +1,12 @@
-"""Drafter shapes for common targets, and config.json of a new drafter for any target.
-
-Layer ids, block sizes, mask tokens and sizes are those of released drafters (z-lab's, and NVIDIA's
-for Nemotron) where one is known. ``tests/train/targets`` holds the targets' own config.json, with
-its source. Our choice are: every layer sees everything (some released ones slide); the mask tokens
-of llama-3.1-8b and qwen3.5-27b; the layers of qwen3-30b-a3b and all of deepseek-r1-distill-qwen-7b,
-by z-lab's rule of spreading layers; the block size of nemotron-3-nano-30b-a3b.
-"""
+"""config.json of a new drafter, for any target: sizes of the settings, or else the target's."""
 
 from dllm.drafter.checkpoint import TargetFacts
-from dllm.train.drafter.settings import CalibrateSettings, DrafterShape
+from dllm.train.drafter.settings import DrafterShape
 from dllm.train.drafter.target import rope_of
-
-QWEN3_MASK, QWEN3_5_MASK = 151669, 248077  # the first ids behind the tokenizers' last ones
-
-# (layers, block, target layers, mask token, heads, key and value heads, head_dim, intermediate)
-PRESETS: dict[str, DrafterShape] = {
-    "qwen3-4b": DrafterShape(5, 16, (1, 9, 17, 25, 33), QWEN3_MASK, 32, 8, 128, 9728),
-    "qwen3-8b": DrafterShape(5, 16, (1, 9, 17, 25, 33), QWEN3_MASK, 32, 8, 128, 12288),
-    "qwen3-30b-a3b": DrafterShape(5, 16, (1, 12, 23, 34, 45), QWEN3_MASK, 32, 4, 128, 6144),
-    "qwen3.5-27b": DrafterShape(5, 16, (1, 16, 31, 46, 61), QWEN3_5_MASK, 32, 8, 128, 17408),
-    "qwen3.5-35b-a3b": DrafterShape(
-        6, 16, (1, 6, 11, 16, 22, 27, 32, 37), QWEN3_5_MASK, 32, 8, 128, 6144
-    ),
-    "qwen3.5-122b-a10b": DrafterShape(
-        6, 16, (1, 7, 14, 20, 26, 32, 39, 45), QWEN3_5_MASK, 32, 8, 128, 9216
-    ),
-    "llama-3.1-8b": DrafterShape(5, 10, (1, 8, 15, 22, 29), 128002, 32, 8, 128, 14336),
-    "gpt-oss-20b": DrafterShape(8, 8, (1, 6, 11, 16, 21), 200000, 64, 8, 64, 7680),
-    "nemotron-3-nano-30b-a3b": DrafterShape(6, 8, (1, 5, 19, 29, 41, 51), 990, 32, 2, 128, 6144),
-    "deepseek-r1-distill-qwen-7b": DrafterShape(
-        5, 16, (1, 7, 13, 19, 25), 151665, 28, 4, 128, 18944
-    ),
-}
 
 # Of a target's RoPE scaling: what is about positions of images, or about rotating a part of each
 # head. A drafter has neither.
 OF_TARGETS_ALONE = ("mrope_section", "mrope_interleaved", "partial_rotary_factor", "rope_theta")
-
-# For a run that starts from a trained drafter: low learning rates, so that it forgets little.
-CONTINUED = CalibrateSettings(
-    steps=1000, matrix_lr=0.003, vector_lr=0.0003, decay_from=0.0, anchors=16
-)
-
-
-def settings_for(preset: str | None, uses_suite: bool) -> CalibrateSettings:
-    """Settings of a run with a preset, or with a shape that follows from the target.
-
-    Args:
-        uses_suite: the prompts are of the task suite, of each family so many.
-    """
-    shape = PRESETS[preset] if preset else DrafterShape()
-    return CalibrateSettings(
-        steps=20000,
-        batch_size=4,
-        anchors=256,
-        matrix_lr=0.005,
-        vector_lr=0.0006,
-        responses=1000 if uses_suite else 50000,
-        heldout=100,
-        max_tokens=1024,
-        drafter=shape,
-    )
 
 
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:

@@ -1,1 +1,0 @@
-"""``dllm train`` for language models: small ones, on the task suite."""

@@ -1,0 +1,107 @@
+"""config.json of a new drafter: z-lab's shapes, and the RoPE of its target."""
+
+from typing import Any
+
+import pytest
+
+from dllm.drafter.checkpoint import DrafterConfig, check_pair
+from dllm.settings.drafting import DrafterOptions
+from dllm.train.drafter.config import drafter_config, spread_layers
+from dllm.train.drafter.settings import DrafterShape
+from dllm.train.drafter.target import target_facts
+
+# Fields of config.json of Qwen/Qwen3.5-27B (its text_config) and meta-llama/Llama-3.1-8B.
+QWEN: dict[str, Any] = {
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "vocab_size": 248320,
+    "intermediate_size": 17408,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+    },
+}
+LLAMA: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+
+
+def new_drafter(target: dict[str, Any], **sizes: Any) -> tuple[dict[str, Any], DrafterConfig]:
+    """config.json of a drafter for a target, which it fits, and the same as it is read."""
+    facts = target_facts(target)
+    config = drafter_config(DrafterShape(mask_token_id=128002, **sizes), target, facts)
+    read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
+    check_pair(read, facts)  # sizes, vocabulary, layers, mask token, RoPE style
+    return config, read
+
+
+def test_with_its_sizes_it_is_the_released_drafter():
+    """Of Qwen3.5-27B, z-lab's; the rest of its fields says the same."""
+    config, _ = new_drafter(QWEN, num_heads=32, num_kv_heads=8, head_dim=128)
+    released = {
+        "block_size": 16,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "vocab_size": 248320,
+    }
+    assert config | released == config
+    assert config["dflash_config"]["target_layer_ids"] == [1, 16, 31, 46, 61]
+
+
+# What drafters of z-lab read: of qwen3-8b, llama-3.1-8b, gpt-oss-20b, qwen3.5-35b-a3b, -122b-a10b.
+@pytest.mark.parametrize(
+    ("num_target_layers", "layers"),
+    [
+        (36, (1, 9, 17, 25, 33)),
+        (32, (1, 8, 15, 22, 29)),
+        (24, (1, 6, 11, 16, 21)),
+        (40, (1, 6, 11, 16, 22, 27, 32, 37)),
+        (48, (1, 7, 14, 20, 26, 32, 39, 45)),
+        (5, (2, 3, 4)),
+    ],
+)
+def test_layers_are_spread_by_z_labs_rule(num_target_layers, layers):
+    assert spread_layers(num_target_layers, len(layers)) == layers
+
+
+def test_a_scaled_rope_is_taken_over():
+    _, read = new_drafter(LLAMA)
+    assert read.rope_parameters.items() >= LLAMA["rope_scaling"].items()
+    assert read.rope_parameters["rope_theta"] == 500000
+    assert read.head_dim == 128
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope_type": "yarn", "factor": 4.0}])
+def test_what_is_about_images_or_a_part_of_a_head_is_left_out(scaling):
+    rope = QWEN["rope_parameters"] | scaling
+    config, read = new_drafter(QWEN | {"rope_parameters": rope})
+    assert config.get("rope_scaling", {}) == scaling
+    assert read.rope_parameters["rope_theta"] == 10_000_000
+    assert read.rope_parameters["rope_type"] == scaling.get("rope_type", "default")
+    assert "mrope_section" not in read.rope_parameters
+    assert "partial_rotary_factor" not in read.rope_parameters
