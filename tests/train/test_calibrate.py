@@ -21,8 +21,8 @@ from dllm.train.drafter.network import NEVER, count_params
 from dllm.train.drafter.prompts import load_prompts
 from dllm.train.drafter.responses import check_disk
 from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.drafter.target import dtype_of, target_facts
 from dllm.train.drafter.target import read_config as read_target_config
-from dllm.train.drafter.target import target_facts
 from dllm.train.run_files import LOG
 from tests.support.calibrate_cases import (
     PROMPTS,
@@ -262,6 +262,29 @@ def test_a_disk_that_is_too_small_is_refused(target_path, tmp_path, monkeypatch,
     check_disk(tmp_path, True, *arguments)
     with pytest.raises(CommandError, match="free and the run may need"):
         check_disk(tmp_path, False, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"torch_dtype": "bfloat16", "text_config": {"hidden_size": 8}}, 2),
+        ({"dtype": "bfloat16", "text_config": {"dtype": "float32"}}, 4),
+        ({"dtype": "float16"}, 2),
+        ({"hidden_size": 8}, 4),
+        ({"dtype": "bf16", "text_config": {"hidden_size": 8}}, None),
+        ({"dtype": "nn"}, None),
+    ],
+)
+def test_the_type_of_hidden_states_may_stand_outside_the_language_models_part(
+    tmp_path, config, size
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_target_config(tmp_path)
+    if size is not None:
+        assert dtype_of(found).itemsize == size
+    else:
+        with pytest.raises(CommandError, match="allowed: a type of torch"):
+            dtype_of(found)
 
 
 def test_other_mistakes_are_refused(target_path, files, capsys, tmp_path):

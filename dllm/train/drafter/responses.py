@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from rich.filesize import decimal
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from dllm.train.drafter.export import Drafter
 from dllm.train.drafter.network import count_params
 from dllm.train.drafter.prompts import Prompt
 from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.drafter.target import Target
+from dllm.train.drafter.target import Target, dtype_of
 
 TRAIN, HELDOUT = "train", "heldout"
 CONCURRENCY = 32  # requests to a server at once
@@ -47,16 +46,15 @@ def check_disk(
     What a resumed run has written counts as free.
 
     Raises:
-        CommandError: the disk has less room than that.
+        CommandError: the disk has less room than that, or the target's numbers are of no type.
     """
     limit, longest = settings.max_tokens, settings.max_length
     num_tokens = sum(min(len(prompt.tokens) + limit, longest) for prompt in prompts)
     read, num_params = drafter.read, count_params(drafter.read)
     hidden = 0
     if settings.hidden_states == "stored":
-        dtype = str(target_config.get("dtype") or target_config.get("torch_dtype") or "float32")
         features = len(read.target_layer_ids) * read.target_hidden_size
-        hidden = num_tokens * features * int(getattr(torch, dtype).itemsize)
+        hidden = num_tokens * features * dtype_of(target_config).itemsize
     needed = TOKEN_BYTES * num_tokens + hidden + STATE_BYTES * num_params
     print(
         f"disk: at most {decimal(needed)}, of which hidden states {decimal(hidden)}; "

@@ -93,7 +93,7 @@ class Target(TargetEnds):
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """config.json of the target's language model.
+    """config.json of the target's language model; ``dtype`` may stand beside that one's part.
 
     Raises:
         CommandError: there is none.
@@ -102,7 +102,28 @@ def read_config(path: Path) -> dict[str, object]:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise CommandError(f"{path}: no readable config.json ({error}).") from None
-    return config.get("text_config") or config
+    text: dict[str, object] | None = config.get("text_config")
+    if text is None:
+        return config
+    if not (text.get("dtype") or text.get("torch_dtype")):
+        text["dtype"] = config.get("dtype") or config.get("torch_dtype")
+    return text
+
+
+def dtype_of(config: Mapping[str, object]) -> torch.dtype:
+    """The type of the target's hidden states.
+
+    Raises:
+        CommandError: config.json names none of torch's.
+    """
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CommandError(
+            f"the target's config.json has dtype = {name!r}; allowed: a type of torch, for "
+            "instance bfloat16."
+        )
+    return dtype
 
 
 def rope_of(config: Mapping[str, object]) -> dict[str, object]:
