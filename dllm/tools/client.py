@@ -5,14 +5,11 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import openai
 
 from dllm.settings.checks import did_you_mean
 from dllm.settings.command import CommandError
-
-Number = TypeVar("Number", int, float)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
@@ -86,11 +83,6 @@ def connect(base_url: str, model: str | None, api_key: str | None = None) -> Con
             problem = f"no model {model!r}{did_you_mean(model, served)}"
         raise CommandError(f"{url} serves {problem}; served: {', '.join(served)}.")
     return Connection(url, model, client)
-
-
-def if_given(value: Number | None) -> Number | openai.Omit:
-    """The value of a request's option; None leaves the option out instead of sending null."""
-    return openai.omit if value is None else value
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import openai
 
 from dllm.tasks.suite import Question
-from dllm.tools.client import Connection, explained, if_given
+from dllm.tools.client import Connection, explained
 from dllm.tools.eval_report import Answer, Run
 
 PASSES = "vllm:diffusion_num_denoising_steps_total"
@@ -73,7 +73,7 @@ class ServedModel:
             model=self.connection.model,
             messages=[{"role": "user", "content": question.prompt}],
             max_tokens=self.max_tokens,
-            temperature=if_given(self.temperature),
+            temperature=openai.omit if self.temperature is None else self.temperature,
             seed=openai.omit if self.seed is None else self.seed + index,
             extra_body=None if question.chat is None else question.chat.request,
         )

@@ -7,7 +7,6 @@ from typing import Any
 import openai
 import pytest
 
-from dllm import cli
 from dllm.tasks.suite import questions
 from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, serving
 
@@ -91,16 +90,20 @@ def test_what_the_worker_cannot_hold_and_what_canvases_have_is_refused(
     assert refused.value.param == parameter
 
 
-def test_a_causal_score_is_the_logprobs_of_the_answer(server, decoding, capsys, tmp_path):
-    prompt = "Sort these numbers: 3 1 2"
+def test_a_causal_score_is_the_logprobs_of_the_answer(server: Server, decoding: str) -> None:
+    client, prompt = server.client(), "Sort these numbers: 3 1 2"
     extra = {"return_token_ids": True, "ignore_eos": True}
-    answer = server.client().completions.create(
+    answer = client.completions.create(
         model=MODEL, prompt=prompt, max_tokens=12, temperature=0, logprobs=0, extra_body=extra
     )
     (choice,) = answer.choices
-    file = tmp_path / "texts.jsonl"
-    file.write_text(json.dumps({"prompt": prompt, "text": choice.token_ids}))
-    assert cli.main(["score", "--base-url", server.url, "--file", str(file), "--causal"]) == 0
-    scored = json.loads(capsys.readouterr().out)
-    assert scored["token_logprobs"] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
-    assert scored["logprob"] == pytest.approx(sum(scored["token_logprobs"]))
+    (scored,) = client.completions.create(
+        model=MODEL,
+        prompt=[*choice.prompt_token_ids, *choice.token_ids],
+        max_tokens=1,
+        extra_body={"prompt_logprobs": 0},
+    ).choices
+    of_text = scored.prompt_logprobs[len(choice.prompt_token_ids) :]
+    pairs = zip(of_text, choice.token_ids, strict=True)
+    found = [row[str(token)]["logprob"] for row, token in pairs]
+    assert found == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)

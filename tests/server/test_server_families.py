@@ -3,13 +3,13 @@
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from dllm import cli
 from tests.support.family_checkpoints import MASK
 from tests.support.server_harness import FLAGS, MODEL, Server
 
@@ -90,17 +90,15 @@ def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
             complete(client, **options)
 
 
-def test_texts_are_scored(server: Server, capsys: pytest.CaptureFixture[str], tmp_path) -> None:
-    """The command prints what the route answers, and the same again."""
+def test_texts_are_scored(server: Server) -> None:
+    """The same again for the same body."""
     body = {"prompt": "Sort these numbers", "text": "1 2 3 and some more of them"}
     bodies = [body, body | {"samples": 1}, body | {"places": [4, 0]}, body | {"seed": 1}]
-    file = tmp_path / "texts.jsonl"
-    file.write_text("\n".join(json.dumps(one) for one in bodies))
-    for _ in range(2):
-        assert cli.main(["score", "--base-url", server.url, "--file", str(file)]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    estimate, single, places, other = lines[:4]
-    assert lines[4:] == lines[:4]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        replies = list(pool.map(partial(server.post, "/v1/scores"), 2 * bodies))
+    answers = [json.loads(reply.text) for reply in replies]
+    estimate, single, places, other = answers[:4]
+    assert answers[4:] == answers[:4]
     assert estimate["samples"] == 8 and estimate["standard_error"] > 0 > estimate["elbo"]
     assert single["standard_error"] is None and other["elbo"] != estimate["elbo"]
     assert [at for at, one in enumerate(places["token_logprobs"]) if one is not None] == [0, 4]

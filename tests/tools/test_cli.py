@@ -1,15 +1,10 @@
-"""The `dllm` command: dispatch, errors that help, and `dllm chat`."""
-
-import io
-from collections.abc import Callable
+"""The `dllm` command: dispatch, and errors that help."""
 
 import pytest
-from rich.console import Console
 
 from dllm import cli
 from dllm.cli import main
 from dllm.tools import client
-from dllm.tools.chat import Conversation, talk
 from tests.support.chat_stub import Stub, serve
 from tests.support.process import run_python
 
@@ -53,7 +48,7 @@ def test_run_as_a_module_it_reports_errors_in_one_line() -> None:
         ["eval", "--temperature", "-1"],
         ["eval", "--temperature", "nan"],
         ["eval", "--output", "/no/such/folder/x.json"],
-        ["chat", "--no-such-flag"],
+        ["eval", "--no-such-flag"],
         ["watch"],
         ["watch", "a question", "--model", "x", "--delay", "-1"],
         ["watch", "a question", "--model", "x", "--max-blocks", "0"],
@@ -73,7 +68,7 @@ def test_wrong_arguments_are_refused_with_status_2(arguments: list[str]) -> None
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with serve(Stub(str)) as stub:
         gone = stub.url
-    assert main(["chat", "--base-url", gone]) == 1
+    assert main(["eval", "--base-url", gone]) == 1
     message = capsys.readouterr().err
     assert f"no server answers at {gone}" in message
     assert "make serve" in message
@@ -98,11 +93,10 @@ def test_one_of_several_models_has_to_be_named() -> None:
             client.connect(stub.url, None)
 
 
-@pytest.mark.parametrize("command", [["chat"], ["eval"], ["watch", "a question"]])
+@pytest.mark.parametrize("command", [["eval"], ["watch", "a question"]])
 def test_a_server_with_a_key(command: list[str], tmp_path, monkeypatch, capsys) -> None:
     """The key comes from the flag or the variable; without it the server answers HTTP 401."""
     answered = []
-    monkeypatch.setattr("builtins.input", lambda _: "/quit")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with serve(Stub(str, key="s3cret")) as stub:
         asked = [*command, "--base-url", stub.url]
@@ -117,89 +111,3 @@ def test_a_server_with_a_key(command: list[str], tmp_path, monkeypatch, capsys) 
     assert answered == ([1, 1, 1, 1] if command[0] == "watch" else [1, 1, 0, 0])
     assert said.count("HTTP 401") == said.count("--api-key, or in the variable OPENAI_API_KEY") == 2
     assert not any("s3cret" in file.read_text() for file in tmp_path.iterdir())
-
-
-# --------------------------------------------------------------------------------------------------
-# Chat
-
-
-def typed(*lines: str) -> Callable[[str], str]:
-    """Somebody who types these lines and then ends the input."""
-    waiting = iter(lines)
-
-    def read(prompt: str) -> str:
-        for line in waiting:
-            return line
-        raise EOFError
-
-    return read
-
-
-def answer_with_count(messages: list[dict[str, str]]) -> str:
-    return f"[b]Message {len(messages)}[/b]: {messages[-1]['content']}"
-
-
-def chat(stub: Stub, *lines: str, console: Console | None = None, **options: object):
-    """Talk to a stub; returns what was shown, and the conversation."""
-    console = console or Console(file=io.StringIO(), width=200)
-    conversation = Conversation(client.connect(stub.url, None), **options)  # type: ignore[arg-type]
-    talk(conversation, console, typed(*lines))
-    return console.file.getvalue(), conversation  # type: ignore[attr-defined]
-
-
-def test_the_history_is_sent_and_reset_forgets_it() -> None:
-    with serve(Stub(answer_with_count)) as stub:
-        shown, _ = chat(stub, "one", "", "two", "/reset", "three", "/quit", "four", system="Be.")
-    # As the server wrote it, brackets included: 1 system message, and two a question before.
-    assert "[b]Message 2[/b]: one" in shown
-    assert "[b]Message 4[/b]: two" in shown
-    assert "[b]Message 2[/b]: three" in shown
-    assert "four" not in shown
-    roles = [[message["role"] for message in request["messages"]] for request in stub.requests]
-    assert roles[1] == ["system", "user", "assistant", "user"]
-    assert stub.requests[1]["messages"][2]["content"] == "[b]Message 2[/b]: one"
-    assert "max_tokens" not in stub.requests[0]
-
-
-def test_control_characters_do_not_reach_the_terminal() -> None:
-    said = "clip\x1b]52;c;cHduZWQ=\x07 clear\x9b2J\x7f\r 👩\u200d🔬\xa0x\ny"
-    with serve(Stub(lambda messages: said)) as stub:
-        shown, conversation = chat(stub, "one")
-    assert "clip�]52;c;cHduZWQ=� clear�2J�� 👩\u200d🔬\xa0x\ny" in shown
-    assert conversation.messages[-1]["content"] == said
-
-
-def test_an_unknown_command_is_not_sent() -> None:
-    with serve(Stub(answer_with_count)) as stub:
-        shown, _ = chat(stub, "/exit")
-    assert "No command /exit" in shown
-    assert stub.requests == []
-
-
-def test_a_refusal_is_shown_and_the_question_forgotten() -> None:
-    with serve(Stub(answer_with_count, status=400)) as stub:
-        shown, conversation = chat(stub, "one", max_tokens=5)
-    assert "refused with HTTP 400" in shown
-    assert conversation.messages == []
-    assert stub.requests[0]["max_tokens"] == 5
-
-
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
-    class Interrupted(Console):
-        """Ctrl-C when the second piece of the first answer is about to be shown."""
-
-        pieces = 0
-
-        def print(self, *objects: object, **options: object) -> None:  # type: ignore[override]
-            self.pieces += options.get("end") == ""
-            if self.pieces == 2:
-                self.pieces = 1000
-                raise KeyboardInterrupt
-            super().print(*objects, **options)  # type: ignore[arg-type]
-
-    console = Interrupted(file=io.StringIO(), width=200)
-    with serve(Stub(answer_with_count)) as stub:
-        shown, conversation = chat(stub, "one", "two", console=console)
-    assert "Stopped." in shown
-    assert "Message 3[/b]: two" in shown, "the program went on"
-    assert conversation.messages[1]["content"] == "[b]Mes"  # the two pieces that had arrived

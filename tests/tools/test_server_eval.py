@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,7 +9,6 @@ import pytest
 
 from dllm.cli import main
 from dllm.tasks.suite import questions
-from dllm.tools.chat import Conversation
 from dllm.tools.client import connect
 from dllm.tools.eval_server import ServedModel
 from dllm.tools.watch import served_frames
@@ -80,22 +78,6 @@ def test_the_command_draws_and_writes(
     assert steps == list(range(1, len(steps) + 1))
     groups = [g for g in ElementTree.parse(svg).getroot().iter() if g.get("class") == "f"]
     assert len(groups) == len(steps)
-
-
-def test_a_conversation_goes_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server takes what it said itself, streamed, as history.
-
-    With a seed: of random weights, some answers are empty, and those are not kept.
-    """
-    connection = connect(server.url, None)
-    completions = connection.client.chat.completions
-    monkeypatch.setattr(completions, "create", partial(completions.create, seed=1))
-    conversation = Conversation(connection, system="Be brief.", max_tokens=40)
-    for turn, question in enumerate(["Sort 3, 1, 2.", "And now?"], start=1):
-        said = "".join(conversation.ask(question))
-        assert said
-        assert len(conversation.messages) == 1 + 2 * turn
-        assert conversation.messages[-1] == {"role": "assistant", "content": said}
 
 
 def test_typed_decisions_of_a_file_are_scored(server: Server, tmp_path, capsys) -> None:

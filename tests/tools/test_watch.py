@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from dllm.cli import main
+from dllm.tools.visible import visible
 from dllm.tools.watch_drawing import (
     Frame,
     Texts,
@@ -78,6 +79,12 @@ def test_control_characters_do_not_reach_the_terminal(two_blocks: list[Frame]) -
     console.print(picture(two_blocks[-1], texts, console.width))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "a�[2J⏎" in text and "a�[2J\n" in text and "\x1b" not in text
+
+
+def test_what_is_no_control_character_stays() -> None:
+    said = "clip\x1b]52;c;cHduZWQ=\x07 clear\x9b2J\x7f\r 👩\u200d🔬\xa0x\ny"
+    shown = "clip�]52;c;cHduZWQ=� clear�2J�� 👩\u200d🔬\xa0x\ny"
+    assert visible(said, kept="\n\t") == shown
 
 
 # --------------------------------------------------------------------------------------------------
