@@ -87,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except (RuntimeError, ValueError) as error:
                 print(f"No table, because:\n{error}", file=sys.stderr)
                 code = 1
-    print(f"{shown(options.results)}\n\n{path}")
+    if rows:
+        print(f"{shown(options.results)}\n\n{path}")
     return code
 
 

@@ -77,7 +77,8 @@ def race(
 ) -> Iterator[list[Row]]:
     """All rounds; in each, every load, and in each of those every contestant, alone.
 
-    Yields all rows so far, after each load, so that they can be saved.
+    Yields all rows so far, after each load, so that they can be saved. A load that nobody takes is
+    left out.
 
     Args:
         run: of a contestant, a load and a number that belongs to this load in this round; its row
@@ -89,8 +90,12 @@ def race(
     rows: list[Row] = []
     for pair in rounds:
         for index, load in enumerate(loads):
-            progress(f"  round {pair + 1}: {getattr(load, 'name', load)}")
+            name = getattr(load, "name", load)
             racing = [one for one in contestants if one.takes(load)]
+            if not racing:
+                progress(f"  round {pair + 1}: nobody takes {name}; it is left out")
+                continue
+            progress(f"  round {pair + 1}: {name}")
             shift = pair % len(racing)  # each round begins with another one
             for one in racing[shift:] + racing[:shift]:
                 with undisturbed(one.server, contestants):

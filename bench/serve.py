@@ -43,6 +43,7 @@ from bench.runs import TRANSFORMERS as REFERENCE
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload
+from dllm.settings.command import CommandError
 from tests.support import llada2_pipeline
 
 KINDS = OURS, BUILTIN, AUTOREGRESSIVE = "ours", "built-in", "tiny-ar"
@@ -99,6 +100,7 @@ def measure(options: argparse.Namespace, save: Callable[[list[Row]], None]) -> N
     """All schedules, each with servers of its own; ``save`` gets all rows, after each load.
 
     Raises:
+        CommandError: no contestant takes any of the loads.
         GateError: outputs are wrong.
         RuntimeError: a server or client failed.
     """
@@ -118,6 +120,8 @@ def measure(options: argparse.Namespace, save: Callable[[list[Row]], None]) -> N
             for found in race_workloads(Client(folder), racing, loads, turns):
                 save([*rows, *found])
             rows += found
+    if not rows:
+        raise CommandError("no load has a contestant that takes it: name others, or other loads.")
 
 
 def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:

@@ -106,6 +106,18 @@ SMALL += ("--rounds", "1", "--blocks", "2", "--coverage", "0")
 SMALL += ("--llm", '{"enforce_eager": true}')
 
 
+def test_without_rows_there_is_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> list[dict[str, object]]:
+        raise RuntimeError("it did not start")
+
+    monkeypatch.setattr(profile_step, "results", lambda options: iter([fail]))
+    assert profile_step.main(["--results", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == "No table, because:\nit did not start\n"
+
+
 @pytest.mark.nightly
 def test_engines_with_asynchronous_scheduling_are_accounted_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -262,6 +262,21 @@ def test_no_two_workloads_or_rounds_share_prompts_and_all_is_saved(tmp_path: Pat
     assert client.seeds == ["0", "0", "1", "1", "2", "2", "3", "3"] and saves == [2, 4, 6, 8]
 
 
+def test_a_load_that_nobody_takes_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tables of an earlier run are not shown in place of what was not measured."""
+    local = Contestant("transformers", local=("transformers", MODEL))
+    one, eight = (replace(WORKLOAD, concurrency=n) for n in (1, 8))
+    found = race.race([local], (eight, one), range(1), lambda _, load, __: {"load": load})
+    assert [row["load"] for (row,) in found] == [one]
+    assert f"nobody takes {eight.name}; it is left out" in capsys.readouterr().err
+    options = ["--model", str(MODEL), "--contestants", "transformers", "--results", str(tmp_path)]
+    assert serve.main([*options, "--concurrency", "8", "--rates", "--rounds", "1"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "no load has a contestant" in said.err
+
+
 def test_rounds_end_with_the_budget_but_one_is_always_run() -> None:
     assert list(rounds(9, budget_s=0)) == [0] and list(rounds(2)) == [0, 1]
 
