@@ -53,7 +53,7 @@ def add_key(parser: argparse.ArgumentParser) -> None:
 
 def without_key(argv: Sequence[str], key: str | None) -> list[str]:
     """A command line as it may be written down: with the name of the variable for the key."""
-    return [each if key is None else each.replace(key, f"${KEY}") for each in argv]
+    return [each.replace(key, f"${KEY}") if key else each for each in argv]
 
 
 def connect(base_url: str, model: str | None, api_key: str | None = None) -> Connection:

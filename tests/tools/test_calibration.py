@@ -68,6 +68,8 @@ def test_few_questions_have_no_temperature():
         '{"input": "a"}',
         '{"input": "a", "question": {"type": "predicate"}, "answer": "yes"}',
         '{"input": "a", "question": {"type": "predicate"}, "odds": 2}',
+        '{"input": "a", "question": {"type": "predicate"}, "odds": 0.3, "answer": null}',
+        '{"input": "a", "question": {"type": "predicate"}, "odds": 0.3, "answer": "yes"}',
         "",
     ],
 )

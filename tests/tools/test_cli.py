@@ -93,6 +93,14 @@ def test_one_of_several_models_has_to_be_named() -> None:
             client.connect(stub.url, None)
 
 
+def test_a_command_line_is_written_down_without_the_key() -> None:
+    argv = ["--api-key", "s3cret", "--api-key=s3cret", "--seed=1"]
+    kept = ["--api-key", "$OPENAI_API_KEY", "--api-key=$OPENAI_API_KEY", "--seed=1"]
+    assert client.without_key(argv, "s3cret") == kept
+    assert client.without_key(["--api-key", ""], "") == ["--api-key", ""]
+    assert client.without_key(argv, None) == argv
+
+
 @pytest.mark.parametrize("command", [["eval"], ["watch", "a question"]])
 def test_a_server_with_a_key(command: list[str], tmp_path, monkeypatch, capsys) -> None:
     """The key comes from the flag or the variable; without it the server answers HTTP 401."""
