@@ -134,8 +134,9 @@ def _compile_cache() -> Finding:
 
 
 def _port(host: str, port: int) -> Finding:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, port), family=family):
             return Finding("port", "ok", f"{host}:{port} is free")
     except OSError as error:
         return Finding("port", "fail", f"{host}:{port}: {error.strerror}. Choose another: --port")

@@ -46,6 +46,17 @@ def test_lines_of_text(capsys, port):
     assert lines[0].startswith("ok   versions") and all(line[:4].strip() for line in lines)
 
 
+def test_a_port_of_ipv6():
+    try:
+        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        pytest.skip(f"no IPv6: {error}")
+    with taken:
+        number = taken.getsockname()[1]
+        assert command._port("::1", number).status == "fail"
+    assert command._port("::1", number).status == "ok"
+
+
 def test_what_is_wrong(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("dllm.doctor.command.a_namesake", lambda: "another dllm")
     with socket.create_server(("127.0.0.1", 0)) as taken:
