@@ -18,6 +18,7 @@ DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 AGAIN = "Make or download it again."
+FEW = 5  # names that a message lists
 
 # safetensors' names of dtypes.
 DTYPES = {
@@ -120,7 +121,7 @@ class Checkpoint:
 
     def num_bytes(self, name: str) -> int:
         """The size of a tensor in bytes."""
-        return byte_size(self.shapes[name], self.dtypes[name])
+        return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
 
     def release(self) -> None:
         """Close the files: memory that reading mapped is given back. They reopen when needed."""
@@ -159,21 +160,16 @@ def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return header
 
 
-def byte_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The size in bytes of a tensor of this shape and dtype."""
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
 def in_units(num_bytes: float) -> str:
     """A size as text, in MB or GB (powers of ten)."""
     unit, name = (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
     return f"{num_bytes / unit:.2f} {name}"
 
 
-def few(names: list[str], limit: int = 5) -> str:
+def few(names: list[str]) -> str:
     """The first names of a list, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return ", ".join(names[:FEW]) + more
 
 
 def _read_json(file: Path) -> dict[str, object]:

@@ -5,10 +5,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from dllm.quantize.job import prepare
+from dllm.quantize.job import prepare, refuse_existing
 from dllm.settings.command import OK, CommandError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,22 +19,43 @@ PYTHON, READY = ROOT / ".venv-quant/bin/python", ROOT / ".venv-quant/.locked"
 
 def main(argv: Sequence[str]) -> int:
     """Quantize a checkpoint; returns an exit status."""
-    job, args = prepare(argv)
-    python = find_python(args.python)
-    print(f"{args.model} -> {args.out} ({args.scheme}): needs {job.needs}", flush=True)
+    _, args = prepare(argv)
     # sys.exit unwinds through subprocess.run, which ends the process that does the work.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory() as directory:
+    with appearing(args.out) as made, tempfile.TemporaryDirectory() as directory:
+        python = find_python(args.python)
+        print(f"{args.model} -> {args.out} ({args.scheme})", flush=True)
         # The other environment does not have our packages. They come through links, because this
         # environment's site-packages on PYTHONPATH would bring everything else along.
         (Path(directory) / "dllm").symlink_to(ROOT / "dllm")
         environment = os.environ | {"PYTHONPATH": directory, "PYTHONUNBUFFERED": "1"}
         status = subprocess.run(
-            [python, "-m", "dllm.quantize.make", *argv], env=environment
+            [python, "-m", "dllm.quantize.make", *argv, "--out", str(made)], env=environment
         ).returncode
-    if status == OK:
-        print(f"{args.out} is ready: `dllm check-quant {args.out} --against {args.model}`")
-    return status
+        if status != OK:
+            sys.exit(status)
+    print(f"{args.out} is ready: `dllm check-quant {args.out} --against {args.model}`")
+    return OK
+
+
+@contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A path beside ``out`` to make a directory at, which is renamed to ``out`` in the end.
+
+    If the block ends with an exception, nothing of it is left.
+
+    Raises:
+        CommandError: the directory of ``out`` cannot be written to, or ``out`` has appeared.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.absolute().parent)
+    except OSError as error:
+        raise CommandError(f"--out {out}: {error}.") from None
+    with folder:  # its owner's alone; what is made in it has the usual permissions
+        made = Path(folder.name) / out.name
+        yield made
+        refuse_existing(out)
+        made.rename(out)
 
 
 def find_python(given: Path | None) -> Path:

@@ -11,7 +11,7 @@ import torch
 
 from dllm.quant.checks import implausible_scale, is_scale, layer_problems, scale_problem
 from dllm.quant.schemes import Scheme
-from dllm.quantize.checkpoint import Checkpoint, byte_size, few
+from dllm.quantize.checkpoint import Checkpoint, few
 from dllm.quantize.linears import Linear, by_one_name, layer_number, linears, text_shapes
 from dllm.quantize.recipes import quantized_layers
 from dllm.settings.command import CommandError
@@ -175,26 +175,3 @@ def _refuse_problems(module: str, parts: Tensors, scheme: Scheme) -> None:
             f"{'; '.join(found)}. Nothing of this layer was written: its weights are all zero or "
             "not finite, or calibration has never run it."
         )
-
-
-def file_bytes(source: Checkpoint, group: Group, scheme: Scheme) -> int:
-    """The size of a group's file without its header; scales are counted generously."""
-    kept = sum(source.num_bytes(stored) for stored in group.kept.values())
-    for layer in group.layers:
-        for suffix, shape in scheme.shapes(*layer.shape).items():
-            dtype = torch.float32 if suffix.endswith("scale") and shape[-1] == 1 else torch.int8
-            kept += byte_size(shape, dtype)
-    return kept
-
-
-def working_bytes(source: Checkpoint, group: Group, scheme: Scheme) -> int:
-    """About how much memory quantizing a group takes at its peak.
-
-    That is its file, its tensors in the source (mapped from disk, so the system may drop them), and
-    temporaries: about 12 fp32 copies of its largest layer. Up to three layers are fused and
-    quantized together, with several temporaries each.
-    """
-    largest = max((layer.shape[0] * layer.shape[1] for layer in group.layers), default=0)
-    read = {layer.source for layer in group.layers} | set(group.kept.values())
-    mapped = sum(source.num_bytes(name) for name in read if name in source.shapes)
-    return file_bytes(source, group, scheme) + mapped + 12 * largest * torch.float32.itemsize

@@ -5,16 +5,14 @@ to refuse at once what cannot be done, and ``make`` in LLM Compressor's environm
 """
 
 import argparse
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dllm.quant.schemes import Scheme
-from dllm.quantize.checkpoint import Checkpoint, in_units
-from dllm.quantize.groups import Group, file_bytes, groups_of, working_bytes
+from dllm.quantize.checkpoint import Checkpoint
+from dllm.quantize.groups import Group, groups_of
 from dllm.quantize.recipes import MADE, scheme_named
-from dllm.quantize.staging import refuse_existing
 from dllm.settings.command import CommandError
 from dllm.tasks.prompts import SHIPPED, Message, asked, knows_suite, read_conversations
 from dllm.tasks.suite import FAMILIES, questions
@@ -56,27 +54,6 @@ class Job:
     blocks: int
     seed: int
     device: str
-
-    @property
-    def output_bytes(self) -> int:
-        """About the size of the finished weights, in bytes."""
-        return sum(file_bytes(self.source, group, self.scheme) for group in self.groups)
-
-    @property
-    def needs(self) -> str:
-        """The memory and disk space that it takes, as text."""
-        writing = max(working_bytes(self.source, group, self.scheme) for group in self.groups)
-        text = (
-            f"{in_units(self.output_bytes)} of disk, {in_units(writing)} of memory beside the "
-            "libraries' 0.5 GB"
-        )
-        if not self.scheme.needs_calibration:
-            return text
-        model = sum(self.source.num_bytes(name) for name in self.source.shapes)
-        return (
-            f"{text}, and before that {in_units(model)} on the device that calibrates "
-            f"({self.device}): the whole model, once"
-        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -131,31 +108,17 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
     if scheme.needs_calibration:
         prompts = calibration_prompts(args.calibration, args.model, args.samples, args.seed)
     groups, options = groups_of(source, scheme), (args.blocks, args.seed, args.device)
-    job = Job(source, scheme, groups, args.out, prompts, *options)
-    refuse_full_disk(job)
-    return job, args
+    return Job(source, scheme, groups, args.out, prompts, *options), args
 
 
-def refuse_full_disk(job: Job) -> None:
-    """Refuse a job whose output does not fit on the disk.
-
-    Files that an interrupted run has finished need no more space: they count as free.
+def refuse_existing(out: Path) -> None:
+    """Refuse an output path at which something exists.
 
     Raises:
-        CommandError: it does not fit, or the directory to write in does not exist.
+        CommandError: it exists.
     """
-    parent = job.out.absolute().parent
-    if not parent.is_dir():
-        raise CommandError(f"--out {job.out}: there is no directory {parent}.")
-    finished = sum(
-        file.stat().st_size for file in parent.glob(f"{job.out.name}.partial/*.safetensors")
-    )
-    free = shutil.disk_usage(parent).free + finished
-    if free < job.output_bytes:
-        raise CommandError(
-            f"--out {job.out}: {in_units(job.output_bytes)} are needed, and {parent} has "
-            f"{in_units(free)} free. Free some, or name a directory on another disk."
-        )
+    if out.exists() or out.is_symlink():
+        raise CommandError(f"--out {out} exists, and nothing is overwritten; name another one.")
 
 
 def calibration_prompts(

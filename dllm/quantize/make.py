@@ -4,23 +4,27 @@ This is the main program of LLM Compressor's environment; ``dllm.quantize.comman
 """
 
 import importlib.metadata
+import json
 import os
 import resource
+import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from dllm.quantize.checkpoint import INDEX, byte_size, in_units, read_header
+from dllm.quantize.checkpoint import INDEX, in_units
 from dllm.quantize.groups import QuantizeFused, Tensors, quantize_group
 from dllm.quantize.job import COMPANIONS, Job, prepare
 from dllm.quantize.recipes import IGNORED, quantization_config
-from dllm.quantize.staging import Staging
 from dllm.settings.command import FAILED, INTERRUPTED, OK, CommandError
 
-INPUT_SCALES = "input_scales.safetensors"
+RUN = "quantize_run.json"  # beside the weights: what they were made with
 say = partial(print, flush=True)  # lines of progress
 
 
@@ -30,7 +34,7 @@ def make(
     quantize: QuantizeFused,
     measure: Callable[[Job], Tensors],
 ) -> None:
-    """Write the quantized checkpoint; files that an interrupted run has finished are kept.
+    """Write the quantized checkpoint.
 
     Args:
         config: the ``quantization_config`` for its config.json.
@@ -38,56 +42,55 @@ def make(
         measure: calibrates: finds the scales of inputs. Called if the scheme needs it.
 
     Raises:
-        CommandError: says why it cannot be done; ``job.out`` does not exist then.
+        CommandError: says why it cannot be done; ``job.out`` is not whole then.
     """
-    staging = Staging(job.out, run_record(job))
-    input_scales: Tensors = {}
-    if job.scheme.needs_calibration:
-        if staging.has(INPUT_SCALES):
-            say("calibration: already there")
-        else:
-            staging.save(INPUT_SCALES, measure(job))
-        input_scales = staging.load(INPUT_SCALES)
-    _write_groups(job, staging, quantize, input_scales)
-    for name in COMPANIONS:
-        if (job.source.path / name).is_file():
-            staging.copy(job.source.path / name)
-    staging.write_json("config.json", {**job.source.config, "quantization_config": config})
-    staging.discard(INPUT_SCALES)
-    staging.finish()
+    input_scales = measure(job) if job.scheme.needs_calibration else {}
+    try:
+        job.out.mkdir()
+        _write_groups(job, quantize, input_scales)
+        for name in COMPANIONS:
+            if (job.source.path / name).is_file():
+                shutil.copyfile(job.source.path / name, job.out / name)
+        _write_json(job.out / RUN, run_record(job))
+        _write_json(job.out / "config.json", {**job.source.config, "quantization_config": config})
+    except (OSError, SafetensorError) as error:
+        raise CommandError(f"the checkpoint cannot be written: {error}") from error
 
 
-def _write_groups(
-    job: Job, staging: Staging, quantize: QuantizeFused, input_scales: Tensors
-) -> None:
-    """Write the file of each group that has none yet, and their index."""
+def _write_groups(job: Job, quantize: QuantizeFused, input_scales: Tensors) -> None:
+    """Write a file for each group, and their index."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, group in enumerate(job.groups, 1):
         file = f"model-{number:05d}-of-{len(job.groups):05d}.safetensors"
-        start, how = time.monotonic(), "already there"
-        if not staging.has(file):
-            scheme = job.scheme
-            staging.save(file, quantize_group(job.source, group, scheme, quantize, input_scales))
-            job.source.release()
-            how = f"{time.monotonic() - start:.1f} s"
-        header = read_header(staging.path / file)
-        size = sum(byte_size(shape, dtype) for shape, dtype in header.values())
-        say(f"{number}/{len(job.groups)} {group.label}: {in_units(size)}, {how}")
-        weight_map |= dict.fromkeys(header, file)
+        start = time.monotonic()
+        tensors = quantize_group(job.source, group, job.scheme, quantize, input_scales)
+        _save(job.out / file, tensors)
+        job.source.release()
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        seconds = time.monotonic() - start
+        say(f"{number}/{len(job.groups)} {group.label}: {in_units(size)}, {seconds:.1f} s")
+        weight_map |= dict.fromkeys(tensors, file)
         total += size
-    staging.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        del tensors  # before those of the next group are made
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(job.out / INDEX, index)
+
+
+def _save(file: Path, tensors: Tensors) -> None:
+    contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(contiguous, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors writes it readable by its owner only
+
+
+def _write_json(file: Path, value: Mapping[str, object]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def run_record(job: Job) -> dict[str, object]:
-    """Everything that the files depend on, and why some layers are not quantized."""
-    files = sorted(set(job.source.files.values()))
+    """What a checkpoint was made with, and why some layers are not quantized."""
     record: dict[str, object] = {
         "scheme": job.scheme.name,
-        "source": {
-            file.name: {"bytes": file.stat().st_size, "modified_ns": file.stat().st_mtime_ns}
-            for file in files
-        },
         "not_quantized": dict(IGNORED),
         "made_with": {name: _version(name) for name in ("llmcompressor", "compressed-tensors")},
     }
@@ -147,8 +150,7 @@ def main(argv: Sequence[str]) -> int:
     except CommandError as error:
         print(f"dllm quantize: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print("dllm quantize: interrupted; the same command goes on from here", file=sys.stderr)
+    except KeyboardInterrupt:  # the command says so
         return INTERRUPTED
     say(f"peak memory {peak_memory()}")
     return OK
