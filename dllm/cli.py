@@ -15,7 +15,6 @@ from dllm.settings.command import FAILED, INTERRUPTED, MISUSED, OK, CommandError
 
 # Name: (module, help text).
 COMMANDS = {
-    "train": ("dllm.train.command", "train a pilot, which chooses draft widths"),
     "calibrate": ("dllm.train.drafter.command", "train a drafter on what a target says"),
     "recalibrate": (
         "dllm.train.drafter.recalibrate",

@@ -15,7 +15,6 @@ from dllm.drafter.checkpoint import (
     check_pair,
     check_tokenizers,
 )
-from dllm.drafter.widths.pilot import PilotConfig
 from dllm.settings.drafting import WHERE, DrafterOptions
 from dllm.settings.server import PluginOptions
 
@@ -74,8 +73,6 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
         )
     if options.renew is not None:
         refuse_renewal_of(draft.model)
-    if options.pilot is not None:
-        PilotConfig.load(options.pilot).check_against(num_drafts, target.get_vocab_size())
     check_pair(
         drafter,
         TargetFacts(

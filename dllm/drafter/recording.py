@@ -104,7 +104,6 @@ def step_without_drafts(state: Any, last_sampled: torch.Tensor) -> TargetStep:
     num_sampled = torch.from_numpy((computed >= batch.prefill_len_np).astype(np.int64))
     return TargetStep(
         batch,
-        state.hidden_states,
         state.aux_hidden_states,
         num_sampled,
         torch.zeros_like(num_sampled),

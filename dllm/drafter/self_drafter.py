@@ -37,7 +37,6 @@ class SelfDrafter(Drafter):
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
         """The target, as vLLM calls a drafter's network."""
-        self._target_logits = target_model.compute_logits  # type: ignore[assignment]
         self._target_layers = target_attn_layer_names
         return OwnNetwork(target_model, self.parallel_drafting_token_id)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +31,10 @@ from dllm.drafter.recording import make_recorder
 from dllm.drafter.renewal import Renewal
 from dllm.drafter.step import TargetStep
 from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.pilot import Pilot, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.engine.ranks import answer_of_first_rank
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
 
-Logits = Callable[[torch.Tensor], torch.Tensor]
 DraftPass = Callable[[], torch.Tensor]  # stores a step's context and drafts: [rows, N] token ids
 
 
@@ -44,9 +42,6 @@ def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> Wid
     """The policy that the options name, for so many requests at once."""
     if options.policy == "adaptive":
         return AdaptiveWidth(num_drafts, num_slots, hysteresis=options.hysteresis)
-    if options.policy == "pilot":
-        assert options.pilot is not None, "checked by DrafterOptions"
-        return PilotWidth(num_drafts, num_slots, Pilot.load(options.pilot))
     assert options.policy == "fixed", options.policy
     return FixedWidth(num_drafts, options.width)
 
@@ -129,7 +124,7 @@ class Drafter(DFlashSpeculator):
             ``[rows, N]`` int64 token ids; any values where nothing has been drafted (yet).
         """
         outcome = (num_sampled, num_rejected, last_sampled)
-        step = TargetStep(input_batch, last_hidden_states, aux_hidden_states, *outcome)
+        step = TargetStep(input_batch, aux_hidden_states, *outcome)
         hidden_states = (last_hidden_states, aux_hidden_states)
         arguments = (input_batch, attn_metadata, slot_mappings, *hidden_states, *outcome, *others)
         draft = partial(super().propose, *arguments, dummy_run=dummy_run, **options)
@@ -250,14 +245,7 @@ class Drafter(DFlashSpeculator):
         accepted = np.where(verified > 0, verified - step.rejected, 0)
         if accepted.any():
             accepted = np.minimum(accepted, self._before_end(batch))
-        logits = None
-        if self.policy.reads_prompt:
-            # Index of the one logit row of each prompt that ended in this step.
-            ends = torch.from_numpy(batch.cu_num_logits_np[:-1][in_prompt & step.samples])
-            rows = batch.logits_indices[ends.to(batch.logits_indices.device)]
-            logits = self._target_logits(step.last_hidden_states[rows])
-        slots = batch.idx_mapping_np
-        return VerifiedStep(slots, in_prompt, step.samples, verified, accepted, logits)
+        return VerifiedStep(batch.idx_mapping_np, in_prompt, step.samples, verified, accepted)
 
     def _before_end(self, batch: InputBatch) -> np.ndarray:
         """``[rows]``: verified drafts before the first that ends the answer; N if none does."""
@@ -320,7 +308,6 @@ class Drafter(DFlashSpeculator):
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
         """Load the network. It shares the target's embedding and head unless it has its own."""
-        self._target_logits = cast(Logits, target_model.compute_logits)
         model = super().load_draft_model(target_model, target_attn_layer_names)
         if self._renewal is not None:
             model.refuse_renewal()

@@ -16,14 +16,13 @@ class TargetStep:
 
     Attributes:
         batch: the rows (one for each request) and their tokens.
-        last_hidden_states: ``[tokens or more, hidden]``, output of the target's last layer.
-        aux_hidden_states: the output of each layer that the drafter reads, of the same shape.
+        aux_hidden_states: ``[tokens or more, hidden]``, the output of each layer that the drafter
+            reads.
         num_sampled, num_rejected: ``[rows]``, tokens emitted, and drafts that were rejected.
         last_sampled: ``[slots, 1]``, the last token of each request.
     """
 
     batch: InputBatch
-    last_hidden_states: torch.Tensor
     aux_hidden_states: list[torch.Tensor] | None
     num_sampled: torch.Tensor
     num_rejected: torch.Tensor

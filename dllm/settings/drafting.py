@@ -13,12 +13,11 @@ from dllm.settings.checks import Flag, FloatRange, IntRange, Text, Values, check
 # "architectures" in a drafter's config.json. vLLM uses this name for both checkpoint formats.
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 WHERE = '--additional-config: "dllm": "drafter"'
-Policy = Literal["fixed", "adaptive", "pilot"]
+Policy = Literal["fixed", "adaptive"]
 # Options that only one policy has; any other policy refuses them.
 POLICY_OPTIONS = {
     "width": "fixed",
     "hysteresis": "adaptive",
-    "pilot": "pilot",
     "prompt_lookup": "adaptive",
 }
 Hysteresis = Annotated[float, FloatRange(0.0, 1.0)]
@@ -43,7 +42,6 @@ class DrafterOptions:
             (the default). At 0 nothing is drafted.
         hysteresis: of the policy ``adaptive``: drafting starts again when it is faster than plain
             decoding by this share, and stops when it is slower by this share.
-        pilot: of the policy ``pilot``: folder that ``dllm train pilot`` wrote.
         prompt_lookup: of the policy ``adaptive``: draft what stood behind the same tokens before,
             where that promises more than the drafter does (``dllm.drafter.prompt_lookup``).
         window: number of context tokens before the draft block that the drafter attends to; earlier
@@ -62,7 +60,6 @@ class DrafterOptions:
     policy: Policy = "fixed"
     width: Annotated[int | None, IntRange(0)] = None
     hysteresis: Hysteresis = 0.03
-    pilot: Text = None
     prompt_lookup: Flag = False
     window: Annotated[int | None, IntRange(1)] = None
     mask_token_id: Annotated[int | None, IntRange(0)] = None
@@ -76,11 +73,6 @@ class DrafterOptions:
         check_fields(self, WHERE)
         if self.record_layers is not None and self.record is None:
             raise ValueError(f'{WHERE}: record_layers needs "record": the folder to write to.')
-        if self.policy == "pilot" and self.pilot is None:
-            raise ValueError(
-                f'{WHERE}: policy "pilot" needs "pilot": the folder that `dllm train pilot --out` '
-                "wrote."
-            )
         for field in fields(self):
             owner = POLICY_OPTIONS.get(field.name, self.policy)
             if owner != self.policy and getattr(self, field.name) != field.default:

@@ -177,9 +177,6 @@ def test_another_tokenizer_is_refused_with_both_ids():
     [
         ({"polcy": "fixed"}, ["'polcy'", "did you mean 'policy'"]),
         ({"policy": "adaptve"}, ["adaptve", "adaptive"]),
-        ({"policy": "pilot"}, ["pilot", "dllm train pilot"]),
-        ({"policy": "pilot", "pilot": 3}, ["pilot = 3"]),
-        ({"pilot": "somewhere"}, ["somewhere", '"pilot"', '"fixed"']),
         ({"policy": "adaptive", "width": 3}, ["width = 3", '"fixed"', '"adaptive"']),
         ({"policy": "adaptive", "hysteresis": 2}, ["hysteresis = 2", "at most 1"]),
         ({"prompt_lookup": 1}, ["prompt_lookup = 1", "true or false"]),

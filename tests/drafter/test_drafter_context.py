@@ -29,7 +29,7 @@ def step(lengths: list[int], hidden: list[torch.Tensor], rejected: list[int]) ->
         positions=torch.arange(int(starts[-1]) + 2),
     )
     nothing = torch.zeros(0)
-    return TargetStep(batch, nothing, hidden, nothing, torch.tensor(rejected), nothing)
+    return TargetStep(batch, hidden, nothing, torch.tensor(rejected), nothing)
 
 
 @pytest.mark.parametrize("rejected", [[0, 0], [1, 2]])

@@ -14,7 +14,6 @@ from vllm.exceptions import VLLMValidationError
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.pair import drafter_config as read_config
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
-from dllm.train.pilot import trials
 from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import (
     CASES,
@@ -67,8 +66,7 @@ def repeating(tmp_path_factory):
     target = write_repeating_target(tmp_path_factory.mktemp("repeating"))
     drafter = tmp_path_factory.mktemp("repeating_drafter")
     write_repeating_drafter(drafter)
-    limits: dict[str, Any] = dict(max_num_seqs=40, max_num_batched_tokens=256)
-    limits["per_request_spec_decode_metrics"] = "summary"  # for the pilot's trials
+    limits = dict(max_num_seqs=40, max_num_batched_tokens=256)
     engine = drafting_engine(target, drafter, NUM_DRAFTS, skip_tokenizer_init=True, **limits)
     return target, engine
 
@@ -228,7 +226,7 @@ def test_pages_behind_the_window_are_freed(windowed):
 # --- the output is the target's -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["5", "random", "0", "adaptive", "pilot"])
+@pytest.mark.parametrize("kind", ["5", "random", "0", "adaptive"])
 def test_greedy_output_is_the_targets(target, drafting, monkeypatch, kind):
     """Four long requests in mixed batches, in chunks, through preemptions; drafts mostly wrong."""
     drafting.reset_prefix_cache()
@@ -291,7 +289,7 @@ def watch_widths(policy: WidthPolicy) -> Iterator[list[list[int]]]:
     yield seen
 
 
-@pytest.mark.parametrize("kind", ["5", "random", "adaptive", "pilot"])
+@pytest.mark.parametrize("kind", ["5", "random", "adaptive"])
 def test_greedy_output_is_the_targets_when_drafts_are_right(repeating, kind):
     target, engine = repeating
     engine.reset_prefix_cache()
@@ -306,7 +304,7 @@ def test_greedy_output_is_the_targets_when_drafts_are_right(repeating, kind):
     for given, output in zip(prompts, outputs, strict=True):
         assert len(output) == 200
         assert_greedy(target, given, output)
-    if kind in ("random", "pilot"):
+    if kind == "random":
         assert any(len(set(step)) > 1 for step in widths), "every request had the same width"
     if kind == "5":
         # 200 tokens in fewer than 70 steps: more than two of three came from drafts.
@@ -334,16 +332,13 @@ def test_a_policy_is_told_what_happened(repeating, monkeypatch):
     monkeypatch.setattr(speculator, "_end_ids", torch.zeros(0, dtype=torch.int64))
     prompts = [prompt(length, length, vocab=14) for length in (9, 300)]
     with policy_of(engine, RandomWidth(NUM_DRAFTS)) as policy:
-        outputs = engine.generate(prompts, greedy(30))
+        engine.generate(prompts, greedy(30))
     steps: list[VerifiedStep] = policy.steps
     assert sum(step.in_prompt.sum() for step in steps) > len(prompts)  # chunks
     emitted = sum(int((step.accepted + 1)[step.samples].sum()) for step in steps)
     assert 60 <= emitted <= 60 + 2 * NUM_DRAFTS  # what ran beyond max_tokens is cut
     for step in steps:
         assert (step.accepted <= step.verified).all()
-        assert step.prompt_logits is not None
-    firsts = torch.cat([step.prompt_logits for step in steps]).argmax(-1).tolist()
-    assert firsts == [output[0] for output in outputs]
     assert max(step.verified.max() for step in steps) == NUM_DRAFTS
     assert any((step.verified[~step.in_prompt] == 0).any() for step in steps)
     assert all(((each > 0) & (each <= 1)).all() for each in policy.confidence)
@@ -520,32 +515,3 @@ def test_another_rule_of_verification_is_refused_at_start(target, tmp_path, meth
             NUM_DRAFTS,
             speculative={"rejection_sample_method": method, **rates},
         )
-
-
-# --- the trials that a pilot is trained on --------------------------------------------------------
-
-
-def test_trials_run_every_width_for_real(repeating, monkeypatch, tmp_path):
-    _target, engine = repeating
-    engine.reset_prefix_cache()
-    monkeypatch.setattr(trials, "start", lambda settings, longest: engine.llm)
-    asked = [prompt(length, length, vocab=14) for length in (3, 9, 12, 5)]
-    settings = trials.TrialSettings(
-        tmp_path, tmp_path, (0, 2, 5), NUM_DRAFTS, concurrency=3, max_tokens=24
-    )
-    advanced = []
-    with policy_of(engine, FixedWidth(NUM_DRAFTS)):
-        ran = trials.run_trials(
-            settings, asked, [False, True, False, True], lambda: advanced.append(1)
-        )
-    assert len(advanced) == 2
-    assert (ran.tokens == ran.tokens[:, :1]).all()  # the same answers at every width
-    assert (ran.steps[:, 0] == ran.tokens[:, 0]).all()
-    goes_on = ran.tokens[:, 0] > 1
-    assert goes_on.sum() >= 2
-    assert (ran.steps[:, 1] < ran.steps[:, 0])[goes_on].all()
-    assert (ran.steps[:, 2] <= ran.steps[:, 1]).all()
-    assert (ran.seconds > 0).all()
-    assert ran.logits.shape == (4, 16)
-    firsts = engine.generate(asked, greedy(1))
-    assert ran.logits.argmax(-1).tolist() == [first for (first,) in firsts]

@@ -4,12 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 
 from dllm.drafter.speculator import make_policy
 from dllm.drafter.widths.adaptive import FIRST_TRIAL, LAST_TRIAL, AdaptiveWidth, best_widths
 from dllm.drafter.widths.costs import StepCosts
-from dllm.drafter.widths.pilot import PREPROCESSING, TOP_K, Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.drafter.widths.survival import Survival, bins_of
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
@@ -492,65 +490,6 @@ def test_short_answers_stop_the_drafting_that_is_worth_nothing():
         for _ in range(20):
             traffic.step(GOOD)
     assert np.mean(traffic.drafted[-200:]) > 0.9
-
-
-# --- pilot ----------------------------------------------------------------------------------------
-
-
-def test_a_pilot_chooses_once_behind_the_prompt(tmp_path):
-    config = PilotConfig((0, 2, 5), vocab_size=40, hidden_size=8)
-    torch.manual_seed(0)
-    pilot = Pilot(config)
-    pilot.save(tmp_path)
-    logits = torch.randn(64, 40) * 3
-    chosen = pilot.choose(logits)
-    assert set(chosen.tolist()) == {0, 2, 5}
-    np.testing.assert_array_equal(Pilot.load(tmp_path).choose(logits), chosen)
-
-    options = DrafterOptions(policy="pilot", pilot=str(tmp_path))
-    assert not always_verifies_all(options, 5)
-    policy = make_policy(options, 5, num_slots=64)
-    assert isinstance(policy, PilotWidth)
-    slots, nothing = np.arange(64), np.zeros(64, dtype=int)
-    in_prompt = np.ones(64, dtype=bool)
-    policy.observe(VerifiedStep(slots, in_prompt, ~in_prompt, nothing, nothing, logits[:0]))
-    assert not policy.wants_drafts(slots)  # nobody's prompt has ended
-    policy.observe(VerifiedStep(slots, in_prompt, in_prompt, nothing, nothing, logits))
-    policy.observe(VerifiedStep(slots, ~in_prompt, in_prompt, nothing, nothing, logits[:0]))
-    assert policy.wants_drafts(slots)
-    np.testing.assert_array_equal(policy.widths(slots[::-1], None), chosen[::-1])
-
-
-@pytest.mark.parametrize("name", PREPROCESSING)
-def test_preprocessing(name):
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 4
-    read = PREPROCESSING[name](logits)
-    expected = {
-        "raw": logits,
-        "softmax": logits.exp() / logits.exp().sum(-1, keepdim=True),
-        "normalized": (logits - logits.mean(-1, keepdim=True))
-        / logits.std(-1, correction=0, keepdim=True),
-        "top_k": logits.log_softmax(-1).sort(-1, descending=True).values[:, :TOP_K],
-    }[name]
-    torch.testing.assert_close(read, expected, rtol=1e-4, atol=1e-4)  # layer_norm has an epsilon
-
-
-def test_a_pilot_of_another_server_is_refused(tmp_path):
-    config = PilotConfig((0, 9), vocab_size=40)
-    with pytest.raises(ValueError, match=r"up to 9.*is 7"):
-        config.check_against(num_drafts=7, vocab_size=40)
-    with pytest.raises(ValueError, match=r"40 tokens.*has 50"):
-        config.check_against(num_drafts=9, vocab_size=50)
-    with pytest.raises(ValueError, match="dllm train pilot"):
-        PilotConfig.load(tmp_path)
-    Pilot(config).save(tmp_path)
-    for damaged in ('{"widths": [1', "{}", '{"widths": 3}', '{"widths": [1]}'):
-        (tmp_path / "pilot.json").write_text(damaged)
-        with pytest.raises(ValueError, match=r"pilot\.json is damaged"):
-            PilotConfig.load(tmp_path)
-    for wrong in ({"widths": (3, 1)}, {"widths": ()}, {"preprocessing": "rawest"}):
-        with pytest.raises(ValueError, match=str(next(iter(wrong)))):
-            PilotConfig(**{"widths": (1,), "vocab_size": 4} | wrong)
 
 
 # --- options --------------------------------------------------------------------------------------

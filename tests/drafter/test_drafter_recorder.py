@@ -46,7 +46,6 @@ def step(rows: list[dict], kind: type[torch.Tensor] = torch.Tensor) -> TargetSte
     hidden = torch.tensor(places, dtype=torch.float32)[:, None].expand(-1, FEATURES)
     return TargetStep(
         batch,
-        hidden,
         [hidden.contiguous().as_subclass(kind)],
         (sampled >= 0).long(),
         torch.tensor([row.get("rejected", 0) for row in rows]),

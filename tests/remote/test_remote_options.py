@@ -19,7 +19,7 @@ WORKER = "unix:///drafts/worker.sock"
         ({"workers": []}, ["workers = []", "discovery = 'static'"]),
         ({"workers": [WORKER], "fallback": "ngram"}, ["'fallback'"]),
         ({"workers": [WORKER], "polcy": "fixed"}, ["'polcy'", "did you mean 'policy'"]),
-        ({"policy": "pilot"}, ["policy = 'pilot'", "adaptive, fixed"]),
+        ({"policy": "widest"}, ["policy = 'widest'", "adaptive, fixed"]),
         ({"policy": "adaptive", "width": 3}, ["width belongs"]),
         ({"policy": "fixed", "width": -1}, ["width = -1"]),
         ({"deadline_ms": 0}, ["deadline_ms = 0"]),

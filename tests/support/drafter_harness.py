@@ -15,7 +15,6 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.costs import StepCosts
-from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
 from tests.support.drafter_pairs import random_drafter
@@ -88,7 +87,7 @@ class FixedCosts(StepCosts):
 class RandomWidth(WidthPolicy):
     """Any width, 0 and N included, and no drafting in one step of ten; notes what it is told."""
 
-    reads_outcomes = reads_prompt = reads_confidence = True
+    reads_outcomes = reads_confidence = True
 
     def __init__(self, num_drafts: int, seed: int = 3) -> None:
         super().__init__(num_drafts)
@@ -109,18 +108,13 @@ class RandomWidth(WidthPolicy):
 
 
 def make_policy(kind: str, engine: Engine) -> WidthPolicy:
-    """A policy for an engine: "adaptive", "pilot", "random", or a fixed width."""
+    """A policy for an engine: "adaptive", "random", or a fixed width."""
     slots, num_drafts = engine.runner.max_num_reqs, engine.runner.speculator.num_speculative_steps
     if kind == "adaptive":
         policy = AdaptiveWidth(num_drafts, slots, clock=lambda: 0.0)
         # Drafts dear enough that how likely each is kept decides.
         policy.costs = FixedCosts(num_drafts, plain=1.0, drafting=1.1, per_block=2.4)
         return policy
-    if kind == "pilot":  # its choice is random, and differs between prompts
-        torch.manual_seed(0)
-        vocab = engine.runner.vllm_config.model_config.get_vocab_size()
-        config = PilotConfig(tuple(range(num_drafts + 1)), vocab, "normalized")
-        return PilotWidth(num_drafts, slots, Pilot(config))
     return RandomWidth(num_drafts) if kind == "random" else FixedWidth(num_drafts, int(kind))
 
 

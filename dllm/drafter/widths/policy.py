@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,6 @@ class VerifiedStep:
         accepted: ``[rows]`` how many of them it kept and gained from. A draft that ends the answer
             counts as rejected, and so do those behind it: the target's own next token, which every
             step samples, would have ended the answer in the same step.
-        prompt_logits: ``[rows with in_prompt and samples, vocab]``, the target's logits after the
-            last prompt token; None unless ``WidthPolicy.reads_prompt``.
     """
 
     slots: np.ndarray
@@ -36,7 +33,6 @@ class VerifiedStep:
     samples: np.ndarray
     verified: np.ndarray
     accepted: np.ndarray
-    prompt_logits: torch.Tensor | None = None
 
 
 class WidthPolicy(ABC):
@@ -52,12 +48,10 @@ class WidthPolicy(ABC):
     Attributes:
         most: no width is larger.
         reads_outcomes: ``observe`` is called; it costs one wait for the device per step.
-        reads_prompt: ``VerifiedStep.prompt_logits`` is given.
         reads_confidence: ``widths`` is given the drafter's probabilities.
     """
 
     reads_outcomes: ClassVar[bool] = False
-    reads_prompt: ClassVar[bool] = False
     reads_confidence: bool = False
 
     def __init__(self, num_drafts: int) -> None:

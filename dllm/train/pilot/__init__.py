@@ -1,1 +1,0 @@
-"""``dllm train pilot``: a small network that chooses each request's draft width."""
