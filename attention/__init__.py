@@ -11,7 +11,6 @@ Read the files in this order; each uses only the ones before it:
     online_softmax.py    the inner loop: a running softmax over tiles of keys
     canvas_attention.py  the Triton kernel and its wrapper
     cache_write.py       writes K and V into cache pages, as fp8 if the cache is fp8
-    context_kv.py        computes a drafter's K and V of all layers and writes them, in one kernel
 
 None of these imports vLLM, and the first five do not import Triton. Four files connect them, or
 vLLM's own CPU kernel, to a server:

@@ -3,9 +3,9 @@
     cache[slot // page_size, slot % page_size] = x / scale        for every token with slot >= 0
 
 There are two callers: the attention layers of a served model, and the speculative drafter, for K
-and V of its context where ``context_kv`` cannot compute and write them. A token with slot -1 is not
-written. That is how padding and rejected draft tokens are left out, so nothing has to be taken back
-later. Two tokens of one call must not share a slot.
+and V of its context. A token with slot -1 is not written. That is how padding and rejected draft
+tokens are left out, so nothing has to be taken back later. Two tokens of one call must not share a
+slot.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 One projection turns hidden states into keys and values of every drafter layer, stored in the
 drafter's pages of the KV cache. No layer is run over context tokens. vLLM's ``DFlashQwen3Model``
-does that. On CUDA one kernel does all of it (``attention.context_kv``), except with quantized
-weights or another attention backend.
+does that.
 
 While nothing is drafted, nobody reads the context. The hidden states of such steps are only copied
 (``DeferredContext``). They are projected in one matrix product when drafting starts again, or when
@@ -12,73 +11,18 @@ decoding.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from vllm.distributed import get_tp_group
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
 from dllm.drafter.step import TargetStep
-from dllm.ops.dispatch import CONTEXT_KV, WRONG_KERNELS
-
-if TYPE_CHECKING:
-    from dllm.attention.context_kv import ContextWeights
 
 NO_SLOT = -1  # cache slot of a token that is not stored: a rejected draft, or padding
 # Tokens that are kept at most. One product over so many tokens costs little beside the steps that
 # computed them, and is small enough to run at once.
 MAX_DEFERRED = 1024
-
-
-def kernel_weights(network: DFlashQwen3Model) -> "ContextWeights | None":
-    """A network's weights as the kernel takes them; None where it cannot take them."""
-    weight = network._fused_kv_weight
-    if weight is None or CONTEXT_KV in WRONG_KERNELS:
-        return None
-    is_our_cache = all(
-        layer.attn_backend.get_name() == "CUSTOM" and layer.kv_cache_torch_dtype == weight.dtype
-        for layer in network._attn_layers
-    )
-    if not is_our_cache:
-        return None
-    from dllm.attention.context_kv import MAX_CONTEXT_HEAD_SIZE, ContextWeights
-
-    if network._head_dim % 2 or network._head_dim > MAX_CONTEXT_HEAD_SIZE:
-        return None
-    return ContextWeights(
-        weight,
-        network._fused_kv_bias,
-        network._k_norm_weights,
-        network._rms_norm_eps,
-        network._rope_cos_sin_cache.to(weight.device, weight.dtype),
-        network._rope_is_neox,
-    )
-
-
-def write_by_kernel(
-    network: DFlashQwen3Model,
-    weights: "ContextWeights",
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: Sequence[torch.Tensor],
-) -> bool:
-    """Compute the keys and values of context tokens and store them in each layer's pages.
-
-    Args:
-        hidden: ``[tokens, hidden]``, the output of fc.
-        positions: ``[tokens]``.
-        slots: for each layer ``[tokens]``, the cache slots; ``NO_SLOT`` stores nothing.
-
-    Returns:
-        Whether it was done. Not if the pages of the layers differ.
-    """
-    from dllm.attention.context_kv import have_one_layout, write_context_kv
-
-    caches = [layer.impl.paged_kv(layer, layer.kv_cache) for layer in network._attn_layers]
-    if not have_one_layout(caches):
-        return False
-    write_context_kv(network.hidden_norm(hidden), positions, weights, caches, slots)
-    return True
 
 
 def renew_weights(network: DFlashQwen3Model, weights: Mapping[str, torch.Tensor]) -> None:

@@ -9,16 +9,15 @@ which have keys and values only. Embedding and head are the target's unless the 
 own.
 
 The classes are vLLM's, with three differences. A layer has the window and causality that
-``checkpoint`` reads. On CUDA a kernel writes the context (``context``), and on a CPU its keys are
-normalized by each layer's own weight. A checkpoint that contradicts its config.json is refused,
-where vLLM loads a part of it.
+``checkpoint`` reads. On a CPU the context's keys are normalized by each layer's own weight. A
+checkpoint that contradicts its config.json is refused, where vLLM loads a part of it.
 Source: DFlash (arXiv 2602.06036); vLLM 0.32, ``qwen3_dflash.py``.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,10 +35,7 @@ from vllm.model_executor.models.qwen3_dflash import (
 from dllm.attention.layers import bound_queries, use_anchored_window
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
-from dllm.drafter.context import kernel_weights, renew_weights, write_by_kernel
-
-if TYPE_CHECKING:
-    from dllm.attention.context_kv import ContextWeights
+from dllm.drafter.context import renew_weights
 
 Weights = Mapping[str, torch.Tensor]  # by their names in a checkpoint, without "model."
 
@@ -92,7 +88,6 @@ class DrafterNetwork(DFlashQwen3Model):
 
     Attributes:
         drafter: what the checkpoint says about itself.
-        kernel_weights: of the kernel that writes the context; None where vLLM's operations do.
     """
 
     _fused_kv_weight: torch.Tensor | None
@@ -104,7 +99,6 @@ class DrafterNetwork(DFlashQwen3Model):
         self.decoder_layer_cls = partial(DrafterLayer, drafter=drafter)
         super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
         self.drafter = drafter
-        self.kernel_weights: ContextWeights | None = None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """vLLM's; all but the embedding, which may be the target's, and the mask's row is needed.
@@ -129,7 +123,6 @@ class DrafterNetwork(DFlashQwen3Model):
         super()._build_fused_kv_buffers()
         if self._fused_kv_weight is not None and not self._fused_kv_weight.numel():
             self._fused_kv_weight = None  # dummy weights are packed by now: each layer projects
-        self.kernel_weights = kernel_weights(self)
 
     @property
     def has_context_weights(self) -> bool:
@@ -147,30 +140,6 @@ class DrafterNetwork(DFlashQwen3Model):
         precise = all_k.float()
         scale = torch.rsqrt(precise.square().mean(-1, keepdim=True) + self._rms_norm_eps)
         return (precise * scale).to(all_k.dtype) * self._k_norm_weights[:, None, None]
-
-    def precompute_and_store_context_kv(
-        self,
-        context_states: torch.Tensor,
-        context_positions: torch.Tensor,
-        context_slot_mapping: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        """Compute the keys and values of context tokens and store them in the drafter's pages.
-
-        Args:
-            context_states: ``[tokens, hidden]`` from ``combine_hidden_states``.
-            context_positions: ``[tokens]``.
-            context_slot_mapping: for each layer ``[tokens]`` cache slots; None computes without
-                storing, for vLLM's memory profiling.
-        """
-        self._build_fused_kv_buffers()  # dummy weights are not loaded
-        weights, tokens = self.kernel_weights, (context_states, context_positions)
-        if weights is not None:
-            if context_slot_mapping is None:
-                self.hidden_norm(context_states)  # all the memory that the kernel needs
-                return
-            if write_by_kernel(self, weights, *tokens, context_slot_mapping):
-                return
-        super().precompute_and_store_context_kv(*tokens, context_slot_mapping)
 
 
 class DFlashDrafter(DFlashQwen3ForCausalLM):

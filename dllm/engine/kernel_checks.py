@@ -6,9 +6,7 @@ random, the same each time, and of the shapes that a model is served with.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from dllm.attention.cache_write import write_kv
 from dllm.attention.canvas_attention import canvas_attention
-from dllm.attention.context_kv import ContextWeights, write_context_kv
 from dllm.attention.flash import flash_attention
 from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 from dllm.attention.masks import QuerySpan, anchor
@@ -28,7 +25,7 @@ from dllm.grammar.device import Searches, pack
 from dllm.grammar.kernels import write_paths
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import Canvas
-from dllm.ops.dispatch import CONTEXT_KV, GRAMMAR_PATHS, ROW_STATISTICS
+from dllm.ops.dispatch import GRAMMAR_PATHS, ROW_STATISTICS
 from dllm.ops.filters import RowFilters
 from dllm.ops.noise import STREAM_GUMBEL, row_keys
 from dllm.ops.row_stats import RowStats, reference_row_stats
@@ -45,19 +42,6 @@ class Wrong(Exception):
     """A kernel computes something else than its definition; the message says how much."""
 
 
-@dataclass(frozen=True)
-class Context:
-    """The sizes of what a drafter computes of its context: ``context_kv.ContextWeights``."""
-
-    hidden: int = 48
-    layers: int = 2
-    num_kv_heads: int = 2
-    head_size: int = 64
-    rotary_size: int = 64
-    is_neox: bool = True
-    dtype: torch.dtype = torch.bfloat16
-
-
 Trials = dict[str, Callable[[], None]]  # by the kernel's name; each may raise anything
 
 
@@ -71,7 +55,7 @@ def canvas_trials(
         flash: those of them that FlashAttention serves in some batches.
     """
     return {
-        **_attention_trials(layers, device),
+        **attention_trials(layers, device),
         **{
             f"{FLASH}, {name}": partial(attention, layer, device, flash_attention)
             for name, layer in flash.items()
@@ -81,15 +65,8 @@ def canvas_trials(
     }
 
 
-def drafter_trials(layers: dict[str, Layer], context: Context, device: torch.device) -> Trials:
-    """Of every kernel of a drafter; ``layers`` as of ``canvas_trials``."""
-    return {
-        **_attention_trials(layers, device),
-        CONTEXT_KV: lambda: context_kv(context, device),
-    }
-
-
-def _attention_trials(layers: dict[str, Layer], device: torch.device) -> Trials:
+def attention_trials(layers: dict[str, Layer], device: torch.device) -> Trials:
+    """Of our attention, the one kernel of a drafter; ``layers`` as of ``canvas_trials``."""
     return {
         f"{ATTENTION}, {name}": partial(attention, layer, device, canvas_attention)
         for name, layer in layers.items()
@@ -176,69 +153,6 @@ def _filled_cache(
         tables[row, :count] = torch.arange(first, first + count)
         first += count
     return cache, tables.to(device)
-
-
-def context_kv(context: Context, device: torch.device) -> None:
-    """Few tokens and many, some without a slot, in two pages more than they need.
-
-    Raises:
-        Wrong: a number in the cache is farther from the definition than rounding explains.
-    """
-    shape = context.layers, 2, context.num_kv_heads, context.head_size
-
-    def draw(*sizes: int, seed: int) -> Tensor:
-        return _random(*sizes, seed=seed).to(device, context.dtype)
-
-    angles = _random(PAGE_SIZE, context.rotary_size // 2, seed=4)
-    weights = ContextWeights(
-        weight=draw(math.prod(shape), context.hidden, seed=1) * context.hidden**-0.5,
-        bias=None,
-        k_norm=draw(context.layers, context.head_size, seed=2),
-        eps=1e-6,
-        cos_sin=torch.cat([angles.cos(), angles.sin()], 1).to(device, context.dtype),
-        is_neox=context.is_neox,
-    )
-    for num_tokens in (5, 40):
-        hidden = draw(num_tokens, context.hidden, seed=3)
-        places = torch.arange(num_tokens, device=device)
-        slots = torch.where(places % 3 == 1, -1, 2 * places + 1)
-        caches = [PagedKV(*hidden.new_zeros(2, 3, PAGE_SIZE, *shape[2:])) for _ in range(shape[0])]
-        write_context_kv(hidden, places, weights, caches, [slots] * context.layers)
-        expected, error = _context(hidden, places, weights, shape)
-        stored = torch.stack([torch.stack([each.key, each.value]) for each in caches]).flatten(2, 3)
-        is_stored = slots >= 0
-        found = stored[:, :, slots[is_stored]].float()
-        unit = ROUNDINGS * torch.finfo(context.dtype).eps / 2
-        difference = found - expected[:, :, is_stored]
-        _within(difference, unit * expected[:, :, is_stored].abs() + error[:, :, is_stored])
-        stored[:, :, slots[is_stored]] = 0
-        if stored.any():
-            raise Wrong("something is written where no token has a slot")
-
-
-def _context(
-    hidden: Tensor, positions: Tensor, weights: ContextWeights, shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """The definition, and a bound on errors of sums: ``[layers, 2, tokens, heads, size]`` fp32."""
-
-    def in_order(product: Tensor) -> Tensor:
-        return product.view(-1, *shape).movedim(0, 2)
-
-    x, w = hidden.float(), weights.weight.float()
-    both = in_order(x @ w.T)
-    error = 2e-5 * in_order(x.abs() @ w.abs().T)
-    keys, norm = both[:, 0], weights.k_norm.float()[:, None, None]
-    scale = torch.rsqrt(keys.square().mean(-1, keepdim=True) + weights.eps) * norm
-    keys, error[:, 0] = keys * scale, (error[:, 0] * scale.abs()).amax(-1, keepdim=True)
-    cos, sin = weights.cos_sin.float()[positions][:, None].chunk(2, -1)  # [tokens, 1, pairs]
-    half = cos.shape[-1]
-    first, second = slice(0, half), slice(half, 2 * half)
-    if not weights.is_neox:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    turned = keys.clone()
-    turned[..., first] = keys[..., first] * cos - keys[..., second] * sin
-    turned[..., second] = keys[..., second] * cos + keys[..., first] * sin
-    return torch.stack([turned, both[:, 1]], 1), error
 
 
 def row_statistics(device: torch.device) -> None:

@@ -57,7 +57,7 @@ def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
 
 
 def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> None:
-    """The same for a drafter: vLLM chooses another attention, and computes the context.
+    """The same for a drafter, whose one kernel is attention: vLLM chooses another.
 
     Raises:
         RuntimeError: our attention kernel is wrong, and no other has the drafter's window.
@@ -65,7 +65,7 @@ def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> Non
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from dllm.drafter.pair import drafter_config
-    from dllm.engine.kernel_checks import ATTENTION, Context, drafter_trials
+    from dllm.engine.kernel_checks import attention_trials
 
     drafter, speculative = drafter_config(vllm_config), vllm_config.speculative_config
     dtype = speculative.draft_model_config.dtype
@@ -75,27 +75,15 @@ def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> Non
         for index, each in enumerate(dict.fromkeys(drafter.layers))
         if speculative.attention_backend == AttentionBackendEnum.CUSTOM
     }
-    context = Context(
-        drafter.hidden_size,
-        min(len(drafter.layers), 2),
-        drafter.num_kv_heads,
-        drafter.head_dim,
-        drafter.head_dim,
-        drafter.is_neox_style is not False,
-        dtype,
-    )
 
     def replace(name: str, wrong: str) -> str:
-        if name.startswith(ATTENTION):
-            if any(layer.is_anchored for layer in drafter.layers):
-                raise _no_other(name, wrong)
-            speculative.attention_backend = None
-            return "vLLM's"
-        WRONG_KERNELS.add(name)
-        return "its definition"
+        if any(layer.is_anchored for layer in drafter.layers):
+            raise _no_other(name, wrong)
+        speculative.attention_backend = None
+        return "vLLM's"
 
     if PluginOptions.from_vllm(vllm_config).self_test:
-        _run(drafter_trials(layers, context, device), replace, device)
+        _run(attention_trials(layers, device), replace, device)
 
 
 def _run(trials: Any, replace: Callable[[str, str], str], device: torch.device) -> None:

@@ -95,6 +95,13 @@ def test_another_attention_backend_keeps_what_it_can():
         refuse_cache_dtype(other)
 
 
+def test_the_drafter_may_keep_what_our_backend_supports():
+    pytest.importorskip("triton")
+    from dllm.attention.backend import CanvasAttentionBackend
+
+    assert list(cache.OWN_DTYPES) == CanvasAttentionBackend.supported_kv_cache_dtypes
+
+
 # --- pages ---------------------------------------------------------------------------------------
 
 

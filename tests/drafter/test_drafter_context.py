@@ -1,20 +1,20 @@
-"""The drafter's context: what waits until somebody drafts, and the kernel in vLLM's engine."""
+"""The drafter's context: what waits until somebody drafts, and its keys and values."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from dllm.drafter.context import NO_SLOT, DeferredContext, last_of_each_slot
+from dllm.drafter.network import DrafterNetwork
 from dllm.drafter.step import TargetStep
-from tests.support.drafter_harness import assert_drafts
-from tests.support.drafter_pairs import write_drafter, write_target
-from tests.support.process import QUIET_ENGINE, run_python
 from tests.support.watched_device import DeviceWatch, on_device
 
 
@@ -69,17 +69,61 @@ def test_of_two_tokens_for_one_place_the_last_is_written(slots, expected):
     assert last_of_each_slot(torch.tensor(slots)).tolist() == expected
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_a_server_on_cuda_kernels_writes_its_context_by_this_one(tmp_path: Path) -> None:
-    """In the interpreter: vLLM's engine, real layers, an FP8 target. The drafts are the
-    definition's, in fp32 with sums in another order."""
-    target, drafter = write_target(tmp_path / "target"), write_drafter(tmp_path / "drafter")
-    output = tmp_path / "result.pt"
-    worker = ("-m", "tests.support.drafter_context_worker")
-    run_python(*worker, str(target), str(drafter), str(output), environment=QUIET_ENGINE)
-    found = torch.load(output, weights_only=False)
-    assert set(found["taken"]) == {"kernel"}
-    assert found["dtypes"] == 4 * [torch.uint8] + 2 * [torch.float32]
-    assert len(found["drafts"]) >= 2
-    assert_drafts(target, found["config"], found["drafts"], found["states"], tolerance=1e-4)
+# --- keys and values -----------------------------------------------------------------------------
+
+LAYERS, HEADS, HEAD_SIZE, HIDDEN, NUM_TOKENS = 3, 2, 16, 24, 7
+
+
+def hand_made_network(is_neox: bool, stored: list[tuple[torch.Tensor, torch.Tensor]]):
+    """A network of random weights with biases, whose cache is the list ``stored``."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random)
+
+    with set_current_vllm_config(VllmConfig()):
+        parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        rope = get_rope(HEAD_SIZE, 64, is_neox, parameters, dtype=torch.float32)
+        norms = [RMSNorm(size, eps=1e-5) for size in (HIDDEN, *[HEAD_SIZE] * LAYERS)]
+    for norm in norms:
+        norm.weight.data = 1 + 0.3 * draw(*norm.weight.shape)
+    impl = SimpleNamespace(
+        do_kv_cache_update=lambda _layer, key, value, *_others: stored.append((key, value))
+    )
+    size = HEADS * HEAD_SIZE
+    network = DrafterNetwork.__new__(DrafterNetwork)
+    torch.nn.Module.__init__(network)
+    network.hidden_norm, *k_norms = norms
+    network.layers = []
+    for k_norm in k_norms:
+        projection = SimpleNamespace(
+            quant_method=UnquantizedLinearMethod(),
+            weight=draw(3 * size, HIDDEN),
+            bias=draw(3 * size),
+        )
+        attention = SimpleNamespace(
+            qkv_proj=projection, q_norm=k_norm, k_norm=k_norm, rotary_emb=rope, q_size=size,
+            attn=SimpleNamespace(impl=impl, kv_cache=None), num_kv_heads=HEADS,
+            head_dim=HEAD_SIZE, kv_size=size,
+        )  # fmt: skip
+        network.layers.append(SimpleNamespace(self_attn=attention))
+    return network
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_keys_and_values_are_those_of_each_layer(is_neox):
+    """All layers in one product: the same as each one's own projection, norm and RoPE."""
+    stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+    network = hand_made_network(is_neox, stored)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    positions, slots = 5 * torch.arange(NUM_TOKENS), torch.arange(NUM_TOKENS)
+    network.precompute_and_store_context_kv(hidden, positions, [slots] * LAYERS)
+    normed = network.hidden_norm.forward_native(hidden)
+    for layer, (key, value) in zip(network.layers, stored, strict=True):
+        own = layer.self_attn
+        projected = normed @ own.qkv_proj.weight.T + own.qkv_proj.bias
+        _, keys, values = projected.view(NUM_TOKENS, 3, HEADS, HEAD_SIZE).unbind(1)
+        keys = own.k_norm.forward_native(keys)
+        keys, _ = own.rotary_emb.forward_native(positions, keys.flatten(1), keys.flatten(1).clone())
+        torch.testing.assert_close(key, keys.view_as(key))
+        torch.testing.assert_close(value, values)

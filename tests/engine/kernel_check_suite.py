@@ -8,7 +8,7 @@ import torch
 
 from dllm.engine import kernel_checks as kernels
 from dllm.engine.attention_layers import Layer
-from dllm.engine.kernel_checks import Context, Wrong
+from dllm.engine.kernel_checks import Wrong
 from tests.support.interpreter import DEVICE, speed_up
 
 speed_up()
@@ -25,17 +25,6 @@ LAYERS = [
 @pytest.mark.parametrize("layer", LAYERS)
 def test_right_attention(layer):
     kernels.attention(layer, DEVICE, kernels.canvas_attention)
-
-
-CONTEXTS = [
-    Context(),
-    Context(hidden=40, head_size=80, rotary_size=20, is_neox=False, dtype=torch.float32),
-]
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_right_context(context):
-    kernels.context_kv(context, DEVICE)
 
 
 @pytest.mark.parametrize("trial", ["row_statistics", "grammar_paths"])
@@ -70,14 +59,6 @@ def another_entropy(returned, *given):
     returned[2][3] += 1e-3
 
 
-def lose_a_turn(returned, hidden, positions, weights, caches, slots):
-    caches[1].key[0, 5, 1] = caches[1].key[0, 5, 1].roll(1)
-
-
-def a_value_too_many(returned, hidden, positions, weights, caches, slots):
-    caches[0].value[2, 0, 0, 0] = 1
-
-
 def another_path(returned, *given):
     returned.tokens[4] += 1
 
@@ -93,8 +74,6 @@ def attention():
 WRONG = [
     (attention, "canvas_attention", nudge),
     (attention, "write_kv", lose_a_key),
-    (lambda: kernels.context_kv(CONTEXTS[0], DEVICE), "write_context_kv", lose_a_turn),
-    (lambda: kernels.context_kv(CONTEXTS[1], DEVICE), "write_context_kv", a_value_too_many),
     (lambda: kernels.row_statistics(DEVICE), "row_stats_kernels", another_sample),
     (lambda: kernels.row_statistics(DEVICE), "row_stats_kernels", another_entropy),
     (lambda: kernels.grammar_paths(DEVICE), "write_paths", another_path),
@@ -113,13 +92,10 @@ def test_one_that_does_not_compile_is_named(monkeypatch):
     def broken(*given):
         raise RuntimeError("out of resources: shared memory\nand more")
 
-    wrappers = ("canvas_attention", "flash_attention", "row_stats_kernels", "write_paths")
-    for name in (*wrappers, "write_context_kv"):
+    for name in ("canvas_attention", "flash_attention", "row_stats_kernels", "write_paths"):
         monkeypatch.setattr(kernels, name, broken)
     layers = {"full": LAYERS[0]}
-    trials = kernels.canvas_trials(layers, layers, DEVICE)
-    found = dict(kernels.checks(trials | kernels.drafter_trials({}, CONTEXTS[0], DEVICE)))
+    found = dict(kernels.checks(kernels.canvas_trials(layers, layers, DEVICE)))
     attentions = {"attention, full", "FlashAttention 4, full"}
-    others = {"row statistics", "grammar paths", "context of a drafter"}
-    assert set(found) == attentions | others
+    assert set(found) == attentions | {"row statistics", "grammar paths"}
     assert set(found.values()) == {"out of resources: shared memory"}

@@ -8,12 +8,12 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from dllm.drafter import context, pair
+from dllm.drafter import pair
 from dllm.drafter.checkpoint import LayerAttention
 from dllm.engine import attention_layers, grammars, kernel_checks
 from dllm.engine.attention_layers import Layer
 from dllm.ops import dispatch
-from dllm.ops.dispatch import CONTEXT_KV, GRAMMAR_PATHS, ROW_STATISTICS
+from dllm.ops.dispatch import GRAMMAR_PATHS, ROW_STATISTICS
 from dllm.patches import self_test
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -95,18 +95,13 @@ def test_it_can_be_turned_off(run):
 @pytest.fixture
 def run_drafter(monkeypatch: pytest.MonkeyPatch):
     """Runs the test on a server with a drafter whose checks find one kernel wrong."""
-    wrong_kernels: set[str] = set()
-    for module in (context, self_test):
-        monkeypatch.setattr(module, "WRONG_KERNELS", wrong_kernels)
 
-    def replace(wrong: str, is_anchored: bool = False) -> set[str] | None:
-        """What torch computes, or None: vLLM's attention serves."""
+    def replace(wrong: str, is_anchored: bool = False) -> AttentionBackendEnum | None:
+        """The backend that serves, or None: vLLM chooses one."""
         drafter = SimpleNamespace(
             num_heads=4,
             num_kv_heads=2,
             head_dim=64,
-            hidden_size=128,
-            is_neox_style=None,
             layers=(LayerAttention(), LayerAttention(64, False, is_anchored)),
         )
         monkeypatch.setattr(pair, "drafter_config", lambda config: drafter)
@@ -123,19 +118,14 @@ def run_drafter(monkeypatch: pytest.MonkeyPatch):
         )
         config = SimpleNamespace(additional_config={}, speculative_config=speculative)
         self_test.replace_wrong_drafter_kernels(config, CPU)
-        assert asked == ["attention, draft layers 0", "attention, draft layers 1", CONTEXT_KV]
-        return None if speculative.attention_backend is None else wrong_kernels
+        assert asked == ["attention, draft layers 0", "attention, draft layers 1"]
+        return speculative.attention_backend
 
     return replace
 
 
-def test_torch_takes_the_place_of_a_wrong_context(run_drafter):
-    assert run_drafter("nothing") == set()
-    assert run_drafter(CONTEXT_KV) == {CONTEXT_KV}
-    assert context.kernel_weights(SimpleNamespace(_fused_kv_weight=torch.zeros(1))) is None
-
-
 def test_vllm_takes_the_place_of_a_drafters_wrong_attention(run_drafter):
+    assert run_drafter("nothing") == AttentionBackendEnum.CUSTOM
     assert run_drafter("attention, draft layers 0") is None
     with pytest.raises(RuntimeError, match="self_test"):
         run_drafter("attention, draft layers 1", is_anchored=True)
