@@ -12,26 +12,8 @@ times as large.
 """
 
 import copy
-from collections.abc import Mapping
 
 from vllm.config import SpeculativeConfig, VllmConfig
-from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    KVCacheSpec,
-    UniformTypeKVCacheSpecs,
-    is_quantized_kv_cache,
-)
-
-from dllm import LOGGER
-
-logger = init_logger(LOGGER)
-
-ADVICE = (
-    "Leave the drafter's window out, or use --kv-cache-dtype fp8, or, for a target without "
-    "windows, --disable-hybrid-kv-cache-manager (the drafter then keeps every token)."
-)
-
 
 # What our attention backends keep, as ``attention.backend`` says, which needs Triton.
 OWN_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -66,38 +48,3 @@ def with_own_cache(vllm_config: VllmConfig) -> VllmConfig:
     cache.cache_dtype = speculative.kv_cache_dtype or "auto"
     cache.sliding_window = None
     return own
-
-
-def check_pages(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> None:
-    """Check that pages of target and drafter go together; warn where that wastes memory.
-
-    Args:
-        specs: of all layers of target and drafter, as their attention backends ask for them.
-
-    Raises:
-        ValueError: a page of a drafter's layer is larger than vLLM's common page.
-    """
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        return  # all layers keep every token
-    dtype = vllm_config.cache_config.cache_dtype
-    for name, spec in specs.items():
-        page = spec.page_size_padded if isinstance(spec, AttentionSpec) else None
-        if page is not None and page < spec.unpadded_page_size_bytes:
-            raise ValueError(
-                f"--kv-cache-dtype {dtype} has pages of {page} bytes, and layer {name} of the "
-                f"drafter needs {spec.unpadded_page_size_bytes} bytes for a page of "
-                f"{spec.block_size} tokens in {spec.dtype}. {ADVICE}"
-            )
-    if UniformTypeKVCacheSpecs.is_uniform_type(dict(specs)):
-        return
-    sizes = [spec.page_size_bytes for spec in specs.values()]
-    smallest = min((size for size in sizes if max(sizes) % size), default=None)
-    if smallest is not None and is_quantized_kv_cache(dtype):
-        logger.warning(
-            "--kv-cache-dtype %s: pages of %d bytes are padded to %d bytes, because layers with "
-            "and without a window share them. %s",
-            dtype,
-            smallest,
-            max(sizes),
-            ADVICE,
-        )

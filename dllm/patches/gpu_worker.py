@@ -11,11 +11,9 @@ from typing import Any
 from weakref import ref
 
 import torch
-from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from dllm.drafter.cache import check_pages
 from dllm.engine.warm_up import warm_up
 from dllm.patches.cuda_graphs import canvas_runner, keep_mixed_batches_out
 from dllm.patches.decoding import drafts_itself
@@ -79,13 +77,6 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
             loop = self.model_runner.model_state.loop
             loop.replay_graphs_of(self.model_runner.cudagraph_manager)
         return times
-
-    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """vLLM's: what each layer keeps in the KV cache; a drafter's is checked against it."""
-        specs = super().get_kv_cache_spec()
-        if drafts_with_ours(self.vllm_config.speculative_config):
-            check_pages(self.vllm_config, specs)
-        return specs
 
 
 class LoadedTensors:
