@@ -367,32 +367,6 @@ def test_a_draft_that_ends_the_answer_is_of_no_use(repeating, monkeypatch):
     assert any((after.accepted < before.accepted).any() for before, after in pairs)
 
 
-def test_drafts_are_dropped_where_they_would_cost_a_preemption(target, drafting, monkeypatch):
-    """Three requests of 224 tokens need 7 pages each; drafts and lookahead want an eighth."""
-    drafting.reset_prefix_cache()
-    pool = drafting.scheduler.kv_cache_manager.block_pool
-    held = pool.get_new_blocks(pool.get_num_free_blocks() - 3 * 7)
-    dropped, drop = [], drafting.scheduler._drop_drafts
-
-    def watch(num_free: int) -> None:
-        before = [len(request.spec_token_ids) for request in drafting.scheduler.running]
-        drop(num_free)
-        after = [len(request.spec_token_ids) for request in drafting.scheduler.running]
-        dropped.append(before != after)
-
-    monkeypatch.setattr(drafting.scheduler, "_drop_drafts", watch)
-    preempted = scheduler_watch(monkeypatch, drafting, "_preempt_request")
-    prompts = [prompt(190, index) for index in range(3)]
-    try:
-        outputs = drafting.generate(prompts, greedy(26))
-    finally:
-        pool.free_blocks(held)
-    assert any(dropped), "there was room for everything"
-    for given, output in zip(prompts, outputs, strict=True):
-        assert_greedy(target, given, output)
-    assert not preempted
-
-
 def test_an_aborted_request_leaves_nothing_behind(target, drafting):
     drafting.reset_prefix_cache()
     doomed = drafting.add(prompt(50, 4), greedy(100))
