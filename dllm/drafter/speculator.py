@@ -67,7 +67,7 @@ class Drafter(DFlashSpeculator):
         self._end_ids = torch.tensor(sorted(end_ids(vllm_config)), device=device)
         parallel = vllm_config.parallel_config
         # Replicas that decode together, and ranks that share a prompt, all run every draft pass.
-        self._may_skip = self.dp_size == parallel.prefill_context_parallel_size == 1
+        may_skip = self.dp_size == parallel.prefill_context_parallel_size == 1
         # On a CPU the draft pass runs after the tokens were sent (`draft_late`). Not where other
         # ranks take part in the pass, or another server reads the pages, right after the step.
         self._drafts_late = (
@@ -76,6 +76,7 @@ class Drafter(DFlashSpeculator):
             and vllm_config.kv_transfer_config is None
         )
         self.policy: WidthPolicy = make_policy(options, num_drafts, self.max_num_reqs)
+        self.policy.may_skip = may_skip
         self._recorder = make_recorder(vllm_config)
         self._renewal = None
         if options.renew is not None:
@@ -188,7 +189,7 @@ class Drafter(DFlashSpeculator):
 
     def _wanted_lookup(self, batch: InputBatch) -> Lookup | None:
         """Drafts from the requests' own texts, if the policy takes them; all ranks get the same."""
-        if not self._may_skip or bool(self._is_prompt_unfinished(batch).all()):
+        if not self.policy.may_skip or bool(self._is_prompt_unfinished(batch).all()):
             return None
         # A text has its whole prompt, and the token that this step has sampled.
         longest = max(batch.seq_lens_cpu_upper_bound.max().item() + 1, batch.prefill_len_np.max())
@@ -258,9 +259,9 @@ class Drafter(DFlashSpeculator):
         return before
 
     def _wants_drafts(self, batch: InputBatch) -> bool:
-        """Whether this step drafts; all ranks get the same answer."""
+        """Whether the drafter runs in this step; all ranks get the same answer."""
         wants = self.policy.wants_drafts(batch.idx_mapping_np)
-        if not self._may_skip:
+        if not self.policy.may_skip:
             return True
         wants = wants and not bool(self._is_prompt_unfinished(batch).all())
         return bool(answer_of_first_rank(wants)) if self.policy.reads_outcomes else wants

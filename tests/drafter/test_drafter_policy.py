@@ -241,7 +241,7 @@ class Traffic:
     def _choose(self) -> np.ndarray:
         self.last = self.late = np.zeros(self.num_rows, dtype=int)
         self.drafted.append(self.policy.wants_drafts(self.slots))
-        if self.drafted[-1]:
+        if self.drafted[-1] or not self.policy.may_skip:
             is_late = self._get_drafts()
             widths = self.policy.widths(self.slots, None)
             if is_late:
@@ -490,6 +490,42 @@ def test_short_answers_stop_the_drafting_that_is_worth_nothing():
         for _ in range(20):
             traffic.step(GOOD)
     assert np.mean(traffic.drafted[-200:]) > 0.9
+
+
+# --- a drafter that always runs -------------------------------------------------------------------
+
+
+def test_where_the_drafter_always_runs_whole_steps_are_timed(monkeypatch):
+    """As steps with a pass, also those for which the policy says no."""
+    policy = adaptive(4)
+    policy.may_skip = False
+    timed: list[tuple[int, bool, float]] = []
+    monkeypatch.setattr(policy.costs, "observe", lambda num_rows, *observed: timed.append(observed))
+    traffic = Traffic(policy, 4)
+    traffic.arrive()
+    for _ in range(100):
+        traffic.step(np.full(N, 1e-4))
+        assert traffic.drafted[-1] or not traffic.last.any()
+    assert np.mean(traffic.drafted[-50:]) < 0.1
+    assert len(timed) == 100
+    for num_verified, drafts, ms in timed:
+        assert drafts and ms == pytest.approx(15.0 + 0.5 * num_verified)
+
+
+@pytest.mark.parametrize("may_skip", [True, False])
+def test_a_pass_that_is_made_in_any_case_costs_nothing(may_skip):
+    """1.2 tokens in 15.5 ms: worse than 1 in 10 ms, better than 1 in 15 ms.
+
+    Nothing is verified in the steps for which the policy says no.
+    """
+    policy = adaptive(4)
+    policy.may_skip = may_skip
+    traffic, num_verifying = Traffic(policy, 4), []
+    traffic.arrive()
+    for _ in range(400):
+        num_verifying.append(bool(traffic.step(np.full(N, 0.2)).any()))
+        assert traffic.drafted[-1] or not num_verifying[-1]
+    assert (np.mean(num_verifying[-200:]) > 0.8) is not may_skip
 
 
 # --- options --------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class AdaptiveWidth(WidthPolicy):
         self._num_verified: int | None = None  # in the last step; None if it cannot be timed
         self._has_news = False  # the last step changed something that a decision depends on
         self._is_trial = False
+        self._wants = True  # what `wants_drafts` has said
         self._num_plain = 0  # steps in a row that neither drafted nor verified
         self.forget_drafter()
         self._waited_ms: float | None = None  # `note_wait` of the step that ends now
@@ -140,12 +141,12 @@ class AdaptiveWidth(WidthPolicy):
     def wants_drafts(self, slots: np.ndarray) -> bool:
         """Whether drafting is expected to be faster than plain decoding; a trial says the opposite.
 
-        A step is timed from one decision to the next. If nothing is drafted, this is a decision;
-        otherwise ``widths`` makes it, and the draft pass before it counts for the step.
+        A step is timed from one decision to the next. If the drafter does not run, this is a
+        decision; otherwise ``widths`` makes it, and the draft pass before it counts for the step.
         """
         assert len(slots) == len(self._samples), (len(slots), len(self._samples))
         if not self._samples.any():
-            self._decided_at = None
+            self._decided_at, self._wants = None, False
             return False  # only unfinished prompts: vLLM discards their drafts
         if self._has_news:
             self._judge(slots)
@@ -154,13 +155,15 @@ class AdaptiveWidth(WidthPolicy):
         if self._is_trial:
             self._trial_after = min(2 * self._trial_after, LAST_TRIAL)
             self._until_trial = self._trial_after
-        drafts = self.is_drafting != self._is_trial
-        if not drafts:
+        self._wants = self.is_drafting != self._is_trial
+        if not self._wants and self.may_skip:
             self._time_step(drafts=False)
-        return drafts
+        return self._wants
 
     def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         """The best widths; in a trial, full width for the requests that were verified least.
+
+        All are 0 where ``wants_drafts`` has said no.
 
         The step since the last decision ends here, with its draft pass, unless the drafts were
         looked up.
@@ -168,6 +171,8 @@ class AdaptiveWidth(WidthPolicy):
         self._time_step(drafts=not self._looked_up)
         if confidence is not None:
             self._bins[slots] = bins_of(confidence)
+        if not (self._wants or self._looked_up):
+            return np.zeros(len(slots), dtype=np.int64)
         if self._is_trial:
             exposure = np.where(self._samples, self.survival.exposure(slots), np.inf)
             num_tried = -(-int(self._samples.sum()) // ROWS_PER_TRIAL)
@@ -214,7 +219,10 @@ class AdaptiveWidth(WidthPolicy):
         """Decide anew which of the two is faster; what begins to draft is soon tried without."""
         self._has_news = False
         widths, drafting = self._best_widths(slots, bins=None)
-        plain = self._samples.sum() / self.costs.plain(len(slots))
+        num_rows = len(slots)
+        # Where the drafter runs in any case, plain steps cost a pass, too.
+        cost = self.costs.plain(num_rows) if self.may_skip else self.costs.drafting(num_rows)[0]
+        plain = self._samples.sum() / cost
         margin = 1 + self.hysteresis
         before = self.is_drafting
         if before:

@@ -40,19 +40,22 @@ class WidthPolicy(ABC):
 
     After each step of the target the speculator calls ``observe`` (if ``reads_outcomes``), then
     ``wants_lookup`` (if it has drafts from the requests' own texts), and if it does not, then
-    ``wants_drafts``. If it wants drafts, the drafter runs. Behind either, ``widths`` is called.
+    ``wants_drafts``. If it wants drafts, or if not ``may_skip``, the drafter runs. Behind either,
+    ``widths`` is called.
 
     Where drafts come from another process, ``worth_ms`` says how long to wait for them, and
     ``note_wait`` is told how long that was.
 
     Attributes:
         most: no width is larger.
+        may_skip: the drafter does not run in steps for which ``wants_drafts`` says no.
         reads_outcomes: ``observe`` is called; it costs one wait for the device per step.
         reads_confidence: ``widths`` is given the drafter's probabilities.
     """
 
     reads_outcomes: ClassVar[bool] = False
     reads_confidence: bool = False
+    may_skip: bool = True
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = self.most = num_drafts
