@@ -15,7 +15,7 @@ Sources: vLLM 0.32, ``model_executor/models/qwen3_dflash.py`` and
 ``transformers_utils/configs/speculators``; vllm-project/speculators, ``models/dflash/config.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -84,14 +84,11 @@ class DrafterConfig:
     layers: tuple[LayerAttention, ...]
 
     @classmethod
-    def from_config(
-        cls, config: Config, options: DrafterOptions, token_id: Callable[[str], int | None]
-    ) -> "DrafterConfig":
+    def from_config(cls, config: Config, options: DrafterOptions) -> "DrafterConfig":
         """Read the (translated) config.json of a drafter.
 
         Args:
             config: its top-level keys.
-            token_id: of a token of the target's tokenizer; None if it has no such token.
 
         Raises:
             ValueError: a key is missing, has a wrong type, or asks for what is not implemented.
@@ -119,7 +116,7 @@ class DrafterConfig:
             target_layer_ids=_target_layer_ids(config, dflash),
             target_hidden_size=_get(config, "target_hidden_size", int) or hidden_size,
             num_target_layers=_get(config, "num_target_layers", int),
-            mask_token_id=_mask_token_id(config, dflash, options, token_id),
+            mask_token_id=_mask_token_id(config, dflash, options),
             layers=_windowed(layers, options.window),
         )
 
@@ -310,33 +307,20 @@ def _windowed(layers: Sequence[LayerAttention], window: int | None) -> tuple[Lay
     )
 
 
-def _mask_token_id(
-    config: Config,
-    dflash: Config,
-    options: DrafterOptions,
-    token_id: Callable[[str], int | None],
-) -> int:
+def _mask_token_id(config: Config, dflash: Config, options: DrafterOptions) -> int:
     """The mask token's id, which all places that name it must agree on."""
-    given: dict[str, int | None] = {
+    given = {
         "dflash_config.mask_token_id": _get(dflash, "mask_token_id", int),
         "mask_token_id of config.json": _get(config, "mask_token_id", int),
         f"{WHERE}: mask_token_id": options.mask_token_id,
     }
-    for where, token in (
-        ("dflash_config.mask_token", _get(dflash, "mask_token", str)),
-        (f"{WHERE}: mask_token", options.mask_token),
-    ):
-        if token is not None:
-            given[f"{where} {token!r}"] = token_id(token)
-            if token_id(token) is None:
-                raise ValueError(f"{where} = {token!r} is no token of the target's tokenizer.")
     ids = {name: token for name, token in given.items() if token is not None}
     if len(set(ids.values())) == 1:
         return next(iter(ids.values()))
     if not ids:
         raise ValueError(
             "The drafter's config.json names no mask token (dflash_config.mask_token_id). Name it "
-            f"in {WHERE}: mask_token_id or mask_token."
+            f"in {WHERE}: mask_token_id."
         )
     listed = ", ".join(f"{name} = {token}" for name, token in ids.items())
     raise ValueError(f"The drafter's mask token is ambiguous: {listed}. Leave one of them.")

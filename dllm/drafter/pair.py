@@ -30,16 +30,11 @@ def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
     Raises:
         ValueError: as ``DrafterConfig.from_config``.
     """
-
-    def token_id(token: str) -> int | None:
-        target = vllm_config.model_config
-        return _vocabulary(target.tokenizer, target.tokenizer_revision).get(token)
-
     speculative = vllm_config.speculative_config
     assert speculative is not None, "no drafter"
     hf_config = speculative.draft_model_config.hf_config
     config: Config = {**vars(hf_config), "model_type": hf_config.model_type}
-    return DrafterConfig.from_config(config, drafter_options(vllm_config), token_id)
+    return DrafterConfig.from_config(config, drafter_options(vllm_config))
 
 
 def end_ids(vllm_config: VllmConfig) -> set[int]:

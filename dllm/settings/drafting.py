@@ -46,8 +46,7 @@ class DrafterOptions:
             where that promises more than the drafter does (``dllm.drafter.prompt_lookup``).
         window: number of context tokens before the draft block that the drafter attends to; earlier
             ones leave its KV cache. None keeps what the checkpoint says.
-        mask_token_id, mask_token: the token at undecided positions, if the checkpoint does not name
-            one.
+        mask_token_id: the token at undecided positions, if the checkpoint does not name one.
         record: folder in which tokens and hidden states of live traffic are recorded, for
             ``dllm calibrate --from-buffer``; None records nothing. They reveal what users wrote.
         record_layers: for a server without a drafter: layers of the target (0-based) whose outputs
@@ -63,7 +62,6 @@ class DrafterOptions:
     prompt_lookup: Flag = False
     window: Annotated[int | None, IntRange(1)] = None
     mask_token_id: Annotated[int | None, IntRange(0)] = None
-    mask_token: Text = None
     record: Text = None
     record_layers: Annotated[Sequence[int] | None, LAYERS] = None
     record_mb: Annotated[int, IntRange(1)] = 1000

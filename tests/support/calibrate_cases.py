@@ -51,9 +51,7 @@ def target(target_path: Path) -> Target:
 
 def read_config(**overrides: Any) -> DrafterConfig:
     """A drafter of ``drafter_pairs``."""
-    return DrafterConfig.from_config(
-        drafter_config(**overrides), DrafterOptions(), lambda token: None
-    )
+    return DrafterConfig.from_config(drafter_config(**overrides), DrafterOptions())
 
 
 def small_settings(**more: Any) -> CalibrateSettings:

@@ -73,7 +73,7 @@ def checked_config(config: dict[str, object], facts: TargetFacts) -> DrafterConf
         CommandError: something of it is missing or wrong, or it does not fit the target.
     """
     try:
-        read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
+        read = DrafterConfig.from_config(config, DrafterOptions())
         check_pair(read, facts)
     except ValueError as error:
         raise CommandError(str(error)) from None
