@@ -55,7 +55,6 @@ class DrafterConfig:
             the checkpoint does not say, which means true where ``check_pair`` allows it.
         vocab_size: of its input, the same as the target's.
         draft_vocab_size: number of different tokens that it can draft.
-        logit_scale: its logits are multiplied by this.
         target_layer_ids: 0-based layers of the target whose outputs it reads, ascending.
         target_hidden_size: size of each of these outputs.
         num_target_layers: layers of the target that it was trained for; None if it does not say.
@@ -76,7 +75,6 @@ class DrafterConfig:
     is_neox_style: bool | None
     vocab_size: int
     draft_vocab_size: int
-    logit_scale: float
     target_layer_ids: tuple[int, ...]
     target_hidden_size: int
     num_target_layers: int | None
@@ -112,7 +110,6 @@ class DrafterConfig:
             is_neox_style=_get(config, "is_neox_style", bool),
             vocab_size=(vocab_size := _require(config, "vocab_size", int)),
             draft_vocab_size=_get(config, "draft_vocab_size", int) or vocab_size,
-            logit_scale=_get(config, "logit_scale", float) or 1.0,
             target_layer_ids=_target_layer_ids(config, dflash),
             target_hidden_size=_get(config, "target_hidden_size", int) or hidden_size,
             num_target_layers=_get(config, "num_target_layers", int),

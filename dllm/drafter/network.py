@@ -14,9 +14,9 @@ checkpoint that contradicts its config.json is refused, where vLLM loads a part 
 Source: DFlash (arXiv 2602.06036); vLLM 0.32, ``qwen3_dflash.py``.
 """
 
+import copy
 from collections.abc import Iterable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -36,12 +36,13 @@ from dllm.attention.layers import bound_queries, use_anchored_window
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.context import renew_weights
+from dllm.drafter.pair import drafter_config
 
 Weights = Mapping[str, torch.Tensor]  # by their names in a checkpoint, without "model."
 
 
 class DrafterLayer(DFlashQwen3DecoderLayer):
-    """vLLM's layer, made from what ``checkpoint`` has read."""
+    """vLLM's layer, with the attention that ``checkpoint`` has read."""
 
     def __init__(
         self,
@@ -54,25 +55,14 @@ class DrafterLayer(DFlashQwen3DecoderLayer):
         **others: Any,
     ) -> None:
         layer, kinds = drafter.layers[layer_idx], ("full_attention", "sliding_attention")
-        # What vLLM's class reads of a config.json. All layers of this one are like this layer.
-        own: Any = SimpleNamespace(
-            hidden_size=drafter.hidden_size,
-            intermediate_size=drafter.intermediate_size,
-            hidden_act=drafter.hidden_act,
-            num_attention_heads=drafter.num_heads,
-            num_key_value_heads=drafter.num_kv_heads,
-            head_dim=drafter.head_dim,
-            rms_norm_eps=drafter.rms_norm_eps,
-            attention_bias=drafter.attention_bias,
-            rope_parameters=dict(drafter.rope_parameters),
-            # RoPE must cover the served length, also where training texts were shorter.
-            max_position_embeddings=max(
-                drafter.max_positions, vllm_config.model_config.max_model_len
-            ),
-            is_neox_style=drafter.is_neox_style is not False,
-            layer_types=[kinds[layer.window is not None]] * len(drafter.layers),
-            sliding_window=layer.window,
-            is_causal=layer.is_causal,
+        own = copy.copy(config)  # of a network whose layers are all like this one
+        own.layer_types = [kinds[layer.window is not None]] * len(drafter.layers)
+        own.sliding_window = layer.window
+        own.is_causal = layer.is_causal
+        own.dflash_config = {}
+        # RoPE must cover the served length, also where training texts were shorter.
+        own.max_position_embeddings = max(
+            drafter.max_positions, vllm_config.model_config.max_model_len
         )
         cache_config = with_own_cache(vllm_config).cache_config
         super().__init__(
@@ -93,8 +83,6 @@ class DrafterNetwork(DFlashQwen3Model):
     _fused_kv_weight: torch.Tensor | None
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
-        from dllm.drafter.pair import drafter_config
-
         drafter = drafter_config(vllm_config)
         self.decoder_layer_cls = partial(DrafterLayer, drafter=drafter)
         super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
