@@ -62,7 +62,7 @@ def configure_self_drafting(vllm_config: Any) -> None:
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
-    for key in ("window", "record", "renew", "mask_token_id", "mask_token"):
+    for key in ("window", "record", "renew", "mask_token_id"):
         if getattr(options, key) is not None:
             raise ValueError(f"{WHERE}: {key} with a model that drafts for itself. Leave it out.")
     vllm_config.attention_config.use_non_causal = True

@@ -51,7 +51,7 @@ def new_drafter(target: dict[str, Any], **sizes: Any) -> tuple[dict[str, Any], D
     """config.json of a drafter for a target, which it fits, and the same as it is read."""
     facts = target_facts(target)
     config = drafter_config(DrafterShape(mask_token_id=128002, **sizes), target, facts)
-    read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
+    read = DrafterConfig.from_config(config, DrafterOptions())
     check_pair(read, facts)  # sizes, vocabulary, layers, mask token, RoPE style
     return config, read
 

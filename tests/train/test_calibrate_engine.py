@@ -36,7 +36,7 @@ def pair(tmp_path_factory):
 def drafts_of_the_network(pair: tuple[Path, Path], tokens: list[int]) -> list[int]:
     """What the training network drafts behind ``tokens``."""
     config, weights = read_checkpoint(pair[1])
-    read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
+    read = DrafterConfig.from_config(config, DrafterOptions())
     network = DraftNetwork(read)
     network.load_state_dict(weights)
     target = Target(pair[0], "cpu")
