@@ -37,7 +37,7 @@ from bench.tables import grouped, markdown, middle, names_of, of, problems, rati
 from bench.workloads import ADAPTIVE, Shape, Workload, prompt_texts
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.tasks.suite import FAMILIES
-from dllm.train.drafter.prompts import default_file
+from dllm.train.prompts import default_file
 
 FILE = "drafter.csv"
 TARGET, DRAFTER = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-drafter"

@@ -1,7 +1,7 @@
 """Where the wall time of a denoise step goes, in a real engine.
 
     python -m bench.profile_step --server ours built-in --concurrency 1 8
-    python -m bench.profile_step --random-60m --input-len 1024 8192 32768 \
+    python -m bench.profile_step --random-60m --input-len 1024 8192 32768 --concurrency 1 \
         --server ours built-in ours built-in ours built-in
 
 Each server is an engine in a process of its own, with its scheduler, worker and client. All blocks
@@ -315,7 +315,10 @@ def times_behind_prompts(rows: Rows) -> str:
 
 
 STEP_TIME = Section("profile_cpu.csv", "python -m bench.profile_step", shares)
-BEHIND_PROMPTS = "python -m bench.profile_step --random-60m --input-len 1024 8192 32768"
+BEHIND_PROMPTS = (
+    "python -m bench.profile_step --random-60m --input-len 1024 8192 32768 --concurrency 1 "
+    "--server ours built-in"
+)
 CONTEXT = Section("context_cpu.csv", BEHIND_PROMPTS, times_behind_prompts)
 
 

@@ -51,7 +51,8 @@ from dllm.remote.worker import DraftWorker
 
 FAMILIES = ("schema", "extract", "report")
 PLAIN = "no drafts"
-WORKERS = _, KNOWN_AHEAD = "known", "known, ahead"
+KNOWN_AHEAD = "known, ahead"
+WORKERS = ("known", KNOWN_AHEAD)
 
 
 @reporting_failures

@@ -15,13 +15,13 @@ from dllm.settings.command import FAILED, INTERRUPTED, MISUSED, OK, CommandError
 
 # Name: (module, help text).
 COMMANDS = {
-    "calibrate": ("dllm.train.drafter.command", "train a drafter on what a target says"),
+    "calibrate": ("dllm.train.command", "train a drafter on what a target says"),
     "recalibrate": (
-        "dllm.train.drafter.recalibrate",
+        "dllm.train.recalibrate",
         "go on training a server's drafter on its traffic",
     ),
     "check-drafter": (
-        "dllm.train.drafter.check_command",
+        "dllm.train.check_command",
         "measure whether a drafter fits its target",
     ),
     "eval": (

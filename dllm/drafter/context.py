@@ -10,12 +10,10 @@ many tokens have collected. A step without drafting then costs almost nothing mo
 decoding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from vllm.distributed import get_tp_group
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
 from dllm.drafter.step import TargetStep
 
@@ -23,34 +21,6 @@ NO_SLOT = -1  # cache slot of a token that is not stored: a rejected draft, or p
 # Tokens that are kept at most. One product over so many tokens costs little beside the steps that
 # computed them, and is small enough to run at once.
 MAX_DEFERRED = 1024
-
-
-def renew_weights(network: DFlashQwen3Model, weights: Mapping[str, torch.Tensor]) -> None:
-    """Project the context by the weights of another drafter of the same shape.
-
-    In place, because CUDA graphs have recorded where the weights lie.
-
-    Args:
-        weights: of a whole checkpoint, by their names there, without "model.".
-    """
-    layers, heads, head_dim = network._num_attn_layers, network._num_kv_heads, network._head_dim
-    group = get_tp_group()
-    for index in range(layers):
-        name = f"layers.{index}.self_attn"
-        network._k_norm_weights[index].copy_(weights[f"{name}.k_norm.weight"])
-        if network._fused_kv_weight is None:
-            continue  # quantized: the layers' own projections are used
-        for part, projection in enumerate(("k_proj", "v_proj")):
-            for own, kind in (
-                (network._fused_kv_weight, "weight"),
-                (network._fused_kv_bias, "bias"),
-            ):
-                if own is None:
-                    continue
-                whole = weights[f"{name}.{projection}.{kind}"]
-                first = group.rank_in_group * (len(whole) // head_dim) // group.world_size
-                rows = whole[first * head_dim : (first + heads) * head_dim]
-                own.view(layers, 2, len(rows), *whole.shape[1:])[index, part].copy_(rows)
 
 
 class Context(NamedTuple):

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -35,7 +36,6 @@ from vllm.model_executor.models.qwen3_dflash import (
 from dllm.attention.layers import bound_queries, use_anchored_window
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
-from dllm.drafter.context import renew_weights
 from dllm.drafter.pair import drafter_config
 
 Weights = Mapping[str, torch.Tensor]  # by their names in a checkpoint, without "model."
@@ -60,6 +60,9 @@ class DrafterLayer(DFlashQwen3DecoderLayer):
         own.sliding_window = layer.window
         own.is_causal = layer.is_causal
         own.dflash_config = {}
+        # What vLLM's layer reads otherwise where a config leaves it out.
+        own.num_key_value_heads = drafter.num_kv_heads
+        own.is_neox_style = drafter.is_neox_style is not False
         # RoPE must cover the served length, also where training texts were shorter.
         own.max_position_embeddings = max(
             drafter.max_positions, vllm_config.model_config.max_model_len
@@ -117,6 +120,33 @@ class DrafterNetwork(DFlashQwen3Model):
         """Whether ``_build_fused_kv_buffers`` was called."""
         return hasattr(self, "_num_attn_layers")
 
+    def renew_context_weights(self, weights: Weights) -> None:
+        """Project the context by the weights of another drafter of the same shape.
+
+        In place, because CUDA graphs have recorded where the weights lie.
+
+        Args:
+            weights: of a whole checkpoint, by their names there, without "model.".
+        """
+        layers, heads, head_dim = self._num_attn_layers, self._num_kv_heads, self._head_dim
+        group = get_tp_group()
+        for index in range(layers):
+            name = f"layers.{index}.self_attn"
+            self._k_norm_weights[index].copy_(weights[f"{name}.k_norm.weight"])
+            if self._fused_kv_weight is None:
+                continue  # quantized: the layers' own projections are used
+            for part, projection in enumerate(("k_proj", "v_proj")):
+                for own, kind in (
+                    (self._fused_kv_weight, "weight"),
+                    (self._fused_kv_bias, "bias"),
+                ):
+                    if own is None:
+                        continue
+                    whole = weights[f"{name}.{projection}.{kind}"]
+                    first = group.rank_in_group * (len(whole) // head_dim) // group.world_size
+                    rows = whole[first * head_dim : (first + heads) * head_dim]
+                    own.view(layers, 2, len(rows), *whole.shape[1:])[index, part].copy_(rows)
+
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
         """vLLM's; on a CPU, where its kernel takes the first layer's weight for all layers, torch.
 
@@ -151,7 +181,7 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
         # vLLM's loader takes the tensors of a module in one go: the network's are all at the end.
         super().load_weights(sorted(own.items(), key=lambda one: not one[0].startswith("lm_head")))
         if is_renewal:
-            renew_weights(self.model, own)
+            self.model.renew_context_weights(own)
 
     def reload_weights(self, weights: Weights) -> None:
         """Copy another checkpoint of the same shape over the weights in use.

@@ -88,7 +88,7 @@ def refuse_renewal_of(drafter: str) -> None:
     """Refuse ``renew`` for a drafter that is not in a folder of this machine.
 
     Raises:
-        ValueError: a worse drafter could not be given up for this one.
+        ValueError: its weights could not be read again where newer ones fail halfway.
     """
     if not Path(drafter).is_dir():
         raise ValueError(

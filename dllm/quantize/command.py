@@ -29,8 +29,10 @@ def main(argv: Sequence[str]) -> int:
         # environment's site-packages on PYTHONPATH would bring everything else along.
         (Path(directory) / "dllm").symlink_to(ROOT / "dllm")
         environment = os.environ | {"PYTHONPATH": directory, "PYTHONUNBUFFERED": "1"}
+        end = argv.index("--") if "--" in argv else len(argv)
+        given = [*argv[:end], "--out", str(made), *argv[end:]]
         status = subprocess.run(
-            [python, "-m", "dllm.quantize.make", *argv, "--out", str(made)], env=environment
+            [python, "-m", "dllm.quantize.make", *given], env=environment
         ).returncode
         if status != OK:
             sys.exit(status)
@@ -47,8 +49,11 @@ def appearing(out: Path) -> Iterator[Path]:
     Raises:
         CommandError: the directory of ``out`` cannot be written to, or ``out`` has appeared.
     """
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise CommandError(f"--out {out}: there is no directory {parent}.")
     try:
-        folder = tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.absolute().parent)
+        folder = tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=parent)
     except OSError as error:
         raise CommandError(f"--out {out}: {error}.") from None
     with folder:  # its owner's alone; what is made in it has the usual permissions

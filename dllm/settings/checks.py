@@ -2,10 +2,8 @@
 
 import difflib
 import math
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
@@ -147,15 +145,3 @@ def known_fields(kind: type, given: object, where: str) -> Mapping[str, Any]:
             hint = did_you_mean(str(key), known)
             raise ValueError(f"{where} has no option {key!r}{hint}; known: {', '.join(known)}.")
     return given
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
-
-    Raises:
-        ValueError: the file cannot be read, or is not TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(str(error)) from None

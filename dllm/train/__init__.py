@@ -1,5 +1,5 @@
-"""Trains drafters (``drafter``).
+"""``dllm calibrate`` trains a drafter for a target; ``check-drafter`` measures whether it fits.
 
-The modules here are the loop of a run (``run``), its optimizers and its files.
+``run`` is the loop of a training, ``learner`` what it trains, ``network`` the drafter.
 May import every other room but ``dllm.cli``.
 """

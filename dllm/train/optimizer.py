@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.precision import product_dtype
+from dllm.train.settings import CalibrateSettings
 
 # Coefficients of the iteration, chosen for the largest slope at 0 (same source).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

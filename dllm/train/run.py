@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from dllm.settings.command import CommandError
-from dllm.train.drafter.learner import DraftLearner
-from dllm.train.drafter.network import DraftNetwork
+from dllm.train.learner import DraftLearner
+from dllm.train.network import DraftNetwork
 from dllm.train.optimizer import make_optimizers, set_learning_rates, update_average
 from dllm.train.run_files import LOG, MODEL, STATE, write_log
 

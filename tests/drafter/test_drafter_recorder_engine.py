@@ -12,10 +12,10 @@ from dllm.drafter.recording import refuse_target_without_hidden_states
 from dllm.drafter.samples import read_shards, recorded_layers
 from dllm.patches.contract import CPU_WORKER
 from dllm.settings.drafting import DrafterOptions
-from dllm.train.drafter.export import read_checkpoint
-from dllm.train.drafter.prompts import suite_prompts
-from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.drafter.target import Target
+from dllm.train.export import read_checkpoint
+from dllm.train.prompts import suite_prompts
+from dllm.train.settings import CalibrateSettings
+from dllm.train.target import Target
 from tests.support.drafter_harness import LIMITS, greedy, plain_engine
 from tests.support.engine_harness import Engine, get_engine
 

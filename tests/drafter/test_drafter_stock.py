@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from dllm.train.drafter.export import write_checkpoint
+from dllm.train.export import write_checkpoint
 from tests.support.drafter_harness import LIMITS, drafting_engine, greedy, prompt, watch_drafts
 from tests.support.drafter_pairs import drafter_config, random_drafter, write_target
 from tests.support.engine_harness import KV_CACHE_BYTES

@@ -10,11 +10,11 @@ from torch import Tensor
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.samples import Sample
 from dllm.settings.drafting import DrafterOptions
-from dllm.train.drafter.export import Drafter
-from dllm.train.drafter.learner import DraftLearner
-from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.drafter.target import Target
+from dllm.train.export import Drafter
+from dllm.train.learner import DraftLearner
 from dllm.train.run import Run
+from dllm.train.settings import CalibrateSettings
+from dllm.train.target import Target
 from tests.support.drafter_pairs import MASK, drafter_config, write_target
 
 PROMPTS = [f"Sort these numbers: {n}, {97 - n}, {n + 1}." for n in range(14)]

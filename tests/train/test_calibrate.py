@@ -15,15 +15,15 @@ from dllm import cli
 from dllm.cli import CommandError
 from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
 from dllm.tasks.suite import FAMILIES
-from dllm.train.drafter import command
-from dllm.train.drafter.export import Drafter, block_of, read_checkpoint
-from dllm.train.drafter.network import NEVER, count_params
-from dllm.train.drafter.prompts import load_prompts
-from dllm.train.drafter.responses import check_disk
-from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.drafter.target import dtype_of, target_facts
-from dllm.train.drafter.target import read_config as read_target_config
+from dllm.train import command
+from dllm.train.export import Drafter, block_of, read_checkpoint
+from dllm.train.network import NEVER, count_params
+from dllm.train.prompts import load_prompts
+from dllm.train.responses import check_disk
 from dllm.train.run_files import LOG
+from dllm.train.settings import CalibrateSettings
+from dllm.train.target import dtype_of, target_facts
+from dllm.train.target import read_config as read_target_config
 from tests.support.calibrate_cases import (
     PROMPTS,
     TOML,
@@ -305,7 +305,9 @@ def test_other_mistakes_are_refused(target_path, files, capsys, tmp_path):
 
 
 def test_shipped_settings_are_right():
-    for path in sorted(command.CONFIGS.glob("*.toml")):
+    paths = [*(Path(command.__file__).parent / "configs").glob("*.toml")]
+    assert paths
+    for path in paths:
         settings = CalibrateSettings.load(path)
         assert CalibrateSettings.from_mapping(settings.to_mapping()) == settings
 

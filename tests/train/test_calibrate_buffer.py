@@ -12,9 +12,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from dllm import cli
 from dllm.drafter.samples import write_shard
 from dllm.settings.command import CommandError
-from dllm.train.drafter import ends
-from dllm.train.drafter.ends import INDEX, SINGLE, TargetEnds, head_norm
-from dllm.train.drafter.target import Target
+from dllm.train import ends
+from dllm.train.ends import INDEX, SINGLE, TargetEnds, head_norm
+from dllm.train.target import Target
 from tests.support.calibrate_cases import TOML, random_samples, target, target_path
 from tests.support.drafter_pairs import write_drafter
 

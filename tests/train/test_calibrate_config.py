@@ -6,9 +6,9 @@ import pytest
 
 from dllm.drafter.checkpoint import DrafterConfig, check_pair
 from dllm.settings.drafting import DrafterOptions
-from dllm.train.drafter.config import drafter_config, spread_layers
-from dllm.train.drafter.settings import DrafterShape
-from dllm.train.drafter.target import target_facts
+from dllm.train.config import drafter_config, spread_layers
+from dllm.train.settings import DrafterShape
+from dllm.train.target import target_facts
 
 # Fields of config.json of Qwen/Qwen3.5-27B (its text_config) and meta-llama/Llama-3.1-8B.
 QWEN: dict[str, Any] = {

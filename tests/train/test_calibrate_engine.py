@@ -11,9 +11,9 @@ import torch
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.samples import read_shards
 from dllm.settings.drafting import DrafterOptions
-from dllm.train.drafter.export import read_checkpoint, write_checkpoint
-from dllm.train.drafter.network import DraftNetwork, draft_inputs
-from dllm.train.drafter.target import Target
+from dllm.train.export import read_checkpoint, write_checkpoint
+from dllm.train.network import DraftNetwork, draft_inputs
+from dllm.train.target import Target
 from tests.drafter import test_drafter_stock as stock
 from tests.support.drafter_harness import drafting_engine, greedy, watch_drafts
 from tests.support.drafter_pairs import MASK, drafter_config, random_drafter, write_target

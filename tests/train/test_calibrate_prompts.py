@@ -10,10 +10,10 @@ from dllm import cli
 from dllm.drafter.samples import read_shards
 from dllm.settings.command import CommandError
 from dllm.tasks.prompts import SHIPPED, SHIPPED_DOMAINS
-from dllm.train.drafter import command
-from dllm.train.drafter.prompts import default_file, load_prompts
-from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train import command
+from dllm.train.prompts import default_file, load_prompts
 from dllm.train.run_files import START
+from dllm.train.settings import CalibrateSettings
 from tests.support.calibrate_cases import TOML
 from tests.support.drafter_pairs import give_byte_tokenizer, write_drafter, write_target
 

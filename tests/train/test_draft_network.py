@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3ForCausalLM
 
 from dllm.drafter.samples import Sample
-from dllm.train.drafter.acceptance import Acceptance, measure, possible, total
-from dllm.train.drafter.network import DraftNetwork, count_params, draft_inputs, losses
+from dllm.train.acceptance import Acceptance, measure, possible, total
+from dllm.train.network import DraftNetwork, count_params, draft_inputs, losses
 from tests.support.calibrate_cases import random_samples, read_config, target, target_path
 from tests.support.drafter_pairs import MASK, random_drafter
 from tests.support.drafter_reference import ReferenceDrafter
@@ -133,7 +133,7 @@ def test_a_drafter_that_is_always_right_reaches_what_is_possible():
 @pytest.mark.parametrize("at_once", [64, 2])
 def test_measured_acceptance_is_that_of_the_reference(target_path, target, monkeypatch, at_once):
     """Drafts of the reference, verified step by step, of a target and a drafter by chance."""
-    monkeypatch.setattr("dllm.train.drafter.acceptance.ANCHORS_AT_ONCE", at_once)
+    monkeypatch.setattr("dllm.train.acceptance.ANCHORS_AT_ONCE", at_once)
     reference, samples = reference_of(target_path), random_samples(target, 2, length=8)
     # Every draft is wrong by chance, so let one response be what the drafter drafts.
     tokens = samples[0].tokens[: samples[0].response_start + 1]

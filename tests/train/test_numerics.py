@@ -8,8 +8,8 @@ import torch
 from dllm.cpu import instructions
 from dllm.drafter.samples import Sample
 from dllm.train import optimizer, precision
-from dllm.train.drafter.ends import TargetEnds
-from dllm.train.drafter.learner import DraftLearner
+from dllm.train.ends import TargetEnds
+from dllm.train.learner import DraftLearner
 from dllm.train.optimizer import Muon, lr_factor, orthogonalize
 from dllm.train.run import Run
 from tests.support.calibrate_cases import new_drafter, small_settings

@@ -13,9 +13,9 @@ from dllm import cli
 from dllm.drafter.renewal import checkpoint, published, read_weights
 from dllm.drafter.samples import Sample, write_shard
 from dllm.settings.command import CommandError
-from dllm.train.drafter import recalibrate
-from dllm.train.drafter.learner import DraftLearner
-from dllm.train.drafter.recorded import split_buffer
+from dllm.train import recalibrate
+from dllm.train.learner import DraftLearner
+from dllm.train.recorded import split_buffer
 from tests.support.calibrate_cases import read_config, target, target_path
 from tests.support.drafter_pairs import drafter_config, random_drafter, write_drafter
 

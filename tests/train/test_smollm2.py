@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dllm import cli
-from dllm.train.drafter.export import read_checkpoint
+from dllm.train.export import read_checkpoint
 from tests.support.calibrate_cases import TOML
 from tests.support.drafter_pairs import MASK, give_byte_tokenizer, write_target
 

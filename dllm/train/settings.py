@@ -5,6 +5,7 @@ The checks are pydantic's: a type or a bound of a field is all there is to write
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from dllm.settings.checks import did_you_mean, read_toml, refuse_value
+from dllm.settings.checks import did_you_mean, refuse_value
 from dllm.settings.command import CommandError
 
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -114,8 +115,8 @@ class CalibrateSettings:
             CommandError: no such file, no TOML, or a field is unknown or out of range.
         """
         try:
-            return cls.from_mapping(read_toml(path))
-        except ValueError as error:
+            return cls.from_mapping(tomllib.loads(path.read_text()))
+        except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
             raise CommandError(f"{path}: {error}") from None
 
     @classmethod

@@ -23,13 +23,13 @@ import torch
 from dllm.drafter.renewal import DIGITS, checkpoint, published
 from dllm.drafter.samples import SUFFIX
 from dllm.settings.command import OK, CommandError
-from dllm.train.drafter.ends import TargetEnds
-from dllm.train.drafter.export import Drafter, write_checkpoint
-from dllm.train.drafter.learner import DraftLearner
-from dllm.train.drafter.recorded import TooFewSamples, split_buffer
-from dllm.train.drafter.settings import CONTINUED
-from dllm.train.drafter.target import read_config, target_facts
+from dllm.train.ends import TargetEnds
+from dllm.train.export import Drafter, write_checkpoint
+from dllm.train.learner import DraftLearner
+from dllm.train.recorded import TooFewSamples, split_buffer
 from dllm.train.run import Run
+from dllm.train.settings import CONTINUED
+from dllm.train.target import read_config, target_facts
 
 MIN_GAIN = 0.01  # share by which a published drafter's tokens a step exceed those of its base
 KEPT = 3  # published drafters that stay on disk: the one in use, one being read, a newer one

@@ -15,12 +15,12 @@ from torch import Tensor
 from dllm.drafter.samples import SUFFIX, Sample, read_shards, write_shard
 from dllm.settings.command import CommandError
 from dllm.tools.client import Connection, explained
-from dllm.train.drafter.batch import load_batch
-from dllm.train.drafter.export import Drafter
-from dllm.train.drafter.network import count_params
-from dllm.train.drafter.prompts import Prompt
-from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.drafter.target import Target, dtype_of
+from dllm.train.batch import load_batch
+from dllm.train.export import Drafter
+from dllm.train.network import count_params
+from dllm.train.prompts import Prompt
+from dllm.train.settings import CalibrateSettings
+from dllm.train.target import Target, dtype_of
 
 TRAIN, HELDOUT = "train", "heldout"
 CONCURRENCY = 32  # requests to a server at once

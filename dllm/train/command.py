@@ -13,14 +13,15 @@ from transformers import AutoTokenizer
 from dllm.drafter.samples import recorded_layers
 from dllm.settings.command import OK, CommandError
 from dllm.tools import client
-from dllm.train.drafter.config import drafter_config
-from dllm.train.drafter.ends import TargetEnds
-from dllm.train.drafter.export import Drafter
-from dllm.train.drafter.learner import DraftLearner
-from dllm.train.drafter.model_card import write_model_card
-from dllm.train.drafter.prompts import Prompt, default_file, load_prompts
-from dllm.train.drafter.recorded import split_buffer
-from dllm.train.drafter.responses import (
+from dllm.train.config import drafter_config
+from dllm.train.ends import TargetEnds
+from dllm.train.export import Drafter
+from dllm.train.learner import DraftLearner
+from dllm.train.model_card import write_model_card
+from dllm.train.progress import progress, train_shown
+from dllm.train.prompts import Prompt, default_file, load_prompts
+from dllm.train.recorded import split_buffer
+from dllm.train.responses import (
     HELDOUT,
     TRAIN,
     check_disk,
@@ -29,13 +30,11 @@ from dllm.train.drafter.responses import (
     from_target,
     usable,
 )
-from dllm.train.drafter.settings import CONTINUED, NEW, CalibrateSettings
-from dllm.train.drafter.target import Target, read_config, target_facts
-from dllm.train.progress import progress, train_shown
 from dllm.train.run import Run
 from dllm.train.run_files import LOG, MODEL, begin, weights_digest, write_log
+from dllm.train.settings import CONTINUED, NEW, CalibrateSettings
+from dllm.train.target import Target, read_config, target_facts
 
-CONFIGS = Path(__file__).parent / "configs"
 RESPONSES = "responses"
 
 # Flags that override a setting of the config: (field, help text).

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from dllm.train.drafter.acceptance import Acceptance, possible, total
+from dllm.train.acceptance import Acceptance, possible, total
 from dllm.train.precision import processor
 from dllm.train.run import Run
 from dllm.train.run_files import CARD

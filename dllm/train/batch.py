@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dllm.drafter.samples import Sample
-from dllm.train.drafter.ends import TargetEnds
-from dllm.train.drafter.network import draft_inputs
-from dllm.train.drafter.target import Target
+from dllm.train.ends import TargetEnds
+from dllm.train.network import draft_inputs
+from dllm.train.target import Target
 
 
 class Blocks(NamedTuple):

@@ -10,11 +10,11 @@ import torch
 from dllm.drafter.samples import Sample
 from dllm.settings.command import FAILED, OK, CommandError, write_findings
 from dllm.tasks.suite import FAMILIES
-from dllm.train.drafter.acceptance import Acceptance, measure, possible, total
-from dllm.train.drafter.export import Drafter
-from dllm.train.drafter.prompts import Prompt, default_file, file_prompts, suite_prompts
-from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.drafter.target import Target, read_config, target_facts
+from dllm.train.acceptance import measure, possible, total
+from dllm.train.export import Drafter
+from dllm.train.prompts import Prompt, default_file, file_prompts, suite_prompts
+from dllm.train.settings import CalibrateSettings
+from dllm.train.target import Target, read_config, target_facts
 
 NUM_PROMPTS = 10
 MAX_TOKENS = 96
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     samples = respond(target, load_prompts(given), given.max_tokens)
     found = total(measure(network, target, samples, drafter.block))
     best = total(possible(samples, drafter.block - 1)).length
-    is_ok = not is_stranger(found)
+    is_ok = found.by_position[0] >= LEAST_FIRST_DRAFT
     if given.json is not None:
         findings = {
             "target": str(given.target),
@@ -57,11 +57,6 @@ def main(argv: Sequence[str]) -> int:
         )
         print("the pair fits" if is_ok else f"the pair does not fit: {STRANGER}")
     return OK if is_ok else FAILED
-
-
-def is_stranger(found: Acceptance) -> bool:
-    """Whether the drafter was made for another target, or its checkpoint says what is wrong."""
-    return found.by_position[0] < LEAST_FIRST_DRAFT
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

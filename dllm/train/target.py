@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.settings.command import CommandError
-from dllm.train.drafter.ends import NORMS, TargetEnds, head_norm
+from dllm.train.ends import NORMS, TargetEnds, head_norm
 
 
 class Target(TargetEnds):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from dllm.drafter.samples import Sample
-from dllm.train.drafter.acceptance import Acceptance, measure, total
-from dllm.train.drafter.batch import Batch, load_batch
-from dllm.train.drafter.ends import TargetEnds
-from dllm.train.drafter.export import Drafter, write_checkpoint
-from dllm.train.drafter.network import NEVER, DraftNetwork, losses
-from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.acceptance import Acceptance, measure, total
+from dllm.train.batch import Batch, load_batch
+from dllm.train.ends import TargetEnds
+from dllm.train.export import Drafter, write_checkpoint
+from dllm.train.network import NEVER, DraftNetwork, losses
 from dllm.train.precision import autocast
+from dllm.train.settings import CalibrateSettings
 
 HEAD_ROWS = 4096  # that the spread of the first logits is measured on
 

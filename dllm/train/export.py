@@ -11,9 +11,9 @@ from torch import Tensor
 from dllm.drafter.checkpoint import DrafterConfig, TargetFacts, check_pair
 from dllm.settings.command import CommandError
 from dllm.settings.drafting import DrafterOptions
-from dllm.train.drafter.network import DraftNetwork
-from dllm.train.drafter.settings import DrafterShape
+from dllm.train.network import DraftNetwork
 from dllm.train.run_files import WEIGHTS, write_json, write_weights
+from dllm.train.settings import DrafterShape
 
 
 @dataclass(frozen=True)

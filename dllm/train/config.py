@@ -1,8 +1,8 @@
 """config.json of a new drafter, for any target: sizes of the settings, or else the target's."""
 
 from dllm.drafter.checkpoint import TargetFacts
-from dllm.train.drafter.settings import DrafterShape
-from dllm.train.drafter.target import rope_of
+from dllm.train.settings import DrafterShape
+from dllm.train.target import rope_of
 
 # Of a target's RoPE scaling: what is about positions of images, or about rotating a part of each
 # head. A drafter has neither.

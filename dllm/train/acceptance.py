@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dllm.drafter.samples import Sample
-from dllm.train.drafter.batch import Batch, load_batch
-from dllm.train.drafter.ends import TargetEnds
-from dllm.train.drafter.network import DraftNetwork
+from dllm.train.batch import Batch, load_batch
+from dllm.train.ends import TargetEnds
+from dllm.train.network import DraftNetwork
 
 ANCHORS_AT_ONCE = 64  # of a response in one pass
 

@@ -14,7 +14,7 @@ from dllm.settings.command import CommandError
 from dllm.tasks.prompts import SHIPPED, SHIPPED_DOMAINS, knows_suite, read_conversations
 from dllm.tasks.suite import FAMILIES, questions
 from dllm.tasks.tokenizer import encode_prompt
-from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.settings import CalibrateSettings
 
 OF_FILE = "prompts"  # the group of a file's prompts that name no domain
 
