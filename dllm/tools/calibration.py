@@ -9,7 +9,7 @@ agreement     questions that two runs answer alike
 odds          mean distance from the true probability, where the question has one
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,10 +55,19 @@ def tempered(probs: Sequence[float], temperature: float) -> np.ndarray:
     return np.asarray(weights / weights.sum())
 
 
-def log_loss(decided: Sequence[Decided], temperature: float = 1.0) -> float:
-    """Mean of -ln of the right option's probability, in nats."""
-    of_right = [tempered(one.probs, temperature)[one.right or 0] for one in decided]
-    return float(-np.log(np.maximum(of_right, TINY)).mean())
+def log_losses(decided: Sequence[Decided], temperatures: Iterable[float]) -> np.ndarray:
+    """For each temperature the mean of -ln of the right option's probability, in nats."""
+    logs = np.full((len(decided), max(len(one.probs) for one in decided)), -np.inf)
+    for row, one in zip(logs, decided, strict=True):
+        row[: len(one.probs)] = np.log(np.maximum(one.probs, TINY))
+    logs -= logs.max(axis=1, keepdims=True)
+    right = [one.right or 0 for one in decided]
+    found = []
+    for temperature in temperatures:
+        weights = np.exp(logs / temperature)
+        of_right = weights[np.arange(len(decided)), right] / weights.sum(axis=1)
+        found.append(-np.log(np.maximum(of_right, TINY)).mean())
+    return np.array(found)
 
 
 def brier(decided: Sequence[Decided]) -> float:
@@ -89,8 +98,7 @@ def auroc(decided: Sequence[Decided]) -> float | None:
 
 def fit(decided: Sequence[Decided]) -> float:
     """The temperature with the smallest log loss."""
-    losses = [log_loss(decided, temperature) for temperature in TEMPERATURES]
-    return float(TEMPERATURES[int(np.argmin(losses))])
+    return float(TEMPERATURES[int(np.argmin(log_losses(decided, TEMPERATURES)))])
 
 
 def cross_validated(decided: Sequence[Decided]) -> dict[str, float] | None:
@@ -108,11 +116,10 @@ def cross_validated(decided: Sequence[Decided]) -> dict[str, float] | None:
         part = decided[fold::NUM_FOLDS]
         rest = [one for place, one in enumerate(decided) if place % NUM_FOLDS != fold]
         share = len(part) / len(decided)
-        before += share * np.array([log_loss(part), calibration_error(part)])
         temperature = fit(rest)
-        after += share * np.array(
-            [log_loss(part, temperature), calibration_error(part, temperature)]
-        )
+        losses = log_losses(part, [1.0, temperature])
+        before += share * np.array([losses[0], calibration_error(part)])
+        after += share * np.array([losses[1], calibration_error(part, temperature)])
     return {
         "temperature": round(fit(decided), 3),
         "log_loss": float(before[0]),

@@ -64,8 +64,8 @@ def test_a_part_ends_with_its_servers(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "part.py").write_text(STARTS_A_SERVER + ENDS[end])
     mine = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    expected = {"killed": "FAILED, exit code -9", "ended": "ran, "}.get(end, "stopped after 20 s")
-    how = gpu.run(["part"], 20.0 if expected.startswith("stopped") else 300.0)
+    expected = {"killed": "FAILED, exit code -9", "ended": "ran, "}.get(end, "stopped after 8 s")
+    how = gpu.run(["part"], 8.0 if expected.startswith("stopped") else 300.0)
     assert how.startswith(expected)
     for process_id in (tmp_path / "ids").read_text().split():
         assert not Path("/proc", process_id).exists()

@@ -25,7 +25,8 @@ def test_scores_by_hand():
     assert found["brier"] == pytest.approx((0 + 2 * 0.75**2 + 2 * 0.4**2) / 3)
     assert found["ece"] == pytest.approx((0 + 0.75 + 0.4) / 3)
     assert found["hesitation_auroc"] == 0.5  # above one of two right answers
-    assert calibration.log_loss(answers) == pytest.approx(-np.log([1, 0.25, 0.6]).mean())
+    (loss,) = calibration.log_losses(answers, [1.0])
+    assert loss == pytest.approx(-np.log([1, 0.25, 0.6]).mean())
 
 
 def test_agreement_and_odds():
