@@ -124,7 +124,7 @@ class CalibrateSettings:
         """The inverse of ``to_mapping``.
 
         Raises:
-            ValueError: a field is unknown, missing or out of range; names the first such field.
+            ValueError: a field is unknown or out of range; names the first such field.
         """
         try:
             # By way of JSON, which has no tuples: there, lists are taken for them.
@@ -160,8 +160,6 @@ def in_words(kind: type, error: ValidationError) -> str:
     name = ".".join(map(str, first["loc"]))
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    if first["type"] == "missing":
-        return f"{name} is missing."
     if first["type"] == "unexpected_keyword_argument":
         known = _names(kind)
         return f"no option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}."
