@@ -6,7 +6,7 @@ canvas is emitted. Some requests have edited logits, logprobs of the prompt and 
 grammar: each of these has kernels of its own, which a GPU compiles when they are first run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,10 +38,10 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
     )
     for params in (plain, filtered):
         for num_reqs, width in ((2, longest), (1, longest), (1, longest // 2 or 1)):
-            _CanvasRequests(num_reqs, params, width).serve(runner, execute_model)
+            _CanvasRequests([[0]] * num_reqs, params, width).serve(runner, execute_model)
     # A typed decision has logits for its first tokens alone.
     read = SamplingParams(max_tokens=1, seed=0, extra_args=one_step)
-    _CanvasRequests(1, read, longest).serve(runner, execute_model)
+    _CanvasRequests([[0]], read, longest).serve(runner, execute_model)
     scored = SamplingParams(
         max_tokens=longest,
         seed=0,
@@ -59,10 +59,34 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
     for num_reqs in (2, 1):
         # The last token of a prompt has no logprobs of its own: it takes two to have some.
         width = min(longest, runner.max_model_len - 2)
-        _CanvasRequests(num_reqs, scored, width, prompt_len=2).serve(runner, execute_model)
+        _CanvasRequests([[0, 0]] * num_reqs, scored, width).serve(runner, execute_model)
     free = SamplingParams(max_tokens=longest, seed=0, stop_token_ids=[0], extra_args=one_step)
     constrained = _with_any_text(free, runner.model_config.get_vocab_size())
-    _CanvasRequests(1, constrained, longest).serve(runner, execute_model)
+    _CanvasRequests([[0]], constrained, longest).serve(runner, execute_model)
+
+
+def hidden_states(
+    runner: Any, execute_model: Callable[[SchedulerOutput], Any]
+) -> Iterator[torch.Tensor]:
+    """Serve made-up requests, the same each time: one, two, and as many as a step holds.
+
+    Args:
+        runner: as of ``warm_up``.
+        execute_model: as of ``warm_up``.
+
+    Yields:
+        ``[requests, tokens, hidden]`` of a pass over their prompts, then of one over canvases.
+        Those for which the server has too little room are left out.
+    """
+    width = min(runner.num_speculative_steps, runner.max_model_len - 1)
+    one_step = dict(runner.model_state.family.settings.one_step)
+    params = SamplingParams(max_tokens=width, seed=0, extra_args=one_step)
+    prompt_len = width if 2 * width <= runner.max_model_len else 1
+    vocab_size = runner.model_config.get_vocab_size()
+    for num_reqs in sorted({1, 2, min(runner.max_num_reqs, runner.max_num_tokens // width)}):
+        prompts = [[(n + i) % vocab_size for i in range(prompt_len)] for n in range(num_reqs)]
+        # What follows depends on a token that was sampled: a rounding may have changed it.
+        yield from _CanvasRequests(prompts, params, width).serve(runner, execute_model)[:2]
 
 
 def _with_any_text(params: SamplingParams, vocab_size: int) -> SamplingParams:
@@ -102,22 +126,28 @@ def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> In
 
 @dataclass(frozen=True)
 class _CanvasRequests:
-    """Requests with prompts of ``prompt_len`` tokens, whose canvases are ``width`` tokens wide.
+    """Requests with prompts of the same length, whose canvases are ``width`` tokens wide.
 
     They are made of the messages that a scheduler sends to a worker.
     """
 
-    num_reqs: int
+    prompts: Sequence[list[int]]
     params: SamplingParams
     width: int
-    prompt_len: int = 1
 
-    def serve(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-        """Run a prompt, a canvas, and a head with a canvas, as far as the server has room."""
-        prompt_len = self.prompt_len
+    def serve(
+        self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]
+    ) -> list[torch.Tensor]:
+        """Run a prompt, a canvas, and a head with a canvas, as far as the server has room.
+
+        Returns:
+            The hidden states of each pass, ``[requests, tokens, hidden]``.
+        """
+        prompt_len = len(self.prompts[0])
+        found: list[torch.Tensor] = []
         pages = self.pages(runner, prompt_len + 2 * self.width)
         if pages is None:
-            return
+            return found
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs = self.arriving(pages)
         # For each pass: tokens computed before it, tokens scheduled, and how many of the scheduled
@@ -139,10 +169,18 @@ class _CanvasRequests:
             if canvas:
                 output.scheduled_spec_decode_tokens = dict.fromkeys(self.req_ids, [0] * canvas)
             execute_model(output)
+            states = runner.execute_model_state.hidden_states[: self.num_reqs * scheduled]
+            found.append(states.unflatten(0, (self.num_reqs, scheduled)).clone())
             # Wait for the pass. vLLM writes what passes read into two buffers in turn: with more
             # passes on their way, one could read what was written for another.
             runner.sample_tokens(None).get_output()
         execute_model(self.leaving())
+        return found
+
+    @property
+    def num_reqs(self) -> int:
+        """How many there are."""
+        return len(self.prompts)
 
     @property
     def req_ids(self) -> list[str]:
@@ -168,7 +206,7 @@ class _CanvasRequests:
             pages: what ``pages`` returned. No two requests share a page.
         """
         requests, next_page = [], 1  # page 0 is vLLM's null page
-        for req_id in self.req_ids:
+        for req_id, prompt in zip(self.req_ids, self.prompts, strict=True):
             block_ids = []
             for count in pages:
                 block_ids.append(list(range(next_page, next_page + count)))
@@ -176,14 +214,14 @@ class _CanvasRequests:
             requests.append(
                 NewRequestData(
                     req_id=req_id,
-                    prompt_token_ids=[0] * self.prompt_len,
+                    prompt_token_ids=prompt,
                     mm_features=[],
                     sampling_params=self.params,
                     pooling_params=None,
                     block_ids=tuple(block_ids),
                     num_computed_tokens=0,
                     lora_request=None,
-                    prefill_token_ids=[0] * self.prompt_len,
+                    prefill_token_ids=prompt,
                 )
             )
         return requests

@@ -18,7 +18,11 @@ from dllm.engine.warm_up import warm_up
 from dllm.patches.cuda_graphs import canvas_runner, keep_mixed_batches_out
 from dllm.patches.decoding import drafts_itself
 from dllm.patches.drafting import drafts_with_ours
-from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
+from dllm.patches.self_test import (
+    drop_wrong_graphs,
+    replace_wrong_drafter_kernels,
+    replace_wrong_kernels,
+)
 from dllm.patches.worker import Drafts, Records, Visits
 
 
@@ -74,6 +78,7 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
             warm_up(self.model_runner, self.execute_model)
         times = super().compile_or_warm_up_model()
         if self.serves_canvases:
+            drop_wrong_graphs(self.model_runner, self.execute_model)
             loop = self.model_runner.model_state.loop
             loop.replay_graphs_of(self.model_runner.cudagraph_manager)
         return times

@@ -54,8 +54,8 @@ class PluginOptions:
             a CPU and exact on a GPU, where ``sparse`` is refused.
         logits_workspace_mib: MiB of fp32 logits that may exist at once. If a step has more, it is
             computed in tiles of whole canvases (``engine.logit_rows``).
-        self_test: on a GPU, compare every kernel with its definition before the model is loaded
-            (``patches.self_test``).
+        self_test: on a GPU, compare at start every kernel with its definition, and steps in CUDA
+            graphs with steps without (``patches.self_test``).
         canvas_watchers: how many requests of an API server may stream their unfinished canvases at
             once; more get HTTP 429. 0: none.
         canvas_frames_per_s: how many frames a second each of them gets on average. As many may come

@@ -55,6 +55,7 @@ def runs(checkpoint, family, tmp_path_factory):
     jobs = {"gemma": {"checkpoint": str(path)}}
     jobs["flash"] = jobs["gemma"] | {"flash": True}
     jobs["graphs"] = jobs["gemma"] | GRAPHS
+    jobs["wrong graphs"] = jobs["graphs"] | {"is_graph_wrong": True}
     jobs["asynchronous graphs"] = jobs["graphs"] | ASYNC
     for name, sizes in FAMILIES.items():
         of_family = {"checkpoint": str(family(name)), "page_size": 32, "num_tokens": 12}
@@ -143,6 +144,19 @@ def test_a_full_graph_reads_what_the_step_has_written(name, runs):
     """Nothing of the capture is left, and padding changes nothing."""
     assert_same_runs(found(runs[name]), found(runs["gemma"]))
     assert set(runs[name]["replayed"]) == {(CANVAS, 1), (3 * CANVAS, 3)}
+
+
+def test_a_wrong_graph_is_not_used(runs):
+    """At start, steps in graphs are compared with steps without (``patches.self_test``)."""
+    assert_same_runs(found(runs["wrong graphs"]), found(runs["gemma"]))
+    assert not runs["wrong graphs"]["replayed"]
+
+
+@pytest.mark.parametrize("name", ["wrong graphs", "graphs", "asynchronous graphs", *FAMILIES])
+def test_full_graphs_are_tested_with_canvases_alone(name, runs):
+    """One request, and two; as many as a step holds have no graph here, or are two."""
+    sizes = FAMILIES.get(name, GRAPHS["graphs"])
+    assert runs[name]["tested"] == [(size, size // sizes[0]) for size in sizes]
 
 
 def test_passes_of_a_visit_replay_its_graph(runs):

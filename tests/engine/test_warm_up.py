@@ -225,9 +225,9 @@ def test_vllms_warm_up_ends_within_a_short_model(checkpoint) -> None:
 @pytest.mark.parametrize(
     ("serves_canvases", "warms_kernels", "runs"),
     [
-        (True, True, ["ours", "vllm", "graphs"]),
+        (True, True, ["ours", "vllm", "test", "graphs"]),
         (False, True, ["vllm"]),
-        (True, False, ["vllm", "graphs"]),
+        (True, False, ["vllm", "test", "graphs"]),
     ],
 )
 def test_a_gpu_worker_warms_up_before_graphs_are_captured(
@@ -235,6 +235,7 @@ def test_a_gpu_worker_warms_up_before_graphs_are_captured(
 ) -> None:
     ran: list[str] = []
     monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: ran.append("ours"))
+    monkeypatch.setattr(gpu_worker, "drop_wrong_graphs", lambda *arguments: ran.append("test"))
     monkeypatch.setattr(Records, "compile_or_warm_up_model", lambda self: ran.append("vllm"))
     worker = object.__new__(gpu_worker.CanvasGPUWorker)
     loop = SimpleNamespace(replay_graphs_of=lambda graphs: ran.append(graphs))

@@ -28,8 +28,9 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from dllm.attention import backend
+from dllm.patches.self_test import drop_wrong_graphs
 from dllm.tasks.suite import FAMILIES, question
-from tests.support.captured_graphs import use_graphs
+from tests.support.captured_graphs import Graph, use_graphs
 from tests.support.engine_harness import Engine
 from tests.support.forced_async import asynchronous_platform
 from tests.support.interpreter import speed_up
@@ -53,6 +54,7 @@ def run(
     flash: bool = False,
     graphs: list[int] | None = None,
     is_async: bool = False,
+    is_graph_wrong: bool = False,
 ) -> dict[str, Any]:
     """The tokens, the logits of every step and the calls of our kernel of two requests.
 
@@ -60,6 +62,7 @@ def run(
     FlashAttention our kernel runs, and it is noted when. With ``graphs``, which are numbers of
     tokens, batches of canvases alone are full graphs. ``is_async``: with asynchronous scheduling.
     Without, and with graphs, canvases are always alone, and repeated as often as possible.
+    ``is_graph_wrong``: a replay does nothing, when the server tests its graphs.
     """
     is_repeated = bool(graphs) and not is_async
 
@@ -74,6 +77,14 @@ def run(
             additional_config={"dllm": ALONE if is_repeated else {}},
         )
     replayed = use_graphs(engine.runner, graphs) if graphs else {"model": []}
+    tested: list[tuple[int, int]] = []
+    if graphs:
+        worker = engine.core.model_executor.driver_worker.worker
+        fault = mock.patch.object(Graph, "replay", lambda self: None)
+        with fault if is_graph_wrong else nullcontext():
+            drop_wrong_graphs(engine.runner, worker.execute_model)
+        tested = list(replayed["model"])
+        replayed["model"].clear()
     if is_repeated:
         engine.loop.bound = float("inf")
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
@@ -124,6 +135,7 @@ def run(
         "calls": calls,
         "is_flash": is_flash,
         "replayed": replayed["model"],
+        "tested": tested,
     }
 
 
