@@ -6,17 +6,18 @@
 
     call  part         what
     1     parity       every Triton kernel against its definition: the suites of tests/
+          answers      the bundled models in CUDA graphs, not compiled: held-out questions
           kernels      attention, the sampling step
           step-fp8     the parts of a denoise step, ours and the built-in; their models, and our
                        sampler, are not compiled: compare the forward pass alone
-    2     start        ours and the built-in start, and answer held-out questions
+    2     compiled     as answers, as a user would start them
           profile-fp8  as step-fp8, compiled
     3     serve-fp8    ours, the built-in, ours with the denoise loop
     4     serve-bf16   ours and the built-in
 
 Each part is a process, which is ended when its seconds are over, with all that it started. It
 prints its tables when it is done and writes its CSV as it goes (of a profile: the rows of a server
-that is done). The list at the end says how each part went. Except in start, engines serve dummy
+that is done). The list at the end says how each part went. Engines that are timed serve dummy
 weights, which choose experts about evenly and never converge; every block takes 16 denoise steps.
 
 Most of a call is starting. On an H200 with 16 CPU cores, where nothing was compiled before, the 26B
@@ -86,6 +87,7 @@ BUILTIN = "built-in~--language-model-only~--kv-cache-memory-bytes~4G"
 # enough for a whole block; a request that arrives is seen at once.
 LOOP = "ours~--no-async-scheduling~--additional-config.dllm.denoise_loop_ms~1000"
 TOY = "--enforce-eager~--max-model-len~512~--kv-cache-memory-bytes~64M"
+NOT_COMPILED = "~--compilation-config.mode~0~--compilation-config.cudagraph_mode~FULL_DECODE_ONLY"
 LLM = {"load_format": "dummy", "language_model_only": True}
 # A start without torch.compile, which takes most of the time. Graphs are for canvases alone.
 GRAPHS_ALONE: dict[str, object] = {
@@ -95,6 +97,13 @@ GRAPHS_ALONE: dict[str, object] = {
         "cudagraph_capture_sizes": [256, 2048],
     }
 }
+
+
+def _answers(name: str, call: int, budget_s: float, flags: str = "") -> Part:
+    """All bundled models at once: they are small, and starting takes most of the time."""
+    small = "--max-model-len~512~--kv-cache-memory-bytes~64M~--gpu-memory-utilization~0.1"
+    command = f"bench.answers --results OUT --serve-flags {small}{flags}"
+    return Part(name, call, budget_s, command, f"--servers tiny-dllm --serve-flags {TOY}")
 
 
 def _serve(weights: str, call: int, budget_s: float, contestants: str) -> Part:
@@ -139,17 +148,10 @@ def _llm(**more: object) -> str:
 # In the order in which they are run: a call begins with what tells most.
 PARTS = (
     Part("parity", 1, 110, "pytest --noconftest -q -p no:cacheprovider", "-k no_rows"),
+    _answers("answers", 1, 110, NOT_COMPILED),
     Part("kernels", 1, 100, "bench.kernels sampler attention --rounds 3 --results OUT", "--smoke"),
     _profile("step-fp8", 1, 190, GRAPHS_ALONE),
-    Part(
-        "start",
-        2,
-        130,
-        "bench.serve --results OUT --schedule adaptive --rounds 1 --concurrency 1 8 --rates "
-        f"--contestants ours {BUILTIN} --serve-flags "
-        "--max-model-len~1024~--gpu-memory-utilization~0.4",
-        f"--contestants ours --num-requests 11 --concurrency 1 --serve-flags {TOY}",
-    ),
+    _answers("compiled", 2, 130),
     _profile("profile-fp8", 2, 390, {}),
     _serve("fp8", 3, 520, f"ours {BUILTIN} {LOOP}"),
     _serve("bf16", 4, 500, f"ours {BUILTIN}"),

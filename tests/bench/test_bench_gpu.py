@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, profile_step, serve
+from bench import answers, gpu, profile_step, serve
 from bench.context import read_csv
 from bench.gpu import CALL_S, CALLS, PARTS, SETTLE_S, Part, write_without_weights
 from bench.roofline import released_config
@@ -105,6 +105,8 @@ def test_the_commands_of_the_parts_are_understood(part: Part, is_toy: bool, tmp_
     elif module == "bench.profile_step":
         options = profile_step.parse(arguments)
         assert options.llm["load_format"] == "dummy" and options.server == ["ours", "built-in"]
+    elif module == "bench.answers":
+        options = answers.parse(arguments)
     else:  # these run without a GPU, too
         assert module in ("bench.kernels", "pytest")
         return

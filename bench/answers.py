@@ -1,0 +1,93 @@
+"""Do the bundled models answer on this machine? Each in a server of its own, side by side.
+
+    python -m bench.answers
+    python -m bench.answers --serve-flags "--enforce-eager"    # without torch.compile and graphs
+
+What to run first on a GPU that is new to this code: a kernel or a CUDA graph that computes
+something else makes wrong answers, not an error. Every server gets the same held-out questions, all
+at once and greedily. If one has less than 90% of them right, the exit status is 1; on a CPU each
+has more. What its log says of kernels and graphs that were wrong at start is printed.
+
+Written to --results: answers.csv, one row a server.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench.context import ROOT, Row, command_line, progress, publish, reporting_failures
+from bench.servers import SERVE_FLAGS, Server
+from bench.workloads import ANSWER_TOKENS
+from dllm.settings.command import CommandError
+from dllm.tasks.suite import FAMILIES, questions
+from dllm.tools.client import connect
+from dllm.tools.eval_server import ServedModel
+
+MODELS = ROOT / "checkpoints"
+LEAST = 0.9
+EACH = 4  # questions of a family
+DRAFTER = {"method": "dflash", "model": f"{MODELS}/tiny-drafter", "num_speculative_tokens": 15}
+# The model of each server, and its flags beside those of all.
+SERVERS: dict[str, tuple[str, ...]] = {
+    "tiny-dllm": ("tiny-dllm",),
+    "tiny-llada2": ("tiny-llada2",),
+    "tiny-sdar": ("tiny-sdar",),
+    "tiny-nemotron": ("tiny-nemotron",),
+    "self-speculation": ("tiny-nemotron", "--additional-config.dllm.decoding", "self_speculation"),
+    "tiny-drafter": ("tiny-ar", "--speculative-config", json.dumps(DRAFTER)),
+}
+
+
+@reporting_failures
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the servers, ask, print, and write the CSV."""
+    options = parse(arguments)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = []
+        for name in options.servers:
+            model, *flags = SERVERS[name]
+            given = [*options.serve_flags, *flags]
+            server = Server(name, f"{MODELS}/{model}", folder / f"{name}.log", given)
+            servers.append(stack.enter_context(server))
+        with ThreadPoolExecutor(len(servers)) as pool:
+            rows = list(pool.map(ask, servers))
+    publish(options.results / "answers.csv", rows)
+    for row in rows:
+        print(f"{row['server']:18} {row['right']} of {row['asked']} right", row["log"], sep="\n")
+    return int(any(row["right"] < LEAST * row["asked"] for row in rows))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Of the command line."""
+    parser = command_line(__doc__)
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    given, text = list(SERVE_FLAGS), "of all servers, in one string"
+    parser.add_argument("--serve-flags", type=shlex.split, default=given, help=text)
+    return parser.parse_args(arguments)
+
+
+def ask(server: Server) -> Row:
+    """Ask one server when it is ready; ``log``: what it found wrong, or why there is no answer."""
+    asked = questions(FAMILIES, "heldout", EACH)
+    row: Row = {"server": server.name, "right": 0, "asked": len(asked), "log": ""}
+    try:
+        server.wait_until_ready()
+        progress(f"{server.name} is ready")
+        model = ServedModel(connect(server.url, None), ANSWER_TOKENS, len(asked), temperature=0)
+        answers = model.answer(asked, lambda: None).answers
+    except (CommandError, RuntimeError) as error:
+        return row | {"log": str(error)}
+    row["right"] = sum(one.is_correct(got.text) for one, got in zip(asked, answers, strict=True))
+    said = server.log.read_text(errors="replace").splitlines()
+    return row | {"log": "\n".join(line for line in said if "wrong on this GPU" in line)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
