@@ -8,12 +8,13 @@ import os
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import compare, race, serve
+from bench import answers, compare, race, serve
 from bench.context import ROOT, read_csv
 from bench.serve import OURS, REFERENCE
 from bench.servers import Server
@@ -69,6 +70,19 @@ def test_serve(
         assert all(float(row[name]) > 0 for name in ("tokens_per_s", "latency_p99_ms"))
         assert float(row["passes_per_block"]) == float(row["steps_per_block"]) >= 1  # one block
     assert "ours / this: tokens/s" in capsys.readouterr().out
+
+
+def test_answers(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(answers, "Server", lambda *given: nullcontext(server))
+    options = ["--servers", "tiny-dllm", "--results", str(tmp_path)]
+    assert answers.main(options) == 0
+    (row,) = read_csv(tmp_path / "answers.csv")
+    assert int(row["right"]) > 0.9 * int(row["asked"]) > 0 and not row["log"]
+    assert f"{row['right']} of {row['asked']} right" in capsys.readouterr().out
+    monkeypatch.setattr(answers, "LEAST", 1.1)
+    assert answers.main(options) == 1
 
 
 @pytest.mark.nightly
