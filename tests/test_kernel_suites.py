@@ -21,7 +21,7 @@ SUITES = {
     "tests/grammar/kernel_suite.py": 22,
     "tests/ops/row_stats_kernel_suite.py": 34,
 }
-CHECKS = {"tests/engine/kernel_check_suite.py": 13}
+CHECKS = {"tests/engine/kernel_check_suite.py": 15}
 NUM_OF_THE_INTERPRETER = 5
 
 

@@ -8,12 +8,19 @@ import torch
 from vllm.config import VllmConfig
 
 from dllm.attention.choice import mask_of
+from dllm.attention.inputs import FP8_OF
 from dllm.settings.denoising import DenoiseSettings
 
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention layer of a model; ``context`` is of the sequences that a check tries it with."""
+    """An attention layer of a model on one GPU.
+
+    Attributes:
+        cache_dtype: of stored keys and values; None: ``dtype``.
+        page_size: keys of a page.
+        context: of the sequences that a check tries it with.
+    """
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -22,6 +29,8 @@ class Layer:
     is_anchored: bool = False
     block_size: int = 1
     dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype | None = None
+    page_size: int = 64
     context: int = 5000  # more than two parts of a split sequence
 
     @property
@@ -32,7 +41,8 @@ class Layer:
 
 def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, Layer]:
     """The attention layers of a model of ours that differ, by name."""
-    text = vllm_config.model_config.hf_text_config
+    text, cache = vllm_config.model_config.hf_text_config, vllm_config.cache_config
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
     layers: dict[str, Layer] = {}
     for index, kind in enumerate(getattr(text, "layer_types", None) or ["full_attention"]):
         # Where layers differ, transformers refuses what is asked of all of them together.
@@ -42,13 +52,15 @@ def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, L
         layers.setdefault(
             "sliding layers" if is_sliding else "full layers",
             Layer(
-                heads,
-                own.num_key_value_heads,
+                heads // num_ranks,
+                max(1, own.num_key_value_heads // num_ranks),
                 getattr(own, "head_dim", None) or own.hidden_size // heads,
                 own.sliding_window if is_sliding else None,
                 is_sliding and settings.canvas_window == "anchored",
                 settings.block_size,
                 vllm_config.model_config.dtype,
+                FP8_OF.get(cache.cache_dtype),
+                cache.block_size or Layer.page_size,
             ),
         )
     return layers

@@ -33,7 +33,8 @@ from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
 
 # What the names of the checks of our attention and of vLLM's begin with.
 ATTENTION, FLASH = "attention", "FlashAttention 4"
-PAGE_SIZE, NUM_ROWS, VOCAB = 64, 24, 600
+NUM_ROWS, VOCAB = 24, 600
+FP8_SCALE = 0.25  # of an FP8 cache; a power of two, so that nothing is rounded
 # The interpreter truncates to bf16 where a GPU rounds: two units in the last place.
 ROUNDINGS = 2.0
 
@@ -107,7 +108,7 @@ def attention(layer: Layer, device: torch.device, attend: Callable[..., Any]) ->
             span if start < 0 else QuerySpan(span.query_len, span.seq_len, False, start)
             for span, start in zip(spans, starts, strict=True)
         ]
-    cache, tables = _filled_cache(layer, [span.seq_len for span in spans], device)
+    cache, key, value, tables = _filled_cache(layer, [span.seq_len for span in spans], device)
     lens = torch.tensor([span.query_len for span in spans])
     batch = RaggedBatch(
         query_start_loc=torch.cat([lens.new_zeros(1), lens.cumsum(0)]).int().to(device),
@@ -123,8 +124,8 @@ def attention(layer: Layer, device: torch.device, attend: Callable[..., Any]) ->
     out = torch.full_like(query, torch.nan)
     attend(query, cache, batch, options, out)
     expected, magnitude = (
-        torch.cat(paged_attention(query, cache.key, values, tables, spans, options))
-        for values in (cache.value, cache.value.abs())
+        torch.cat(paged_attention(query, key, values, tables, spans, options))
+        for values in (value, value.abs())
     )
     # Each probability is rounded once, and so is the output; sums are in fp32.
     unit = ROUNDINGS * torch.finfo(layer.dtype).eps / 2
@@ -133,26 +134,37 @@ def attention(layer: Layer, device: torch.device, attend: Callable[..., Any]) ->
 
 def _filled_cache(
     layer: Layer, seq_lens: list[int], device: torch.device
-) -> tuple[PagedKV, Tensor]:
-    """A cache that ``write_kv`` filled, checked, and the pages of each sequence."""
-    counts = [-(-length // PAGE_SIZE) for length in seq_lens]
-    shape = sum(counts), PAGE_SIZE, layer.num_kv_heads, layer.head_size
-    cache = PagedKV(*(torch.zeros(shape, dtype=layer.dtype, device=device) for _ in range(2)))
-    key, value = (
-        _random(shape[0] * PAGE_SIZE, *shape[2:], seed=seed).to(device, layer.dtype)
-        for seed in (1, 2)
+) -> tuple[PagedKV, Tensor, Tensor, Tensor]:
+    """A cache that ``write_kv`` filled, checked; keys; values; the pages of each sequence."""
+    counts = [-(-length // layer.page_size) for length in seq_lens]
+    shape = sum(counts), layer.page_size, layer.num_kv_heads, layer.head_size
+    stored_as, scales = layer.cache_dtype or layer.dtype, []
+    if layer.cache_dtype is not None:
+        scales = [torch.tensor([FP8_SCALE], device=device)] * 2
+    cache = PagedKV(
+        *(torch.zeros(shape, dtype=stored_as, device=device) for _ in range(2)), *scales
     )
-    write_kv(key, value, cache, torch.arange(len(key), device=device))
-    if not (
-        torch.equal(cache.key, key.view(shape)) and torch.equal(cache.value, value.view(shape))
-    ):
+    unit = FP8_SCALE if scales else 1.0
+    stored = [_random(*shape, seed=seed).to(device, stored_as) for seed in (1, 2)]
+    key, value = (one.to(layer.dtype) * unit for one in stored)
+    write_kv(
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        cache,
+        torch.arange(sum(counts) * layer.page_size, device=device),
+    )
+    if not (_is_equal(cache.key, stored[0]) and _is_equal(cache.value, stored[1])):
         raise Wrong("keys or values are written wrongly into the cache")
     tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     first = 0
     for row, count in enumerate(counts):
         tables[row, :count] = torch.arange(first, first + count)
         first += count
-    return cache, tables.to(device)
+    return cache, key, value, tables.to(device)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.float(), other.float())  # FP8 numbers have no comparison
 
 
 def row_statistics(device: torch.device) -> None:

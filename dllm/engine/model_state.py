@@ -310,9 +310,7 @@ class DiffusionModelState(ModelState):
         tokens, slots = to_device(
             np.stack([tokens_np, input_batch.idx_mapping_np[rows]]), self.device
         )
-        # vLLM's warm-up counts canvases as if they moved the position, beyond the model's length.
-        positions = input_batch.positions[tokens].clamp(max=self.model_config.max_model_len - 1)
-        ids = req_states.all_token_ids.gpu[slots, positions]
+        ids = req_states.all_token_ids.gpu[slots, input_batch.positions[tokens]]
         input_batch.input_ids[tokens] = ids.to(input_batch.input_ids.dtype)
 
 

@@ -6,9 +6,9 @@ canvas is emitted. Some requests have edited logits, logprobs of the prompt and 
 grammar: each of these has kernels of its own, which a GPU compiles when they are first run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,28 +65,44 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
     _CanvasRequests([[0]], constrained, longest).serve(runner, execute_model)
 
 
-def hidden_states(
-    runner: Any, execute_model: Callable[[SchedulerOutput], Any]
-) -> Iterator[torch.Tensor]:
-    """Serve made-up requests, the same each time: one, two, and as many as a step holds.
+class Pass(NamedTuple):
+    """What a forward pass over R requests of the same shape gave.
+
+    Attributes:
+        hidden: ``[R, tokens, hidden]``.
+        emitted: the tokens that each request got.
+    """
+
+    hidden: torch.Tensor
+    emitted: list[list[int]]
+
+
+def serve_made_up(
+    runner: Any, execute_model: Callable[[SchedulerOutput], Any], num_reqs: int
+) -> list[Pass]:
+    """Serve requests, the same each time: passes of their prompts, canvases, and emitted blocks.
+
+    Prompts are longer where there are few requests, so that their keys are computed in parts.
+    Under asynchronous scheduling a block is written in the place of its canvas; else it is the head
+    of the next one (``engine.spans``).
 
     Args:
         runner: as of ``warm_up``.
         execute_model: as of ``warm_up``.
 
-    Yields:
-        ``[requests, tokens, hidden]`` of a pass over their prompts, then of one over canvases.
-        Those for which the server has too little room are left out.
+    Returns:
+        As many of the three passes as the server has room for, in this order.
     """
     width = min(runner.num_speculative_steps, runner.max_model_len - 1)
-    one_step = dict(runner.model_state.family.settings.one_step)
-    params = SamplingParams(max_tokens=width, seed=0, extra_args=one_step)
-    prompt_len = width if 2 * width <= runner.max_model_len else 1
+    params = SamplingParams(
+        max_tokens=width, seed=0, extra_args=dict(runner.model_state.family.settings.one_step)
+    )
+    room = min((runner.max_model_len - width) // width, runner.max_num_tokens // width // num_reqs)
+    prompt_len = max(1, min(room, 8 // num_reqs) * width)
     vocab_size = runner.model_config.get_vocab_size()
-    for num_reqs in sorted({1, 2, min(runner.max_num_reqs, runner.max_num_tokens // width)}):
-        prompts = [[(n + i) % vocab_size for i in range(prompt_len)] for n in range(num_reqs)]
-        # What follows depends on a token that was sampled: a rounding may have changed it.
-        yield from _CanvasRequests(prompts, params, width).serve(runner, execute_model)[:2]
+    prompts = [[(n + i) % vocab_size for i in range(prompt_len)] for n in range(num_reqs)]
+    is_async = runner.vllm_config.scheduler_config.async_scheduling
+    return _CanvasRequests(prompts, params, width, is_async).serve(runner, execute_model)
 
 
 def _with_any_text(params: SamplingParams, vocab_size: int) -> SamplingParams:
@@ -134,18 +150,14 @@ class _CanvasRequests:
     prompts: Sequence[list[int]]
     params: SamplingParams
     width: int
+    is_in_place: bool = False  # an emitted block is written where its canvas is
 
-    def serve(
-        self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]
-    ) -> list[torch.Tensor]:
-        """Run a prompt, a canvas, and a head with a canvas, as far as the server has room.
-
-        Returns:
-            The hidden states of each pass, ``[requests, tokens, hidden]``.
-        """
-        prompt_len = len(self.prompts[0])
-        found: list[torch.Tensor] = []
-        pages = self.pages(runner, prompt_len + 2 * self.width)
+    def serve(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> list[Pass]:
+        """Run a prompt, a canvas, and an emitted block, as far as the server has room."""
+        prompt_len, head_len = len(self.prompts[0]), 0 if self.is_in_place else self.width
+        found: list[Pass] = []
+        most = min(prompt_len + self.width + head_len, runner.max_model_len)
+        pages = self.pages(runner, most)
         if pages is None:
             return found
         output = SchedulerOutput.make_empty()
@@ -155,7 +167,7 @@ class _CanvasRequests:
         for before, scheduled, canvas in (
             (0, prompt_len, 0),
             (prompt_len, self.width, self.width),
-            (prompt_len, 2 * self.width, self.width),
+            (prompt_len, head_len + self.width, self.width),
         ):
             fits_budget = self.num_reqs * scheduled <= runner.max_num_tokens
             if not fits_budget or before + scheduled > runner.max_model_len:
@@ -169,11 +181,11 @@ class _CanvasRequests:
             if canvas:
                 output.scheduled_spec_decode_tokens = dict.fromkeys(self.req_ids, [0] * canvas)
             execute_model(output)
-            states = runner.execute_model_state.hidden_states[: self.num_reqs * scheduled]
-            found.append(states.unflatten(0, (self.num_reqs, scheduled)).clone())
+            hidden = runner.execute_model_state.hidden_states[: self.num_reqs * scheduled].clone()
             # Wait for the pass. vLLM writes what passes read into two buffers in turn: with more
             # passes on their way, one could read what was written for another.
-            runner.sample_tokens(None).get_output()
+            emitted = runner.sample_tokens(None).get_output().sampled_token_ids
+            found.append(Pass(hidden.unflatten(0, (self.num_reqs, scheduled)), emitted))
         execute_model(self.leaving())
         return found
 

@@ -77,6 +77,8 @@ def canvas_runner() -> Any:
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+    from dllm.patches.graph_check import drop_wrong_graphs
+
     class CanvasModelRunner(GPUModelRunner):
         def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
             state, num_tokens_each = super().gather_batch_req_state(scheduler_output, dummy_run)
@@ -87,6 +89,13 @@ def canvas_runner() -> Any:
             if self.model_state.family.settings.block_size == 1 and has_head.any():
                 num_tokens_each = None
             return state, num_tokens_each
+
+        def capture_model(self, *, profile_only: bool = False) -> int:
+            """vLLM's; what was captured is compared with steps without."""
+            taken: int = super().capture_model(profile_only=profile_only)
+            if not profile_only:
+                drop_wrong_graphs(self)
+            return taken
 
     return CanvasModelRunner
 

@@ -18,11 +18,7 @@ from dllm.engine.warm_up import warm_up
 from dllm.patches.cuda_graphs import canvas_runner, keep_mixed_batches_out
 from dllm.patches.decoding import drafts_itself
 from dllm.patches.drafting import drafts_with_ours
-from dllm.patches.self_test import (
-    drop_wrong_graphs,
-    replace_wrong_drafter_kernels,
-    replace_wrong_kernels,
-)
+from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
 from dllm.patches.worker import Drafts, Records, Visits
 
 
@@ -74,13 +70,18 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
         Before, because CUDA graphs are captured at its end: a workspace that grew later would take
         its memory from under them. ``--enforce-eager`` does without, as with vLLM's own kernels.
         """
-        if self.serves_canvases and self.vllm_config.kernel_config.enable_jit_warmup:
-            warm_up(self.model_runner, self.execute_model)
+        if not self.serves_canvases:
+            return super().compile_or_warm_up_model()
+        runner, kernels = self.model_runner, self.vllm_config.kernel_config
+        warms = kernels.enable_jit_warmup
+        if warms:
+            warm_up(runner, self.execute_model)
+            # vLLM's own counts each of its canvases as if it were emitted, and would read pages
+            # beyond those of the longest request.
+            kernels.enable_jit_warmup = runner.max_model_len > 6 * runner.decode_query_len
         times = super().compile_or_warm_up_model()
-        if self.serves_canvases:
-            drop_wrong_graphs(self.model_runner, self.execute_model)
-            loop = self.model_runner.model_state.loop
-            loop.replay_graphs_of(self.model_runner.cudagraph_manager)
+        kernels.enable_jit_warmup = warms
+        runner.model_state.loop.replay_graphs_of(runner.cudagraph_manager)
         return times
 
 

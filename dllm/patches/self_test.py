@@ -1,11 +1,9 @@
 """Before a GPU serves: every kernel of ours beside its definition, and nothing wrong is used.
 
-A kernel that this compiler or GPU gets wrong makes wrong tokens, not an error. So does a CUDA graph
-that reads memory which a step has not written: steps in graphs are compared with steps without.
+A kernel that this compiler or GPU gets wrong makes wrong tokens, not an error.
 """
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.attention.choice import OURS, TRITON
 from dllm.engine.attention_layers import Layer, layers_of
-from dllm.engine.ranks import all_ranks_say_yes
-from dllm.engine.warm_up import hidden_states
 from dllm.models import settings_of
 from dllm.ops.dispatch import WRONG_KERNELS
 from dllm.patches.configure import flash_layers
@@ -111,57 +107,6 @@ def _no_other(name: str, wrong: str) -> RuntimeError:
         f"The kernel of {name} is wrong on this GPU ({wrong}), and no other backend can serve this "
         f"model. Please report it. {OFF}"
     )
-
-
-# Of the size of a request's hidden states. Kernels in a graph are those outside of it, but padding
-# may choose other tiles of a matrix product, whose rounding changes which experts a token gets.
-GRAPH_ROUNDING = 0.1
-
-
-def drop_wrong_graphs(runner: Any, execute_model: Callable[[Any], Any]) -> None:
-    """Serve made-up requests with CUDA graphs and without; graphs that differ are not used.
-
-    First full graphs, then those in pieces. Not with data parallelism, where every engine would
-    have to come to the same result.
-
-    Args:
-        runner: the worker's, with its graphs captured.
-        execute_model: the worker's method of that name.
-    """
-    from vllm.config import CUDAGraphMode
-
-    config, graphs = runner.vllm_config, runner.cudagraph_manager
-    is_parallel = config.parallel_config.data_parallel_size > 1
-    if is_parallel or not PluginOptions.from_vllm(config).self_test:
-        return
-    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
-        captured = graphs._candidates
-        if not any(graph.cg_mode == mode for graph in chain(*captured.values())):
-            continue
-        found = list(hidden_states(runner, execute_model))
-        graphs._candidates = {}
-        expected = list(hidden_states(runner, execute_model))
-        error = max(map(_relative_error, found, expected), default=0.0)
-        if all_ranks_say_yes(error <= GRAPH_ROUNDING):
-            graphs._candidates = captured
-            return
-        graphs._candidates = {
-            size: [graph for graph in which if graph.cg_mode != mode]
-            for size, which in captured.items()
-        }
-        logger.error(
-            "dllm: %s CUDA graphs are wrong on this GPU (hidden states are off by %.2g of their "
-            "size): steps run without them. Please report it.",
-            mode.name,
-            error,
-        )
-
-
-def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the request that is farthest off; both ``[requests, tokens, hidden]``."""
-    found, expected = found.float().flatten(1), expected.float().flatten(1)
-    error = (found - expected).norm(dim=1) / expected.norm(dim=1)
-    return float(error.nan_to_num(nan=torch.inf).max())
 
 
 def layers_to_check(vllm_config: Any) -> tuple[dict[str, Layer], dict[str, Layer]]:

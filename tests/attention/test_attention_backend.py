@@ -147,16 +147,22 @@ def test_a_full_graph_reads_what_the_step_has_written(name, runs):
 
 
 def test_a_wrong_graph_is_not_used(runs):
-    """At start, steps in graphs are compared with steps without (``patches.self_test``)."""
+    """At start, steps in graphs are compared with steps without (``patches.graph_check``)."""
     assert_same_runs(found(runs["wrong graphs"]), found(runs["gemma"]))
     assert not runs["wrong graphs"]["replayed"]
 
 
 @pytest.mark.parametrize("name", ["wrong graphs", "graphs", "asynchronous graphs", *FAMILIES])
-def test_full_graphs_are_tested_with_canvases_alone(name, runs):
-    """One request, and two; as many as a step holds have no graph here, or are two."""
-    sizes = FAMILIES.get(name, GRAPHS["graphs"])
-    assert runs[name]["tested"] == [(size, size // sizes[0]) for size in sizes]
+def test_full_graphs_are_tested(name, runs):
+    """With canvases, and under asynchronous scheduling with blocks in their place."""
+    one, most = FAMILIES.get(name, GRAPHS["graphs"])
+    passes = 1 if name in ("wrong graphs", "graphs") else 2
+    expected = [
+        next((size, size // one) for size in (one, most) if size >= count * one)
+        for count in sorted({1, 2, most // one})
+        for _ in range(passes)
+    ]
+    assert runs[name]["tested"] == expected
 
 
 def test_passes_of_a_visit_replay_its_graph(runs):
@@ -219,7 +225,8 @@ def test_what_a_server_on_hopper_runs(monkeypatch, given, version, has_flash, wi
     )
     config = SimpleNamespace(
         attention_config=attention,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         model_config=SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16),
     )
     settings = SimpleNamespace(canvas_window=window, block_size=1)

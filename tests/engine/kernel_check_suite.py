@@ -19,6 +19,8 @@ LAYERS = [
     Layer(**SHORT, window=48, dtype=torch.float32),
     Layer(**SHORT, window=48, is_anchored=True),
     Layer(**SHORT, block_size=32),
+    Layer(**SHORT, page_size=16),
+    Layer(**SHORT, window=48, cache_dtype=torch.float8_e4m3fn),
 ]
 
 

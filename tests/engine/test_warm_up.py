@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBuffers
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from dllm.engine.grammars import Written
-from dllm.engine.warm_up import canvas_batch, warm_up
+from dllm.engine.warm_up import canvas_batch, serve_made_up, warm_up
 from dllm.patches import gpu_worker
 from dllm.patches.worker import Records
 from dllm.settings.request import LEAST_ROWS
@@ -212,41 +212,67 @@ def test_the_warm_up_runs_a_grammar(engine: Engine, monkeypatch) -> None:
     assert [list(one.paths) for one in written] == [[0]] * 2  # a canvas, and behind a head
 
 
-def test_vllms_warm_up_ends_within_a_short_model(checkpoint) -> None:
-    """Its last step begins where no emitted block is any more: the host counts canvases."""
-    engine = get_engine(checkpoint(), max_model_len=CANVAS + 2, max_num_seqs=2)
-    worker = engine.core.model_executor.driver_worker.worker
+def test_vllms_warm_up_ends_within_six_canvases(checkpoint) -> None:
+    """Which is what a shorter model has no room for (``patches.gpu_worker``)."""
+    engine = get_engine(checkpoint(), max_model_len=6 * CANVAS + 1, max_num_seqs=2)
+    worker, positions = engine.core.model_executor.driver_worker.worker, []
+
+    def execute_model(scheduled: Any) -> Any:
+        output = worker.execute_model(scheduled)
+        if state := engine.runner.execute_model_state:
+            positions.append(int(state.input_batch.positions.max()))
+        return output
+
     with sampled(engine) as batches:
-        warmup_kernels(engine.runner, worker.execute_model, worker.sample_tokens)
-    assert len(batches) == 6
+        warmup_kernels(engine.runner, execute_model, worker.sample_tokens)
+    assert len(batches) == 6 and 2 * CANVAS < max(positions) <= 6 * CANVAS
+    assert not engine.runner.req_states.req_id_to_index
+
+
+@pytest.mark.parametrize("max_model_len", [300, 512, 640])
+def test_made_up_requests_fit_a_short_model(checkpoint, max_model_len: int) -> None:
+    """vLLM's table of pages has no room behind the longest request."""
+    engine = get_engine(checkpoint(canvas_length=256), max_model_len=max_model_len, max_num_seqs=2)
+    worker = engine.core.model_executor.driver_worker.worker
+    warm_up(engine.runner, worker.execute_model)
+    served = [serve_made_up(engine.runner, worker.execute_model, count) for count in (1, 2)]
+    fits = [300, 512, 640].index(max_model_len) and 256
+    assert [each.hidden.shape[1] for each in served[0]][:2] == [fits or 1, 256]
     assert not engine.runner.req_states.req_id_to_index
 
 
 @pytest.mark.parametrize(
-    ("serves_canvases", "warms_kernels", "runs"),
+    ("serves_canvases", "warms_kernels", "max_model_len", "runs"),
     [
-        (True, True, ["ours", "vllm", "test", "graphs"]),
-        (False, True, ["vllm"]),
-        (True, False, ["vllm", "test", "graphs"]),
+        (True, True, 1537, ["ours", "vllm's kernels", "vllm", "graphs"]),
+        (True, True, 1536, ["ours", "vllm", "graphs"]),
+        (False, True, 1536, ["vllm's kernels", "vllm"]),
+        (True, False, 1537, ["vllm", "graphs"]),
     ],
 )
 def test_a_gpu_worker_warms_up_before_graphs_are_captured(
-    monkeypatch, serves_canvases, warms_kernels, runs
+    monkeypatch, serves_canvases, warms_kernels, max_model_len, runs
 ) -> None:
     ran: list[str] = []
+
+    def of_vllm(worker: Any) -> None:
+        ran.extend(["vllm's kernels"] * kernels.enable_jit_warmup + ["vllm"])
+
     monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: ran.append("ours"))
-    monkeypatch.setattr(gpu_worker, "drop_wrong_graphs", lambda *arguments: ran.append("test"))
-    monkeypatch.setattr(Records, "compile_or_warm_up_model", lambda self: ran.append("vllm"))
+    monkeypatch.setattr(Records, "compile_or_warm_up_model", of_vllm)
     worker = object.__new__(gpu_worker.CanvasGPUWorker)
     loop = SimpleNamespace(replay_graphs_of=lambda graphs: ran.append(graphs))
     worker.serves_canvases = serves_canvases
     worker.model_runner = SimpleNamespace(
-        cudagraph_manager="graphs", model_state=SimpleNamespace(loop=loop)
+        cudagraph_manager="graphs",
+        model_state=SimpleNamespace(loop=loop),
+        max_model_len=max_model_len,
+        decode_query_len=256,
     )
     kernels = SimpleNamespace(enable_jit_warmup=warms_kernels)
     worker.vllm_config = SimpleNamespace(kernel_config=kernels)
     worker.compile_or_warm_up_model()
-    assert ran == runs
+    assert ran == runs and kernels.enable_jit_warmup == warms_kernels
 
 
 # --- compiled -------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 """What serves in place of a kernel that is wrong on this GPU."""
 
-from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -18,9 +16,6 @@ from dllm.ops import dispatch
 from dllm.ops.dispatch import GRAMMAR_PATHS, ROW_STATISTICS
 from dllm.patches import self_test
 
-FULL_GRAPH, PIECES = (
-    SimpleNamespace(cg_mode=mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
-)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FULL = Layer()
 
@@ -134,38 +129,3 @@ def test_vllm_takes_the_place_of_a_drafters_wrong_attention(run_drafter):
     assert run_drafter("attention, draft layers 0") is None
     with pytest.raises(RuntimeError, match="self_test"):
         run_drafter("attention, draft layers 1", is_anchored=True)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "options", "left"),
-    [
-        ([], {}, [FULL_GRAPH, PIECES]),
-        ([FULL_GRAPH], {}, [PIECES]),
-        ([PIECES], {}, []),  # what prompts run as
-        ([FULL_GRAPH], {"self_test": False}, [FULL_GRAPH, PIECES]),
-        ([FULL_GRAPH], {"data_parallel_size": 2}, [FULL_GRAPH, PIECES]),
-    ],
-)
-def test_graphs_that_differ_from_the_same_steps_without_are_dropped(
-    monkeypatch, wrong, options, left
-):
-    graphs = SimpleNamespace(_candidates={32: [FULL_GRAPH, PIECES], 40: [PIECES]})
-    used: list[list[SimpleNamespace]] = []
-
-    def states(runner, execute_model):
-        used.append([*chain(*graphs._candidates.values())])
-        is_wrong = any(graph in wrong for graph in used[-1])
-        yield torch.ones(2, 4, 8) + 0.02
-        yield torch.ones(2, 4, 8) + 0.5 * is_wrong
-
-    monkeypatch.setattr(self_test, "hidden_states", states)
-    monkeypatch.setattr(self_test, "all_ranks_say_yes", bool)
-    num_engines = options.pop("data_parallel_size", 1)
-    config = SimpleNamespace(
-        additional_config={"dllm": options},
-        parallel_config=SimpleNamespace(data_parallel_size=num_engines),
-    )
-    runner = SimpleNamespace(vllm_config=config, cudagraph_manager=graphs)
-    self_test.drop_wrong_graphs(runner, None)
-    assert graphs._candidates == {32: left, 40: [PIECES] * (PIECES in left)}
-    assert all(used[::2]) and not any(used[1::2])  # each time with graphs, and without

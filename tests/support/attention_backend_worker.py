@@ -28,7 +28,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from dllm.attention import backend
-from dllm.patches.self_test import drop_wrong_graphs
+from dllm.patches.graph_check import drop_wrong_graphs
 from dllm.tasks.suite import FAMILIES, question
 from tests.support.captured_graphs import Graph, use_graphs
 from tests.support.engine_harness import Engine
@@ -79,10 +79,9 @@ def run(
     replayed = use_graphs(engine.runner, graphs) if graphs else {"model": []}
     tested: list[tuple[int, int]] = []
     if graphs:
-        worker = engine.core.model_executor.driver_worker.worker
         fault = mock.patch.object(Graph, "replay", lambda self: None)
         with fault if is_graph_wrong else nullcontext():
-            drop_wrong_graphs(engine.runner, worker.execute_model)
+            drop_wrong_graphs(engine.runner)
         tested = list(replayed["model"])
         replayed["model"].clear()
     if is_repeated:

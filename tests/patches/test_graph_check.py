@@ -1,0 +1,101 @@
+"""Which CUDA graphs serve when some of them are wrong.
+
+``tests/attention/test_attention_backend.py`` compares those of real engines.
+"""
+
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dllm.engine.warm_up import Pass
+from dllm.patches import graph_check
+from dllm.patches.graph_check import FULL, PIECES, ROUNDING, largest_error
+
+FULL_GRAPH = SimpleNamespace(cg_mode=FULL, num_reqs=4)
+IN_PIECES = SimpleNamespace(cg_mode=PIECES, num_reqs=None)
+BOTH = [FULL_GRAPH, IN_PIECES]
+ONES = torch.ones(2, 4, 8)
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch):
+    """Runs the check on a server with some wrong graphs; what is left of both kinds."""
+
+    def run(wrong=(), counts=(1, 2, 4), num_engines=1, **options):
+        runner = SimpleNamespace(execute_model=None)
+        graphs = runner.cudagraph_manager = SimpleNamespace(_candidates={32: BOTH, 40: [IN_PIECES]})
+        runner.vllm_config = SimpleNamespace(
+            additional_config={"dllm": options},
+            parallel_config=SimpleNamespace(data_parallel_size=num_engines),
+        )
+        served: list[int] = []
+
+        def serve(given, execute_model, num_reqs):
+            served.append(num_reqs)
+            used = [*chain(*graphs._candidates.values())]
+            prompts, canvases = (
+                any(graph in wrong for graph in used if graph.cg_mode in modes)
+                for modes in ({PIECES}, {PIECES, FULL})
+            )
+            # A wrong prompt is in what canvases read.
+            return [Pass(ONES + prompts, [[], []]), Pass(ONES + (prompts or canvases), [[5], [6]])]
+
+        monkeypatch.setattr(graph_check, "serve_made_up", serve)
+        monkeypatch.setattr(graph_check, "all_ranks_say_yes", bool)
+        graph_check.drop_wrong_graphs(runner)
+        assert served == list(counts) * (len(served) // len(counts))
+        return graphs._candidates
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("wrong", "left"),
+    [([], BOTH), ([FULL_GRAPH], [IN_PIECES]), ([IN_PIECES], [FULL_GRAPH]), (BOTH, [])],
+)
+def test_graphs_that_differ_from_steps_without_are_dropped(check, wrong, left):
+    kept = check(wrong)
+    assert kept == {32: left, 40: [IN_PIECES] * (IN_PIECES in left)}
+
+
+@pytest.mark.parametrize("options", [{"self_test": False}, {"num_engines": 2}])
+def test_where_they_are_not_compared_they_stay(check, options):
+    assert check(BOTH, **options) == {32: BOTH, 40: [IN_PIECES]}
+
+
+def test_an_error_leaves_the_graphs(check, monkeypatch):
+    def broken(*given):
+        raise RuntimeError("out of memory")
+
+    graphs = SimpleNamespace(_candidates={32: BOTH})
+    config = SimpleNamespace(
+        additional_config={}, parallel_config=SimpleNamespace(data_parallel_size=1)
+    )
+    monkeypatch.setattr(graph_check, "serve_made_up", broken)
+    runner = SimpleNamespace(execute_model=None, cudagraph_manager=graphs, vllm_config=config)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graph_check.drop_wrong_graphs(runner)
+    assert graphs._candidates == {32: BOTH}
+
+
+def one_row(change: float) -> torch.Tensor:
+    hidden = ONES.clone()
+    hidden[1, 2] += change
+    return hidden
+
+
+def test_the_error_is_of_the_row_that_is_farthest_off():
+    right = [Pass(ONES, [[1], [2]])]
+    assert largest_error([Pass(one_row(0.5), [[1], [2]])], right) == pytest.approx(0.5)
+    assert largest_error([Pass(one_row(torch.nan), [[1], [2]])], right) == torch.inf
+    assert largest_error([], []) == 0 < ROUNDING
+
+
+def test_what_follows_another_token_is_not_compared():
+    """The second request has another token: its next pass has another input."""
+    first, second = [[1], [2]], [[1], [3]]
+    found = [Pass(ONES, second), Pass(one_row(9), second)]
+    assert largest_error(found, [Pass(ONES, first), Pass(ONES, first)]) == 0
+    assert largest_error(found, [Pass(ONES, second), Pass(ONES, second)]) == 9
