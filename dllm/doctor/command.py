@@ -1,8 +1,9 @@
-"""``dllm doctor [MODEL]``: looks at what a server needs of its machine, and says what is wrong.
+"""``dllm doctor [MODEL ...]``: looks at what a server needs of its machine, and says what is wrong.
 
 Each line is one finding: ``ok``, ``note`` (it works, and might be better) or ``fail``. With a model
-the configuration of its server is made, as ``vllm serve`` does before it loads anything. On a GPU
-every kernel is compared with its definition (``engine.kernel_checks``).
+the configuration of its server is made, as ``vllm serve`` does before it loads anything; flags of
+``vllm serve`` may follow. On a GPU every kernel is compared with its definition
+(``engine.kernel_checks``).
 """
 
 import argparse
@@ -12,7 +13,9 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +24,18 @@ import psutil
 import torch
 
 from dllm import __version__
+from dllm.attention.inputs import FP8_OF
 from dllm.cpu.instructions import computes_bf16
 from dllm.models import FAMILIES
-from dllm.patches.neighbours import NAME, PLUGIN_GROUP, a_namesake, another_version, vllm_version
+from dllm.patches.neighbours import (
+    DISABLE,
+    NAME,
+    PLUGIN_GROUP,
+    a_namesake,
+    another_version,
+    is_disabled,
+    vllm_version,
+)
 from dllm.settings.command import FAILED, OK
 
 LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "xgrammar")
@@ -43,14 +55,17 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Print what is found; the exit status is 1 if something fails."""
-    parser = argparse.ArgumentParser(prog="dllm doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="dllm doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", nargs="?", help="a checkpoint, as `vllm serve` takes it")
     parser.add_argument("--host", default="127.0.0.1", help="where the server will listen")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=_port_number, default=8000)
     parser.add_argument("--json", action="store_true", help="a list of objects, not lines")
-    given = parser.parse_args(argv)
+    given, flags = parser.parse_known_args(argv)
+    if flags and given.model is None:
+        parser.error(f"{' '.join(flags)}: flags of `vllm serve` need a model")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    found = list(findings(given.model, given.host, given.port))
+    with _only_ours_on_stdout():
+        found = list(findings(given.model, given.host, given.port, flags))
     if given.json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     else:
@@ -59,7 +74,29 @@ def main(argv: Sequence[str]) -> int:
     return FAILED if any(each.status == "fail" for each in found) else OK
 
 
-def findings(model: str | None, host: str, port: int) -> Iterator[Finding]:
+def _port_number(text: str) -> int:
+    if not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text}; allowed: 1 to 65535")
+    return int(text)
+
+
+@contextmanager
+def _only_ours_on_stdout() -> Iterator[None]:
+    """What vLLM and its libraries print goes to the standard error."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def findings(
+    model: str | None, host: str, port: int, flags: Sequence[str] = ()
+) -> Iterator[Finding]:
     """All findings, the quick ones first."""
     yield from _versions()
     yield _plugins()
@@ -68,7 +105,7 @@ def findings(model: str | None, host: str, port: int) -> Iterator[Finding]:
     yield _compile_cache()
     yield _port(host, port)
     if model is not None:
-        yield from _model(model)
+        yield from _model(model, flags)
 
 
 def _versions() -> Iterator[Finding]:
@@ -87,6 +124,11 @@ def _plugins() -> Finding:
     reason = a_namesake()
     if reason is not None:
         return Finding("plugins", "fail", reason)
+    if is_disabled():
+        return Finding("plugins", "note", f"{DISABLE}=1: vLLM's own classes serve, not dllm's")
+    loaded = os.environ.get("VLLM_PLUGINS")
+    if loaded is not None and NAME not in loaded.split(","):
+        return Finding("plugins", "fail", f"VLLM_PLUGINS={loaded} leaves out {NAME}")
     plugins = importlib.metadata.entry_points(group=PLUGIN_GROUP)
     others = {each.name for each in plugins if each.dist and each.dist.name not in KNOWN_PLUGINS}
     if others:
@@ -105,15 +147,31 @@ def _device() -> Finding:
             "device",
             "ok",
             f"{torch.cuda.device_count()} x {gpu.name}, compute capability {gpu.major}.{gpu.minor},"
-            f" CUDA {torch.version.cuda}, {free_gpu / GIB:.1f} of {all_gpu / GIB:.1f} GiB free; "
-            f"host: {free}",
+            f" driver {_driver()}, CUDA {torch.version.cuda}, "
+            f"{free_gpu / GIB:.1f} of {all_gpu / GIB:.1f} GiB free; host: {free}",
         )
+    if torch.version.cuda:
+        text = f"torch is built for CUDA {torch.version.cuda} and finds no GPU; driver {_driver()}"
+        return Finding("device", "fail", text)
     has_bf16 = computes_bf16()
     kind = "with bf16 instructions" if has_bf16 else "without bf16 instructions: float32 is faster"
     return Finding("device", "ok", f"{os.cpu_count()} CPU cores {kind}; {free}")
 
 
+def _driver() -> str:
+    """The version of NVIDIA's driver, or that there is none."""
+    from vllm.third_party import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError as error:
+        return f"none ({error})"
+
+
 def _shared_memory() -> Finding:
+    if not Path("/dev/shm").is_dir():
+        return Finding("shared memory", "fail", "there is no /dev/shm")
     free = shutil.disk_usage("/dev/shm").free
     text = f"/dev/shm has {free / GIB:.2f} GiB free"
     if free < LEAST_SHARED:
@@ -128,8 +186,11 @@ def _compile_cache() -> Finding:
     there = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(there).free
     text = f"{folder}, {free / GIB:.1f} GiB free"
-    if not os.access(there, os.W_OK):
-        return Finding("cache", "fail", f"{text}: not writable. Set VLLM_CACHE_ROOT")
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        return Finding("cache", "fail", f"{text}: {error.strerror}. Set VLLM_CACHE_ROOT")
     return Finding("cache", "ok" if free > LEAST_DISK else "note", text)
 
 
@@ -142,19 +203,24 @@ def _port(host: str, port: int) -> Finding:
         return Finding("port", "fail", f"{host}:{port}: {error.strerror}. Choose another: --port")
 
 
-def _model(model: str) -> Iterator[Finding]:
-    from vllm.engine.arg_utils import EngineArgs
+def _model(model: str, flags: Sequence[str]) -> Iterator[Finding]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.plugins import load_general_plugins
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     load_general_plugins()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="dllm doctor"))
+    given = parser.parse_args(["--model", model, *flags])
     try:
-        config = EngineArgs(model).create_engine_config()
+        config = AsyncEngineArgs.from_cli_args(given).create_engine_config()
     except Exception as error:  # vLLM's and pydantic's errors have no common class
         yield Finding("model", "fail", " ".join(str(error).split()) or repr(error))
         return
     yield Finding("model", "ok", _served(config))
     yield _room(config, model)
     if torch.cuda.is_available() and config.model_config.architecture in FAMILIES:
+        yield from _attention(config)
         yield from _kernels(config)
 
 
@@ -176,18 +242,41 @@ def _served(config: Any) -> str:
 
 
 def _room(config: Any, model: str) -> Finding:
-    """Memory behind the weights, where their size is known."""
+    """Memory behind the weights, where their size is known, and what a token takes of it."""
     files = list(Path(model).glob("*.safetensors"))
-    weights = sum(file.stat().st_size for file in files)
+    parallel, served = config.parallel_config, config.model_config
+    weights = sum(file.stat().st_size for file in files) / parallel.world_size
+    kv_heads = served.get_num_kv_heads(parallel) * served.get_num_layers(parallel)
+    itemsize = FP8_OF.get(config.cache_config.cache_dtype, served.dtype).itemsize
+    kv = 2 * kv_heads * served.get_head_size() * itemsize
+    of_token = f"a token's keys and values take up to {kv / 1024:.1f} KiB"
     if torch.cuda.is_available():
         share = config.cache_config.gpu_memory_utilization
         room = share * torch.cuda.mem_get_info()[1]
     else:
         room = psutil.virtual_memory().available
     if not files:
-        return Finding("memory", "note", f"{room / GIB:.1f} GiB; {model} has no files to measure")
-    text = f"weights {weights / GIB:.2f} GiB, {(room - weights) / GIB:.1f} GiB for everything else"
+        text = f"{room / GIB:.1f} GiB; {model} has no files to measure; {of_token}"
+        return Finding("memory", "note", text)
+    text = (
+        f"weights {weights / GIB:.2f} GiB, {(room - weights) / GIB:.1f} GiB behind them; {of_token}"
+    )
     return Finding("memory", "ok" if weights < 0.9 * room else "fail", text)
+
+
+def _attention(config: Any) -> Iterator[Finding]:
+    """What computes the attention of each kind of layer, and what decides it (docs/serving.md)."""
+    from dllm.engine.attention_layers import layers_of
+    from dllm.models import settings_of
+    from dllm.patches.self_test import layers_to_check
+
+    _, flash = layers_to_check(config)
+    backend = config.attention_config.backend.name
+    for name, layer in layers_of(config, settings_of(config)).items():
+        keys = str(layer.cache_dtype or layer.dtype).removeprefix("torch.")
+        by = f"{backend}, and FlashAttention 4 in steps of one kind" if name in flash else backend
+        why = f"window: {layer.mask}, heads of {layer.head_size}, keys in {keys}"
+        yield Finding("attention", "ok", f"{name}: {by} ({why})")
 
 
 def _kernels(config: Any) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """``dllm doctor``: what it finds on this machine, and what it calls wrong."""
 
 import json
+import os
 import socket
 
 import pytest
@@ -35,9 +36,57 @@ def test_a_machine_and_a_model(capsys, checkpoint, port):
     assert "DiffusionGemmaForBlockDiffusion" in text and "canvas of 32" in text
 
 
-def test_weights_that_are_not_here_have_no_size():
-    found = command._room(None, "google/diffusiongemma-26B-A4B-it")
-    assert (found.name, found.status) == ("memory", "note")
+def test_flags_of_the_server_may_follow(capfd, checkpoint, port):
+    flags = ("--port", port, "--max-model-len", "96", "--tensor-parallel-size", "2")
+    _, found = doctor(capfd, str(checkpoint()), *flags)
+    assert "96 tokens a request" in found["model"][1]
+    with pytest.raises(SystemExit):
+        main(["doctor", "--tensor-parallel-size=2"])
+    assert "need a model" in capfd.readouterr().err
+
+
+def test_weights_that_are_not_here_have_no_size(capsys, tmp_path, checkpoint, port):
+    for file in checkpoint().glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    _, found = doctor(capsys, str(tmp_path), "--port", port)
+    assert found["memory"][0] == "note" and "a token's keys and values take" in found["memory"][1]
+
+
+def test_what_libraries_print_is_no_json(capfd, monkeypatch, port):
+    def noisy() -> str:
+        os.write(1, b"a library's log")
+        return "0.32.0"
+
+    monkeypatch.setattr(command, "vllm_version", noisy)
+    status, _ = doctor(capfd, "--port", port)
+    assert status == 0
+
+
+@pytest.mark.parametrize("number", ["70000", "-1", "0"])
+def test_a_number_that_no_port_has(number):
+    with pytest.raises(SystemExit):
+        main(["doctor", f"--port={number}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "finding", "status"),
+    [
+        ("DLLM_DISABLE", "1", "plugins", "note"),
+        ("VLLM_PLUGINS", "other", "plugins", "fail"),
+        ("VLLM_PLUGINS", "other,dllm", "plugins", "ok"),
+        ("VLLM_CACHE_ROOT", "/dev/null/cache", "cache", "fail"),
+    ],
+)
+def test_the_environment(capsys, monkeypatch, port, name, value, finding, status):
+    monkeypatch.setenv(name, value)
+    _, found = doctor(capsys, "--port", port)
+    assert found[finding][0] == status
+
+
+def test_a_build_for_gpus_without_a_gpu(capsys, monkeypatch, port):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    status, found = doctor(capsys, "--port", port)
+    assert status == 1 and found["device"][0] == "fail" and "13.0" in found["device"][1]
 
 
 def test_lines_of_text(capsys, port):

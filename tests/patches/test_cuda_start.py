@@ -122,6 +122,10 @@ def test_flash_attention_serves_where_the_table_says(on_h200, name, uses_it):
     start = on_h200[f"{name}, flash"]
     assert (start["attention"], start["flash_attn_version"]) == ("CUSTOM", 4 if uses_it else None)
     assert on_h200[name]["flash_attn_version"] is None
+    for each, is_there in ((start, uses_it), (on_h200[name], False)):
+        assert any("FlashAttention 4" in text for text in each["doctor"]) is is_there
+        has_fp8 = "float8" in str(each["doctor"])
+        assert each["doctor"] and has_fp8 is str(each["cache_dtype"]).startswith("fp8")
 
 
 @pytest.mark.parametrize(

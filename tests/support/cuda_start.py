@@ -107,7 +107,16 @@ def choices(config: Any) -> dict[str, Any]:
         "quantization": config.model_config.quantization,
         "graph_mode": compilation.cudagraph_mode.name,
         "graph_sizes": compilation.cudagraph_capture_sizes,
+        "doctor": [finding.text for finding in attention_of(config)],
     }
+
+
+def attention_of(config: Any) -> list[Any]:
+    """What ``dllm doctor`` says of it."""
+    from dllm.doctor.command import _attention
+    from dllm.models import FAMILIES
+
+    return list(_attention(config)) if config.model_config.architecture in FAMILIES else []
 
 
 def made(config: Any, device: str) -> Any:
