@@ -213,7 +213,7 @@ def run_part(part: Part, out: Path, models: Path, options: argparse.Namespace) -
         if not has_gpu:
             os.environ["TRITON_INTERPRET"] = "1"  # of the process that is started
         together = ["-n", str(os.cpu_count())] if importlib.util.find_spec("xdist") else []
-        suites = sorted(ROOT.glob("tests/*/*kernel_suite.py"))
+        suites = sorted(ROOT.glob("tests/*/*kernel*_suite.py"))
         arguments += [*together, *(str(path.relative_to(ROOT)) for path in suites)]
     patience = 5 if is_toy else 1  # a CPU may be busy with other things
     return run(arguments, part.budget_s * patience)
