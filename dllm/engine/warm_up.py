@@ -98,7 +98,7 @@ def serve_made_up(
         max_tokens=width, seed=0, extra_args=dict(runner.model_state.family.settings.one_step)
     )
     room = min((runner.max_model_len - width) // width, runner.max_num_tokens // width // num_reqs)
-    prompt_len = max(1, min(room, 8 // num_reqs) * width)
+    prompt_len = max(1, min(room, max(1, 8 // num_reqs)) * width)
     vocab_size = runner.model_config.get_vocab_size()
     prompts = [[(n + i) % vocab_size for i in range(prompt_len)] for n in range(num_reqs)]
     is_async = runner.vllm_config.scheduler_config.async_scheduling
