@@ -82,8 +82,12 @@ def mixed(count: int) -> list[Any]:
     [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "json_object")) for kind in KINDS],
 )
 def test_every_answer_is_a_text_of_the_grammar(engine, model, kind):
-    """Whatever decides the order of the tokens, behind tails of many lengths."""
-    cases = [(extra, how) for extra in STEPS[model.name] for how in SAMPLING]
+    """Whatever decides the order of the tokens, each with half of the ways to sample them."""
+    cases = [
+        (extra, how)
+        for at, extra in enumerate(STEPS[model.name])
+        for how in (SAMPLING[at % 4], SAMPLING[(at + 2) % 4])
+    ]
     asked = [
         params(kind, MAX_TOKENS, seed=seed, extra_args=extra, **how)
         for seed, (extra, how) in enumerate(cases)
