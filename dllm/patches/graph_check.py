@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.engine.ranks import all_ranks_say_yes
 from dllm.engine.warm_up import Pass, serve_made_up
+from dllm.patches.self_test import OFF
 from dllm.settings.server import PluginOptions
 
 logger = init_logger(LOGGER)
@@ -32,6 +33,9 @@ def drop_wrong_graphs(runner: Any) -> None:
 
     Args:
         runner: the worker's, with its graphs captured.
+
+    Raises:
+        RuntimeError: a step failed; the message says how to start without this comparison.
     """
     config, captured = runner.vllm_config, runner.cudagraph_manager._candidates
     graphs = list(chain(*captured.values()))
@@ -62,8 +66,11 @@ def drop_wrong_graphs(runner: Any) -> None:
             found = passes(right)
         if FULL in right and not _is_same("FULL", found, expected):
             right.remove(FULL)
-    finally:
-        allow(right)
+    except Exception as error:  # a server that may be wrong does not start
+        raise RuntimeError(
+            f"CUDA graphs could not be compared with steps without. {OFF}"
+        ) from error
+    allow(right)
     sizes = [count for count, served in zip(counts, expected, strict=True) if served]
     logger.info("dllm: CUDA graphs were compared with steps without, of %s requests", sizes)
 
