@@ -87,7 +87,7 @@ BUILTIN = "built-in~--language-model-only~--kv-cache-memory-bytes~4G"
 # enough for a whole block; a request that arrives is seen at once.
 LOOP = "ours~--no-async-scheduling~--additional-config.dllm.denoise_loop_ms~1000"
 TOY = "--enforce-eager~--max-model-len~512~--kv-cache-memory-bytes~64M"
-NOT_COMPILED = "~--compilation-config.mode~0~--compilation-config.cudagraph_mode~FULL_DECODE_ONLY"
+NOT_COMPILED = "--compilation-config.mode 0 --compilation-config.cudagraph_mode FULL_DECODE_ONLY"
 LLM = {"load_format": "dummy", "language_model_only": True}
 # A start without torch.compile, which takes most of the time. Graphs are for canvases alone.
 GRAPHS_ALONE: dict[str, object] = {
@@ -101,9 +101,8 @@ GRAPHS_ALONE: dict[str, object] = {
 
 def _answers(name: str, call: int, budget_s: float, flags: str = "") -> Part:
     """All bundled models at once: they are small, and starting takes most of the time."""
-    small = "--max-model-len~512~--kv-cache-memory-bytes~64M~--gpu-memory-utilization~0.1"
-    command = f"bench.answers --results OUT --serve-flags {small}{flags}"
-    return Part(name, call, budget_s, command, f"--servers tiny-dllm --serve-flags {TOY}")
+    command = f"bench.answers --results OUT {flags}"
+    return Part(name, call, budget_s, command, "--servers tiny-dllm --enforce-eager")
 
 
 def _serve(weights: str, call: int, budget_s: float, contestants: str) -> Part:

@@ -26,7 +26,7 @@ import torch
 from dllm import __version__
 from dllm.attention.inputs import FP8_OF
 from dllm.cpu.instructions import computes_bf16
-from dllm.models import FAMILIES
+from dllm.patches.contract import SCHEDULERS
 from dllm.patches.neighbours import (
     DISABLE,
     NAME,
@@ -61,11 +61,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--port", type=_port_number, default=8000)
     parser.add_argument("--json", action="store_true", help="a list of objects, not lines")
     given, flags = parser.parse_known_args(argv)
-    if flags and given.model is None:
-        parser.error(f"{' '.join(flags)}: flags of `vllm serve` need a model")
+    if flags and (given.model is None or argv.index(flags[0]) < argv.index(given.model)):
+        parser.error(f"{' '.join(flags)}: flags of `vllm serve` follow a model")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with _only_ours_on_stdout():
-        found = list(findings(given.model, given.host, given.port, flags))
+        served = None if given.model is None else _server_arguments(given.model, flags)
+        found = list(findings(given.host, given.port, served))
     if given.json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     else:
@@ -94,18 +95,32 @@ def _only_ours_on_stdout() -> Iterator[None]:
         os.close(stdout)
 
 
-def findings(
-    model: str | None, host: str, port: int, flags: Sequence[str] = ()
-) -> Iterator[Finding]:
-    """All findings, the quick ones first."""
+def _server_arguments(model: str, flags: Sequence[str]) -> argparse.Namespace:
+    """As ``vllm serve`` reads its command line; ends the process if that is wrong."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    load_general_plugins()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="dllm doctor"))
+    served: argparse.Namespace = parser.parse_args(["--model", model, *flags])
+    try:
+        validate_parsed_serve_args(served)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    return served
+
+
+def findings(host: str, port: int, served: argparse.Namespace | None = None) -> Iterator[Finding]:
+    """All findings, the quick ones first; ``served``: the arguments of a server."""
     yield from _versions()
     yield _plugins()
     yield _device()
     yield _shared_memory()
     yield _compile_cache()
     yield _port(host, port)
-    if model is not None:
-        yield from _model(model, flags)
+    if served is not None:
+        yield from _model(served)
 
 
 def _versions() -> Iterator[Finding]:
@@ -203,23 +218,19 @@ def _port(host: str, port: int) -> Finding:
         return Finding("port", "fail", f"{host}:{port}: {error.strerror}. Choose another: --port")
 
 
-def _model(model: str, flags: Sequence[str]) -> Iterator[Finding]:
+def _model(served: argparse.Namespace) -> Iterator[Finding]:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.plugins import load_general_plugins
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.usage.usage_lib import UsageContext
 
-    load_general_plugins()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="dllm doctor"))
-    given = parser.parse_args(["--model", model, *flags])
+    arguments = AsyncEngineArgs.from_cli_args(served)
     try:
-        config = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+        config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM's and pydantic's errors have no common class
         yield Finding("model", "fail", " ".join(str(error).split()) or repr(error))
         return
     yield Finding("model", "ok", _served(config))
-    yield _room(config, model)
-    if torch.cuda.is_available() and config.model_config.architecture in FAMILIES:
+    yield _room(config, served.model)
+    if torch.cuda.is_available() and config.scheduler_config.scheduler_cls in SCHEDULERS:
         yield from _attention(config)
         yield from _kernels(config)
 
@@ -245,10 +256,14 @@ def _room(config: Any, model: str) -> Finding:
     """Memory behind the weights, where their size is known, and what a token takes of it."""
     files = list(Path(model).glob("*.safetensors"))
     parallel, served = config.parallel_config, config.model_config
-    weights = sum(file.stat().st_size for file in files) / parallel.world_size
+    weights = float(sum(file.stat().st_size for file in files))
     kv_heads = served.get_num_kv_heads(parallel) * served.get_num_layers(parallel)
     itemsize = FP8_OF.get(config.cache_config.cache_dtype, served.dtype).itemsize
     kv = 2 * kv_heads * served.get_head_size() * itemsize
+    if torch.cuda.is_available():  # each GPU has its part
+        weights /= parallel.world_size
+    else:
+        kv *= parallel.world_size
     of_token = f"a token's keys and values take up to {kv / 1024:.1f} KiB"
     if torch.cuda.is_available():
         share = config.cache_config.gpu_memory_utilization

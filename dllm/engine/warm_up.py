@@ -8,7 +8,7 @@ grammar: each of these has kernels of its own, which a GPU compiles when they ar
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,43 +65,37 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
     _CanvasRequests([[0]], constrained, longest).serve(runner, execute_model)
 
 
-class Pass(NamedTuple):
-    """What a forward pass over R requests of the same shape gave.
-
-    Attributes:
-        hidden: ``[R, tokens, hidden]``.
-        emitted: the tokens that each request got.
-    """
-
-    hidden: torch.Tensor
-    emitted: list[list[int]]
-
-
 def serve_made_up(
     runner: Any, execute_model: Callable[[SchedulerOutput], Any], num_reqs: int
-) -> list[Pass]:
+) -> list[torch.Tensor]:
     """Serve requests, the same each time: passes of their prompts, canvases, and emitted blocks.
 
-    Prompts are longer where there are few requests, so that their keys are computed in parts.
-    Under asynchronous scheduling a block is written in the place of its canvas; else it is the head
-    of the next one (``engine.spans``).
+    Prompts are longer where there are few requests, so that their keys are computed in parts. A
+    canvas may become one token alone, so that what follows does not depend on a rounding. Under
+    asynchronous scheduling a block is written in the place of its canvas; else it is the head of
+    the next one (``engine.spans``).
 
     Args:
         runner: as of ``warm_up``.
         execute_model: as of ``warm_up``.
 
     Returns:
-        As many of the three passes as the server has room for, in this order.
+        The hidden states ``[requests, tokens, hidden]`` of as many of the three passes as the
+        server has room for, in this order.
     """
     width = min(runner.num_speculative_steps, runner.max_model_len - 1)
-    params = SamplingParams(
-        max_tokens=width, seed=0, extra_args=dict(runner.model_state.family.settings.one_step)
-    )
-    room = min((runner.max_model_len - width) // width, runner.max_num_tokens // width // num_reqs)
-    prompt_len = max(1, min(room, max(1, 8 // num_reqs)) * width)
     vocab_size = runner.model_config.get_vocab_size()
-    prompts = [[(n + i) % vocab_size for i in range(prompt_len)] for n in range(num_reqs)]
+    params = SamplingParams(
+        max_tokens=width,
+        seed=0,
+        allowed_token_ids=[vocab_size // 2],
+        extra_args=dict(runner.model_state.family.settings.one_step),
+    )
     is_async = runner.vllm_config.scheduler_config.async_scheduling
+    behind = width if is_async else 2 * width
+    room = min((runner.max_model_len - behind) // width, runner.max_num_tokens // width // num_reqs)
+    prompt_len = max(1, min(room, max(1, 8 // num_reqs)) * width)
+    prompts = [[(n + i) % vocab_size for i in range(prompt_len)] for n in range(num_reqs)]
     return _CanvasRequests(prompts, params, width, is_async).serve(runner, execute_model)
 
 
@@ -152,10 +146,16 @@ class _CanvasRequests:
     width: int
     is_in_place: bool = False  # an emitted block is written where its canvas is
 
-    def serve(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> list[Pass]:
-        """Run a prompt, a canvas, and an emitted block, as far as the server has room."""
+    def serve(
+        self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]
+    ) -> list[torch.Tensor]:
+        """Run a prompt, a canvas, and an emitted block, as far as the server has room.
+
+        Returns:
+            The hidden states of each pass, ``[requests, tokens, hidden]``.
+        """
         prompt_len, head_len = len(self.prompts[0]), 0 if self.is_in_place else self.width
-        found: list[Pass] = []
+        found: list[torch.Tensor] = []
         most = min(prompt_len + self.width + head_len, runner.max_model_len)
         pages = self.pages(runner, most)
         if pages is None:
@@ -182,10 +182,10 @@ class _CanvasRequests:
                 output.scheduled_spec_decode_tokens = dict.fromkeys(self.req_ids, [0] * canvas)
             execute_model(output)
             hidden = runner.execute_model_state.hidden_states[: self.num_reqs * scheduled].clone()
+            found.append(hidden.unflatten(0, (self.num_reqs, scheduled)))
             # Wait for the pass. vLLM writes what passes read into two buffers in turn: with more
             # passes on their way, one could read what was written for another.
-            emitted = runner.sample_tokens(None).get_output().sampled_token_ids
-            found.append(Pass(hidden.unflatten(0, (self.num_reqs, scheduled)), emitted))
+            runner.sample_tokens(None).get_output()
         execute_model(self.leaving())
         return found
 

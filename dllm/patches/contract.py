@@ -137,6 +137,9 @@ PATCHES = {
     "vllm.config.VllmConfig._get_v2_model_runner_unsupported_features": (
         "Model Runner V2 runs a target with remote drafts; vLLM's own has no custom_class"
     ),
+    "vllm.v1.worker.gpu_worker.warmup_kernels": (
+        "in the GPU worker of a diffusion model: not if its requests are longer than the model's"
+    ),
     "vllm.v1.engine.core.EngineCore.post_step": (
         "in the engine's process: drafting is skipped after a step that finished every request"
     ),

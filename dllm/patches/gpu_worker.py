@@ -11,6 +11,8 @@ from typing import Any
 from weakref import ref
 
 import torch
+from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -72,17 +74,24 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
         """
         if not self.serves_canvases:
             return super().compile_or_warm_up_model()
-        runner, kernels = self.model_runner, self.vllm_config.kernel_config
-        warms = kernels.enable_jit_warmup
-        if warms:
+        runner = self.model_runner
+        if self.vllm_config.kernel_config.enable_jit_warmup:
             warm_up(runner, self.execute_model)
-            # vLLM's own counts each of its canvases as if it were emitted, and would read pages
-            # beyond those of the longest request.
-            kernels.enable_jit_warmup = runner.max_model_len > 6 * runner.decode_query_len
+        gpu_worker.warmup_kernels = _made_up_requests_of_vllm
         times = super().compile_or_warm_up_model()
-        kernels.enable_jit_warmup = warms
         runner.model_state.loop.replay_graphs_of(runner.cudagraph_manager)
         return times
+
+
+def _made_up_requests_of_vllm(
+    model_runner: Any, worker_execute_model: Callable[..., Any], worker_sample_tokens: Any
+) -> None:
+    """Those of its warm-up, unless the model is too short; ours visit all kinds of batches.
+
+    vLLM counts each canvas as if it were emitted, and would read pages behind the longest request.
+    """
+    if model_runner.max_model_len > 6 * model_runner.decode_query_len:
+        warmup_kernels(model_runner, worker_execute_model, worker_sample_tokens)
 
 
 class LoadedTensors:

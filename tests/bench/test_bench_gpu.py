@@ -106,11 +106,22 @@ def test_the_commands_of_the_parts_are_understood(part: Part, is_toy: bool, tmp_
         options = profile_step.parse(arguments)
         assert options.llm["load_format"] == "dummy" and options.server == ["ours", "built-in"]
     elif module == "bench.answers":
-        options = answers.parse(arguments)
+        options, _ = answers.parse(arguments)
     else:  # these run without a GPU, too
         assert module in ("bench.kernels", "pytest")
         return
     assert options.results == tmp_path / part.name
+
+
+@pytest.mark.parametrize("part", [one for one in PARTS if one.command.startswith("bench.answers")])
+def test_further_flags_of_answers_are_those_of_a_server(part: Part, tmp_path: Path) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    _, flags = answers.parse(part.arguments(tmp_path, tmp_path, is_toy=False)[1:])
+    given = make_arg_parser(FlexibleArgumentParser()).parse_args([*answers.FLAGS, *flags])
+    assert given.gpu_memory_utilization * len(answers.SERVERS) < 1
+    assert (given.compilation_config.mode == 0) is (part.name == "answers")
 
 
 @pytest.mark.parametrize("part", [one for one in PARTS if one.command.startswith("bench.serve")])

@@ -39,11 +39,24 @@ def test_a_machine_and_a_model(capsys, checkpoint, port):
 
 def test_flags_of_the_server_may_follow(capfd, checkpoint, port):
     flags = ("--port", port, "--max-model-len", "96", "--tensor-parallel-size", "2")
+    _, alone = doctor(capfd, str(checkpoint()), "--port", port)
     _, found = doctor(capfd, str(checkpoint()), *flags)
     assert "96 tokens a request" in found["model"][1]
-    with pytest.raises(SystemExit):
-        main(["doctor", "--tensor-parallel-size=2"])
-    assert "need a model" in capfd.readouterr().err
+    assert found["memory"][1].split(";")[1] == alone["memory"][1].split(";")[1]  # one machine
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tensor-parallel-size=2"],
+        ["--max-model-len", "96", "checkpoints/tiny-dllm"],
+        ["checkpoints/tiny-dllm", "--max-model-len", "many"],
+        ["checkpoints/tiny-dllm", "--enable-auto-tool-choice"],
+    ],
+)
+def test_a_command_line_that_no_server_has(arguments):
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", *arguments])
 
 
 def test_weights_that_are_not_here_have_no_size(capsys, tmp_path, checkpoint, port):

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dllm.engine.warm_up import Pass
 from dllm.patches import graph_check
-from dllm.patches.graph_check import FULL, PIECES, ROUNDING, largest_error
+from dllm.patches.graph_check import FULL, PIECES, error_of
 
 FULL_GRAPH = SimpleNamespace(cg_mode=FULL, num_reqs=4)
 IN_PIECES = SimpleNamespace(cg_mode=PIECES, num_reqs=None)
@@ -31,6 +30,8 @@ def check(monkeypatch: pytest.MonkeyPatch):
             parallel_config=SimpleNamespace(data_parallel_size=num_engines),
         )
         served: list[int] = []
+        cache = torch.ones(3)  # of what was served before
+        runner.kv_caches = [cache]
 
         def serve(given, execute_model, num_reqs):
             served.append(num_reqs)
@@ -39,8 +40,9 @@ def check(monkeypatch: pytest.MonkeyPatch):
                 any(graph in wrong for graph in used if graph.cg_mode in modes)
                 for modes in ({PIECES}, {PIECES, FULL})
             )
-            # A wrong prompt is in what canvases read.
-            return [Pass(ONES + prompts, [[], []]), Pass(ONES + (prompts or canvases), [[5], [6]])]
+            assert not cache.any(), "keys of other steps are there"
+            cache.fill_(1)
+            return [ONES + prompts, ONES + canvases]
 
         monkeypatch.setattr(graph_check, "serve_made_up", serve)
         monkeypatch.setattr(graph_check, "all_ranks_say_yes", bool)
@@ -71,6 +73,7 @@ def test_a_step_that_fails_ends_the_start_and_names_the_switch(monkeypatch):
 
     runner = SimpleNamespace(
         execute_model=None,
+        kv_caches=[],
         cudagraph_manager=SimpleNamespace(_candidates={32: BOTH}),
         vllm_config=SimpleNamespace(
             additional_config={}, parallel_config=SimpleNamespace(data_parallel_size=1)
@@ -81,22 +84,8 @@ def test_a_step_that_fails_ends_the_start_and_names_the_switch(monkeypatch):
         graph_check.drop_wrong_graphs(runner)
 
 
-def one_row(change: float) -> torch.Tensor:
-    hidden = ONES.clone()
-    hidden[1, 2] += change
-    return hidden
-
-
 def test_the_error_is_of_the_request_that_is_farthest_off():
-    right = [Pass(ONES, [[1], [2]])]
-    assert largest_error([Pass(one_row(0.5), [[1], [2]])], right) == pytest.approx(0.5 / 4)
-    assert largest_error([Pass(one_row(torch.nan), [[1], [2]])], right) == torch.inf
-    assert largest_error([], []) == 0 < ROUNDING
-
-
-def test_what_follows_another_token_is_not_compared():
-    """The second request has another token: its next pass has another input."""
-    first, second = [[1], [2]], [[1], [3]]
-    found = [Pass(ONES, second), Pass(one_row(9), second)]
-    assert largest_error(found, [Pass(ONES, first), Pass(ONES, first)]) == 0
-    assert largest_error(found, [Pass(ONES, second), Pass(ONES, second)]) == 9 / 4
+    for change, error in ((0.0, 0.0), (0.5, 0.5 / 4), (torch.nan, torch.inf)):
+        found = ONES.clone()
+        found[1, 2] += change
+        assert error_of(found, ONES) == pytest.approx(error)

@@ -77,13 +77,13 @@ def test_a_streamed_completion_is_the_whole_one_block_by_block(client):
 
 
 def test_a_streamed_chat_is_the_whole_one(client):
-    whole = chat(client)
-    deltas = [chunk.choices[0] for chunk in chat(client, stream=True)]
+    whole = chat(client, max_tokens=12 * CANVAS)
+    chunks = chat(client, max_tokens=12 * CANVAS, stream=True)
+    deltas = [chunk.choices[0] for chunk in chunks]
     content = "".join(delta.delta.content or "" for delta in deltas)
     assert content == whole.choices[0].message.content
     assert [token for delta in deltas for token in delta_tokens(delta)] == tokens(whole)
-    # Three blocks; vLLM joins those that the server has not sent when the next one is there.
-    assert 1 <= sum(bool(delta.delta.content) for delta in deltas) <= 3
+    assert 1 < sum(bool(delta.delta.content) for delta in deltas) <= 12  # as above
     assert deltas[-1].finish_reason == whole.choices[0].finish_reason == "length"
 
 
