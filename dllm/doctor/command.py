@@ -262,14 +262,11 @@ def _room(config: Any, model: str) -> Finding:
     kv = 2 * kv_heads * served.get_head_size() * itemsize
     if torch.cuda.is_available():  # each GPU has its part
         weights /= parallel.world_size
+        room = config.cache_config.gpu_memory_utilization * torch.cuda.mem_get_info()[1]
     else:
         kv *= parallel.world_size
-    of_token = f"a token's keys and values take up to {kv / 1024:.1f} KiB"
-    if torch.cuda.is_available():
-        share = config.cache_config.gpu_memory_utilization
-        room = share * torch.cuda.mem_get_info()[1]
-    else:
         room = psutil.virtual_memory().available
+    of_token = f"a token's keys and values take up to {kv / 1024:.1f} KiB"
     if not files:
         text = f"{room / GIB:.1f} GiB; {model} has no files to measure; {of_token}"
         return Finding("memory", "note", text)
