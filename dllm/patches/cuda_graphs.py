@@ -16,6 +16,7 @@ A batch is padded to the next captured size. vLLM's default sizes end at 512 tok
 canvases of 256; a batch that is larger than all sizes runs without a graph.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -69,15 +70,16 @@ def keep_mixed_batches_out(vllm_config: Any) -> None:
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 
-def canvas_runner() -> Any:
+def canvas_runner(check: Callable[[Any], None]) -> Any:
     """The class of vLLM's runner of a diffusion model: a full graph is for canvases alone.
 
     vLLM takes one where all requests have as many tokens as the widest canvas. That may be a head
     and a narrower canvas behind it. With blocks it is always one block, which is one sequence.
+
+    Args:
+        check: of a runner whose graphs were captured (``graph_check``).
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    from dllm.patches.graph_check import drop_wrong_graphs
 
     class CanvasModelRunner(GPUModelRunner):
         def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
@@ -91,10 +93,10 @@ def canvas_runner() -> Any:
             return state, num_tokens_each
 
         def capture_model(self, *, profile_only: bool = False) -> int:
-            """vLLM's; what was captured is compared with steps without."""
+            """vLLM's; what was captured is checked."""
             taken: int = super().capture_model(profile_only=profile_only)
             if not profile_only:
-                drop_wrong_graphs(self)
+                check(self)
             return taken
 
     return CanvasModelRunner

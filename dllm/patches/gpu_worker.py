@@ -20,6 +20,7 @@ from dllm.engine.warm_up import warm_up
 from dllm.patches.cuda_graphs import canvas_runner, keep_mixed_batches_out
 from dllm.patches.decoding import drafts_itself
 from dllm.patches.drafting import drafts_with_ours
+from dllm.patches.graph_check import drop_wrong_graphs
 from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
 from dllm.patches.worker import Drafts, Records, Visits
 
@@ -33,7 +34,7 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
         """vLLM's; of a diffusion model, one that knows which batches can be a full graph."""
         if self.serves_canvases:
             keep_mixed_batches_out(self.vllm_config)
-            return canvas_runner()(self.vllm_config, self.device)
+            return canvas_runner(drop_wrong_graphs)(self.vllm_config, self.device)
         return super()._make_model_runner()
 
     def load_model(self, **options: Any) -> None:

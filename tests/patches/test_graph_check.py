@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm.patches import graph_check
+from dllm.patches.cuda_graphs import canvas_runner
 from dllm.patches.graph_check import FULL, PIECES, error_of
 
 FULL_GRAPH = SimpleNamespace(cg_mode=FULL, num_reqs=4)
@@ -89,3 +91,12 @@ def test_the_error_is_of_the_request_that_is_farthest_off():
         found = ONES.clone()
         found[1, 2] += change
         assert error_of(found, ONES) == pytest.approx(error)
+
+
+def test_graphs_are_checked_when_they_are_captured(monkeypatch):
+    """Not those of vLLM's memory profile, which it throws away."""
+    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda self, *, profile_only: 5)
+    checked: list[object] = []
+    runner = object.__new__(canvas_runner(checked.append))
+    assert runner.capture_model(profile_only=True) == 5 and not checked
+    assert runner.capture_model() == 5 and checked == [runner]

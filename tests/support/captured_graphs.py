@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphM
 
 from dllm.engine.model_state import DiffusionModelState
 from dllm.patches.cuda_graphs import canvas_runner
+from dllm.patches.graph_check import drop_wrong_graphs
 
 MODE = CUDAGraphMode.FULL_DECODE_ONLY
 
@@ -149,7 +150,9 @@ def use_graphs(runner: Any, sizes: list[int]) -> dict[str, list[tuple[int, int]]
     if speculator is not None:
         replayed["draft"] = _watched(speculator.query_cudagraph_manager)
     if isinstance(runner.model_state, DiffusionModelState):
-        runner.__class__ = type("CanvasCPUModelRunner", (canvas_runner(), type(runner)), {})
+        runner.__class__ = type(
+            "CanvasCPUModelRunner", (canvas_runner(drop_wrong_graphs), type(runner)), {}
+        )
         runner.model_state.loop.replay_graphs_of(graphs)
     return replayed
 
