@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from vllm.config import VllmConfig
@@ -41,8 +41,7 @@ class Layer:
 
 def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, Layer]:
     """The attention layers of a model of ours that differ, by name."""
-    text, cache = vllm_config.model_config.hf_text_config, vllm_config.cache_config
-    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    text = vllm_config.model_config.hf_text_config
     layers: dict[str, Layer] = {}
     for index, kind in enumerate(getattr(text, "layer_types", None) or ["full_attention"]):
         # Where layers differ, transformers refuses what is asked of all of them together.
@@ -52,15 +51,26 @@ def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, L
         layers.setdefault(
             "sliding layers" if is_sliding else "full layers",
             Layer(
-                heads // num_ranks,
-                max(1, own.num_key_value_heads // num_ranks),
+                heads,
+                own.num_key_value_heads,
                 getattr(own, "head_dim", None) or own.hidden_size // heads,
                 own.sliding_window if is_sliding else None,
                 is_sliding and settings.canvas_window == "anchored",
                 settings.block_size,
                 vllm_config.model_config.dtype,
-                FP8_OF.get(cache.cache_dtype),
-                cache.block_size or Layer.page_size,
             ),
         )
-    return layers
+    return {name: on_one_gpu(layer, vllm_config) for name, layer in layers.items()}
+
+
+def on_one_gpu(layer: Layer, vllm_config: VllmConfig) -> Layer:
+    """A layer of a whole model as a GPU of the server has it: its heads, and its cache."""
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    cache = vllm_config.cache_config
+    return replace(
+        layer,
+        num_heads=layer.num_heads // num_ranks,
+        num_kv_heads=max(1, layer.num_kv_heads // num_ranks),
+        cache_dtype=FP8_OF.get(cache.cache_dtype),
+        page_size=cache.block_size or layer.page_size,
+    )

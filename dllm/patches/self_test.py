@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.attention.choice import OURS, TRITON
-from dllm.engine.attention_layers import Layer, layers_of
+from dllm.engine.attention_layers import Layer, layers_of, on_one_gpu
 from dllm.models import settings_of
 from dllm.ops.dispatch import WRONG_KERNELS
 from dllm.patches.configure import flash_layers
@@ -71,7 +71,9 @@ def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> Non
     dtype = speculative.draft_model_config.dtype
     sizes = drafter.num_heads, drafter.num_kv_heads, drafter.head_dim
     layers = {
-        f"draft layers {index}": Layer(*sizes, each.window, each.is_anchored, dtype=dtype)
+        f"draft layers {index}": on_one_gpu(
+            Layer(*sizes, each.window, each.is_anchored, dtype=dtype), vllm_config
+        )
         for index, each in enumerate(dict.fromkeys(drafter.layers))
         if speculative.attention_backend == AttentionBackendEnum.CUSTOM
     }

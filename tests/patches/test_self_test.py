@@ -116,7 +116,12 @@ def run_drafter(monkeypatch: pytest.MonkeyPatch):
             attention_backend=AttentionBackendEnum.CUSTOM,
             draft_model_config=SimpleNamespace(dtype=torch.bfloat16),
         )
-        config = SimpleNamespace(additional_config={}, speculative_config=speculative)
+        config = SimpleNamespace(
+            additional_config={},
+            speculative_config=speculative,
+            cache_config=SimpleNamespace(cache_dtype="fp8", block_size=16),
+            parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        )
         self_test.replace_wrong_drafter_kernels(config, CPU)
         assert asked == ["attention, draft layers 0", "attention, draft layers 1"]
         return speculative.attention_backend
@@ -129,3 +134,16 @@ def test_vllm_takes_the_place_of_a_drafters_wrong_attention(run_drafter):
     assert run_drafter("attention, draft layers 0") is None
     with pytest.raises(RuntimeError, match="self_test"):
         run_drafter("attention, draft layers 1", is_anchored=True)
+
+
+def test_a_layer_is_checked_as_a_gpu_of_the_server_has_it():
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="fp8", block_size=16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=4),
+    )
+    layer = attention_layers.on_one_gpu(Layer(num_heads=8, num_kv_heads=2), config)
+    assert (layer.num_heads, layer.num_kv_heads, layer.page_size) == (2, 1, 16)
+    assert layer.cache_dtype == torch.float8_e4m3fn and layer.dtype == torch.bfloat16
+    config.cache_config.cache_dtype, config.cache_config.block_size = "auto", None
+    layer = attention_layers.on_one_gpu(Layer(), config)
+    assert (layer.cache_dtype, layer.page_size) == (None, Layer.page_size)

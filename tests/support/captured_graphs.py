@@ -22,7 +22,6 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphM
 
 from dllm.engine.model_state import DiffusionModelState
 from dllm.patches.cuda_graphs import canvas_runner
-from dllm.patches.graph_check import drop_wrong_graphs
 
 MODE = CUDAGraphMode.FULL_DECODE_ONLY
 
@@ -150,9 +149,8 @@ def use_graphs(runner: Any, sizes: list[int]) -> dict[str, list[tuple[int, int]]
     if speculator is not None:
         replayed["draft"] = _watched(speculator.query_cudagraph_manager)
     if isinstance(runner.model_state, DiffusionModelState):
-        runner.__class__ = type(
-            "CanvasCPUModelRunner", (canvas_runner(drop_wrong_graphs), type(runner)), {}
-        )
+        of_canvases = canvas_runner(lambda captured: None)
+        runner.__class__ = type("CanvasCPUModelRunner", (of_canvases, type(runner)), {})
         runner.model_state.loop.replay_graphs_of(graphs)
     return replayed
 
