@@ -101,6 +101,15 @@ $(VENV)/.diffusers: requirements/parity.txt $(VENV)/.locked
 	$(PIP) --target $(VENV)/diffusers -r requirements/parity.txt
 	@touch $@
 
+# The official JSON-Schema-Test-Suite, which the sources of the package jsonschema hold.
+$(VENV)/.jsonschema-suite: $(VENV)/.locked
+	rm -rf $(VENV)/jsonschema-suite
+	$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --no-binary jsonschema \
+	    --dest $(VENV)/jsonschema-suite $(PIP_ARGS) jsonschema==4.26.0
+	tar --extract --gzip --directory $(VENV)/jsonschema-suite --strip-components 3 --wildcards \
+	    --file $(VENV)/jsonschema-suite/jsonschema-4.26.0.tar.gz '*/json/tests/draft2020-12'
+	@touch $@
+
 # Off Python's path: only tests/server/test_server_decision_clients.py sees it.
 $(VENV)/.clients: requirements/clients.txt $(VENV)/.locked
 	rm -rf $(VENV)/clients
@@ -116,7 +125,8 @@ $(VENV)/.lm_eval: requirements/lm_eval.txt $(VENV)/.locked
 	@touch $@
 
 # All that tests use, but the browser and SmolLM2; what is missing has its tests skipped.
-setup-all: setup-dev setup-quant setup-dynamo lm_eval $(addprefix $(VENV)/,.images .diffusers .clients)
+setup-all: setup-dev setup-quant setup-dynamo lm_eval \
+    $(addprefix $(VENV)/,.images .diffusers .clients .jsonschema-suite)
 
 # The target of docs/calibration.md, a folder of safetensors; tests that need it are skipped without.
 smollm2: $(VENV)/smollm2
@@ -145,7 +155,7 @@ serve: setup
 test: SELECT := -m "not nightly"
 test test-all: export HF_HUB_OFFLINE ?= 1
 test-all: lm_eval $(addprefix $(VENV)/,.images .clients)
-test test-all: setup-dev setup-quant $(VENV)/.diffusers
+test test-all: setup-dev setup-quant $(addprefix $(VENV)/,.diffusers .jsonschema-suite)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(SELECT) $(ARGS)
 
 check: lint types

@@ -28,6 +28,7 @@ from typing import Any
 
 import dllm
 from dllm.grammar.automaton import Automaton
+from dllm.grammar.lowering import lower_text
 from dllm.grammar.reach import nearest
 from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import by_tokens
@@ -185,6 +186,7 @@ def table_of(
     **spec: Any,
 ) -> bytes:
     """The table of a grammar (``Table.to_bytes``), without texts that have ``absent`` tokens."""
+    spec["text"] = lower_text(spec["kind"], spec["text"])
     try:
         serialized = _compile(compiler, **spec).serialize_json()
     except RuntimeError as error:

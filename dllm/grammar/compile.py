@@ -23,7 +23,6 @@ import prometheus_client
 from cachetools import LRUCache
 
 from dllm.grammar.children import Children
-from dllm.grammar.json_schema import check_text
 from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import MOST_STATES
 from dllm.grammar.vocabulary import Vocabulary
@@ -109,7 +108,6 @@ class Grammars:
         read_tokens: called once, in the thread that makes the first table.
         children: that compile; by default those that all tables of these tokens share.
         most_states: of a table.
-        check: refuses a JSON schema of a grammar of some kind, by raising Unsupported.
     """
 
     def __init__(
@@ -117,12 +115,10 @@ class Grammars:
         read_tokens: Callable[[], Tokens],
         children: Children | None = None,
         most_states: int = MOST_STATES,
-        check: Callable[[str, Any], None] = lambda kind, schema: None,
     ) -> None:
         self.most_states = most_states
         self._read_tokens = read_tokens
         self._children = children
-        self._check = check
         self._reading = threading.Lock()
         self._tokens: Tokens | None = None
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="grammar")
@@ -166,7 +162,6 @@ class Grammars:
         start = time.monotonic()
         try:
             check_length(spec.text)
-            check_text(spec.kind, spec.text, self._check)
             found = self._compile(spec, stops)
         except TooSlow:  # not remembered: the machine may be less busy
             raise

@@ -29,8 +29,8 @@ from xgrammar.structural_tag import (
 )
 
 from dllm.grammar.compile import MOST_TEXT
-from dllm.grammar.json_schema import check_schema
-from dllm.grammar.patterns import without_less_than
+from dllm.grammar.lowering import lower
+from dllm.grammar.patterns import IN_GEMMA, rewritten
 from dllm.grammar.rules import Unsupported
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -128,7 +128,7 @@ class _Writer:
 
     def arguments(self, schema: Mapping[str, Any]) -> Format:
         """What stands between the braces of a call."""
-        check_schema(schema)
+        lower(schema)
         self._root: Any = schema
         self._made: dict[tuple[int, int], Format] = {}  # of (schema, depth)
         for _ in range(DEEPEST):
@@ -285,7 +285,7 @@ def _string(schema: Mapping[str, Any]) -> Format:
             raise Unsupported(
                 "A tool's schema has a 'pattern' and a length. Leave one of them out."
             )
-        pattern = without_less_than(str(schema["pattern"]))
+        pattern = rewritten(str(schema["pattern"]), IN_GEMMA)
     elif "minLength" in schema or "maxLength" in schema:
         most = int(schema["maxLength"]) if "maxLength" in schema else ""
         pattern = f"[^<]{{{int(schema.get('minLength', 0))},{most}}}"

@@ -1,127 +1,328 @@
-"""Regular expressions of schemas and requests: what is refused, and how one does without ``<``.
+"""Regular expressions of schemas and requests, rewritten so that nothing can misread them.
 
-xgrammar 0.2.8 reads them as JavaScript does (``[^]`` is any character), and leaves out what looks
-around.
+They are JavaScript's, as JSON Schema asks: ``\\d`` and ``\\w`` are ASCII. Python's parser reads
+them, and what is no regular language is refused. Written again they have classes of characters,
+groups and repetitions alone: xgrammar 0.2.8 leaves out what looks around, reads some escapes in its
+own way, and lets bytes that are no UTF-8 into negated classes.
 """
 
+import math
 import re
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from re import _constants as op  # type: ignore[attr-defined]
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any, NamedTuple
+
+import regex
 
 from dllm.grammar.rules import Unsupported
 
-# xgrammar reads further digits, too: \x03c as \x3c. In a class \d and \w give it such digits: it
-# writes them as 0-9 and a-z.
-NUMBERED = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})(?![0-9a-fA-F]|\\[dw])"
-# Linear in time: what begins with "[" is always one part, also where nothing closes it.
-PART = re.compile(rf"\[(?:\\.|[^\]\\])*\]?|{NUMBERED}|\\.|.", flags=re.DOTALL)
-BETWEEN_CHARACTERS = {r"\b", r"\B", r"\A", r"\Z", r"\z"}
+Ranges = list[tuple[int, int]]  # of code points, both ends included
 
-# What xgrammar reads in another way than everybody: \x041 is no "\x04" and "1" to it.
-LONG_NUMBER = re.compile(r"(?:[^\\]|\\(?!x[0-9a-fA-F]{3}).)*\\x[0-9a-fA-F]{3}", flags=re.DOTALL)
+LAST = 0x10FFFF
+DIGITS: Ranges = [(48, 57)]
+WORDS: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
+SPACES: Ranges = [
+    *((9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
+    *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+]
+LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]
+SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
+# All characters, one range for each number of bytes that UTF-8 takes; no surrogates.
+BY_BYTES: Ranges = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, LAST)]
+# xgrammar 0.2.8 reads patterns of JSON strings that are ASCII in another way, which misreads what
+# is repeated inside of a repetition and drops backslashes. This part stands for no text.
+NOT_ASCII = "(?:é){0}"
+BEGINNING, END = (op.AT, op.AT_BEGINNING), (op.AT, op.AT_END)
+CARET = r"\^"
+SECONDS = 0.1  # to find a pattern in a text
+# What JavaScript and Python read differently.
+DIFFERENT = re.compile(
+    r"\\c(?P<control>[A-Za-z])|\\u\{(?P<code>[0-9a-fA-F]{1,6})\}|(?P<name>\(\?<(?![=!]))"
+    r"|(?P<any>\[\^\])|(?P<none>\[\])|(?P<unclear>\\[aAZpP]|\{,)|\\.|.",
+    flags=re.DOTALL,
+)
 
-ESCAPED = rf"{NUMBERED}|\\[fnrtv]|\\[^a-zA-Z0-9]"
-IN_CLASS = rf"[^\\\]\-]|{ESCAPED}"
-ITEM = rf"\\[dswDSW]|({IN_CLASS})(?:-({IN_CLASS}))?"
-# No "-" beside "\w": xgrammar takes it for a range that begins or ends with a letter.
-CLASS = rf"\[\^?-?(?:{ITEM})*-?\]"
-WITHOUT = {".": "[^<]", r"\D": r"[^<\d]", r"\S": r"[^<\s]", r"\W": r"[^<\w]"}
+
+class Alphabet(NamedTuple):
+    """Where a text stands: which characters it may have as they are.
+
+    Attributes:
+        plain: characters that stand for themselves.
+        is_json: quotes, backslashes and control characters are written as JSON's escapes.
+        has_anchors: ``^`` and ``$`` are kept; otherwise the whole text is meant.
+    """
+
+    plain: Ranges
+    is_json: bool = False
+    has_anchors: bool = False
 
 
-def check_pattern(pattern: str) -> None:
-    """Refuse what xgrammar would leave out or misread.
+TEXT = Alphabet(BY_BYTES)
+IN_JSON = Alphabet(
+    [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F), *BY_BYTES[1:]],  # inside of a string's quotes
+    is_json=True,
+)
+IN_GEMMA = Alphabet([(0, 0x3B), (0x3D, 0x7F), *BY_BYTES[1:]])  # its strings end with ``<|"|>``
+SEARCH = Alphabet(BY_BYTES, has_anchors=True)
+
+
+def rewritten(pattern: str, alphabet: Alphabet = TEXT) -> str:
+    """A regular expression of the same texts, as far as the alphabet has them; without anchors.
+
+    A pattern without anchors is one of whole texts, too: answers are some of those that match.
 
     Raises:
-        Unsupported: anchors inside, groups that look around, a digit behind ``\\x00``.
+        Unsupported: it looks around, refers back, has flags or anchors inside, or no text is left.
     """
-    if LONG_NUMBER.match(pattern):
-        raise Unsupported(
-            f"The pattern {pattern[:80]!r} has a hexadecimal digit behind '\\x' and two of them; "
-            "allowed: other characters. Write '\\u00' in the place of '\\x'."
-        )
-    parts = PART.findall(pattern)
-    bare = "".join(part if len(part) == 1 else "x" for part in parts)
-    if re.search(r"\(\?(?!:)", bare) or BETWEEN_CHARACTERS & set(parts):
-        raise Unsupported(
-            f"The pattern {pattern[:80]!r} looks around or has flags; allowed: groups with '(' and "
-            "'(?:'. Write it without."
-        )
-    if "^" in bare[1:] or "$" in bare[:-1]:
-        raise Unsupported(
-            f"The pattern {pattern[:80]!r} has '^' or '$' inside; allowed: '^' at the start and "
-            "'$' at the end. Leave the others out."
-        )
+    return _written(pattern, parsed(pattern), alphabet)
 
 
-def without_less_than(pattern: str) -> str:
-    """A regular expression of the same texts but those with a ``<``; without anchors.
+def _written(pattern: str, tree: Any, alphabet: Alphabet) -> str:
+    text = _Writer(pattern, alphabet).sequence(tree, True, True)
+    if text is None:
+        raise _refusal(pattern, "has no text that can be written here")
+    return text
+
+
+def in_json(pattern: str, fewest: float = 0, most: float = math.inf) -> str | None:
+    """As ``rewritten``, for a ``pattern`` of JSON strings or a name in ``patternProperties``.
+
+    Args:
+        fewest, most: characters of the texts.
+
+    Returns:
+        None if it is not known how to keep to the lengths.
+    """
+    tree: Any = parsed(pattern)
+    low, high = tree.getwidth()
+    if low < fewest or high > most:
+        tree = _with_lengths(list(tree), fewest, most)
+        if tree is None:
+            return None
+    text = _written(pattern, tree, IN_JSON)
+    return f"^(?:{text}{NOT_ASCII})$"
+
+
+def _with_lengths(items: list[Any], fewest: float, most: float) -> list[Any] | None:
+    """The tree of a repeated character with other counts; None for another tree."""
+    items = [item for item in items if item not in (BEGINNING, END)]
+    if len(items) != 1 or items[0][0] not in (op.MAX_REPEAT, op.MIN_REPEAT):
+        return None
+    kind, (low, high, inner) = items[0]
+    if inner.getwidth() != (1, 1):
+        return None
+    high = min(most, math.inf if high is op.MAXREPEAT else high)
+    return [(kind, (max(low, fewest), op.MAXREPEAT if high == math.inf else high, inner))]
+
+
+def is_found(pattern: str, text: str) -> bool:
+    """Whether a pattern matches somewhere in a text.
 
     Raises:
-        Unsupported: no text is without ``<``, or xgrammar may read a part in another way than we.
+        Unsupported: as ``rewritten``, or it takes too long.
     """
-    check_pattern(pattern)
-    parts = PART.findall(pattern)
-    if parts[:1] == ["^"]:
-        parts = parts[1:]
-    if parts[-1:] == ["$"]:
-        parts = parts[:-1]
-    return "".join(_part(part) for part in parts)
+    found = _Writer(pattern, SEARCH).sequence(parsed(pattern), True, True)
+    try:
+        return found is not None and regex.search(found, text, timeout=SECONDS) is not None
+    except TimeoutError:
+        raise _refusal(pattern, f"takes more than {SECONDS:g} s to be found in a text") from None
 
 
-def _part(part: str) -> str:
-    if part in WITHOUT:
-        return WITHOUT[part]
-    if part[0] == "[":
-        return _class(part)
-    if part == "<" or (re.fullmatch(ESCAPED, part) and _character(part) == "<"):
-        raise _has_mark(part)
-    if part[0] == "\\" and not re.fullmatch(rf"{ESCAPED}|\\[dsw]", part):
-        raise Unsupported(
-            f"A pattern has {part!r}, of which it is not known what it stands for. Write the "
-            "character itself."
-        )
-    return part
+def other_names(names: Collection[str]) -> str:
+    """A pattern of JSON strings that are none of some names, and have no escapes.
+
+    A name can then be spelled in one way only.
+    """
+    plain = [name for name in names if _is_plain(name)]
+    ways = [f"{_deviations(plain)}{_class_of(IN_JSON.plain)}*", _early_ends(plain)]
+    ways = ways if plain else [f"{_class_of(IN_JSON.plain)}*"]
+    return f"^(?:{'|'.join(way for way in ways if way is not None)})$"
 
 
-def _class(text: str) -> str:
-    if not re.fullmatch(CLASS, text):
-        raise Unsupported(
-            f"A pattern has the class {text[:80]!r}; allowed: characters, ranges, and '-' at the "
-            "start or the end. Write it so."
-        )
-    if text.startswith("[^"):
-        # A "-" at the start would make a range.
-        return "[^<" + ("\\" if text[2] == "-" else "") + text[2:]
-    return "[" + re.sub(ITEM, _item, text[1:-1]) + "]"
+def _is_plain(text: str) -> bool:
+    return all(any(low <= ord(c) <= high for low, high in IN_JSON.plain) for c in text)
 
 
-def _item(found: re.Match[str]) -> str:
-    """A character, a range or an escape in a class."""
-    low, high = found[1], found[2] or found[1]
-    if low is None:
-        if found[0] in WITHOUT:
-            raise Unsupported(
-                f"A pattern has {found[0]!r} in a class. Write '.' for any character, or a class "
-                "with '^'."
-            )
-        return found[0]
-    first, last = _character(low), _character(high)
-    if not first <= "<" <= last:
-        return found[0]
-    below = f"{low}-;" if first < "<" else ""
-    above = f"=-{high}" if last > "<" else ""
-    if not below + above:
-        raise _has_mark(found[0])
-    return below + above
+def parsed(pattern: str) -> Any:
+    """Python's tree of a pattern in JavaScript's syntax.
+
+    Raises:
+        Unsupported: it is no pattern, or has flags.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = _parser.parse(DIFFERENT.sub(_in_python, pattern))
+    except (re.error, OverflowError, RecursionError, ValueError) as error:
+        raise _refusal(pattern, f"cannot be read ({error})") from None
+    if tree.state.flags & ~re.UNICODE:
+        raise _refusal(pattern, "has flags")
+    return tree
 
 
-def _character(text: str) -> str:
-    """What a character or an escape stands for; any control character for those with a name."""
-    if len(text) > 2:
-        return chr(int(text[2:], 16))
-    return "\n" if text[0] == "\\" and text[1:] in tuple("fnrtv") else text[-1]
+def _in_python(found: re.Match[str]) -> str:
+    if found["control"]:
+        return f"\\x{ord(found['control'].upper()) - 64:02x}"
+    if found["code"]:
+        return f"\\U{int(found['code'], 16):08x}"
+    if found["unclear"]:
+        raise re.error(f"{found[0]!r} is not known")
+    if found["name"]:
+        return "(?P<"
+    return {"[^]": r"[\s\S]", "[]": r"[^\s\S]"}.get(found[0], found[0])
 
 
-def _has_mark(part: str) -> Unsupported:
-    return Unsupported(
-        f"A pattern of a tool has {part!r}: a '<' begins the mark that ends a string in Gemma's "
-        "calls. Leave it out."
-    )
+class _Writer:
+    """Writes a tree; None is a part that has no text in the alphabet.
+
+    ``first`` and ``last``: nothing stands before, or behind, in the whole pattern.
+    """
+
+    def __init__(self, pattern: str, alphabet: Alphabet) -> None:
+        self._pattern, self._alphabet = pattern, alphabet
+
+    def sequence(self, items: Sequence[Any], first: bool, last: bool) -> str | None:
+        items, before, behind = list(items), "", ""
+        while first and items and items[0] == BEGINNING:
+            items, before = items[1:], r"\A" * self._alphabet.has_anchors
+        while last and items and items[-1] == END:
+            items, behind = items[:-1], r"\Z" * self._alphabet.has_anchors
+        written = [
+            self._item(item, first and place == 0, last and place == len(items) - 1)
+            for place, item in enumerate(items)
+        ]
+        if None in written:
+            return None
+        return before + "".join(filter(None, written)) + behind
+
+    def _item(self, item: tuple[Any, Any], first: bool, last: bool) -> str | None:
+        kind, value = item
+        if kind is op.LITERAL:
+            return self._characters([(value, value)], is_named=True)
+        if kind is op.NOT_LITERAL:
+            return self._characters(_others([(value, value)]), is_named=False)
+        if kind is op.ANY:
+            return self._characters(_others(LINE_ENDS), is_named=False)
+        if kind is op.IN:
+            return self._class(value)
+        if kind is op.BRANCH:
+            each = [self.sequence(one, first, last) for one in value[1]]
+            left = [one for one in each if one is not None]
+            return f"(?:{'|'.join(left)})" if left else None
+        if kind is op.SUBPATTERN and not value[1] and not value[2]:
+            inner = self.sequence(value[3], first, last)
+            return None if inner is None else f"(?:{inner})"
+        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            return self._repeat(*value)
+        raise _refusal(self._pattern, "looks around, refers back, or has anchors or flags inside")
+
+    def _class(self, parts: Sequence[Any]) -> str | None:
+        ranges: Ranges = []
+        for kind, value in parts:
+            if kind is op.CATEGORY:
+                ranges += CATEGORIES[value]
+            elif kind is not op.NEGATE:
+                ranges.append((value, value) if kind is op.LITERAL else value)
+        is_negated = parts[0][0] is op.NEGATE
+        return self._characters(_others(ranges) if is_negated else ranges, not is_negated)
+
+    def _repeat(self, fewest: int, most: Any, items: Sequence[Any]) -> str | None:
+        inner = self.sequence(items, False, False)
+        if not inner:
+            return "" if inner == "" or fewest == 0 else None
+        end = "" if most is op.MAXREPEAT else most
+        times = {(0, ""): "*", (1, ""): "+", (0, 1): "?"}.get((fewest, end))
+        return f"(?:{inner}){times or f'{{{fewest},{end}}}'}"
+
+    def _characters(self, ranges: Ranges, is_named: bool) -> str | None:
+        """A class, and JSON's escapes of what is not plain.
+
+        ``is_named``: the pattern names the characters. Of all others in a negated class, only those
+        with a short escape are written: a number has four digits, which makes more states.
+        """
+        parts = [_class_of(_both(ranges, self._alphabet.plain))]
+        if self._alphabet.is_json:
+            escaped = [c for c in (*range(32), 34, 92) if any(a <= c <= b for a, b in ranges)]
+            short = [(ord(SHORT_ESCAPES[c]),) * 2 for c in escaped if c in SHORT_ESCAPES]
+            parts += [rf"\\{_class_of(short)}"] * bool(short)
+            if is_named:
+                parts += [rf"\\u{c:04x}" for c in escaped if c not in SHORT_ESCAPES]
+        parts = [part for part in parts if part]
+        return (parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})") if parts else None
+
+
+def _deviations(names: Collection[str]) -> str:
+    """Beginnings that no name has, up to the first character that differs."""
+    rest = _by_first(names)
+    others = _class_of(_both(_others([(ord(first),) * 2 for first in rest]), IN_JSON.plain))
+    inner = [_class_of([(ord(c),) * 2]) + _deviations(ends) for c, ends in rest.items()]
+    return f"(?:{'|'.join([others, *inner])})"
+
+
+def _early_ends(names: Collection[str]) -> str | None:
+    """Beginnings of names that are no names themselves; None if there are none."""
+    inner = {c: _early_ends(ends) for c, ends in _by_first(names).items()}
+    ways = [""] * ("" not in names)
+    ways += [_class_of([(ord(c),) * 2]) + end for c, end in inner.items() if end is not None]
+    return f"(?:{'|'.join(ways)})" if ways else None
+
+
+def _by_first(names: Collection[str]) -> dict[str, list[str]]:
+    """What is left of names behind their first character."""
+    rest: dict[str, list[str]] = {}
+    for name in names:
+        if name:
+            rest.setdefault(name[0], []).append(name[1:])
+    return rest
+
+
+def _both(one: Ranges, other: Ranges) -> Ranges:
+    joined = _others(_others(one))  # no two that touch
+    met = {(max(a, c), min(b, d)) for a, b in joined for c, d in other}
+    return sorted((low, high) for low, high in met if low <= high)
+
+
+def _others(ranges: Ranges) -> Ranges:
+    """All characters that are in none of the ranges."""
+    found, start = [], 0
+    for low, high in sorted(ranges):
+        if low > start:
+            found.append((start, low - 1))
+        start = max(start, high + 1)
+    return [*found, (start, LAST)] if start <= LAST else found
+
+
+def _class_of(ranges: Iterable[tuple[int, int]]) -> str:
+    """A class in the syntax that xgrammar and Python share; empty for no characters.
+
+    xgrammar takes an escaped "^" in front for one that is not.
+    """
+    parts = [_shown(a) if a == b else f"{_shown(a)}-{_shown(b)}" for a, b in ranges]
+    if parts and parts[0].startswith(CARET):
+        (low, high), *others = ranges
+        behind = [(low + 1, high)] if low < high else []
+        rest = _class_of([*behind, *others])
+        return f"{rest[:-1]}{CARET}]" if rest else CARET
+    return f"[{''.join(parts)}]" if parts else ""
+
+
+def _shown(code: int) -> str:
+    if code < 32 or code == 0x7F:
+        return f"\\u{code:04x}"
+    return ("\\" if chr(code) in "\\]^-[" else "") + chr(code)
+
+
+def _refusal(pattern: str, why: str) -> Unsupported:
+    return Unsupported(f"The pattern {pattern[:80]!r} {why}. Write another one, or leave it out.")
+
+
+CATEGORIES = {
+    op.CATEGORY_DIGIT: DIGITS,
+    op.CATEGORY_NOT_DIGIT: _others(DIGITS),
+    op.CATEGORY_WORD: WORDS,
+    op.CATEGORY_NOT_WORD: _others(WORDS),
+    op.CATEGORY_SPACE: SPACES,
+    op.CATEGORY_NOT_SPACE: _others(SPACES),
+}

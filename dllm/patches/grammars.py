@@ -19,18 +19,12 @@ from typing import Any
 
 from dllm.grammar.compile import Grammars, Spec, check_length, tokens_of
 from dllm.grammar.constraint import Constraint, Thoughts
-from dllm.grammar.json_schema import DATA, parts, refusal
 from dllm.grammar.rules import Unsupported
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
 from dllm.settings.request import STREAM, has_structured_outputs, refuse, with_grammar
 
 GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
-# Keywords that xgrammar leaves out, some of them beside others only.
-SUSPECTS = (
-    *("multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "allOf"),
-    *("format", "pattern", "minLength", "maxLength", "propertyNames", "patternProperties"),
-)
 
 
 def serve_structured_outputs() -> None:
@@ -208,39 +202,6 @@ def _begin(engine: Any, params: Any) -> Future[bytes]:
     return _grammars_of(processor).begin(_spec(params.structured_outputs, is_compact), stops)
 
 
-def _check_features(kind: str, schema: Any) -> None:
-    """Refuse what vLLM knows of xgrammar that it would leave out; ``json_schema`` knows more."""
-    from vllm.v1.structured_output.backend_xgrammar import STRING_SUPPORTED_FORMATS
-    from vllm.v1.structured_output.backend_xgrammar import (
-        has_xgrammar_unsupported_json_features as has_more,
-    )
-
-    for part in parts(schema):
-        own = _without_inner_schemas(part)
-        known = str(own.get("format")) in STRING_SUPPORTED_FORMATS
-        if kind == "structural_tag" and not known:  # a note, as JSON Schema has it
-            own.pop("format", None)
-        if known and own.get("minLength") in (0, 1):  # none of these texts is empty
-            del own["minLength"]
-        if has_more(own):
-            given = [key for key in SUSPECTS if key in own]
-            alone = (key for key in given if not has_more({k: own[k] for k in own if k != key}))
-            raise refusal(next(alone, given[0]), "answers cannot be held to it")
-
-
-def _without_inner_schemas(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema whose inner schemas have their keys alone, without data that look like schemas."""
-
-    def emptied(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: {} for key in value}
-        if isinstance(value, list):
-            return [{} if isinstance(one, Mapping | list) else one for one in value]
-        return value
-
-    return {key: emptied(value) for key, value in part.items() if key not in DATA}
-
-
 def _spec(asked: Any, is_compact: bool) -> Spec:
     """A grammar as vLLM's xgrammar backend reads it. Takes no longer than to read its text.
 
@@ -289,10 +250,7 @@ def _grammars_of(processor: Any) -> Grammars:
     """One for each engine: it keeps what it has compiled."""
     if processor not in _grammars:
         vocab_size = processor.model_config.get_vocab_size()
-        _grammars[processor] = Grammars(
-            partial(tokens_of, processor.tokenizer, vocab_size),
-            check=_check_features,
-        )
+        _grammars[processor] = Grammars(partial(tokens_of, processor.tokenizer, vocab_size))
     return _grammars[processor]
 
 

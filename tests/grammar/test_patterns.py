@@ -1,134 +1,188 @@
-"""Patterns that are refused, and those that are made to do without ``<``: by the automaton."""
+"""Patterns written again: the same texts by the automaton as by Python, in each alphabet."""
 
-import numpy as np
+import itertools
+import json
+import random
+import re
+
 import pytest
 
-from dllm.grammar.automaton import DEAD, Unsupported
-from dllm.grammar.patterns import PART, check_pattern, without_less_than
-from dllm.grammar.reach import nearest
+from dllm.grammar.automaton import DEAD, Automaton
+from dllm.grammar.patterns import IN_GEMMA, in_json, is_found, other_names, rewritten
+from dllm.grammar.rules import Unsupported
 from tests.support.grammars import automaton
 
-ASCII = [chr(code) for code in range(1, 128)]
+CHARACTERS = [chr(code) for code in range(1, 128)] + [*"é߿ࠀ퟿￿𐀀\u2028\ufeff"]
+SHORT_TEXTS = ["".join(text) for n in range(6) for text in itertools.product("abc", repeat=n)]
 
 
-def texts_of(pattern: str, texts) -> set[str]:
-    """Those of some texts that xgrammar's automaton accepts."""
-    made, _ = automaton("regex", pattern)
-    states = {text: made.read(0, text.encode()) for text in texts}
+def accepted(made: Automaton, texts, form=str) -> set[str]:
+    states = {text: made.read(0, form(text).encode()) for text in texts}
     return {text for text, state in states.items() if state != DEAD and made.accepts(state)}
 
 
-@pytest.mark.parametrize("pattern", ["a^b", "(a$)", r"\bword", "(?i)a", "(?<!a)b", r"a\Z", r"\\\b"])
-def test_what_looks_around_is_refused(pattern):
-    with pytest.raises(Unsupported, match=r"looks around|inside"):
-        check_pattern(pattern)
+def as_text(pattern: str, texts=CHARACTERS) -> set[str]:
+    return accepted(automaton("regex", rewritten(pattern))[0], texts)
 
 
-@pytest.mark.parametrize(
-    "pattern", [r"C:\\bin", r"a\\z", r"[\b]", r"a\$b\^", r"[^$^]+\\$", r"\[a$", "[(?=]", "^$", ""]
-)
-def test_what_only_seems_to_look_around_is_not_refused(pattern):
-    check_pattern(pattern)
+def as_json(pattern: str, texts=CHARACTERS) -> set[str]:
+    """Texts in JSON strings, spelled as ``json`` does."""
+    schema = {"type": "string", "pattern": in_json(pattern)}
+    made, _ = automaton("json", json.dumps(schema))
+    return accepted(made, texts, lambda text: json.dumps(text, ensure_ascii=False))
 
 
-@pytest.mark.parametrize("pattern", [r"\x41a", r"a[\x41a]", r"\\\x410"])
-def test_numbers_that_xgrammar_misreads_are_refused(pattern):
-    with pytest.raises(Unsupported, match="hexadecimal"):
-        check_pattern(pattern)
-    assert "A" not in texts_of(r"[\x41a]", "A"), "xgrammar reads it right: admit it"
-
-
-@pytest.mark.parametrize("pattern", [r"\x41", r"\x41g", r"\\x41a", r"\u0041a", r"[\x20-\x7e]"])
-def test_other_numbers_are_not_refused(pattern):
-    check_pattern(pattern)
-
-
-def test_a_class_that_is_empty_in_javascript_ends_there():
-    with pytest.raises(Unsupported, match="inside"):
-        check_pattern("[^]a^b]")
-
-
-@pytest.mark.parametrize("opened", ["[", "[^", "[a", "[\\", "\\[["])
-def test_a_class_that_nothing_closes_is_one_part(opened):
-    """So that no part is read twice."""
-    assert len(PART.findall(opened * 5000)) <= 2
-
-
-PARTS = [
-    *(".", r"\S", r"\D", r"\W", r"\d", r"\w", r"\s", r"[^\s]", r"[^\S]", r"[^\-z]"),
-    *("[^a]", "[^]", "[^-a]", "[^a-]", "[^-]", "[^^]"),
-    *("[ -~]", r"[\x20-\x7e]", r"[ -\u007E]", "[!-<]", "[<-z]", "[;-=]"),
-    *("[a<-=-]", r"[\t-~]", r"[\s -~\d]", r"[\w.-]", r"[\]-a\\]", "[$-^]", "[(-)]", "[é-日]"),
-    *("[^é<]", r"\.", r"\u0041", r"\x41", r"\/"),
+CLASSES = [
+    *(".", r"\S", r"\D", r"\W", r"\d", r"\w", r"\s", r"[^\s]", r"[^\S]", r"[^\-z]", r"[\s\S]"),
+    *("[^a]", "[^-a]", "[^a-]", "[^-]", "[^^]", "[^^$]", r"[^,]", r"[\x00-\x1f]", r"[\b]"),
+    *("[ -~]", r"[\x20-\x7e]", r"[ -\u007E]", "[!-<]", "[a<-=-]", r"[\t-~]", r"[\s -~\d]"),
+    *(r"[\w.-]", r"[\]-a\\]", "[$-^]", "[(-)]", "[é-日]", r"\.", r"\u0041", r"\x41", r"\/", "\t"),
+    *(r"\^", r"\\", '"', '["]', "(?:a|<)", "<", r"\x3c", r"\n|\r", r"\cA", r"\u{e9}", "[^]", "𐀀"),
 ]
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_has_all_its_characters_but_one(part):
-    assert texts_of(without_less_than(part), ASCII) == texts_of(part, ASCII) - {"<"}
+def in_python(part: str) -> re.Pattern[str]:
+    """The same class for Python, where classes have characters of all scripts."""
+    known = {".": r"[^\n\r\u2028\u2029]", "[^]": r"[\s\S]", r"\cA": r"\x01", r"\u{e9}": "é"}
+    part = known.get(part, part).replace(r"\s", r"\s\ufeff" if "[" in part else r"[\s\ufeff]")
+    part = part.replace(r"\S", r"[^\s\ufeff]") if "[" not in part else part
+    return re.compile(part, flags=re.ASCII)
+
+
+@pytest.mark.parametrize("part", CLASSES)
+def test_a_class_has_its_characters_in_each_alphabet(part):
+    if part in (r"\s", r"\S", r"[^\s]", r"[^\S]", r"[\s -~\d]"):
+        spaces = {c for c in CHARACTERS if c in "\t\n\v\f\r \u2028\ufeff"}
+        printed = {c for c in CHARACTERS if " " <= c <= "~"}
+        is_space = part in (r"\s", r"[^\S]")
+        known = spaces if is_space else set(CHARACTERS) - spaces
+        wanted = printed | spaces if part == r"[\s -~\d]" else known
+    else:
+        wanted = {c for c in CHARACTERS if in_python(part).fullmatch(c)}
+    assert as_text(part) == wanted
+    # JSON's short escapes are written everywhere, and the long ones of characters that are named.
+    long = {c for c in wanted if c < " " and c not in "\b\t\n\f\r"}
+    found = as_json(part)
+    assert wanted - long <= found <= wanted
+    if part in (r"[\x00-\x1f]", r"[\t-~]", r"\cA"):
+        assert found == wanted
+    if left := wanted - {"<"}:
+        made, _ = automaton("regex", rewritten(part, IN_GEMMA))
+        assert accepted(made, CHARACTERS) == left
+    else:
+        with pytest.raises(Unsupported, match="no text"):
+            rewritten(part, IN_GEMMA)
+
+
+def drawn(draws: random.Random, depth: int = 0) -> str:
+    """A pattern over a, b and c; repetitions of repetitions, which are easily misread."""
+    kind = draws.random()
+    if depth > 3 or kind < 0.35:
+        return draws.choice(["a", "b", "[ab]", "c", "[^a]"])
+    if kind < 0.55:
+        return drawn(draws, depth + 1) + drawn(draws, depth + 1)
+    if kind < 0.7:
+        return f"(?:{drawn(draws, depth + 1)}|{drawn(draws, depth + 1)})"
+    times = draws.choice(["?", "*", "+", "{1,2}", "{2}", "{0,2}", "{2,}", "{1,3}", "*?", "{1}?"])
+    return f"({drawn(draws, depth + 1)}){times}"
+
+
+def test_drawn_patterns_have_the_texts_that_python_finds():
+    draws = random.Random(0)
+    for _ in range(60):
+        pattern = drawn(draws)
+        whole = {text for text in SHORT_TEXTS if re.fullmatch(pattern, text)}
+        assert as_json(pattern, SHORT_TEXTS) == whole, pattern
+        assert as_text(f"^{pattern}$", SHORT_TEXTS) == whole, pattern
+        is_somewhere = {text for text in SHORT_TEXTS if re.search(pattern, text)}
+        assert {text for text in SHORT_TEXTS if is_found(pattern, text)} == is_somewhere, pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "is_there"),
+    [
+        ("^a", "ab", True),
+        ("^b", "ab", False),
+        ("b$", "ab", True),
+        ("b$", "ab\n", False),
+        ("^a|b$", "xb", True),
+        (r"^\d$", "٣", False),
+        ("(?<n>é)", "é", True),
+    ],
+)
+def test_a_pattern_is_found_as_in_javascript(pattern, text, is_there):
+    assert is_found(pattern, text) == is_there
 
 
 @pytest.mark.parametrize(
     "pattern",
     [
-        *("^.*$", r"[\w.-]+@\S+", "^(?:[^,]*|[ -~]{3}){1,4}$", r"https?://[^\s]+"),
-        *(r"^[^\W\d]\D\W$", r"[0-9]+\$", r"^[0-9]+\\\$$", r"\\$", ".|a", "(.|a)*?", "x{2,}.?"),
+        *(
+            "a^b",
+            "a$b",
+            r"\bword",
+            "(?i)a",
+            "(?i:a)",
+            "(?<!a)b",
+            "(?=a)",
+            "(?!no)a",
+            r"a\Z",
+            r"\Aa",
+        ),
+        *(
+            r"\\\b",
+            r"(a)\1",
+            "a++",
+            "(?>a)",
+            "[a",
+            "a{,3}",
+            r"\p{L}",
+            "a\\",
+            "(",
+            "[z-a]",
+            "[^]a^b]",
+        ),
+        *("(" * 5000, "[]"),
     ],
+    ids=lambda value: value[:10],
 )
-def test_no_text_has_the_character(pattern):
-    made, _ = automaton("regex", without_less_than(pattern))
-    found = nearest(made, 4096)
-    assert (found.rows[:, found.class_of[ord("<")]] == DEAD).all()
-    assert (found.rows != DEAD).any()
-
-
-def test_random_classes_never_have_the_character():
-    draws = np.random.default_rng(0)
-    pieces = [*"-^<;=ac3~ !", r"\-", r"\]", r"\\", r"\w", r"\d", r"\S"]
-    pieces += [r"\x3c", r"\x03", r"\u003B", r"\x7", r"\c"]
-    num_made = 0
-    for _ in range(3000):
-        text = "[" + "".join(draws.choice(pieces, draws.integers(0, 6))) + "]"
-        try:
-            made = without_less_than(text)
-            allowed = texts_of(made, ASCII)
-        except (Unsupported, RuntimeError):  # by us or by xgrammar
-            continue
-        num_made += 1
-        assert allowed == texts_of(text, ASCII) - {"<"}, (text, made)
-    assert num_made > 500
-
-
-def test_anchors_are_left_out_and_escaped_ones_are_not():
-    assert texts_of(without_less_than(r"^[0-9]+\$$"), ["5$", "5", "5\\"]) == {"5$"}
-    assert texts_of(without_less_than(r"\$"), ["$", "\\"]) == {"$"}
-    assert texts_of(without_less_than(r"a\\$"), ["a\\", "a$"]) == {"a\\"}
-    assert texts_of(without_less_than(r"\^a"), ["^a", "a"]) == {"^a"}
+def test_what_is_no_regular_language_or_unclear_is_refused(pattern):
+    with pytest.raises(Unsupported, match="pattern"):
+        rewritten(pattern)
+    assert not isinstance(pattern, Unsupported)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "message"),
+    ("pattern", "fewest", "most", "texts"),
     [
-        ('a<|"|>b', "ends a string"),
-        (r"\<", "ends a string"),
-        (r"\x3c", "ends a string"),
-        (r"\u003C", "ends a string"),
-        ("[<]", "ends a string"),
-        (r"[a\x3C]", "ends a string"),
-        (r"[\s\S]", "Write '.'"),
-        (r"[.-\w]", "the class"),  # from "." to the first letter of "\w", for xgrammar
-        (r"[\d-z]", "the class"),
-        (r"[\u{3c}]", "the class"),
-        ("[a", "the class"),
-        (r"\x03c", "hexadecimal"),  # "\x3c" for xgrammar
-        (r"[\u0003c]", "the class"),
-        (r"[\x03\w]", "the class"),  # "[\x03a-z...]" for xgrammar
-        (r"\cA", "not known"),
-        (r"\u{3c}", "not known"),
-        ("a\\", "not known"),
-        ("(?=a)", "looks around"),
+        ("^[ab]+$", 2, 3, {"ab", "aba"}),
+        ("a*", 0, 1, {"", "a"}),
+        ("^[ab]{2}$", 1, 5, {"ab"}),
+        ("^a(?:b|c)$", 2, 2, {"ab", "ac"}),
     ],
 )
-def test_what_may_have_the_character_is_refused(pattern, message):
-    with pytest.raises(Unsupported, match=message):
-        without_less_than(pattern)
+def test_lengths_beside_a_pattern_are_held(pattern, fewest, most, texts):
+    made, _ = automaton(
+        "json", json.dumps({"type": "string", "pattern": in_json(pattern, fewest, most)})
+    )
+    found = accepted(made, ["", "a", "ab", "ac", "aba", "abab"], json.dumps)
+    assert found >= texts
+    assert all(fewest <= len(text) <= most for text in found)
+
+
+def test_lengths_that_cannot_be_held_are_told():
+    assert in_json("^ab|c$", 2) is None
+    assert in_json("^(?:ab)+$", 3) is None
+
+
+@pytest.mark.parametrize(
+    "names", [["a"], ["a", "ab", "b"], ["", "abc"], ['q"', "é", "a"], ['"'], []], ids=str
+)
+def test_other_names_are_all_but_these(names):
+    made, _ = automaton("json", json.dumps({"type": "string", "pattern": other_names(names)}))
+    tried = ["", "a", "ab", "abc", "abcd", "b", "bb", "é", "éa", "q", "日本"]
+    spelled = [json.dumps(name, ensure_ascii=False) for name in tried]
+    assert accepted(made, spelled) == {
+        json.dumps(n, ensure_ascii=False) for n in tried if n not in names
+    }
+    assert not accepted(made, [r'"\u0061"', r'"q\""'])

@@ -1,0 +1,251 @@
+"""A JSON schema, rewritten into one that xgrammar holds answers to.
+
+xgrammar 0.2.8 leaves out what it does not know, and some of what it knows in certain places. The
+lowered schema has no more values than the given one; it may have fewer, for instance because names
+that nobody declared are not written beside declared ones. What it cannot be narrowed to is refused,
+with the keyword and its path.
+
+It has ``type`` (one), ``enum``, ``anyOf`` (with nothing beside it), the keywords of the types, and
+references to ``#/$defs``; ``{}`` is any value.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dllm.grammar.alternatives import TYPE_OF, TYPES, Alternatives, Conjunction, Flat
+from dllm.grammar.objects import lowered_object
+from dllm.grammar.patterns import rewritten
+from dllm.grammar.references import Document, Part, refuse
+from dllm.grammar.rules import Unsupported
+from dllm.grammar.strings import lowered_string
+
+Schema = dict[str, Any]
+
+MOST_MULTIPLES = 256  # that are listed; and the largest number without bounds
+
+
+def lower(schema: Any) -> Schema:
+    """The lowered schema of a JSON schema of draft 2020-12; older forms of items are read, too.
+
+    Raises:
+        Unsupported: answers cannot be held to it, or it allows no value.
+    """
+    try:
+        lowering = Lowering(schema)
+        found = lowering.conjunction((lowering.document.root,))
+    except RecursionError:
+        raise Unsupported("The schema is nested too deeply. Make it flatter.") from None
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        if isinstance(error, Unsupported):
+            raise
+        raise Unsupported(f"The schema is no valid JSON schema ({error}). Correct it.") from error
+    if found is None:
+        raise Unsupported("No value was found that the schema allows. Correct it.")
+    return ({"$defs": lowering.definitions} if lowering.definitions else {}) | found
+
+
+class Lowering:
+    """Of one document; None is a schema without values.
+
+    Attributes:
+        definitions: lowered schemas that are referred to, by their names.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self.document = Document(schema)
+        self.definitions: dict[str, Schema] = {}
+        self.alternatives = Alternatives(self.document, self._is_empty)
+        self._names: dict[Conjunction, str] = {}
+        self._open: dict[Conjunction, bool] = {}  # being lowered; whether something refers to it
+
+    def conjunction(self, asked: Conjunction) -> Schema | None:
+        """What is of all the parts."""
+        asked = tuple(dict.fromkeys(asked))
+        self.document.count()
+        if asked in self._open:
+            self._open[asked] = True
+            return self._reference(asked)
+        if asked in self._names and self._names[asked] in self.definitions:
+            return self._reference(asked)
+        self._open[asked] = False
+        found: list[Schema] = []
+        for flat in self.alternatives.of(asked):
+            found += [one for one in self.of_flat(flat, asked) if one not in found]
+        is_referred_to = self._open.pop(asked)
+        if not found:
+            return None
+        lowered = found[0] if len(found) == 1 else {"anyOf": found}
+        is_named = is_referred_to or any(_has_reference(part) for part in asked)
+        if not is_named or lowered == {} or "$ref" in lowered:
+            return lowered
+        self.definitions[self._name(asked)] = lowered
+        return self._reference(asked)
+
+    def _reference(self, asked: Conjunction) -> Schema:
+        return {"$ref": f"#/$defs/{self._name(asked)}"}
+
+    def _name(self, asked: Conjunction) -> str:
+        return self._names.setdefault(asked, f"r{len(self._names)}")
+
+    def _is_empty(self, flat: Flat) -> bool:
+        try:
+            return not self.of_flat(flat, ())
+        except Unsupported:  # then it is not known
+            return False
+
+    def of_flat(self, flat: Flat, asked: Conjunction) -> list[Schema]:
+        """One lowered schema for each type that an alternative allows.
+
+        Args:
+            asked: what its values are checked with.
+        """
+        if "enum" in flat:
+            values = [
+                value
+                for value in flat["enum"]
+                if all(self.document.allows(part, value) for part in asked)
+            ]
+            return [{"enum": values}] if values else []
+        unheld = flat.get("unheld", ())
+        spoken = {TYPE_OF[key] for key in flat if key in TYPE_OF} | {kind for kind, _, _ in unheld}
+        types = flat.get("type") or _implied(flat)
+        for kind, keyword, path in unheld:
+            if kind is None or kind in types or (kind == "number" and "integer" in types):
+                refuse(keyword, path)
+        if types >= set(TYPES) and not spoken:
+            return [{}]
+        kinds = [kind for kind in (*TYPES, "integer") if kind in types]
+        if "number" in types and "integer" in types:
+            kinds.remove("integer")
+        made = [OF_TYPE[kind](self, flat) if kind in OF_TYPE else {"type": kind} for kind in kinds]
+        return [one for one in made if one is not None]
+
+
+def _has_reference(part: Part) -> bool:
+    return isinstance(part.schema, dict) and "$ref" in part.schema
+
+
+def _implied(flat: Flat) -> set[str]:
+    """The types of a schema that names none: all, but for members that one type alone has."""
+    for keyword, kind in (("properties", "object"), ("items", "array"), ("prefixItems", "array")):
+        if keyword in flat:
+            return {kind}
+    return set(TYPES)
+
+
+def _number(_: Lowering, flat: Flat) -> Schema | None:
+    if "multipleOf" in flat:
+        return _integer(_, flat)
+    low, high = flat.get("minimum", -math.inf), flat.get("maximum", math.inf)
+    above, below = flat.get("exclusiveMinimum", -math.inf), flat.get("exclusiveMaximum", math.inf)
+    if max(low, above) > min(high, below) or (max(low, above) == min(high, below) != low != high):
+        return None
+    node: Schema = {"type": "number"}
+    if max(low, above) > -math.inf:
+        node["exclusiveMinimum" if above >= low else "minimum"] = max(low, above)
+    if min(high, below) < math.inf:
+        node["exclusiveMaximum" if below <= high else "maximum"] = min(high, below)
+    return node
+
+
+def _integer(_: Lowering, flat: Flat) -> Schema | None:
+    lowest = [math.ceil(flat["minimum"])] if "minimum" in flat else []
+    lowest += [math.floor(flat["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in flat else []
+    highest = [math.floor(flat["maximum"])] if "maximum" in flat else []
+    highest += [math.ceil(flat["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in flat else []
+    bounds: Schema = {"minimum": max(lowest)} if lowest else {}
+    bounds |= {"maximum": min(highest)} if highest else {}
+    if lowest and highest and max(lowest) > min(highest):
+        return None
+    step = flat.get("multipleOf", 1)
+    if step == 1:
+        return {"type": "integer"} | bounds
+    if len(bounds) == 2:
+        first = -(-bounds["minimum"] // step) * step
+        values = range(first, bounds["maximum"] + 1, step)
+        if len(values) <= MOST_MULTIPLES:
+            return {"enum": list(values)} if values else None
+    elif not bounds and step <= MOST_MULTIPLES:
+        return {"type": "integer", "multipleOf": step}
+    why = (
+        f"answers can be held to it beside two bounds with at most {MOST_MULTIPLES} values between"
+    )
+    refuse("multipleOf", flat["path"], why)
+
+
+def _object(lowering: Lowering, flat: Flat) -> Schema | None:
+    return lowered_object(flat, lowering.conjunction, lowering.alternatives)
+
+
+def _string(_: Lowering, flat: Flat) -> Schema | None:
+    return lowered_string(flat)
+
+
+def _array(lowering: Lowering, flat: Flat) -> Schema | None:
+    fewest, most = math.ceil(flat.get("minItems", 0)), math.floor(flat.get("maxItems", 1 << 30))
+    prefix: list[Schema] = []
+    rest = lowering.conjunction(flat.get("items", ())) if most > 0 else None
+    for asked in flat.get("prefixItems", ())[: max(most, 0)]:
+        item = lowering.conjunction(asked)
+        if item is None:
+            rest = None
+            break
+        prefix.append(item)
+    if rest is None:
+        most = min(most, len(prefix))
+    if fewest > most:
+        return None
+    if most <= 0:
+        return {"type": "array", "maxItems": 0}
+    node: Schema = {"type": "array"}
+    if prefix:  # xgrammar writes all of them
+        node["prefixItems"] = prefix
+        fewest = max(fewest, len(prefix))
+        if len(prefix) == most:
+            return node | {"items": False}
+    node |= {"items": rest}
+    node |= {"minItems": fewest} if fewest else {}
+    return node | ({"maxItems": most} if "maxItems" in flat else {})
+
+
+OF_TYPE: Mapping[str, Callable[[Lowering, Flat], Schema | None]] = {
+    "number": _number,
+    "integer": _integer,
+    "string": _string,
+    "array": _array,
+    "object": _object,
+}
+
+
+def lower_text(kind: str, text: str) -> str:
+    """The text of a grammar (``compile.Spec``) with its schemas lowered and its patterns rewritten.
+
+    Raises:
+        Unsupported: a schema or pattern is refused, or the text is no JSON.
+    """
+    if kind == "regex":
+        return rewritten(text)
+    if kind not in ("json", "structural_tag"):
+        return text
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unsupported("The grammar is no valid JSON. Correct it.") from error
+    return json.dumps(lower(given) if kind == "json" else _lower_tag(given))
+
+
+def _lower_tag(tag: Any) -> Any:
+    """A structural tag of either of xgrammar's forms."""
+    if isinstance(tag, list):
+        return [_lower_tag(one) for one in tag]
+    if not isinstance(tag, Mapping):
+        return tag
+    lowered = {
+        key: lower(value) if key in ("json_schema", "schema") else _lower_tag(value)
+        for key, value in tag.items()
+    }
+    if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
+        lowered["pattern"] = rewritten(tag["pattern"])
+    return lowered

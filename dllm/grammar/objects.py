@@ -1,0 +1,136 @@
+"""Objects of a lowered schema: declared names, free ones, and patterns of names.
+
+xgrammar may write a free name twice. The last one counts, so that is no harm as long as nothing
+counts names, and a free name is never a declared one.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from dllm.grammar.alternatives import Alternatives, Conjunction, Flat, property_of
+from dllm.grammar.patterns import in_json, other_names
+from dllm.grammar.references import refuse
+from dllm.grammar.strings import lowered_string
+
+Schema = dict[str, Any]
+Lower = Callable[[Conjunction], Schema | None]
+
+MOST_NAMES = 64  # declared, beside which free ones are written
+
+
+def lowered_object(flat: Flat, lower: Lower, alternatives: Alternatives) -> Schema | None:
+    """The lowered schema of an alternative's objects; None if there are none.
+
+    Args:
+        lower: the lowered schema of a conjunction.
+
+    Raises:
+        Unsupported: answers cannot be held to it.
+    """
+    declared, has_others = _declared(flat, alternatives)
+    required = flat.get("required", [])
+    properties: dict[str, Schema] = {}
+    for name, asked in declared.items():
+        lowered = lower(asked) if _is_name(flat, name, alternatives) else None
+        if lowered is not None:
+            properties[name] = lowered
+        elif name in required:
+            return None
+    fewest, most = max(flat.get("minProperties", 0), 0), flat.get("maxProperties", math.inf)
+    if max(fewest, len(required)) > most:
+        return None
+    node: Schema = {"type": "object"}
+    node |= {"properties": properties} if properties else {}
+    node |= {"required": required} if required else {}
+    others = (
+        _others(flat, declared, lower, alternatives)
+        if has_others and most > len(required)
+        else None
+    )
+    if others is None:
+        if fewest > len(properties):
+            return None
+        node["additionalProperties"] = False
+    elif fewest > len(required) + 1:
+        refuse("minProperties", flat["path"], "names that are not declared may come twice")
+    else:
+        node |= others
+    node |= {"minProperties": math.ceil(fewest)} if fewest > len(required) else {}
+    is_reached = most < len(properties) or (others is not None and most < math.inf)
+    return node | ({"maxProperties": math.floor(most)} if is_reached else {})
+
+
+def _declared(flat: Flat, alternatives: Alternatives) -> tuple[dict[str, Conjunction], bool]:
+    """The properties that are written by their names, and whether there may be others.
+
+    Beside declared names there are others only if the schema says of which value.
+    """
+    names = dict.fromkeys([*flat.get("properties", ()), *flat.get("required", ())])
+    has_others = not names or "additionalProperties" in flat
+    if "propertyNames" in flat:
+        listed = alternatives.of(flat["propertyNames"])
+        if all("enum" in one for one in listed):
+            values = [value for one in listed for value in one["enum"] if isinstance(value, str)]
+            names |= dict.fromkeys(values)
+            has_others = False
+    return {name: property_of(flat, name) for name in names}, has_others
+
+
+def _is_name(flat: Flat, name: str, alternatives: Alternatives) -> bool:
+    asked: Conjunction = flat.get("propertyNames", ())
+    return all(alternatives.document.allows(part, name) for part in asked)
+
+
+def _others(
+    flat: Flat, declared: dict[str, Any], lower: Lower, alternatives: Alternatives
+) -> Schema | None:
+    """What a lowered schema says of names that are not declared; None: there are none.
+
+    Those that ``additionalProperties`` speaks of, or, where none is declared, those of one pattern.
+    """
+    patterns = flat.get("patternProperties", {})
+    if patterns:
+        if declared:
+            return None
+        if len(patterns) > 1 or "propertyNames" in flat:
+            refuse("patternProperties", flat["path"], "answers can be held to one of them alone")
+        ((pattern, asked),) = patterns.items()
+        value = lower(asked)
+        return None if value is None else _of_pattern(in_json(pattern), value)
+    value = lower(flat.get("additionalProperties", ()))
+    if value is None or len(declared) > MOST_NAMES:
+        return None
+    node: Schema = {"additionalProperties": value}
+    if "propertyNames" in flat:
+        if declared:
+            return None
+        return _named(flat, value, alternatives)
+    if declared:
+        node["propertyNames"] = {"type": "string", "pattern": other_names(declared)}
+    return node
+
+
+def _named(flat: Flat, value: Schema, alternatives: Alternatives) -> Schema | None:
+    """Names that ``propertyNames`` limits, each with a value."""
+    found: list[Schema] = []
+    for one in alternatives.of(flat["propertyNames"]):
+        for kind, keyword, path in one.get("unheld", ()):
+            if kind in ("string", None):
+                refuse(keyword, path)
+        if "enum" in one:
+            refuse("propertyNames", flat["path"], "answers can be held to values, or to a pattern")
+        if "string" in one.get("type", {"string"}) and (names := lowered_string(one)) is not None:
+            found.append(names)
+    if not found:
+        return None
+    if len(found) > 1:
+        refuse("propertyNames", flat["path"], "answers can be held to one alternative alone")
+    pattern = found[0].get("pattern")
+    if pattern is None and len(found[0]) > 1:
+        refuse("propertyNames", flat["path"], "answers can only be held to names of a pattern")
+    return _of_pattern(pattern or other_names(()), value)
+
+
+def _of_pattern(pattern: str | None, value: Schema) -> Schema:
+    return {"patternProperties": {pattern: value}, "additionalProperties": False}

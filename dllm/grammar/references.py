@@ -1,0 +1,149 @@
+"""A JSON schema as a document: its parts, what their references name, which values they allow."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import jsonschema
+import referencing
+from referencing.jsonschema import DRAFT202012
+
+from dllm.grammar.patterns import is_found
+from dllm.grammar.rules import Unsupported
+
+MOST_STEPS = 20_000  # of reading one schema: a few kilobytes could ask for hours
+
+
+@dataclass(frozen=True)
+class Part:
+    """A schema inside of a document.
+
+    Two parts are equal if they are the same place of the document.
+
+    Attributes:
+        path: where it stands, as a JSON pointer.
+        resolver: what its references are relative to.
+    """
+
+    schema: Any = field(compare=False)
+    path: str = field(compare=False)
+    resolver: Any = field(compare=False)
+    _key: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_key", id(self.schema))
+
+    def inner(self, *keys: str | int) -> "Part":
+        """The schema behind some keys, for instance ``("properties", "name")``."""
+        schema = self.schema
+        for key in keys:
+            schema = schema[key]
+        return part_at(schema, "/".join([self.path, *map(str, keys)]), self.resolver)
+
+
+def part_at(schema: Any, path: str, resolver: Any) -> Part:
+    """A part, whose references are relative to its own ``$id`` if it has one.
+
+    Raises:
+        Unsupported: it is no schema.
+    """
+    if not isinstance(schema, dict | bool):
+        refuse(path.rsplit("/", 1)[-1], path, "a schema is an object, true or false")
+    if isinstance(schema, dict) and isinstance(schema.get("$id"), str):
+        resolver = resolver.in_subresource(DRAFT202012.create_resource(schema))
+    return Part(schema, path, resolver)
+
+
+def refuse(keyword: str, path: str, why: str = "answers cannot be held to it") -> NoReturn:
+    """Raise what names a keyword of a schema and where it stands."""
+    raise Unsupported(f"The schema uses {keyword!r} at '{path or '#'}': {why}. Leave it out.")
+
+
+class Document:
+    """One schema. It counts what it is asked, so that a small one does not keep a server busy."""
+
+    def __init__(self, schema: Any) -> None:
+        self._num_steps = 0
+        resource = DRAFT202012.create_resource(schema)
+        base = resource.id() or "" if isinstance(schema, dict) else ""
+        self._registry = referencing.Registry().with_resource(base, resource)
+        self.root = part_at(schema, "#", self._registry.resolver(base))
+        keywords = jsonschema.Draft202012Validator.VALIDATORS
+        own = {"pattern": _pattern, "patternProperties": _pattern_properties}
+        own["additionalProperties"] = _additional_properties
+        own |= {key: _refused(key) for key in ("unevaluatedItems", "unevaluatedProperties")}
+        self._validator = jsonschema.validators.extend(
+            jsonschema.Draft202012Validator,
+            {name: self._counted(check) for name, check in (keywords | own).items()},
+        )
+
+    def count(self, number: int = 1) -> None:
+        """Raise Unsupported if there was too much to do."""
+        self._num_steps += number
+        if self._num_steps > MOST_STEPS:
+            raise Unsupported(
+                f"The schema takes more than {MOST_STEPS:,} steps to read with its references and "
+                "alternatives written out. Make it smaller."
+            )
+
+    def referenced(self, part: Part) -> Part:
+        """What the ``$ref`` of a part names."""
+        reference = part.schema["$ref"]
+        try:
+            found = part.resolver.lookup(reference)
+        except (referencing.exceptions.Unresolvable, ValueError, TypeError, AttributeError):
+            refuse("$ref", part.path, f"{reference!r} is not in the schema")
+        path = reference if reference.startswith("#") else f"{part.path}/$ref"
+        return part_at(found.contents, path, found.resolver)
+
+    def allows(self, part: Part, value: Any) -> bool:
+        """Whether a value is of a part, by the ``jsonschema`` package; formats are checked."""
+        validator = self._validator(
+            part.schema,
+            registry=self._registry,
+            _resolver=part.resolver,
+            format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
+        )
+        try:
+            return bool(validator.is_valid(value))
+        except referencing.exceptions.Unresolvable as error:
+            refuse("$ref", part.path, f"{error.ref!r} is not in the schema")
+
+    def _counted(self, check: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+            self.count()
+            return check(validator, value, instance, schema)
+
+        return counted
+
+
+# As the package's, with patterns that are JavaScript's and take a bounded time.
+
+
+def _refused(keyword: str) -> Callable[..., Any]:
+    def refused(validator: Any, given: Any, instance: Any, schema: Any) -> Any:
+        refuse(keyword, "", "beside 'const' or 'enum' answers cannot be held to it")
+
+    return refused
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
+    if validator.is_type(instance, "string") and not is_found(pattern, instance):
+        yield jsonschema.ValidationError("pattern")
+
+
+def _pattern_properties(validator: Any, given: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    if validator.is_type(instance, "object"):
+        for pattern, inner in given.items():
+            for name in instance:
+                if is_found(pattern, name):
+                    yield from validator.descend(instance[name], inner)
+
+
+def _additional_properties(validator: Any, inner: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    if validator.is_type(instance, "object"):
+        patterns = schema.get("patternProperties", ())
+        for name in instance:
+            is_known = name in schema.get("properties", ())
+            if not (is_known or any(is_found(pattern, name) for pattern in patterns)):
+                yield from validator.descend(instance[name], inner)

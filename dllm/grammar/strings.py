@@ -1,0 +1,67 @@
+"""Strings of a lowered schema: patterns, lengths and formats."""
+
+import math
+from typing import Any
+
+from dllm.grammar.patterns import in_json
+from dllm.grammar.references import refuse
+
+DAY31, DAY30 = "(?:0[1-9]|[12][0-9]|3[01])", "(?:0[1-9]|[12][0-9]|30)"
+DATE = (
+    f"[0-9]{{3}}[1-9]-(?:(?:0[13578]|1[02])-{DAY31}|(?:0[469]|11)-{DAY30}"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+HOUR_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+TIME = rf"{HOUR_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{HOUR_MINUTE})"
+BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+LABEL = "[a-z0-9](?:[a-z0-9-]{0,20}[a-z0-9])?"
+HOST = rf"{LABEL}(?:\.{LABEL}){{0,3}}\.[a-z]{{2,10}}"
+NAME = r"[A-Za-z0-9_+-]+"
+HEX = "[0-9a-fA-F]"
+POINTER = r"(?:/(?:[!#-.0-\[\]-}]|~[01])*)*"
+UNRESERVED = "[A-Za-z0-9._~-]"
+# Some of the texts of each format: those that everybody calls valid.
+FORMATS = {
+    "date": DATE,
+    "time": TIME,
+    "date-time": f"{DATE}T{TIME}",
+    "ipv4": rf"{BYTE}(?:\.{BYTE}){{3}}",
+    "hostname": HOST,
+    "email": rf"{NAME}(?:\.{NAME})*@{HOST}",
+    "uuid": f"{HEX}{{8}}(?:-{HEX}{{4}}){{3}}-{HEX}{{12}}",
+    "json-pointer": POINTER,
+    "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{POINTER})",
+    "uri-template": rf"https?://{LABEL}(?:\.{LABEL})*(?:/(?:{UNRESERVED}|\{{[A-Za-z0-9_]+\}})*)*",
+}
+OF_XGRAMMAR = ("ipv6", "duration", "uri", "uri-reference")
+KNOWN = ", ".join(sorted([*FORMATS, *OF_XGRAMMAR]))
+
+
+def lowered_string(flat: dict[str, Any]) -> dict[str, Any] | None:
+    """The lowered schema of an alternative's strings (``alternatives``); None if there are none.
+
+    Raises:
+        Unsupported: a format that is not known, or a combination that answers cannot be held to.
+    """
+    node: dict[str, Any] = {"type": "string"}
+    fewest, most = max(flat.get("minLength", 0), 0), flat.get("maxLength", math.inf)
+    if fewest > most:
+        return None
+    pattern, path = flat.get("pattern"), flat["path"]
+    if "format" in flat:
+        form = flat["format"]
+        if form not in FORMATS and form not in OF_XGRAMMAR:
+            refuse("format", path, f"{form!r} is not known; allowed: {KNOWN}")
+        if pattern is not None or (form in OF_XGRAMMAR and (fewest, most) != (0, math.inf)):
+            refuse("format", path, "beside 'pattern' or a length answers cannot be held to it")
+        if form in OF_XGRAMMAR:
+            return node | {"format": form}
+        pattern = FORMATS[form]
+    if pattern is None:
+        node |= {"minLength": math.ceil(fewest)} if fewest else {}
+        return node | ({"maxLength": math.floor(most)} if "maxLength" in flat else {})
+    written = in_json(pattern, fewest, most)
+    if written is None:
+        keyword = "format" if "format" in flat else "pattern"
+        refuse(keyword, path, "beside this length answers cannot be held to it")
+    return node | {"pattern": written}

@@ -1,0 +1,268 @@
+"""What a lowered schema holds, narrows and refuses; the automaton says which texts it has."""
+
+import json
+
+import pytest
+
+from dllm.grammar import references
+from dllm.grammar.automaton import DEAD
+from dllm.grammar.lowering import lower, lower_text
+from dllm.grammar.rules import Unsupported
+from tests.support.grammars import GRAMMARS, automaton
+
+TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
+
+
+def object_of(*required, **properties):
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def are_accepted(schema, texts) -> list[bool]:
+    made, _ = automaton("json", json.dumps(lower(schema)))
+    states = [made.read(0, text.encode()) for text in texts]
+    return [state != DEAD and made.accepts(state) for state in states]
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "rejected"),
+    [
+        # A keyword without a type speaks of its own type, beside all others.
+        ({"minLength": 2}, ['"ab"', "1", "null"], ['"a"']),
+        ({"minimum": 3}, ["3", '"x"'], ["2"]),
+        ({"pattern": "^a+$"}, ['"aa"', "[]"], ['"b"']),
+        # Values, as far as their neighbours allow them.
+        ({"type": "string", "const": "5"}, ['"5"'], ["5"]),
+        ({"type": "integer", "enum": [1, "a", 2]}, ["1", "2"], ['"a"']),
+        ({"enum": ["ab", "c"], "pattern": "^a"}, ['"ab"'], ['"c"']),
+        ({"const": {"not": 1, "if": 2}}, ['{"not":1,"if":2}'], ["1"]),
+        # Required names that are not declared.
+        ({"type": "object", "required": ["a"]}, ['{"a": 1}'], ["{}"]),
+        (object_of("b", a=TEXT), ['{"a": "", "b": 1}', '{"b": 1}'], ['{"a": ""}']),
+        # References of every kind.
+        (
+            {"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": WHOLE}},
+            ["7"],
+            ['"x"'],
+        ),
+        ({"$ref": "#here", "$defs": {"a": {"$anchor": "here", **WHOLE}}}, ["7"], ['"x"']),
+        (
+            {"$id": "http://x/root", "$ref": "a", "$defs": {"a": {"$id": "a", **WHOLE}}},
+            ["7"],
+            ['"x"'],
+        ),
+        ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": WHOLE}}, ["3"], ["2"]),
+        (
+            {
+                "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}},
+                "$ref": "#/$defs/n",
+            },
+            ["[[], [[]]]"],
+            ["[1]"],
+        ),
+        # Conjunctions.
+        ({"allOf": [{"minimum": 2}, {"type": "integer"}, {"maximum": 4}]}, ["3"], ["1", "5", '""']),
+        (
+            {"allOf": [object_of("a", a=TEXT), object_of("b", b=WHOLE)]},
+            ['{"a": "", "b": 1}'],
+            ['{"a": ""}', '{"b": 1}'],
+        ),
+        (
+            object_of(a=TEXT, b=TEXT) | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            ['{"a": ""}', '{"b": ""}', '{"a": "", "b": ""}'],
+            ["{}"],
+        ),
+        # oneOf: other types, other tags, or a name that the other one needs.
+        ({"oneOf": [TEXT, WHOLE]}, ['"x"', "1"], ["null"]),
+        (
+            object_of(a=TEXT, b=TEXT) | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            ['{"a": ""}', '{"b": ""}'],
+            ["{}", '{"a": "", "b": ""}'],
+        ),
+        (
+            {"oneOf": [object_of(k={"const": 1}, a=TEXT), object_of(k={"const": 2}, a=WHOLE)]},
+            ['{"k": 1, "a": ""}', '{"k": 2, "a": 1}'],
+            ['{"a": 1}', '{"k": 1, "a": 1}'],
+        ),
+        # Names.
+        (
+            object_of(a=WHOLE) | {"additionalProperties": TEXT},
+            ['{"a": 1, "b": ""}', '{"ab": ""}', '{"": ""}'],
+            ['{"a": ""}', '{"b": 1}', '{"\\u0061": ""}'],
+        ),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"enum": ["a", "b"]},
+                "additionalProperties": WHOLE,
+            },
+            ['{"a": 1}', "{}"],
+            ['{"c": 1}', '{"a": ""}'],
+        ),
+        (
+            {"type": "object", "propertyNames": {"pattern": "^x[0-9]$"}},
+            ['{"x1": null}', "{}"],
+            ['{"y": 1}'],
+        ),
+        (
+            {"type": "object", "patternProperties": {'^"q"$': WHOLE}},
+            ['{"\\"q\\"": 1}'],
+            ['{"q": 1}', '{"\\"q\\"": ""}'],
+        ),
+        (
+            object_of(a=TEXT, b=TEXT) | {"dependentRequired": {"a": ["b"]}},
+            ['{"b": ""}', '{"a": "", "b": ""}'],
+            ['{"a": ""}'],
+        ),
+        (
+            {"allOf": [object_of(a=TEXT)], "unevaluatedProperties": False, "type": "object"},
+            ['{"a": ""}'],
+            ['{"b": 1}'],
+        ),
+        # Numbers.
+        ({"type": "integer", "multipleOf": 7}, ["14", "0", "-7"], ["15"]),
+        ({"type": "integer", "multipleOf": 5, "minimum": 1, "maximum": 10}, ["5"], ["0", "7"]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, ["0.5", "1"], ["0", "1.5"]),
+        # Strings: patterns have what JSON escapes.
+        ({"type": "string", "pattern": '^"[a-z]{2}"$'}, [r'"\"nu\""'], ['""nu""']),
+        ({"type": "string", "pattern": r"^[A-Z]:\\[a-z]$"}, [r'"X:\\o"'], [r'"X:\o"']),
+        ({"type": "string", "pattern": "^a\nb$"}, [r'"a\nb"'], ['"a\nb"']),
+        ({"type": "string", "pattern": "^[a-c]+$", "maxLength": 2}, ['"ab"'], ['"abc"', '""']),
+        ({"type": "string", "format": "date"}, ['"2024-12-31"'], ['"2024-02-31"']),
+        ({"type": "string", "format": "uuid", "minLength": 3}, [], ['"x"']),
+        # Items.
+        ({"prefixItems": [TEXT, WHOLE], "items": False}, ['["", 1]'], ['[1, ""]', '["", 1, 2]']),
+        ({"items": [TEXT], "additionalItems": WHOLE}, ['["", 1, 2]'], ['["", ""]']),
+        ({"contains": TEXT, "minContains": 0}, ["[1]", "[]"], []),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
+)
+def test_what_is_asked_is_held(schema, accepted, rejected):
+    assert all(are_accepted(schema, accepted))
+    assert not any(are_accepted(schema, rejected))
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "path"),
+    [
+        ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if", "#"),
+        (object_of(a={"items": {"not": TEXT}}), "not", "#/properties/a/items"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"contains": TEXT}}}, "contains", "#/$defs/a"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems", "#"),
+        ({"type": "number", "multipleOf": 0.01}, "multipleOf", "#"),
+        ({"type": "integer", "multipleOf": 3, "minimum": 1}, "multipleOf", "#"),
+        ({"oneOf": [WHOLE, {"type": "number"}]}, "oneOf", "#/oneOf/0"),
+        (
+            object_of(p={"type": "string", "pattern": "ab|c", "minLength": 2}),
+            "pattern",
+            "#/properties/p",
+        ),
+        (
+            object_of(p={"type": "string", "format": "uri", "maxLength": 9}),
+            "format",
+            "#/properties/p",
+        ),
+        (object_of(p={"type": "string", "format": "iban"}), "format", "#/properties/p"),
+        ({"$ref": "http://elsewhere/schema"}, "$ref", "#"),
+        ({"allOf": [{"$ref": "#"}]}, "$ref", "#"),
+        (
+            {"patternProperties": {"^a": TEXT, "^b": WHOLE}, "type": "object"},
+            "patternProperties",
+            "#",
+        ),
+        ({"type": "object", "minProperties": 3}, "minProperties", "#"),
+        ({"type": "text"}, "type", "#"),
+        ({"minimum": "3"}, "minimum", "#"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_held_is_refused_by_keyword_and_path(schema, keyword, path):
+    with pytest.raises(Unsupported) as refusal:
+        lower(schema)
+    assert f"{keyword!r} at '{path}'" in str(refusal.value)
+    tag = {"format": {"type": "tag", "content": {"type": "json_schema", "json_schema": schema}}}
+    with pytest.raises(Unsupported):
+        lower_text("structural_tag", json.dumps(tag))
+
+
+def test_an_unknown_format_is_named():
+    with pytest.raises(Unsupported, match=r"'iban'.*date-time"):
+        lower({"type": "string", "format": "iban"})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        json.loads(GRAMMARS["person"][1]),
+        True,
+        {},
+        {"anyOf": [TEXT, {"type": "null"}], "default": {"not": {}}, "title": "Note"},
+        {"type": "object", "default": {"uniqueItems": True}, "properties": {"multipleOf": WHOLE}},
+        {"properties": {"if": TEXT, "not": TEXT, "enum": TEXT, "anyOf": TEXT}},
+        {"type": "integer", "format": "int64", "contains": {}},
+    ],
+    ids=str,
+)
+def test_notes_and_names_are_not_refused(schema):
+    assert are_accepted(schema, ["nothing"]) == [False]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        False,
+        {"enum": []},
+        {"allOf": [TEXT, WHOLE]},
+        object_of("a", a=False),
+        {"type": "string", "minLength": 2, "maxLength": 1},
+    ],
+    ids=str,
+)
+def test_a_schema_without_values_is_refused(schema):
+    with pytest.raises(Unsupported, match="No value"):
+        lower(schema)
+
+
+@pytest.mark.parametrize(
+    "schema", [[], 3, {"properties": 3}, {"required": 5}, {"anyOf": {}}, {"items": 1}]
+)
+def test_what_is_no_schema_is_refused(schema):
+    with pytest.raises(Unsupported):
+        lower(schema)
+
+
+def wide(depth):
+    return {
+        "$defs": {"0": TEXT}
+        | {str(n): {"anyOf": [{"$ref": f"#/$defs/{n - 1}"}] * 2} for n in range(1, depth)},
+        "$ref": f"#/$defs/{depth - 1}",
+    }
+
+
+def checked(depth):
+    """Values that take 2 ** depth steps to check."""
+    value = None
+    for _ in range(depth):
+        value = [value]
+    twice = {"anyOf": [{"items": {"$ref": "#/$defs/n"}, "minItems": 9}] * 2}
+    return {"$defs": {"n": twice}, "enum": [value], "not": {"$ref": "#/$defs/n"}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [wide(30), checked(40), {"enum": list(range(references.MOST_STEPS + 1))}],
+    ids=["references", "values", "many values"],
+)
+def test_a_schema_that_would_take_too_long_is_refused(schema):
+    with pytest.raises(Unsupported):
+        lower(schema)
+
+
+def test_a_pattern_that_takes_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr("dllm.grammar.patterns.SECONDS", 1e-9)
+    with pytest.raises(Unsupported, match="takes more than"):
+        lower({"enum": ["a" * 5000 + "b"], "pattern": "^(?:a|a?)+$"})
+
+
+def test_damaged_json_is_refused():
+    with pytest.raises(Unsupported, match="no valid JSON"):
+        lower_text("json", "{")
