@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from bench.context import GateError, Row, progress
 from bench.runs import SPEEDS, Client, answer_questions, figures
 from bench.servers import SERVE_FLAGS, Server
-from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Shape, Workload
+from bench.workloads import ANSWER_TOKENS, FIXED, Shape, Workload
 from dllm.tools.eval_report import wilson_interval
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ def run_workload(client: Client, contestant: Contestant, workload: Workload, see
         "concurrency": workload.concurrency,
         "rate": workload.rate,
         "canvas_length": workload.shape.canvas_length,
-        "family": workload.family if workload.schedule == ADAPTIVE else None,
+        "family": workload.family if workload.schedule != FIXED else None,
         **figures(contestant.commits, saved, workload, asked),
     }
 

@@ -37,7 +37,7 @@ import numpy as np
 
 from bench.context import Row
 from bench.servers import child_environment, tail
-from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
+from bench.workloads import ANSWER_TOKENS, FIXED, Workload
 from dllm.tasks.suite import Question
 
 TIMEOUT_S = 600
@@ -246,7 +246,7 @@ def run_problem(commits: str, saved: Mapping[str, Any], workload: Workload, step
     if saved["completed"] != wanted or saved["failed"]:
         errors = sorted({error for error in saved.get("errors", []) if error})
         return f"{saved['completed']} of {wanted} requests succeeded: {errors}"
-    if workload.schedule == ADAPTIVE:
+    if workload.schedule != FIXED:
         if bad := [length for length in lengths if not 0 < length <= ANSWER_TOKENS]:
             return f"answers of {bad} tokens; allowed: 1 to {ANSWER_TOKENS}"
     elif bad := [length for length in lengths if length != workload.shape.output_len]:

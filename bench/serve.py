@@ -42,7 +42,7 @@ from bench.runs import BUILTIN_PASSES, MANY_WIDTHS, NO_CANVAS, OVERLAPPED, PIPEL
 from bench.runs import TRANSFORMERS as REFERENCE
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import load_tables
-from bench.workloads import ADAPTIVE, FIXED, Shape, Workload
+from bench.workloads import ADAPTIVE, EXTRACT, FIXED, ONE_BLOCK, STRUCTURED, Shape, Workload
 from dllm.settings.command import CommandError
 from tests.support import llada2_pipeline
 
@@ -130,9 +130,11 @@ def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:
     if schedule == FIXED:
         sizes = [(n, max(2 * n, count // 4, 1)) for n in options.concurrency]
         return [Workload(FIXED, k, shape, n, steps_per_block=options.steps) for n, k in sizes]
+    families = EXTRACT if schedule == STRUCTURED else ONE_BLOCK
+    make = partial(Workload, schedule, shape=shape, families=families)
     return [
-        *(Workload(ADAPTIVE, max(2 * n, count), shape, n) for n in options.concurrency),
-        *(Workload(ADAPTIVE, count, shape, rate=rate) for rate in options.rates),
+        *(make(max(2 * n, count), concurrency=n) for n in options.concurrency),
+        *(make(count, rate=rate) for rate in options.rates),
     ]
 
 
@@ -145,7 +147,9 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
     found = []
     for index, spec in enumerate(options.contestants):
         is_twin, is_local = spec.kind == AUTOREGRESSIVE, spec.kind in LOCAL
-        if schedule == FIXED and (is_twin or is_local):
+        if (schedule == FIXED and (is_twin or is_local)) or (
+            schedule == STRUCTURED and (spec.kind == BUILTIN or is_local)
+        ):
             continue
         model = options.autoregressive if is_twin else options.model
         flags = () if is_twin else ("--generation-config", str(generation))
@@ -190,7 +194,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--autoregressive", type=Path, default=ROOT / "checkpoints/tiny-ar")
     parser.add_argument("--contestants", nargs="+", type=Spec.parse, default=everybody)
     parser.add_argument(
-        "--schedule", nargs="+", choices=(ADAPTIVE, FIXED), default=[ADAPTIVE, FIXED]
+        "--schedule",
+        nargs="+",
+        choices=(ADAPTIVE, STRUCTURED, FIXED),
+        default=[ADAPTIVE, FIXED],
     )
     parser.add_argument("--steps", type=int, default=16, help="per block, fixed schedule")
     parser.add_argument("--file", default="serve_compiled.csv", help="name of the CSV file")

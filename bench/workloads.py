@@ -1,12 +1,13 @@
 """What a run asks for.
 
-Two schedules, each with the prompts that it makes sense for:
+Three schedules, each with the prompts that it makes sense for:
 
-    adaptive  held-out questions of the task suite (``dllm/tasks/suite.py``), as many of each
-              family, as chat messages. Answers end where the model ends them, and blocks stop when
-              they converge. Or the prompts of a file, for a model that does not know the suite.
-    fixed     random tokens, answered with exactly as many tokens as asked for. Every block takes
-              the same number of denoise steps, so this measures what a pass costs.
+    adaptive    held-out questions of the task suite (``dllm/tasks/suite.py``), as many of each
+                family, as chat messages. Answers end where the model ends them, and blocks stop when
+                they converge. Or the prompts of a file, for a model that does not know the suite.
+    structured  those of them that ask for JSON, held to its schema by ``response_format``.
+    fixed       random tokens, answered with exactly as many tokens as asked for. Every block takes
+                the same number of denoise steps, so this measures what a pass costs.
 
 A workload's prompts are new in every round, those of another workload are others, and all
 contestants of a round get the same.
@@ -22,7 +23,7 @@ from pathlib import Path
 from dllm.tasks.prompts import read_conversations
 from dllm.tasks.suite import FAMILIES, Question, questions
 
-ADAPTIVE, FIXED = "adaptive", "fixed"
+ADAPTIVE, STRUCTURED, FIXED = "adaptive", "structured", "fixed"
 ANSWER_TOKENS = 128  # at most, of an answer to a question; right ones are shorter
 NUM_WARMUPS = 2
 
@@ -30,6 +31,17 @@ NUM_WARMUPS = 2
 # another way than the reference, gets a third of them wrong, and would have no speed at all.
 ONE_BLOCK = tuple(family for family in FAMILIES if family != "report")
 MIXED = "mixed"
+EXTRACT = ("extract",)  # the family whose answers are of this schema
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "city": {"type": "string"},
+    },
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
 ANY_ANSWER = "-"  # to a prompt whose answer is not known; `vllm bench serve` wants some text
 
 
@@ -63,7 +75,7 @@ class Workload:
     """One run.
 
     Attributes:
-        schedule: ADAPTIVE or FIXED.
+        schedule: ADAPTIVE, STRUCTURED or FIXED.
         concurrency: requests in flight; each answer is followed by the next request.
         rate: instead, requests per second, arriving at random (Poisson) whatever is in flight.
         steps_per_block: what every block must take; None leaves it to the model.
@@ -89,7 +101,7 @@ class Workload:
     def name(self) -> str:
         """For messages."""
         load = f"{self.rate:g} per s" if self.rate else f"{self.concurrency} at once"
-        return f"{self.schedule}{f', {self.family}' * (self.schedule == ADAPTIVE)}, {load}"
+        return f"{self.schedule}{f', {self.family}' * (self.schedule != FIXED)}, {load}"
 
     def asked(self, seed: int) -> tuple[Question, ...]:
         """The questions of a round; none for random tokens, and for prompts of a file."""
@@ -120,13 +132,16 @@ class Workload:
             flags |= {"--request-rate": self.rate}
         else:
             flags |= {"--max-concurrency": self.concurrency}
-        if self.schedule == ADAPTIVE:
+        if self.schedule != FIXED:
             asked = [(one.prompt, one.answer) for one in self.asked(seed)]
             write_turns(asked or [(one, ANY_ANSWER) for one in self._texts(seed)], dataset)
             flags |= {"--backend": "openai-chat", "--endpoint": "/v1/chat/completions"}
             flags |= {"--dataset-name": "sharegpt", "--dataset-path": dataset}
             flags |= {"--sharegpt-output-len": ANSWER_TOKENS}
             switches = ["--disable-shuffle"]
+            if self.schedule == STRUCTURED:
+                form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+                flags |= {"--extra-body": json.dumps({"response_format": form})}
         else:
             flags |= {"--backend": "openai", "--endpoint": "/v1/completions"}
             flags |= {"--dataset-name": "random", "--random-input-len": shape.input_len}

@@ -110,7 +110,8 @@ class Lowering:
             return [{"enum": values}] if values else []
         unheld = flat.get("unheld", ())
         spoken = {TYPE_OF[key] for key in flat if key in TYPE_OF} | {kind for kind, _, _ in unheld}
-        types = flat.get("type") or _implied(flat)
+        # Whoever declares properties means an object; other keywords leave all other types alone.
+        types = flat.get("type") or ({"object"} if "properties" in flat else set(TYPES))
         for kind, keyword, path in unheld:
             if kind is None or kind in types or (kind == "number" and "integer" in types):
                 refuse(keyword, path)
@@ -125,14 +126,6 @@ class Lowering:
 
 def _has_reference(part: Part) -> bool:
     return isinstance(part.schema, dict) and "$ref" in part.schema
-
-
-def _implied(flat: Flat) -> set[str]:
-    """The types of a schema that names none: all, but for members that one type alone has."""
-    for keyword, kind in (("properties", "object"), ("items", "array"), ("prefixItems", "array")):
-        if keyword in flat:
-            return {kind}
-    return set(TYPES)
 
 
 def _number(_: Lowering, flat: Flat) -> Schema | None:

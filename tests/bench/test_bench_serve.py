@@ -1,5 +1,6 @@
 """What the serving benchmark makes of a run: numbers, refusals, turns, tables. No servers."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from bench.runs import BUILTIN_PASSES, MANY_WIDTHS, NO_CANVAS, OVERLAPPED, SPEED
 from bench.serve import BUILTIN, OURS, Spec
 from bench.servers import Server
 from bench.tables import load_tables, ratios, spread
-from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, draw_questions
+from bench.workloads import ADAPTIVE, FIXED, STRUCTURED, Shape, Workload, draw_questions
 from dllm.tasks.suite import FAMILIES, Question
 
 ROOT = Path(__file__).parents[2]
@@ -293,6 +294,19 @@ def test_who_takes_which_workload(tmp_path: Path) -> None:
     (tmp_path / "fixed").mkdir()  # those without denoise steps to fix, or at batch 1, stay away
     fixed = serve.contestants(options, FIXED, tmp_path / "fixed")
     assert [each.name for each in fixed] == [OURS, BUILTIN]
+    (tmp_path / "structured").mkdir()  # the built-in refuses schemas
+    structured = serve.contestants(options, STRUCTURED, tmp_path / "structured")
+    assert [each.name for each in structured] == [OURS, "tiny-ar"]
+
+
+def test_structured_questions_send_a_schema(tmp_path: Path) -> None:
+    (load,) = serve.workloads(
+        serve.parse(["--model", str(MODEL), "--rates", "--concurrency", "2"]), STRUCTURED
+    )
+    flags = load.client_flags(3, tmp_path / "questions.json")
+    sent = json.loads(flags[flags.index("--extra-body") + 1])["response_format"]
+    properties = sent["json_schema"]["schema"]["properties"]
+    assert all(set(json.loads(one.answer)) == set(properties) for one in load.asked(3))
 
 
 def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_no_text_breaks_a_schema_of_the_suite(step, num_texts, least, children):
 @pytest.mark.parametrize("style", [free_schemas, openai_schemas], ids=["free", "openai"])
 @pytest.mark.parametrize(
     ("num_schemas", "num_texts"),
-    [(25, 20), pytest.param(500, 200, marks=pytest.mark.nightly)],
+    [(25, 20), pytest.param(1200, 200, marks=pytest.mark.nightly)],
     ids=["some", "many"],
 )
 def test_no_text_breaks_a_drawn_schema(style, num_schemas, num_texts, children):
@@ -87,7 +87,9 @@ def test_no_text_breaks_a_drawn_schema(style, num_schemas, num_texts, children):
         count.judge(case, children, num_texts)
     print(f"{len(cases)} schemas: {count}")
     assert count.wrong == []
-    assert count.served >= len(cases) / 2
+    assert count.served >= len(cases) * 3 / 4
+    if num_schemas > 100:
+        assert count.rejected <= count.values / 5
 
 
 def drawn_cases(schemas, count) -> list[judge.Case]:
