@@ -135,12 +135,19 @@ class CanvasReads(strategies.NextTokenStrategy):
         tokenizer = self._tokenizer()
         tail = strategies.prompt_tail(tokenizer, [*self._prompt_end, *self.thought])
         before = tokenizer.decode(tail)
+        size = self.context.engine_client.vllm_config.model_config.get_vocab_size()
+        if self.end >= size:
+            raise ValueError(f"its token {self.end} is outside of the vocabulary of {size} tokens")
 
         def encode(text: str) -> list[int] | None:
             ids = list(tokenizer.encode(before + text, add_special_tokens=False))
-            return ids[len(tail) :] if ids[: len(tail)] == tail else None
+            is_known = ids[: len(tail)] == tail and max(ids) < size
+            return ids[len(tail) :] if is_known else None
 
-        return Labels(encode, self.end)
+        if self.block_size == 1:
+            return Labels(encode, self.end)
+        texts = (tokenizer.decode([token]) for token in sorted(tokenizer.get_vocab().values()))
+        return Labels(encode, self.end, (text for text in texts if _is_word(text)))
 
     def labels_of(self, question: question_types.Question) -> OptionLabels:
         """What stands for each of its options.
@@ -156,7 +163,7 @@ class CanvasReads(strategies.NextTokenStrategy):
                 names
             )
         except ValueError as error:
-            refuse("questions", f"question {question.id!r}: {error}. Write other options.")
+            refuse("questions", f"question {question.id!r}: {error}. Send other options.")
 
     async def read(
         self,
@@ -195,7 +202,7 @@ class CanvasReads(strategies.NextTokenStrategy):
             engine_input, prompt_ids = await self._render(given, messages)
             self._check_end(prompt_ids)
             ids = [*prompt_ids, *self.thought]
-            self._check_room(plan, len(ids))
+            self._check_room(plan.question, len(ids))
             asked.append((plan, {**engine_input, "prompt_token_ids": ids}))
         options = dict(lora_request=lora_request, trace_headers=trace_headers, priority=priority)
         return await at_once(
@@ -228,7 +235,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         plans = []
         for question in questions:
             labels = self.labels_of(question)
-            _check_length(question, labels, self.width if self.block_size == 1 else self.block_size)
+            _check_length(question, labels, self.width)
             text = f"{state}\n\n{written(question, labels)}"
             plans.append(_Plan(question, labels, text))
         length = sum(len(plan.text) for plan in plans) * samples
@@ -258,8 +265,8 @@ class CanvasReads(strategies.NextTokenStrategy):
                 "are unknown. Leave them out.",
             )
 
-    def _check_room(self, plan: "_Plan", num_tokens: int) -> None:
-        """Refuse labels that the block behind the prompt cannot hold, and a prompt without room.
+    def _check_room(self, question: question_types.Question, num_tokens: int) -> None:
+        """Refuse a prompt behind which the context has no room for the canvas.
 
         Args:
             num_tokens: of the prompt.
@@ -267,11 +274,10 @@ class CanvasReads(strategies.NextTokenStrategy):
         width = self.width
         if self.block_size > 1:
             width = self.block_size - num_tokens % self.block_size
-        _check_length(plan.question, plan.labels, width)
         if num_tokens + width > self.max_model_len:
             refuse(
                 "input",
-                f"question {plan.question.id!r}: input and question have {num_tokens} tokens and "
+                f"question {question.id!r}: input and question have {num_tokens} tokens and "
                 f"the canvas {width}; allowed: {self.max_model_len} together. Send less.",
             )
 
@@ -367,6 +373,10 @@ def written(question: question_types.Question, labels: OptionLabels) -> str:
     else:
         lines.append(f"Answer with one {'label' if labels.is_code else 'option'} only.")
     return "\n".join(lines)
+
+
+def _is_word(text: str) -> bool:
+    return text.isascii() and text.isalnum()
 
 
 def _check_length(question: question_types.Question, labels: OptionLabels, width: int) -> None:
