@@ -7,13 +7,14 @@ The label positions are noise or masks, as the model's canvases begin. What is b
 token that ends a reply; with blocks it is masks to the end of the block.
 """
 
+import asyncio
 import hashlib
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from vllm.entrypoints.generate.structured_decisions import question_types, strategies
@@ -24,6 +25,7 @@ from vllm.utils.async_utils import make_async
 from dllm.api.decisions.labels import Labels, OptionLabels
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
 from dllm.api.fill import at_once, finished
+from dllm.api.tally import in_turn, places_of
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.request import refuse
@@ -85,7 +87,7 @@ class CanvasReads(strategies.NextTokenStrategy):
                 "token of a causal pass. Serve it with first_token = 'mask'."
             )
             raise ValueError(CanvasReads.why_not)
-        config = context.engine_client.vllm_config
+        self.vllm_config = config = context.engine_client.vllm_config
         self.options: DecisionOptions = PluginOptions.from_vllm(config).decisions
         self.settings = settings
         self.block_size = settings.block_size
@@ -205,10 +207,17 @@ class CanvasReads(strategies.NextTokenStrategy):
             self._check_room(plan.question, len(ids))
             asked.append((plan, {**engine_input, "prompt_token_ids": ids}))
         options = dict(lora_request=lora_request, trace_headers=trace_headers, priority=priority)
+        generate = partial(self._generate, places_of(self.vllm_config), options)
         return await at_once(
-            self._answer(plan, engine_input, drawn, f"{request_id}-{place}", options)
+            self._answer(plan, engine_input, drawn, f"{request_id}-{place}", generate)
             for place, (plan, engine_input) in enumerate(asked)
         )
+
+    def _generate(
+        self, places: asyncio.Semaphore, options: dict[str, Any], *given: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """A request of the engine, which waits for one of the places."""
+        return in_turn(places, self.context.engine_client.generate(*given, **options))
 
     async def _image_parts(self, urls: Sequence[str]) -> list[dict[str, Any]]:
         """vLLM's, which lets what cannot be fetched end as an error of the server."""
@@ -218,13 +227,12 @@ class CanvasReads(strategies.NextTokenStrategy):
             refuse("input", f"an image of the input: {error}. Send it as a data: URL.")
 
     async def _answer(
-        self, plan: "_Plan", engine_input: Any, samples: int, name: str, options: dict[str, Any]
+        self, plan: "_Plan", engine_input: Any, samples: int, name: str, generate: Any
     ) -> Read:
         """Read a question's canvases."""
-        generate = self.context.engine_client.generate
         params = self._params(plan, engine_input["prompt_token_ids"], samples)
         results = await at_once(
-            finished(generate(engine_input, one, f"{name}-{part}", **options))
+            finished(generate(engine_input, one, f"{name}-{part}"))
             for part, one in enumerate(params)
         )
         return self._result(plan, results)
