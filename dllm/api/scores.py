@@ -36,6 +36,7 @@ from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, Sampl
 from vllm.utils.async_utils import make_async
 
 from dllm.api.fill import at_once, finished
+from dllm.api.tally import in_turn, places_of
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.pins import PIN_AT, PIN_IDS
 from dllm.settings.request import LOGITS_MODES, refuse, refuse_value
@@ -154,17 +155,14 @@ async def scored(
         "trace_headers": await serving._get_trace_headers(raw_request.headers),
         "priority": request.priority,
     }
-    outputs = await at_once(
-        finished(
-            engine.generate(
-                tokens_input([*prompt, *text[: read.start]], cache_salt=request.cache_salt),
-                read.params(settings),
-                f"{base}-{place}",
-                **options,
-            )
-        )
-        for place, read in enumerate(reads)
-    )
+    places = places_of(engine.vllm_config)
+
+    def asked(read: BlockRead, name: str) -> Any:
+        context = tokens_input([*prompt, *text[: read.start]], cache_salt=request.cache_salt)
+        outputs = engine.generate(context, read.params(settings), name, **options)
+        return finished(in_turn(places, outputs))
+
+    outputs = await at_once(asked(read, f"{base}-{place}") for place, read in enumerate(reads))
     found = [read.logprobs(output) for read, output in zip(reads, outputs, strict=True)]
     answer = {"model": request.model or serving.models.model_name(), "passes": len(reads)}
     answer |= {"prompt_tokens": len(prompt), "text_tokens": len(text)}

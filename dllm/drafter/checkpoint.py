@@ -158,7 +158,7 @@ def check_pair(drafter: DrafterConfig, target: TargetFacts) -> None:
                 f"{list(drafter.target_layer_ids)}), which has {layers} layers; allowed: 0 to "
                 f"{layers - 1}."
             )
-    if drafter.mask_token_id >= vocab:
+    if not 0 <= drafter.mask_token_id < vocab:
         raise ValueError(
             f"The drafter's mask token is {drafter.mask_token_id}, and the target's vocabulary has "
             f"{vocab} tokens; allowed: 0 to {vocab - 1}."

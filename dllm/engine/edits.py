@@ -28,38 +28,47 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
+from dllm import LOGGER
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.state import CanvasState
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 
+logger = init_logger(LOGGER)
+
 
 class LogitEdits:
     """The edits of the requests in all slots.
 
+    Processors of other packages (entry points ``vllm.logits_processors``) are left out, and a line
+    in the log says so: a canvas may be emitted before the tokens in front of each position have
+    settled, so that what a processor forbids could be emitted.
+
     Args:
-        logit_bias, penalties, bad_words: vLLM's processors, in the order in which vLLM applies
-            them. The order matters: a bias is added, and a penalty multiplies.
+        processors: of vLLM's sampler, in the order in which vLLM applies them. The order matters:
+            a bias is added, and a penalty multiplies.
         num_slots: how many requests the processors have room for.
 
     Attributes:
         is_edited: ``[slots]`` bool, for the host.
     """
 
-    def __init__(
-        self,
-        logit_bias: LogitsProcessor,
-        penalties: LogitsProcessor,
-        bad_words: LogitsProcessor,
-        *,
-        num_slots: int,
-    ) -> None:
-        self._processors: Sequence[LogitsProcessor] = (logit_bias, penalties, bad_words)
-        self._bad_words = bad_words
+    def __init__(self, processors: Sequence[LogitsProcessor], num_slots: int) -> None:
+        self._processors = [one for one in processors if type(one).__module__.startswith("vllm.")]
+        _, _, self._bad_words = self._processors  # biases and penalties come first
+        for other in processors:
+            if other not in self._processors:
+                logger.warning_once(
+                    "dllm: the logits processor %s is not applied: a canvas is not written one "
+                    "token after the other",
+                    f"{type(other).__module__}:{type(other).__qualname__}",
+                    scope="local",
+                )
         self.is_edited = np.zeros(num_slots, dtype=bool)
         self._has_bad_words = np.zeros(num_slots, dtype=bool)
 

@@ -85,8 +85,10 @@ class CanvasGrammars(ABC):
 
     def __init__(self, vllm_config: VllmConfig, num_slots: int) -> None:
         self._longest = vllm_config.model_config.max_model_len
-        padding = vllm_config.model_config.hf_text_config.pad_token_id
-        self._fillers = () if padding is None else (int(padding),)
+        model = vllm_config.model_config
+        padding = model.hf_text_config.pad_token_id  # some configurations have -1
+        is_token = padding is not None and 0 <= padding < model.get_vocab_size()
+        self._fillers = (int(padding),) if is_token else ()
         self.slots: list[SlotGrammar | None] = [None] * num_slots
         self.has_grammar = np.zeros(num_slots, dtype=bool)
         self._slot_of: dict[str, int] = {}

@@ -100,7 +100,7 @@ class DiffusionSampler:
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state  # the runner counts emitted tokens there
         num_slots = self.req_states.max_num_reqs
-        self.edits = LogitEdits(*sampler.logits_processors, num_slots=num_slots)
+        self.edits = LogitEdits(sampler.logits_processors, num_slots)
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         most = vllm_config.model_config.max_logprobs

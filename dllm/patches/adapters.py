@@ -1,14 +1,20 @@
 """Patches for LoRA adapters, with ``--enable-lora`` and a diffusion model."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
 from dllm.models import FAMILIES
 
 
-def adapt_layers(runner: Any) -> None:
-    """Called before a model is loaded: experts keep their kernels, linear layers get adapters."""
+@contextmanager
+def adapted_layers(runner: Any) -> Iterator[None]:
+    """While a model is loaded: experts keep their kernels, linear layers get adapters.
+
+    What is replaced in vLLM's classes is put back: other models of this process have vLLM's own.
+    """
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.platforms import current_platform
     from vllm.platforms.cpu import CpuPlatform
@@ -17,19 +23,25 @@ def adapt_layers(runner: Any) -> None:
 
     # Experts take no adapter. vLLM would give them Triton's kernels, which a CPU does not have.
     init = FusedMoEConfig.__post_init__
+    replaced = (FusedMoEConfig, "__post_init__"), (CpuPlatform, "get_punica_wrapper")
+    theirs = [(owner, name, vars(owner)[name]) for owner, name in replaced]
 
     def __post_init__(self: Any) -> None:
         self.is_lora_enabled = False
         init(self)
 
+    def get_punica_wrapper(cls: Any) -> str:
+        return "dllm.engine.adapters.PunicaByRuns"
+
     FusedMoEConfig.__post_init__ = __post_init__  # type: ignore[method-assign]
     if current_platform.is_cpu():
-
-        def get_punica_wrapper(cls: Any) -> str:
-            return "dllm.engine.adapters.PunicaByRuns"
-
         CpuPlatform.get_punica_wrapper = classmethod(get_punica_wrapper)  # type: ignore[assignment]
     runner.load_lora_model = functools.partial(load_lora_model, runner)
+    try:
+        yield
+    finally:
+        for owner, name, value in theirs:
+            setattr(owner, name, value)
 
 
 def adapt_passes(runner: Any) -> None:

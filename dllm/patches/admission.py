@@ -5,8 +5,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from vllm.logger import init_logger
+
+from dllm import LOGGER
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
+from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.settings.denoising import DenoiseSettings
+
+logger = init_logger(LOGGER)
 
 # In the ``__dict__`` of parameters that were checked a moment ago: what vLLM's check returned.
 VERDICT = "dllm_verdict"
@@ -55,7 +61,12 @@ def _parse_requests() -> None:
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process(self, *args, **kwargs)
-        if request.sampling_params is not None and self.model_config.architecture in FAMILIES:
+        if request.sampling_params is None:
+            return request
+        is_canvas = self.model_config.architecture in FAMILIES
+        if is_canvas or self.vllm_config.parallel_config.worker_cls in (CPU_WORKER, GPU_WORKER):
+            drop_impossible_ids(request.sampling_params, self.model_config.get_vocab_size())
+        if is_canvas:
             # Here and not in the worker: vLLM's detokenizer, which finds stop strings, is to see
             # the same `min_tokens`.
             request.sampling_params = constrained(request.sampling_params)
@@ -127,7 +138,34 @@ def with_resolved_ids(processor: Any, params: Any) -> Any:
     )
     if processor.tokenizer is not None:
         params.update_from_tokenizer(processor.tokenizer)
+    drop_impossible_ids(params, processor.model_config.get_vocab_size())
     return params
+
+
+def drop_impossible_ids(params: Any, vocab_size: int) -> None:
+    """Leave out ends and bad words that no output can hold, in place.
+
+    Their ids are outside of the vocabulary, and so of the worker's tables. They come from a
+    generation config or a tokenizer; vLLM checks only what a request itself names.
+    """
+
+    def is_possible(token: Any) -> bool:
+        return isinstance(token, int) and 0 <= token < vocab_size
+
+    impossible = {one for one in params.all_stop_token_ids if not is_possible(one)}
+    if impossible:
+        logger.warning_once(
+            "dllm: the end tokens %s of the generation config or the tokenizer are outside of the "
+            "vocabulary (%s tokens), and end no request",
+            ", ".join(sorted(map(str, impossible))),
+            vocab_size,
+        )
+        params._all_stop_token_ids = params.all_stop_token_ids - impossible
+        params.stop_token_ids = [*filter(is_possible, params.stop_token_ids or ())]
+    if params.eos_token_id in impossible:
+        params._eos_token_id = None
+    if words := params.bad_words_token_ids:
+        params._bad_words_token_ids = [word for word in words if all(map(is_possible, word))]
 
 
 def _explain_missing_images() -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from dllm.api import fill
-from dllm.api.tally import current_tally
+from dllm.api.tally import Tally, current_tally, in_turn
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
 from dllm.patches.admission import VERDICT
 from dllm.patches.grammars import needs_table, shipped, wait_before_the_stream
@@ -43,14 +43,15 @@ def check_requests_early() -> None:
             if isinstance(sampling_params, SamplingParams):
                 _check_now(self, sampling_params)
                 start_watching(self, sampling_params, request_id)
-                given = (prompt, sampling_params, request_id, *args)
-                if (filled := _start_fill(self, generate, *given, **kwargs)) is not None:
+                hole = (prompt, sampling_params, request_id, *args)
+                if (filled := _start_fill(self, generate, *hole, **kwargs)) is not None:
                     return filled
                 _count(1, sampling_params.n)
                 wait_before_the_stream(self, prompt, sampling_params, _reasoning(kwargs))
         elif self.model_config.architecture in AUTOREGRESSIVE:
             _check_now(self, sampling_params)
-        return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
+        given = (self, prompt, sampling_params, request_id, *args)
+        return _paced(current_tally.get(), generate, *given, **kwargs)
 
     AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
 
@@ -82,6 +83,12 @@ def _count(number: int, num_samples: int) -> None:
         tally.add(number * num_samples, "n" if num_samples > 1 else "prompt")
 
 
+def _paced(tally: Tally | None, generate: Any, *args: Any, **options: Any) -> Any:
+    """What ``generate`` returns, for a request that waits for a place of its HTTP request."""
+    outputs = generate(*args, **options)
+    return outputs if tally is None else in_turn(tally.places, outputs)
+
+
 def _start_fill(
     llm: Any, generate: Any, prompt: Any, params: Any, *args: Any, **options: Any
 ) -> Any:
@@ -105,7 +112,7 @@ def _start_fill(
     _count(len(widths), params.n)
     candidate = hole.candidate(params, widths[-1], 0)
     llm.input_processor._validate_params(candidate, ("generate",))
-    start = functools.partial(generate, llm)
+    start = functools.partial(_paced, current_tally.get(), generate, llm)
     decode = functools.partial(
         llm.renderer.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens
     )

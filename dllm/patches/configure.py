@@ -209,7 +209,21 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             "--decode-context-parallel-size",
             "canvas rows see each other across the shards",
         ),
-        (parallel.enable_dbo, "--enable-dbo", "heads and canvases of a batch are not split"),
+        (
+            parallel.prefill_context_parallel_size > 1,
+            "--prefill-context-parallel-size",
+            "canvas rows see each other across the shards",
+        ),
+        (
+            parallel.enable_batch_sharded_sampling,
+            "--enable-batch-sharded-sampling",
+            "every rank denoises all canvases",
+        ),
+        (
+            parallel.use_ubatching,
+            "--enable-dbo (and --ubatch-size above 1)",
+            "heads and canvases of a batch are not split",
+        ),
         (
             vllm_config.kv_transfer_config or vllm_config.cache_config.kv_offloading_size,
             "--kv-transfer-config (and KV offloading)",

@@ -157,10 +157,10 @@ PATCHES = {
         "in the CPU worker: vLLM's own extension point for replacing Triton kernels"
     ),
     "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.__post_init__": (
-        "in a worker with --enable-lora: experts, which take no adapter, keep their kernels"
+        "while a worker with --enable-lora loads: experts take no adapter and keep their kernels"
     ),
     "vllm.platforms.cpu.CpuPlatform.get_punica_wrapper": (
-        "in a CPU worker with --enable-lora: vLLM's adapts rows that have no adapter"
+        "while a CPU worker with --enable-lora loads: vLLM's adapts rows that have no adapter"
     ),
     "vllm.entrypoints.openai.models.serving.OpenAIServingModels.load_lora_adapter": (
         "in the API server: an adapter that does not fit gets HTTP 400, not 500"

@@ -19,7 +19,7 @@ from dllm import LOGGER
 from dllm.api import fill, pins
 from dllm.api.early_refusal import bound_bodies, bounded_type
 from dllm.api.page import CanvasPage
-from dllm.api.tally import Tally, current_tally
+from dllm.api.tally import Tally, current_tally, places_of
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
 from dllm.patches.adapters import refuse_wrong_adapters
 from dllm.patches.grammars import constrain_gemma_calls, current_compilations
@@ -79,7 +79,8 @@ def _extended(
             return await create(self, request, raw_request)
         constrain_gemma_calls()
         compilations: list[Callable[[], Awaitable[Any]]] = []
-        with _set(current_tally, Tally()), _set(current_compilations, compilations):
+        tally = Tally(places_of(self.engine_client.vllm_config))
+        with _set(current_tally, tally), _set(current_compilations, compilations):
             try:
                 # Subclasses (Anthropic, Cohere) call the chat's method and translate what it
                 # streams. For them it refuses.

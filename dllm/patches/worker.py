@@ -1,6 +1,7 @@
 """What our workers do beside vLLM's: visits of a diffusion model, drafts, records of steps."""
 
 import functools
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from dllm.drafter.recording import (
     step_without_drafts,
 )
 from dllm.engine.warm_up import canvas_batch
-from dllm.patches.adapters import adapt_layers, adapt_passes
+from dllm.patches.adapters import adapt_passes, adapted_layers
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.drafting import drafts_with_ours, make_our_speculators
 from dllm.patches.new_weights import loading, refuse_other_checkpoint
@@ -43,9 +44,8 @@ class Visits:
         vLLM profiles its sampler with a batch that holds no canvas.
         """
         has_adapters = self.serves_canvases and self.vllm_config.lora_config is not None
-        if has_adapters:
-            adapt_layers(self.model_runner)
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        with adapted_layers(self.model_runner) if has_adapters else nullcontext():
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.serves_canvases:
             self.model_runner._dummy_sampler_run = self._profile_sampler
             # Grammars are the sampler's. A bit for each token and row is 0.5 GiB for 64 canvases of

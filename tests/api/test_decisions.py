@@ -76,6 +76,18 @@ def test_options_are_letters_then_codes_then_their_own_texts():
     assert codes.is_code and codes.num_rows == 1 and codes.texts[26] == "AA"
 
 
+def test_with_blocks_every_label_is_one_token():
+    words = [chr(200 + n) for n in range(100)]
+    few = Labels(lambda text: of_characters(text) if text in words else [1, 2, 3], END, words)
+    assert few.yes_no().texts == tuple(words[:2]) and few.yes_no().num_rows == 1
+    labels = Labels(of_characters, END, words)
+    options = labels.choices([f"option {i}" for i in range(126)])
+    assert options.is_code and options.texts == (*string.ascii_uppercase, *words)
+    assert options.num_rows == 1
+    with pytest.raises(ValueError, match=r"127 options; .* 126 labels"):
+        labels.choices([f"option {i}" for i in range(127)])
+
+
 def test_options_that_share_a_beginning_differ_by_their_end():
     tokens = Labels(of_characters, END).choices(["a" * n for n in range(1, 41)]).tokens
     assert not any(one != other and other[: len(one)] == one for one in tokens for other in tokens)

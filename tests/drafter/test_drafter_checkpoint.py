@@ -134,6 +134,7 @@ def test_what_cannot_be_read_is_refused(config, options, words):
         (drafter_config(**dflash(target_layer_ids=[1, 4])), ["layer 4", "4 layers", "0 to 3"]),
         (drafter_config(**dflash(target_layer_ids=[-1, 2])), ["layer -1", "0 to 3"]),
         (drafter_config(**dflash(mask_token_id=512)), ["512", "0 to 511"]),
+        (drafter_config(**dflash(mask_token_id=-1)), ["-1", "0 to 511"]),
         (drafter_config(draft_vocab_size=600), ["600", "512"]),
     ],
 )

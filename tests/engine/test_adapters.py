@@ -9,6 +9,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.patches.cpu_worker import padded_size
@@ -105,6 +107,13 @@ def test_an_adapter_is_its_merged_weights_beside_others_in_a_batch(
               for run, other in zip(runs, expected, strict=True)]  # fmt: skip
     assert firsts[0] == 0 and max(firsts) < TOLERANCE, firsts
     assert_same_runs(runs, expected)
+
+
+def test_vllms_classes_are_left_as_they_are(case: Callable[[str], Case]) -> None:
+    """Behind a load they are vLLM's own, for other models of the process, and do not pile up."""
+    case("llada2").engine()
+    assert FusedMoEConfig.__post_init__.__module__.startswith("vllm.")
+    assert CpuPlatform.get_punica_wrapper().startswith("vllm.")
 
 
 def test_more_adapters_than_slots_wait_and_pages_are_of_one_adapter(

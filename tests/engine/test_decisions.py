@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.entrypoints.generate.structured_decisions import question_types
-from vllm.exceptions import VLLMValidationError
 
 from dllm.api.decisions.labels import Labels
+from dllm.api.decisions.protocol import MAX_OPTIONS
 from dllm.api.decisions.reads import CanvasReads, Read, WideChoice
 from dllm.models.unmasking import reference
 from dllm.settings import request
@@ -25,6 +25,7 @@ from tests.support.engine_harness import Engine, get_engine
 from tests.support.masked_pass import logits_of
 
 END, WIDTH = 1, 16
+WORDS = [chr(code) for code in range(200, 500)]  # a token each
 SDAR = Path(__file__).parents[2] / "checkpoints/tiny-sdar"
 # Sums of a few log-probabilities in fp32, by GEMMs of two libraries: 2e-5 was measured.
 TOLERANCE = 2e-4
@@ -63,20 +64,21 @@ class Client:
 class Reads(CanvasReads):
     """The strategy with a token for each character, and no chat template."""
 
-    def __init__(self, engine: Engine, block_size: int | None = None, **options: Any) -> None:
+    def __init__(self, engine: Engine, **options: Any) -> None:
         renderer = SimpleNamespace(_executor=None)
         self.client = Client(engine)
         self.context = SimpleNamespace(
             engine_client=self.client, online_renderer=SimpleNamespace(renderer=renderer)
         )
         self.options = DecisionOptions(read_width=WIDTH, **options)
+        self.vllm_config = engine.llm.llm_engine.vllm_config
         self.settings = engine.runner.model_state.family.settings
-        self.block_size = block_size or self.settings.block_size
+        self.block_size = self.settings.block_size
         self.width, self.max_model_len = WIDTH, 512
         self.end = END
         self.thought: list[int] = []
         self.tail = self._prompt_end = [0]
-        self.labels = Labels(encode, END)
+        self.labels = Labels(encode, END, WORDS if self.block_size > 1 else None)
 
     async def _render(self, request: Any, messages: Any) -> tuple[Any, list[int]]:
         ids = encode(messages[-1]["content"])
@@ -107,8 +109,14 @@ def brute_force(reads: Reads, asked: Any, logits: torch.Tensor) -> torch.Tensor:
     return torch.tensor(sums)
 
 
-def compare(reads: Reads, found: list[Read], logits: list[torch.Tensor], samples: int) -> None:
-    for place, (asked, read) in enumerate(zip(QUESTIONS, found, strict=True)):
+def compare(
+    reads: Reads,
+    found: list[Read],
+    logits: list[torch.Tensor],
+    samples: int,
+    questions: Sequence[question_types.Question] = QUESTIONS,
+) -> None:
+    for place, (asked, read) in enumerate(zip(questions, found, strict=True)):
         score = partial(brute_force, reads, asked)
         sums = torch.stack([score(one) for one in logits[place * samples : (place + 1) * samples]])
         probabilities = sums.softmax(-1)
@@ -166,29 +174,27 @@ def test_masks_on_a_canvas(family):
     compare(reads, found, expected, 1)
 
 
-def test_masks():
-    engine = get_engine(SDAR, max_num_batched_tokens=512)
-    model, rule = reference.load_model(SDAR), reference.DecodingRule.of_checkpoint(SDAR)
-    reads = Reads(engine)
-
-    def fits(state: str) -> bool:
-        """Whether the labels fit what is left of the block behind every prompt."""
-        return all(
-            plan.labels.num_rows <= rule.block_size - len(encode(plan.text)) % rule.block_size
-            for plan in reads._plan(QUESTIONS, state, 1)
-        )
-
-    state = next(filter(fits, ("i" * n for n in range(rule.block_size))))
-    found = reads.ask(QUESTIONS, state)
-    expected = []
-    for plan in reads._plan(QUESTIONS, state, 1):
-        ids = encode(plan.text)
-        end = (len(ids) // rule.block_size + 1) * rule.block_size
-        canvas = [rule.mask_token_id] * (end - len(ids))
-        logits = logits_of(model, ids + canvas, len(ids), rule.block_size)
-        logits[:, rule.mask_token_id] = -torch.inf  # a mask is never an answer
-        expected.append(logits[len(ids) :])
-    compare(reads, found, expected, 1)
+@pytest.mark.parametrize("name", ["tiny-sdar", "blocks of 4"])
+def test_masks_behind_a_prompt_of_any_length(family, name):
+    """With blocks, labels fit whatever the prompt leaves of its block, up to 255 of them."""
+    path = SDAR if name == "tiny-sdar" else family("sdar")
+    engine = get_engine(path, max_num_batched_tokens=512)
+    model, rule = reference.load_model(path), reference.DecodingRule.of_checkpoint(path)
+    size, asked = rule.block_size, [*QUESTIONS, choice(3, [f"{n}" for n in range(MAX_OPTIONS)])]
+    reads, rooms = Reads(engine), set()
+    for state in ("i" * n for n in range(size)):
+        found = reads.ask(asked[:3], state)
+        expected = []
+        for plan in reads._plan(asked[:3], state, 1):
+            ids = encode(plan.text)
+            room = size - len(ids) % size
+            rooms.add((plan.question.id, room))
+            logits = logits_of(model, ids + [rule.mask_token_id] * room, len(ids), size)
+            logits[:, rule.mask_token_id] = -torch.inf  # a mask is never an answer
+            expected.append(logits[len(ids) :])
+        compare(reads, found, expected, 1, asked[:3])
+    assert len(rooms) == 3 * size
+    assert reads.labels_of(asked[3]).num_rows == 1
 
 
 def probabilities(reads: list[Read]) -> list[list[float]]:
@@ -310,11 +316,3 @@ def test_a_temperature_flattens_and_keeps_the_mass(engine):
     )
     assert max(flat.probs) < max(plain.probs) and flat.hesitation > 0.99
     assert flat.label_mass == plain.label_mass
-
-
-def test_a_label_that_does_not_fit_the_block_is_refused():
-    engine = get_engine(SDAR, max_num_batched_tokens=512)
-    reads = Reads(engine, block_size=2)
-    with pytest.raises(VLLMValidationError) as refusal:
-        reads.ask(QUESTIONS[2:])
-    assert refusal.value.parameter == "questions"

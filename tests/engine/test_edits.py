@@ -65,7 +65,7 @@ class Batch:
     def _edits(self) -> LogitEdits:
         req_states = LogitsProcRequestState.from_request_state(self.states)
         states = [cls(None, req_states) for cls in (LogitBiasState, PenaltiesState, BadWordsState)]
-        edits = LogitEdits(*states, num_slots=SLOTS)
+        edits = LogitEdits(states, SLOTS)
         for k, params in enumerate(self.params):
             tokens = self.prompts[k] + self.outputs[k]
             # As after a preemption: what was emitted comes back as part of the prefill.

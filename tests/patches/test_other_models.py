@@ -49,6 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 PLAIN = ("greedy", "logprobs", "one candidate", "tiny nucleus", "certain")
 GREEDY_ONLY = {"greedy": GREEDY}
+# Of the package that is installed beside the CPU runtime; vLLM's own runner there has no such one.
+PROCESSED = {"processor": GREEDY | {"extra_args": {"theirs_only": 77}}}
 # Drawn at random: each engine has its own noise, but a seed fixes it.
 DRAWN = {"seed 5": SAMPLED, "seed 5 again": SAMPLED, "seed 6": SAMPLED | {"seed": 6}}
 
@@ -89,6 +91,28 @@ INSTALLED = {
         "theirs.py": "def register(): pass",
     },
 }
+A_PROCESSOR = {
+    "theirs-1.0.dist-info/METADATA": "Name: theirs\nVersion: 1.0\n",
+    "theirs-1.0.dist-info/entry_points.txt": "[vllm.logits_processors]\nonly = theirs:OnlyToken",
+    "theirs.py": """
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+
+class OnlyToken(LogitsProcessor):
+    def __init__(self, vllm_config, req_states):
+        self.only = [None] * req_states.max_num_reqs
+
+    def add_request(self, slot, params):
+        self.only[slot] = (params.extra_args or {}).get("theirs_only")
+        return self.only[slot] is not None
+
+    def apply(self, logits, context):
+        for row, slot in enumerate(context.expanded_idx_mapping.tolist()):
+            if self.only[slot] is not None:
+                logits[row] = -float("inf")
+                logits[row, self.only[slot]] = 0.0
+        return logits
+""",
+}
 REFUSED = {
     "another version": "dllm was tested with vLLM 0.32 and this is 9.8.7+cpu.",
     "a namesake": "theirs also installs a plugin or a package called 'dllm'",
@@ -105,19 +129,20 @@ def outcome(
     @functools.cache
     def run(setup: str) -> dict[str, Any]:
         beside = tmp_path_factory.mktemp("beside")
-        for name, text in INSTALLED.get(setup, {}).items():
+        files = A_PROCESSOR if setup == "cpu runtime" else INSTALLED.get(setup, {})
+        for name, text in files.items():
             (beside / name).parent.mkdir(exist_ok=True)
             (beside / name).write_text(text)
         environment = QUIET_ENGINE | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_PLUGINS": "" if setup == "no plugin" else None,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(beside)]),
+            "VLLM_LOGGING_LEVEL": "WARNING",
         }
         masked = family_checkpoints.write(beside / "masked", family_checkpoints.SDAR)
         arguments = (setup, str(qwen3), str(checkpoint()), str(masked))
-        return printed_json(
-            run_python("-m", __name__, *arguments, environment=environment, timeout=900)
-        )
+        finished = run_python("-m", __name__, *arguments, environment=environment, timeout=900)
+        return printed_json(finished) | {"log": finished.stdout}
 
     return run
 
@@ -189,6 +214,14 @@ def test_the_cpu_runtime_samples_by_seed(outcome):
     assert tokens["seed 5"] != tokens["greedy"]
 
 
+def test_a_package_with_a_logits_processor_works_beside_ours(outcome):
+    """An autoregressive model has it applied; a canvas has not, and the log says so once."""
+    result = outcome("cpu runtime")
+    assert result["tokens"]["processor"] == [[77] * GREEDY["max_tokens"]] * len(CONTEXTS)
+    assert result["canvas"] == 4
+    assert result["log"].count("the logits processor theirs:OnlyToken is not applied") == 1
+
+
 # --- the process ---------------------------------------------------------------------------------
 
 
@@ -206,22 +239,25 @@ def main(setup: str, qwen3: str, diffusion: str, masked: str) -> None:
     from vllm import LLM, EngineArgs, SamplingParams
 
     configured = EngineArgs(qwen3, **OPTIONS).create_engine_config()
-    options = dict(OPTIONS)
-    if setup == "beside ours":
+    options, cases, canvas = dict(OPTIONS), CASES | DRAWN, []
+    if setup in ("beside ours", "cpu runtime"):
         ours = LLM(diffusion, **options)
-        ours.generate(
-            {"prompt_token_ids": CONTEXTS[0]}, SamplingParams(max_tokens=4), use_tqdm=False
+        answer = ours.generate(
+            {"prompt_token_ids": CONTEXTS[0]},
+            SamplingParams(max_tokens=4, ignore_eos=True),
+            use_tqdm=False,
         )
+        canvas = answer[0].outputs[0].token_ids
     if setup == "cpu runtime":
         options["worker_cls"] = CPU_WORKER
+        cases |= PROCESSED
     result = {
+        "canvas": len(canvas),
         "config": [str(configured), repr(configured.scheduler_config)],
         "refused": refusals(qwen3, diffusion, masked) if setup in INSTALLED else {},
     }
     if setup != "a namesake":
-        result |= answers(
-            LLM(qwen3, **options), GREEDY_ONLY if setup in INSTALLED else CASES | DRAWN
-        )
+        result |= answers(LLM(qwen3, **options), GREEDY_ONLY if setup in INSTALLED else cases)
     result["loaded"] = sorted(name for name in sys.modules if name.startswith("dllm"))
     print(json.dumps(result))
 

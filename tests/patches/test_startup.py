@@ -174,7 +174,13 @@ def test_plugin_options_arrive(checkpoint):
             "--speculative-config does not work .* Leave it out",
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not work .* Leave it out"),
-        ({"enable_dbo": True}, "--enable-dbo does not work .* Leave it out"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-.* does not work"),
+        (
+            {"enable_batch_sharded_sampling": True, "tensor_parallel_size": 2},
+            "--enable-batch-sharded-sampling does not work",
+        ),
+        ({"enable_dbo": True}, "--enable-dbo .* does not work .* Leave it out"),
+        ({"ubatch_size": 2}, "--ubatch-size above 1.* does not work .* Leave it out"),
         (
             {"structured_outputs_config": {"backend": "guidance"}},
             "--structured-outputs-config.backend does not work .* xgrammar",

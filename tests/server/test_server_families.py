@@ -1,6 +1,7 @@
 """`vllm serve` of a model with blocks, through the real OpenAI client."""
 
 import json
+import select
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -88,6 +89,33 @@ def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             complete(client, **options)
+
+
+IN_ENGINE = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+PREDICATE = {"type": "predicate", "instructions": "Ann has more than 20"}
+LARGE = {
+    "/v1/scores": {"prompt": "a", "text": "b", "samples": 1600},
+    "/v1/decisions": {"input": "Ann has 34.", "questions": [PREDICATE] * 400},
+    "/v1/completions": {"prompt": ["a"] * 512, "max_tokens": 70, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("path", LARGE)
+def test_whoever_comes_behind_a_large_body_does_not_wait_for_all_of_it(
+    server: Server, path: str
+) -> None:
+    """No more of its requests are in the engine than run at a time, which are 8."""
+    client = server.client()
+    (before,) = server.metrics("vllm:request_success_total")
+    large = server.sent(path, {"model": MODEL} | LARGE[path])
+    while server.metrics("vllm:request_success_total") == [before]:
+        pass  # every turn asks the server
+    complete(client, max_tokens=8)
+    in_engine = sum(server.metrics(*IN_ENGINE))
+    is_answered = select.select([large.sock], [], [], 0)[0]
+    large.close()
+    # Those of the body before may not have left yet.
+    assert not is_answered and in_engine <= 16
 
 
 def test_texts_are_scored(server: Server) -> None:

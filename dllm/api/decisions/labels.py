@@ -3,11 +3,16 @@
 A label of one token is best: one position of the canvas decides. Where the vocabulary has none, the
 options' own texts are taken, each with the token that ends a reply, and their log-probabilities are
 summed over positions. With the end, no text is the beginning of another.
+
+In a model with blocks a prompt may leave a single position of its block. There every label is one
+token: behind letters and codes of two letters, short texts of the vocabulary are labels.
 """
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from dllm.api.decisions.protocol import MAX_OPTIONS
 
 # The first pair that is one token each at the start of a reply.
 YES_NO = (("yes", "no"), ("Yes", "No"), ("true", "false"), ("Y", "N"), ("A", "B"))
@@ -43,14 +48,19 @@ class Labels:
     Args:
         encode: of a reply's beginning.
         end: the token that ends a reply.
+        words: further texts that may be labels, for a model whose labels are one token each; they
+            are read only where letters are too few. None: options may be spelled.
     """
 
-    def __init__(self, encode: Encode, end: int) -> None:
-        self._encode, self._end = encode, end
-        pairs = (self._codes(pair) for pair in YES_NO)
-        self._yes_no = next((pair for pair in pairs if pair), None) or self._spelled(YES_NO[0])
+    def __init__(self, encode: Encode, end: int, words: Iterable[str] | None = None) -> None:
+        self._encode, self._end, self._may_spell = encode, end, words is None
         self._digits = self._codes(tuple(string.digits))
-        self._letters = self._distinct([*LETTERS, *(a + b for a in LETTERS for b in LETTERS)])
+        codes = [*LETTERS, *(a + b for a in LETTERS for b in LETTERS)]
+        self._letters = self._distinct(codes)
+        if words is not None and len(self._letters.texts) < MAX_OPTIONS:
+            self._letters = self._distinct([*codes, *words])
+        pairs = (self._codes(pair) for pair in YES_NO)
+        self._yes_no = next((pair for pair in pairs if pair), None) or self._pair()
 
     def yes_no(self) -> OptionLabels:
         """Of a question with two answers, yes first."""
@@ -66,11 +76,17 @@ class Labels:
         """Of options: letters, codes of two letters, or else the options themselves.
 
         Raises:
-            ValueError: two of them have the same tokens.
+            ValueError: two of them have the same tokens, or they are more than there are labels.
         """
-        if len(names) <= len(self._letters.texts):
+        most = len(self._letters.texts)
+        if len(names) <= most:
             return _first(self._letters, len(names))
-        return self._spelled(names)
+        if self._may_spell:
+            return self._spelled(names)
+        raise ValueError(f"{len(names)} options; this vocabulary has {most} labels of one token")
+
+    def _pair(self) -> OptionLabels:
+        return self._spelled(YES_NO[0]) if self._may_spell else self.choices(YES_NO[0])
 
     def _codes(self, texts: Sequence[str]) -> OptionLabels | None:
         """The texts as labels, if each is one token of its own."""

@@ -7,13 +7,14 @@ The label positions are noise or masks, as the model's canvases begin. What is b
 token that ends a reply; with blocks it is masks to the end of the block.
 """
 
+import asyncio
 import hashlib
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from vllm.entrypoints.generate.structured_decisions import question_types, strategies
@@ -24,6 +25,7 @@ from vllm.utils.async_utils import make_async
 from dllm.api.decisions.labels import Labels, OptionLabels
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
 from dllm.api.fill import at_once, finished
+from dllm.api.tally import in_turn, places_of
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.request import refuse
@@ -85,7 +87,7 @@ class CanvasReads(strategies.NextTokenStrategy):
                 "token of a causal pass. Serve it with first_token = 'mask'."
             )
             raise ValueError(CanvasReads.why_not)
-        config = context.engine_client.vllm_config
+        self.vllm_config = config = context.engine_client.vllm_config
         self.options: DecisionOptions = PluginOptions.from_vllm(config).decisions
         self.settings = settings
         self.block_size = settings.block_size
@@ -135,12 +137,19 @@ class CanvasReads(strategies.NextTokenStrategy):
         tokenizer = self._tokenizer()
         tail = strategies.prompt_tail(tokenizer, [*self._prompt_end, *self.thought])
         before = tokenizer.decode(tail)
+        size = self.context.engine_client.vllm_config.model_config.get_vocab_size()
+        if self.end >= size:
+            raise ValueError(f"its token {self.end} is outside of the vocabulary of {size} tokens")
 
         def encode(text: str) -> list[int] | None:
             ids = list(tokenizer.encode(before + text, add_special_tokens=False))
-            return ids[len(tail) :] if ids[: len(tail)] == tail else None
+            is_known = ids[: len(tail)] == tail and max(ids) < size
+            return ids[len(tail) :] if is_known else None
 
-        return Labels(encode, self.end)
+        if self.block_size == 1:
+            return Labels(encode, self.end)
+        texts = (tokenizer.decode([token]) for token in sorted(tokenizer.get_vocab().values()))
+        return Labels(encode, self.end, (text for text in texts if _is_word(text)))
 
     def labels_of(self, question: question_types.Question) -> OptionLabels:
         """What stands for each of its options.
@@ -156,7 +165,7 @@ class CanvasReads(strategies.NextTokenStrategy):
                 names
             )
         except ValueError as error:
-            refuse("questions", f"question {question.id!r}: {error}. Write other options.")
+            refuse("questions", f"question {question.id!r}: {error}. Send other options.")
 
     async def read(
         self,
@@ -195,13 +204,20 @@ class CanvasReads(strategies.NextTokenStrategy):
             engine_input, prompt_ids = await self._render(given, messages)
             self._check_end(prompt_ids)
             ids = [*prompt_ids, *self.thought]
-            self._check_room(plan, len(ids))
+            self._check_room(plan.question, len(ids))
             asked.append((plan, {**engine_input, "prompt_token_ids": ids}))
         options = dict(lora_request=lora_request, trace_headers=trace_headers, priority=priority)
+        generate = partial(self._generate, places_of(self.vllm_config), options)
         return await at_once(
-            self._answer(plan, engine_input, drawn, f"{request_id}-{place}", options)
+            self._answer(plan, engine_input, drawn, f"{request_id}-{place}", generate)
             for place, (plan, engine_input) in enumerate(asked)
         )
+
+    def _generate(
+        self, places: asyncio.Semaphore, options: dict[str, Any], *given: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """A request of the engine, which waits for one of the places."""
+        return in_turn(places, self.context.engine_client.generate(*given, **options))
 
     async def _image_parts(self, urls: Sequence[str]) -> list[dict[str, Any]]:
         """vLLM's, which lets what cannot be fetched end as an error of the server."""
@@ -211,13 +227,12 @@ class CanvasReads(strategies.NextTokenStrategy):
             refuse("input", f"an image of the input: {error}. Send it as a data: URL.")
 
     async def _answer(
-        self, plan: "_Plan", engine_input: Any, samples: int, name: str, options: dict[str, Any]
+        self, plan: "_Plan", engine_input: Any, samples: int, name: str, generate: Any
     ) -> Read:
         """Read a question's canvases."""
-        generate = self.context.engine_client.generate
         params = self._params(plan, engine_input["prompt_token_ids"], samples)
         results = await at_once(
-            finished(generate(engine_input, one, f"{name}-{part}", **options))
+            finished(generate(engine_input, one, f"{name}-{part}"))
             for part, one in enumerate(params)
         )
         return self._result(plan, results)
@@ -228,7 +243,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         plans = []
         for question in questions:
             labels = self.labels_of(question)
-            _check_length(question, labels, self.width if self.block_size == 1 else self.block_size)
+            _check_length(question, labels, self.width)
             text = f"{state}\n\n{written(question, labels)}"
             plans.append(_Plan(question, labels, text))
         length = sum(len(plan.text) for plan in plans) * samples
@@ -258,8 +273,8 @@ class CanvasReads(strategies.NextTokenStrategy):
                 "are unknown. Leave them out.",
             )
 
-    def _check_room(self, plan: "_Plan", num_tokens: int) -> None:
-        """Refuse labels that the block behind the prompt cannot hold, and a prompt without room.
+    def _check_room(self, question: question_types.Question, num_tokens: int) -> None:
+        """Refuse a prompt behind which the context has no room for the canvas.
 
         Args:
             num_tokens: of the prompt.
@@ -267,11 +282,10 @@ class CanvasReads(strategies.NextTokenStrategy):
         width = self.width
         if self.block_size > 1:
             width = self.block_size - num_tokens % self.block_size
-        _check_length(plan.question, plan.labels, width)
         if num_tokens + width > self.max_model_len:
             refuse(
                 "input",
-                f"question {plan.question.id!r}: input and question have {num_tokens} tokens and "
+                f"question {question.id!r}: input and question have {num_tokens} tokens and "
                 f"the canvas {width}; allowed: {self.max_model_len} together. Send less.",
             )
 
@@ -367,6 +381,10 @@ def written(question: question_types.Question, labels: OptionLabels) -> str:
     else:
         lines.append(f"Answer with one {'label' if labels.is_code else 'option'} only.")
     return "\n".join(lines)
+
+
+def _is_word(text: str) -> bool:
+    return text.isascii() and text.isalnum()
 
 
 def _check_length(question: question_types.Question, labels: OptionLabels, width: int) -> None:
