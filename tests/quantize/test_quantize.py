@@ -148,6 +148,32 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(source: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def assert_holds_no(path: Path, prompts: list[str]) -> None:
+    """No file of a checkpoint holds one of these texts, as it is or as JSON writes it."""
+    assert prompts
+    for text in prompts:
+        forms = {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
+        for file in path.rglob("*"):
+            found = file.read_bytes() if file.is_file() else b""
+            assert not any(form.encode() in found for form in forms), file
+
+
+def test_a_checkpoint_holds_nothing_of_what_it_was_calibrated_with(
+    source: Path, tmp_path: Path
+) -> None:
+    prompts = ['Sophie\'s "invoice" is overdue.', "Zahlt Grüße zurück?\nJa."]
+    lines = [json.dumps({"prompt": prompts[0]}), json.dumps({"prompt": prompts[1]})]
+    records = []
+    for number in (1, 2):
+        file, out = tmp_path / f"{number}.jsonl", tmp_path / f"out-{number}"
+        file.write_text("\n".join(lines[:number]))
+        write(small_job(source, out, "nvfp4", "--calibration", str(file)))
+        assert_holds_no(out, prompts)
+        records.append(json.loads((out / RUN).read_text())["calibration"])
+    assert [record["prompts"] for record in records] == [1, 2]
+    assert records[0]["sha256"] != records[1]["sha256"]
+
+
 LAYER = "model.decoder.layers.1."
 
 
@@ -445,6 +471,8 @@ def test_the_output_has_one_copy_of_everything_and_what_serving_needs(
     record = json.loads((made[scheme] / RUN).read_text())
     assert record["scheme"] == scheme and all(record["not_quantized"].values())
     assert record["made_with"]["llmcompressor"].startswith("0.14.")
+    asked = calibration_prompts(None, source, SAMPLES, SEED)
+    assert_holds_no(made[scheme], [messages[-1]["content"] for messages in asked])
 
 
 def test_llm_compressor_and_the_definitions_agree(made: dict[str, Path], source: Path) -> None:
