@@ -33,7 +33,8 @@ from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import by_tokens
 from dllm.grammar.vocabulary import Vocabulary
 
-SECONDS = 10.0  # for one grammar
+SECONDS = 10.0  # of a processor, for one grammar
+PATIENCE = 6  # times as long by the clock: the lowest priority gets little of a busy machine
 MOST_MEMORY = 1 << 30  # bytes for one grammar
 SHOWN = 300  # characters of a message of xgrammar
 TABLE, REFUSAL, OUT_OF_MEMORY = b"T", b"R", b"M"  # kinds of answers
@@ -43,7 +44,7 @@ class Children:
     """Of one vocabulary; for any number of threads.
 
     Args:
-        seconds: for one grammar, without the start of the first process.
+        seconds: of a processor, for one grammar; PATIENCE times as long by the clock.
         most_memory: bytes for one grammar.
     """
 
@@ -94,7 +95,7 @@ class Children:
                 ours.send_bytes(json.dumps(request).encode())
                 return ours.recv_bytes()
             except (EOFError, OSError):
-                if time.monotonic() - begun < self.seconds:
+                if time.monotonic() - begun < self.seconds:  # no time is over: it was killed
                     return b""
                 raise TooSlow(
                     f"The grammar took more than {self.seconds:g} s to compile. Make it smaller: "
@@ -137,7 +138,7 @@ def main(seconds: float, most_memory: int) -> None:
     The vocabulary comes first. This process leads a group of its own, in which its children are.
 
     Args:
-        seconds: after so many a child ends.
+        seconds: of a processor, after which a child ends.
         most_memory: bytes, in addition to those of this process.
     """
     import xgrammar  # here: it imports PyTorch
@@ -158,7 +159,7 @@ def main(seconds: float, most_memory: int) -> None:
             os.killpg(0, signal.SIGKILL)
         if os.fork() == 0:
             control.close()
-            signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends it, also inside of C++
+            end_after(seconds)
             used = int(Path("/proc/self/statm").read_text().split()[0])
             most = used * os.sysconf("SC_PAGE_SIZE") + most_memory
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -166,6 +167,12 @@ def main(seconds: float, most_memory: int) -> None:
             connection.send_bytes(_answer(compiler, vocabulary, connection.recv_bytes()))
             os._exit(0)
         os.close(sockets[0])
+
+
+def end_after(seconds: float) -> None:
+    """End this process by SIGPROF or SIGALRM, also inside of C++, when its time is over."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
 
 
 def _answer(compiler: Any, vocabulary: Vocabulary, request: bytes) -> bytes:

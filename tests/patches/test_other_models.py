@@ -115,9 +115,7 @@ def outcome(
         }
         masked = family_checkpoints.write(beside / "masked", family_checkpoints.SDAR)
         arguments = (setup, str(qwen3), str(checkpoint()), str(masked))
-        return printed_json(
-            run_python("-m", __name__, *arguments, environment=environment, timeout=900)
-        )
+        return printed_json(run_python("-m", __name__, *arguments, environment=environment))
 
     return run
 

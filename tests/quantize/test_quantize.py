@@ -31,6 +31,7 @@ from dllm.quantize.make import RUN, make
 from dllm.quantize.verify import verify
 from dllm.tasks.prompts import SHIPPED
 from tests.support.edited import Edit, edited
+from tests.support.patience import HANG_S
 from tests.support.process import start_python
 from tests.support.quant_checkpoints import quantize as quantize_by_hand
 
@@ -398,7 +399,7 @@ def test_the_work_stops_when_the_command_is_terminated(source: Path, tmp_path: P
         # work.
         os.fdopen(os.open(alive, os.O_RDONLY | os.O_NONBLOCK)) as pipe,
     ):
-        assert select.select([pipe], [], [], 300)[0], running.poll()
+        assert select.select([pipe], [], [], HANG_S)[0], running.poll()
         os.set_blocking(pipe.fileno(), True)
         assert pipe.readline() == "at work\n"
         running.terminate()
@@ -429,7 +430,7 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         for scheme in SCHEMES
     }
     for scheme, process in running.items():
-        text, _ = process.communicate(timeout=600)
+        text, _ = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, f"{scheme}: {text}"
         assert "peak memory" in text and "3/3 layer 1" in text
     return {scheme: out / scheme for scheme in SCHEMES}

@@ -14,7 +14,6 @@ from dllm.remote.wire import Ask, Told, frame
 from dllm.settings.command import CommandError
 from tests.support.draft_links import (
     ANSWER,
-    LONG_S,
     PROMPT,
     TCP,
     ask,
@@ -23,6 +22,7 @@ from tests.support.draft_links import (
     serving,
     until,
 )
+from tests.support.patience import HANG_S
 
 
 def write_pair(folder: Path) -> Path:
@@ -63,7 +63,7 @@ def test_only_targets_whose_certificate_is_known_are_let_in(pairs):
             assert not outside.num_ups and not count(outside, "asks")
         assert len(server._have_asked) <= 2
         with socket.create_connection(("127.0.0.1", server.address.port)) as plain_text:
-            plain_text.settimeout(LONG_S)
+            plain_text.settimeout(HANG_S)
             plain_text.sendall(given)
             with contextlib.suppress(ConnectionResetError):
                 assert b"dllm" not in plain_text.recv(1000)
@@ -74,7 +74,7 @@ def test_only_targets_whose_certificate_is_known_are_let_in(pairs):
             contextlib.suppress(OSError),
             context.wrap_socket(raw) as nobody,
         ):
-            nobody.settimeout(LONG_S)
+            nobody.settimeout(HANG_S)
             nobody.sendall(given)
             assert not nobody.recv(1000)
         assert len(server._have_asked) <= 2

@@ -17,7 +17,8 @@ from dllm.remote.link import CONNECT_WITHIN_S, RECONNECT_S, Link, State
 from dllm.remote.report import EVERY_S
 from dllm.remote.wire import Ask, Told
 from tests.support.clock import Clock
-from tests.support.draft_links import ANSWER, LONG_S, TCP, ask, linked, serving, until
+from tests.support.draft_links import ANSWER, TCP, ask, linked, serving, until
+from tests.support.patience import HANG_S
 from tests.support.remote_harness import Net, link_to, worker
 
 DEADLINE_S = 0.05
@@ -146,7 +147,7 @@ class Names:
         addresses: tuple[str, ...] = (host,)
         if host == NAME:
             self.num_asked += 1
-            self.is_there.wait(LONG_S)
+            self.is_there.wait(HANG_S)
             addresses = self.addresses
         return [(socket.AF_INET, type, 6, "", (each, port)) for each in addresses]
 

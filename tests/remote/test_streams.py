@@ -29,8 +29,9 @@ from dllm.remote.wire import (
     reply_bytes,
 )
 from dllm.remote.worker import MAX_SESSIONS, DraftWorker
-from tests.support.draft_links import ANSWER, LONG_S, PROMPT, ask, count, linked, serving, until
+from tests.support.draft_links import ANSWER, PROMPT, ask, count, linked, serving, until
 from tests.support.oracle import Oracle
+from tests.support.patience import HANG_S
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_who_sends_what_is_no_ask_is_not_listened_to(place, data):
         assert ask(link) == ANSWER
         hostile = Hostile.to(place)
         hostile.send(GOOD + data + GOOD)
-        hostile.socket.settimeout(LONG_S)
+        hostile.socket.settimeout(HANG_S)
         with contextlib.suppress(ConnectionResetError):
             while hostile.socket.recv(1 << 16):
                 pass  # until it is closed
@@ -176,7 +177,7 @@ def test_what_a_hostile_target_takes_of_memory_is_bounded(place, first, then):
                     hostile.send(then)
                 answered = count(link, "replies")
                 asked = 0
-                end = time.monotonic() + LONG_S
+                end = time.monotonic() + HANG_S
                 while count(link, "replies") == answered:
                     worker.turn(server)
                     rows = [row for reply in link.receive() for row in reply.rows]
@@ -224,14 +225,14 @@ def test_of_those_who_ask_the_one_that_asked_last_longest_ago_makes_room(place, 
         """The number of its connection."""
         hostile.send(GOOD)
         while True:
-            for number, message in list(server.receive(LONG_S)):
+            for number, message in list(server.receive(HANG_S)):
                 assert message is not None
                 return number
 
     numbers = [ask_as(each) for each in (first, second, first)]
     assert numbers[0] == numbers[2] != numbers[1]
     late = Hostile.to(place)
-    assert list(server.receive(LONG_S)) == [(numbers[1], None)]
+    assert list(server.receive(HANG_S)) == [(numbers[1], None)]
     assert ask_as(first) == numbers[0]
     for hostile in (first, second, late):
         hostile.socket.close()
@@ -244,10 +245,10 @@ def test_a_target_that_leaves_before_its_reply_ends_nobody_else(place):
     leaving.send(GOOD)
     asked: list[int] = []
     while not asked:
-        asked += [number for number, message in server.receive(LONG_S) if message is not None]
+        asked += [number for number, message in server.receive(HANG_S) if message is not None]
     leaving.socket.close()
     server.reply(asked[0], Reply(1, []))  # a broken pipe
-    assert list(server.receive(LONG_S)) == [(asked[0], None)]
+    assert list(server.receive(HANG_S)) == [(asked[0], None)]
     with linked(place) as link:
         until(link, lambda: bool(list(server.receive(0)) or link.receive() or link.is_up))
     server.close()
@@ -256,7 +257,7 @@ def test_a_target_that_leaves_before_its_reply_ends_nobody_else(place):
 def test_sessions_end_with_their_connection(place):
     server, worker = Server(place), DraftWorker(Oracle())
     with linked(place) as link:
-        end = time.monotonic() + LONG_S
+        end = time.monotonic() + HANG_S
         while not worker.num_sessions:
             link.receive()
             if link.is_up and not count(link, "asks"):

@@ -15,16 +15,16 @@ from dllm.remote.stream import Server
 from dllm.remote.wire import Ask, Guess, Reply, Told, reply_bytes
 from dllm.remote.worker import DraftWorker
 from tests.support.oracle import Oracle, plain
+from tests.support.patience import HANG_S
 
 PROMPT = [1, 2, 3]
 ANSWER = [Guess(1, 3, plain(PROMPT, 2)[3:])]
-LONG_S = 300.0  # a test that waits so long has failed
 TCP = Address(host="127.0.0.1")
 
 
 def until(link: Link, holds: Callable[[], bool]) -> None:
     """Wait for something that news of this link bring."""
-    end = time.monotonic() + LONG_S
+    end = time.monotonic() + HANG_S
     while not holds():
         assert time.monotonic() < end, "not in time"
         stream.wait([link.connection] if link.connection else [], 0.01)
@@ -47,7 +47,7 @@ def serving(address: Address, keys: Keys | None = None) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def linked(address: Address, keys: Keys | None = None, max_rows: int = 8) -> Iterator[Link]:
-    link = Link(str(address), dialer(address, keys, reply_bytes(max_rows)), LONG_S, Counts())
+    link = Link(str(address), dialer(address, keys, reply_bytes(max_rows)), HANG_S, Counts())
     try:
         yield link
     finally:
