@@ -12,6 +12,7 @@ kind, and a table or a message.
 """
 
 import json
+import logging
 import multiprocessing
 import os
 import resource
@@ -32,6 +33,8 @@ from dllm.grammar.reach import nearest
 from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import by_tokens
 from dllm.grammar.vocabulary import Vocabulary
+
+logger = logging.getLogger(dllm.LOGGER)
 
 SECONDS = 10.0  # of a processor, for one grammar
 PATIENCE = 6  # times as long by the clock: the lowest priority gets little of a busy machine
@@ -104,8 +107,10 @@ class Children:
 
     def _running(self) -> socket.socket:
         """The way to the process that forks, which is started when there is none: in 2 to 3 s."""
-        if self._control is None or self.forking is None or self.forking.poll() is not None:
+        if self.forking is not None and (code := self.forking.poll()) is not None:
+            logger.warning("What compiles grammars ended with exit code %d; it starts again", code)
             self.close()
+        if self._control is None or self.forking is None:
             self._control, theirs = socket.socketpair()
             path = [str(Path(dllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
             limits = [str(self.seconds), str(self.most_memory)]

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from dllm.grammar import children as children_of
 from dllm.grammar import compile as compiling
 from dllm.grammar.automaton import DEAD
 from dllm.grammar.children import Children
@@ -237,13 +238,16 @@ def test_a_grammar_that_takes_too_much_memory_is_ended():
     children.close()
 
 
-def test_a_process_that_dies_is_replaced(children):
-    """Its death says nothing about the grammar that comes next."""
+def test_a_process_that_dies_is_replaced(children, monkeypatch):
+    """Its death says nothing about the grammar that comes next; it is logged."""
+    said = []
+    monkeypatch.setattr(children_of.logger, "warning", lambda *line: said.append(line))
     made = grammars(children)
     made.begin(Spec("regex", "a"), []).result()
     children.forking.send_signal(signal.SIGKILL)
     children.forking.wait()
     assert len(made_by(made, Spec("regex", "ab")).accepts) == 3
+    assert [code for _, code in said] == [-signal.SIGKILL]
 
 
 BUSY = """
