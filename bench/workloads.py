@@ -3,8 +3,8 @@
 Three schedules, each with the prompts that it makes sense for:
 
     adaptive    held-out questions of the task suite (``dllm/tasks/suite.py``), as many of each
-                family, as chat messages. Answers end where the model ends them, and blocks stop when
-                they converge. Or the prompts of a file, for a model that does not know the suite.
+                family, as chat messages. Answers end where the model ends them, and blocks stop
+                when they converge. Or prompts of a file, for a model that does not know the suite.
     structured  those of them that ask for JSON, held to its schema by ``response_format``.
     fixed       random tokens, answered with exactly as many tokens as asked for. Every block takes
                 the same number of denoise steps, so this measures what a pass costs.

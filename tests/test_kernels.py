@@ -33,7 +33,7 @@ LOW = {90: ("full, fp8 cache", "draft"), 100: ("full", "full, fp8 cache", "draft
 def report(arch: int) -> dict[str, Any]:
     """What ``kernel_launches`` prints for a GPU."""
     worker = ("-m", "tests.support.kernel_launches", str(arch))
-    result = run_python(*worker, environment={"TRITON_INTERPRET": None}, timeout=900)
+    result = run_python(*worker, environment={"TRITON_INTERPRET": None})
     return dict(printed_json(result))
 
 

@@ -176,18 +176,34 @@ def check_pair(drafter: DrafterConfig, target: TargetFacts) -> None:
         )
 
 
-def check_tokenizers(drafter: Mapping[str, int], target: Mapping[str, int]) -> None:
-    """Refuse a drafter whose tokenizer numbers a token differently from the target's.
+def check_tokenizers(
+    drafter: Mapping[str, int], target: Mapping[str, int], mask_token_id: int
+) -> None:
+    """Refuse a drafter whose tokenizer contradicts the target's.
+
+    It may have a token more, at an id that the target's leaves free: the drafter's mask, usually.
+    What the mask is called does not matter: no text holds it.
+
+    Args:
+        drafter, target: token -> id.
 
     Raises:
-        ValueError: the first such token, with both ids.
+        ValueError: the first token that has two ids, or id that has two tokens.
     """
+    names = {number: token for token, number in target.items()}
     for token, given in sorted(drafter.items(), key=lambda item: item[1]):
-        if target.get(token) != given:
-            raise ValueError(
-                f"The drafter's tokenizer has token {token!r} as {given}, the target's as "
-                f"{target.get(token, 'none')}. Serve the target that the drafter was trained for."
-            )
+        if given == mask_token_id:
+            continue
+        if target.get(token, given) != given:
+            different = f"token {token!r} as {given}, the target's as {target[token]}"
+        elif token not in target and given in names:
+            different = f"{token!r} as token {given}, the target's has {names[given]!r}"
+        else:
+            continue
+        raise ValueError(
+            f"The drafter's tokenizer has {different}. Serve the target that the drafter was "
+            "trained for."
+        )
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     check_tokenizers(
         _vocabulary(draft.model, draft.revision),
         _vocabulary(target.tokenizer, target.tokenizer_revision),
+        drafter.mask_token_id,
     )
     return drafter
 

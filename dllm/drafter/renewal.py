@@ -11,9 +11,10 @@ depend on drafts, so it does not depend on when this happens either. The drafter
 running requests are still those of the weights before. Their next drafts may be worse.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -43,12 +44,24 @@ def checkpoint(folder: Path, number: int) -> Path:
     return folder / f"{number:0{DIGITS}}"
 
 
-def read_weights(path: Path) -> Weights:
-    """All tensors of a checkpoint, in host memory."""
+def open_weights(path: Path) -> list[BinaryIO]:
+    """A checkpoint's files of weights."""
+    return [part.open("rb") for part in sorted(path.glob(WEIGHTS))]
+
+
+def read_weights(files: Iterable[BinaryIO]) -> Weights:
+    """All tensors of these files, in host memory; also of files that were deleted meanwhile."""
     found: Weights = {}
-    for part in sorted(path.glob(WEIGHTS)):
-        found |= load_file(part)
+    for file in files:
+        found |= load_file(f"/proc/self/fd/{file.fileno()}")
     return found
+
+
+class Version(NamedTuple):
+    """A checkpoint that was read."""
+
+    files: list[BinaryIO]
+    weights: Weights
 
 
 class Renewal:
@@ -73,9 +86,12 @@ class Renewal:
     ) -> None:
         self.folder, self.initial, self.load, self.refuse = folder, initial, load, refuse
         self.current = self._num_steps = 0
+        # Of the checkpoint in use. They stay open, because the trainer deletes old checkpoints, and
+        # the server has to go back to this one if a newer one fails halfway.
+        self._files = open_weights(initial)
         self._refused: set[int] = set()  # also where the folder cannot be written to
         self._reader = ThreadPoolExecutor(1, "dllm-renewal")
-        self._reading: Future[Weights | None] | None = None  # of the checkpoint ``_next``
+        self._reading: Future[Version | None] | None = None  # of the checkpoint ``_next``
         self._next = 0
 
     def after_step(self) -> None:
@@ -106,21 +122,25 @@ class Renewal:
             logger.warning_once("The folder %s cannot be read: %s", str(self.folder), str(error))
             return 0
 
-    def _use(self, number: int, weights: Weights | None) -> None:
+    def _use(self, number: int, version: Version | None) -> None:
         """Copy weights over those in use, on all ranks or on none.
 
         Args:
-            weights: None if they cannot be read, or do not fit; the checkpoint is rejected then.
+            version: None if it cannot be read, or does not fit; the checkpoint is rejected then.
         """
-        if not all_ranks_say_yes(weights is not None and self._loads(number, weights)):
+        is_loaded = version is not None and self._loads(number, version.weights)
+        if not all_ranks_say_yes(is_loaded):
             self._reject(number)
-            if weights is not None:  # loaded by this rank, in part at least
-                in_use = self._read(self.current)
-                if in_use is None or not self._loads(self.current, in_use):
+            if version is not None:  # loaded by this rank, in part at least
+                in_use = self._read(self.current, self._files)
+                if in_use is None or not self._loads(self.current, in_use.weights):
                     logger.error("The drafter is damaged, and drafts are bad: restart the server.")
             return
+        assert version is not None
         logger.info("The drafter is that of %s", self._path(number))
-        self.current = number
+        for file in self._files:
+            file.close()
+        self.current, self._files = number, version.files
 
     def _loads(self, number: int, weights: Weights) -> bool:
         """Copy weights over those in use; False if that failed halfway."""
@@ -134,15 +154,20 @@ class Renewal:
     def _path(self, number: int) -> Path:
         return checkpoint(self.folder, number) if number else self.initial
 
-    def _read(self, number: int) -> Weights | None:
-        """A checkpoint's weights; None and a warning if they cannot be read, or do not fit."""
+    def _read(self, number: int, files: list[BinaryIO] | None = None) -> Version | None:
+        """A checkpoint; None and a warning if it cannot be read, or does not fit.
+
+        Args:
+            files: if they are open.
+        """
         try:
-            weights = read_weights(self._path(number))
+            files = open_weights(self._path(number)) if files is None else files
+            weights = read_weights(files)
             self.refuse(weights)
         except Exception as error:  # cut short, deleted meanwhile, or of another shape
             logger.warning("The drafter %s cannot be used: %s", self._path(number), error)
             return None
-        return weights
+        return Version(files, weights)
 
     def _reject(self, number: int) -> None:
         """Never use this checkpoint again, and tell the trainer."""

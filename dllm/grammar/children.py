@@ -12,6 +12,7 @@ kind, and a table or a message.
 """
 
 import json
+import logging
 import multiprocessing
 import os
 import resource
@@ -34,7 +35,10 @@ from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import by_tokens
 from dllm.grammar.vocabulary import Vocabulary
 
-SECONDS = 10.0  # for one grammar
+logger = logging.getLogger(dllm.LOGGER)
+
+SECONDS = 10.0  # of a processor, for one grammar
+PATIENCE = 6  # times as long by the clock: the lowest priority gets little of a busy machine
 MOST_MEMORY = 1 << 30  # bytes for one grammar
 SHOWN = 300  # characters of a message of xgrammar
 TABLE, REFUSAL, OUT_OF_MEMORY = b"T", b"R", b"M"  # kinds of answers
@@ -44,7 +48,7 @@ class Children:
     """Of one vocabulary; for any number of threads.
 
     Args:
-        seconds: for one grammar, without the start of the first process.
+        seconds: of a processor, for one grammar; PATIENCE times as long by the clock.
         most_memory: bytes for one grammar.
     """
 
@@ -95,7 +99,7 @@ class Children:
                 ours.send_bytes(json.dumps(request).encode())
                 return ours.recv_bytes()
             except (EOFError, OSError):
-                if time.monotonic() - begun < self.seconds:
+                if time.monotonic() - begun < self.seconds:  # no time is over: it was killed
                     return b""
                 raise TooSlow(
                     f"The grammar took more than {self.seconds:g} s to compile. Make it smaller: "
@@ -104,8 +108,10 @@ class Children:
 
     def _running(self) -> socket.socket:
         """The way to the process that forks, which is started when there is none: in 2 to 3 s."""
-        if self._control is None or self.forking is None or self.forking.poll() is not None:
+        if self.forking is not None and (code := self.forking.poll()) is not None:
+            logger.warning("What compiles grammars ended with exit code %d; it starts again", code)
             self.close()
+        if self._control is None or self.forking is None:
             self._control, theirs = socket.socketpair()
             path = [str(Path(dllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
             limits = [str(self.seconds), str(self.most_memory)]
@@ -138,7 +144,7 @@ def main(seconds: float, most_memory: int) -> None:
     The vocabulary comes first. This process leads a group of its own, in which its children are.
 
     Args:
-        seconds: after so many a child ends.
+        seconds: of a processor, after which a child ends.
         most_memory: bytes, in addition to those of this process.
     """
     import xgrammar  # here: it imports PyTorch
@@ -159,7 +165,7 @@ def main(seconds: float, most_memory: int) -> None:
             os.killpg(0, signal.SIGKILL)
         if os.fork() == 0:
             control.close()
-            signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends it, also inside of C++
+            end_after(seconds)
             used = int(Path("/proc/self/statm").read_text().split()[0])
             most = used * os.sysconf("SC_PAGE_SIZE") + most_memory
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -167,6 +173,12 @@ def main(seconds: float, most_memory: int) -> None:
             connection.send_bytes(_answer(compiler, vocabulary, connection.recv_bytes()))
             os._exit(0)
         os.close(sockets[0])
+
+
+def end_after(seconds: float) -> None:
+    """End this process by SIGPROF or SIGALRM, also inside of C++, when its time is over."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
 
 
 def _answer(compiler: Any, vocabulary: Vocabulary, request: bytes) -> bytes:

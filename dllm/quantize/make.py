@@ -3,6 +3,7 @@
 This is the main program of LLM Compressor's environment; ``dllm.quantize.command`` starts it.
 """
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -95,8 +96,11 @@ def run_record(job: Job) -> dict[str, object]:
         "made_with": {name: _version(name) for name in ("llmcompressor", "compressed-tensors")},
     }
     if job.scheme.needs_calibration:
+        # Prompts may be traffic, which nobody wants to publish with the checkpoint.
+        given = json.dumps(job.prompts, sort_keys=True).encode()
         record["calibration"] = {
-            "prompts": job.prompts,
+            "prompts": len(job.prompts),
+            "sha256": hashlib.sha256(given).hexdigest(),
             "blocks": job.blocks,
             "seed": job.seed,
         }

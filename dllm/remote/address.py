@@ -16,6 +16,8 @@ TCP = re.compile(r"tcp://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\*|[0-9]{1,5})")
 MAX_PATH_BYTES = 107  # Linux
 DEFAULT = "~/.cache/dllm/drafts/worker.sock"
 
+Place = tuple[int, tuple[str, int] | str]  # family of a socket; (address, port), or a path
+
 
 class Address(NamedTuple):
     """A parsed address.
@@ -43,20 +45,19 @@ class Address(NamedTuple):
         except ValueError:
             return False
 
-    def resolve(self) -> tuple[int, tuple[str, int] | str]:
-        """The family of the socket, and where it binds or connects. May ask a name server.
+    def resolve(self) -> list[Place]:
+        """Where it binds or connects: one place or more. May ask a name server.
 
         Raises:
             ValueError: the host is not known.
         """
         if self.path:
-            return socket.AF_UNIX, self.path
+            return [(socket.AF_UNIX, self.path)]
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise ValueError(f"{self}: {error}") from None
-        family, _, _, _, there = found[0]
-        return family, (str(there[0]), int(there[1]))
+        return [(family, (str(there[0]), int(there[1]))) for family, _, _, _, there in found]
 
 
 def parse(given: object, keys: str | None, where: str, is_own: bool = False) -> Address:

@@ -5,8 +5,7 @@ collect  before the next step is scheduled: what has arrived, or arrives in time
 usable   of a session: drafts that the target's tokens do not contradict
 
 How long a step waits, and whether it asks at all, is the width policy's decision (``drafter``). A
-worker is *out*, so that nobody asks it or waits for it, while its connection is down, and when it
-has not answered within the deadline that the server's options name, until that answer comes.
+worker that is *out* (``link``) is not asked, and nobody waits for it.
 """
 
 import hashlib
@@ -16,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dllm.drafter.metrics import Counts
+from dllm.remote.link import RECONNECT_S, Link
 from dllm.remote.stream import Stream, wait
-from dllm.remote.wire import MAX_ROWS, MAX_TOLD, Ask, Guess, Reply, Told, frame, read_reply
+from dllm.remote.wire import MAX_ROWS, MAX_TOLD, Ask, Guess, Told
 
-RECONNECT_S = 0.1  # between two attempts
-CONNECT_WITHIN_S = 3.0
 MAX_RESETS = 3  # a worker that forgets a session more often is not asked for it again
 
 
@@ -29,104 +27,6 @@ class Wish(NamedTuple):
 
     tokens: Sequence[int]
     want: int
-
-
-class Link:
-    """One worker, as a target sees it: a connection that is made again whenever it breaks.
-
-    Args:
-        dial: begins a connection; gives None if nobody listens.
-        deadline_s: within which the worker has to answer.
-        counts: asks, replies, misses and refused messages are added to it.
-
-    Attributes:
-        is_up: the connection stands.
-        num_ups: how often it came up. Then the worker knows no session.
-        is_late: the last ask was not answered within the deadline.
-        step: of the last ask that has a reply.
-        asked_at: when the oldest ask was sent that was not answered; None if all were.
-        over: sessions that have ended, to be told.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        dial: Callable[[], Stream | None],
-        deadline_s: float,
-        counts: Counts,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.address = address
-        self.connection: Stream | None = None
-        self.is_up = self.is_late = False
-        self.step = self.num_ups = 0
-        self.asked_at: float | None = None
-        self.over: list[int] = []
-        self._dial, self._deadline_s, self._clock = dial, deadline_s, clock
-        self._counts = counts
-        self._dialed_at = float("-inf")
-
-    @property
-    def is_out(self) -> bool:
-        """Whether nobody asks it or waits for it."""
-        return not self.is_up or self.is_late
-
-    def ask(self, ask: Ask) -> bool:
-        """Send an ask; returns whether it is on its way."""
-        if self.connection is None or not self.connection.send(frame(ask)):
-            return False
-        self.count("asks")
-        self.over = []
-        if any(row.want for row in ask.rows):  # others get no reply
-            self.step = ask.step
-            self.asked_at = self._clock() if self.asked_at is None else self.asked_at
-        return True
-
-    def receive(self) -> list[Reply]:
-        """Replies that are there. Takes note of a broken connection, and makes it again."""
-        replies = [] if self.connection is None else self._read(self.connection)
-        self._connect()
-        for reply in replies:
-            self.count("replies")
-            self.is_late = False
-            self.asked_at = None if reply.step >= self.step else self._clock()
-        if self.asked_at is not None and self._clock() - self.asked_at >= self._deadline_s:
-            if not self.is_late:
-                self.count("misses")
-            self.is_late = True
-        return replies
-
-    def _read(self, connection: Stream) -> list[Reply]:
-        try:
-            return [read_reply(data) for data in connection.read()]
-        except ValueError:
-            self.count("refused")
-            self.close()
-            return []
-
-    def _connect(self) -> None:
-        now, connection = self._clock(), self.connection
-        is_slow = not self.is_up and now > self._dialed_at + CONNECT_WITHIN_S
-        if connection is not None and not connection.is_ready:
-            if not connection.is_open or is_slow:
-                self.close()
-        elif connection is not None and not self.is_up:
-            self.is_up = True
-            self.num_ups += 1
-        if self.connection is None and now >= self._dialed_at + RECONNECT_S:
-            self._dialed_at = now
-            self.connection = self._dial()
-
-    def close(self) -> None:
-        """Close the connection; what the worker knew and owed is void."""
-        if self.connection is not None:
-            self.connection.close()
-        self.connection, self.asked_at, self.over = None, None, []
-        self.is_up = self.is_late = False
-
-    def count(self, what: str, amount: int = 1) -> None:
-        """Add to the metric ``remote_WHAT`` of this worker."""
-        self._counts.add(f"remote_{what}", amount, self.address)
 
 
 @dataclass

@@ -18,7 +18,8 @@ from pathlib import Path
 from dllm import LOGGER
 from dllm.remote import dynamo_process
 from dllm.remote.address import Address, parse
-from dllm.remote.client import Client, Link
+from dllm.remote.client import Client
+from dllm.remote.link import Link
 
 logger = logging.getLogger(LOGGER)
 
@@ -166,6 +167,7 @@ class Following:
         there = {link.address: link for link in client.links}
         found = [there.get(each) or self._linked(each) for each in dict.fromkeys(listed)]
         client.use([link for link in found if link is not None])
+        logger.info("discovery: draft workers: %s", [link.address for link in client.links])
 
     def _linked(self, given: str) -> Link | None:
         """The link to a worker; None for an address that is not used, which is logged."""

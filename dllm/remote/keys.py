@@ -66,10 +66,10 @@ class Keys:
         """Refuse a peer whose certificate is not one of those trusted, behind the handshake.
 
         Raises:
-            ConnectionError: it is another one.
+            ssl.SSLError: it is another one.
         """
         if connection.getpeercert(binary_form=True) not in self._trusted:
-            raise ConnectionError("the certificate is not trusted")
+            raise ssl.SSLError("its certificate is not in trusted")
 
 
 def _read(file: Path) -> bytes:

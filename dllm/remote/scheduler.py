@@ -29,10 +29,11 @@ from dllm.drafter.scheduler import DraftingScheduler
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.remote.address import Address, parse
-from dllm.remote.client import Client, Link, Wish
+from dllm.remote.client import Client, Wish
+from dllm.remote.dialing import dialer
 from dllm.remote.discovery import Following, watch_dynamo
 from dllm.remote.keys import Keys
-from dllm.remote.stream import dialer
+from dllm.remote.link import Link
 from dllm.remote.wire import reply_bytes
 from dllm.settings.remote import WHERE
 from dllm.settings.server import PluginOptions

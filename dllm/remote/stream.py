@@ -6,19 +6,22 @@ server has MAX_CONNECTIONS at most.
 """
 
 import contextlib
+import logging
 import os
 import select
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from dllm.remote.address import Address, check_private, make_private
+from dllm.remote.address import Address, make_private
 from dllm.remote.keys import Keys
-from dllm.remote.wire import LENGTH_BYTES, MAX_ASK_BYTES, Ask, Reply, frame, read_ask
+from dllm.remote.report import Report
+from dllm.remote.wire import GREETING, LENGTH_BYTES, MAX_ASK_BYTES, Ask, Reply, frame, read_ask
 
 MAX_CONNECTIONS = 64  # of a server
 CHUNK_BYTES = 1 << 18  # taken from a socket by one `read`
 MAX_FRAMES = 4  # given by one `read`
+CONNECTED = "Targets that are connected: "
 GONE_AFTER_S = 3  # a machine that does not confirm what TCP sent is gone
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -33,7 +36,11 @@ class Stream:
 
     Attributes:
         is_open: not closed.
-        is_ready: connected, and the handshake is over.
+        is_ready: connected, and the handshake of this side is over. With TLS a worker may still
+            refuse its target then: the target hears of it when it reads.
+        error: what closed it; None as long as nothing failed. By a ValueError or an SSLError one
+            side has refused the other.
+        peer: who is at the other end of a server's connection, for log lines.
     """
 
     def __init__(
@@ -43,6 +50,8 @@ class Stream:
         if connection.family != socket.AF_UNIX:
             _notice_lost_machines(connection)
         self.is_open, self.is_ready = True, False
+        self.error: Exception | None = None
+        self.peer = ""
         self._socket, self._max_bytes = connection, max_bytes
         self._keys, self._is_server = keys, is_server
         self._is_writing = not is_server  # the handshake, or the connection before it
@@ -56,7 +65,8 @@ class Stream:
     @property
     def events(self) -> int:
         """What to poll for."""
-        return select.POLLIN | (select.POLLOUT if self._out or self._is_writing else 0)
+        is_writing = self._is_writing or (self.is_ready and self._out)
+        return select.POLLIN | (select.POLLOUT if is_writing else 0)
 
     @property
     def has_news(self) -> bool:
@@ -81,7 +91,7 @@ class Stream:
         return found
 
     def send(self, data: bytes, replaces: bool = False) -> bool:
-        """Send a frame; returns whether it is on its way.
+        """Send a frame, as soon as the connection is ready; returns whether it is on its way.
 
         It is not while the frame before is still waiting.
 
@@ -91,18 +101,20 @@ class Stream:
         with self._closing():
             if self._get_ready():
                 self._flush()
-        if not self.is_ready:
+        if not self.is_open:
             return False
         if self._out:
             self._next = memoryview(data) if replaces else self._next
             return replaces
         self._out = memoryview(data)
         with self._closing():
-            self._flush()
+            if self.is_ready:
+                self._flush()
         return self.is_open
 
-    def close(self) -> None:
-        """Close the connection."""
+    def close(self, error: Exception | None = None) -> None:
+        """Close the connection, because of an error if there is one."""
+        self.error = self.error or error
         self.is_open = self.is_ready = self._is_writing = False
         self._in = bytearray()
         self._out = self._next = memoryview(b"")
@@ -114,7 +126,7 @@ class Stream:
             return None
         size = int.from_bytes(self._in[:LENGTH_BYTES], "big")
         if size > self._max_bytes:
-            self.close()
+            self.close(ValueError(f"a message of {size} bytes; allowed: {self._max_bytes}"))
             return None
         return LENGTH_BYTES + size if LENGTH_BYTES + size <= len(self._in) else None
 
@@ -125,8 +137,8 @@ class Stream:
             yield
         except WOULD_BLOCK:
             pass
-        except OSError:
-            self.close()
+        except OSError as error:
+            self.close(error)
 
     def _get_ready(self) -> bool:
         if not self.is_open or self.is_ready:
@@ -159,7 +171,7 @@ class Stream:
         while left > 0:
             data = self._socket.recv(left)
             if not data:
-                raise ConnectionError("the other side has closed it")
+                raise ConnectionAbortedError("the other side has closed it")
             self._in += data
             left -= len(data)
 
@@ -183,33 +195,6 @@ def _notice_lost_machines(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def dialer(address: Address, keys: Keys | None, max_bytes: int) -> Callable[[], Stream | None]:
-    """What begins a connection to a worker; the call returns None if nobody listens there.
-
-    Raises:
-        ValueError: its host is not known.
-    """
-    family, there = address.resolve()
-
-    def dial() -> Stream | None:
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        try:
-            if address.path:
-                check_private(address.path)
-            connection.connect(there)
-        except BlockingIOError:
-            if address.path:  # the worker has not taken those that knocked before
-                connection.close()
-                return None
-        except (OSError, ValueError):
-            connection.close()
-            return None
-        return Stream(connection, max_bytes, None if address.path else keys)
-
-    return dial
-
-
 def wait(streams: Sequence[Stream], seconds: float, listening: socket.socket | None = None) -> None:
     """Wait until a connection has news or is closed, or somebody connects to a listening socket.
 
@@ -229,23 +214,27 @@ def wait(streams: Sequence[Stream], seconds: float, listening: socket.socket | N
 class Server:
     """A worker's side: asks of MAX_CONNECTIONS targets at most.
 
-    Of more, the one is closed that never asked, or that asked last the longest time ago.
+    Of more, the one is closed that never asked, or that asked last the longest time ago. Who is
+    let in, or refused, is logged.
 
     Raises:
         ValueError: nothing can listen at the address.
 
     Attributes:
         address: where it listens, with the port.
-        num_refused: connections that were closed because they sent what is no ask.
+        num_refused: connections that were closed because their handshake failed, or they sent what
+            is no ask.
     """
 
     def __init__(self, address: Address, keys: Keys | None = None) -> None:
         self.num_refused = 0
+        self._last_refusal = ""
+        self._report = Report(said=f"{CONNECTED}0")
         self._keys = None if address.path else keys
         self._streams: dict[int, Stream] = {}  # by number; in the order of their last asks
         self._have_asked: set[int] = set()
         self._number = 0
-        family, there = address.resolve()
+        family, there = address.resolve()[0]
         if address.path:
             make_private(address.path)
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -273,18 +262,21 @@ class Server:
             for ask in self._asks(number, stream):
                 yield number, ask
             if not stream.is_open:
+                if isinstance(stream.error, ValueError | ssl.SSLError):
+                    self.num_refused += 1
+                    self._last_refusal = f"{stream.peer}: {stream.error}"
                 self._drop(number)
                 yield number, None
         for number in self._accept():
             yield number, None
+        self._say()
 
     def _asks(self, number: int, stream: Stream) -> Iterator[Ask]:
         for data in stream.read():
             try:
                 ask = read_ask(data)
-            except ValueError:
-                self.num_refused += 1
-                stream.close()
+            except ValueError as error:
+                stream.close(error)
                 return
             self._streams[number] = self._streams.pop(number)  # behind all others
             self._have_asked.add(number)
@@ -294,7 +286,7 @@ class Server:
         """Let in who knocks; gives the numbers of those that are closed to make room."""
         for _ in range(MAX_CONNECTIONS):
             try:
-                connection, _ = self._socket.accept()
+                connection, where = self._socket.accept()
             except OSError:  # nobody is left, or left again
                 return
             if len(self._streams) == MAX_CONNECTIONS:
@@ -303,11 +295,19 @@ class Server:
                 yield first
             self._number += 1
             stream = Stream(connection, MAX_ASK_BYTES, self._keys, is_server=True)
+            stream.peer = where[0] if where else "this machine"
+            stream.send(frame(GREETING))
             self._streams[self._number] = stream
 
     def _drop(self, number: int) -> None:
         self._streams.pop(number).close()
         self._have_asked.discard(number)
+
+    def _say(self) -> None:
+        count = sum(stream.is_ready for stream in self._streams.values())
+        refused = f"; {self.num_refused} were refused, the last one {self._last_refusal}"
+        what = f"{CONNECTED}{count}" + (refused if self.num_refused else "")
+        self._report(what, logging.WARNING if self.num_refused else logging.INFO)
 
     def reply(self, number: int, message: Reply) -> None:
         """Send a reply. One that waits because the target does not read is replaced."""

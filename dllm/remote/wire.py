@@ -78,6 +78,8 @@ class Reply(Struct, array_like=True, forbid_unknown_fields=True, tag="dllm-reply
     rows: Annotated[list[Guess], Meta(max_length=MAX_ROWS)]
 
 
+GREETING = Reply(0, [])  # a worker's first message, when it has let a target in
+
 _encode = msgspec.msgpack.Encoder().encode
 read_ask = msgspec.msgpack.Decoder(Ask).decode  # ValueError for what is no such message
 read_reply = msgspec.msgpack.Decoder(Reply).decode

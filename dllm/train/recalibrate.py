@@ -7,6 +7,7 @@ priority and stops with Ctrl-C.
 """
 
 import argparse
+import fcntl
 import itertools
 import os
 import shutil
@@ -14,7 +15,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +34,9 @@ from dllm.train.settings import CONTINUED
 from dllm.train.target import read_config, target_facts
 
 MIN_GAIN = 0.01  # share by which a published drafter's tokens a step exceed those of its base
-KEPT = 3  # published drafters that stay on disk: the one in use, one being read, a newer one
+# Published drafters that stay on disk: what a server looks at should not be gone when it reads it.
+# The one in use it keeps open (``Renewal``).
+KEPT = 3
 LOWEST_PRIORITY = 19
 SECONDS_BETWEEN_LOOKS = 5.0
 SNAPSHOT = "round-"  # folders of links to the shards, inside the recording's
@@ -56,19 +60,33 @@ def main(argv: Sequence[str]) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     # Recordings are private: none may be left behind when the command is stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    for leftover in given.buffer.glob(f"{SNAPSHOT}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     seen: set[str] = set()
-    for number in itertools.count(1) if given.rounds is None else range(1, given.rounds + 1):
-        seen = wait_for_news(given.buffer, seen)
-        with tempfile.TemporaryDirectory(dir=given.buffer, prefix=SNAPSHOT) as snapshot:
-            link_shards(given.buffer, Path(snapshot))
-            try:
-                happened = one_round(given, ends, Path(snapshot))
-            except TooFewSamples as error:
-                happened = str(error)
-        print(f"round {number}: {happened}", flush=True)
+    with snapshots(given.buffer):
+        for number in itertools.count(1) if given.rounds is None else range(1, given.rounds + 1):
+            seen = wait_for_news(given.buffer, seen)
+            with tempfile.TemporaryDirectory(dir=given.buffer, prefix=SNAPSHOT) as snapshot:
+                link_shards(given.buffer, Path(snapshot))
+                try:
+                    happened = one_round(given, ends, Path(snapshot))
+                except TooFewSamples as error:
+                    happened = str(error)
+            print(f"round {number}: {happened}", flush=True)
     return OK
+
+
+@contextmanager
+def snapshots(buffer: Path) -> Iterator[None]:
+    """Lets this process take snapshots; if it is alone, deletes those that others have left."""
+    folder = os.open(buffer, os.O_RDONLY)
+    try:
+        with suppress(BlockingIOError):  # others are at work
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for leftover in buffer.glob(f"{SNAPSHOT}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        fcntl.flock(folder, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(folder)
 
 
 def one_round(given: argparse.Namespace, ends: TargetEnds, buffer: Path) -> str:

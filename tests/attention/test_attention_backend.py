@@ -65,7 +65,7 @@ def runs(checkpoint, family, tmp_path_factory):
         jobs[f"{name}, graphs"] = jobs[name] | {"graphs": graphs}
     output = tmp_path_factory.mktemp("backend") / "runs.pt"
     worker = ("-m", "tests.support.attention_backend_worker", json.dumps(jobs), str(output))
-    run_python(*worker, timeout=600)
+    run_python(*worker)
     return torch.load(output)
 
 

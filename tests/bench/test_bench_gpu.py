@@ -1,8 +1,11 @@
 """bench/gpu.py without a GPU: what is run, what is not and why, and how a part is ended."""
 
+import functools
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from bench.roofline import released_config
 from dllm.engine.loop import bound_s
 from dllm.models.gemma.tiny import tiny_config
 from dllm.settings.server import PluginOptions
+from tests.support.patience import HANG_S
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -49,10 +53,25 @@ ENDS = {
     "hung in a thread pool": """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 with ThreadPoolExecutor() as pool:
+    Path(__file__).with_name("hangs").touch()
     pool.submit(time.sleep, 600).result()
 """,
     "ended": "os._exit(0)",
 }
+
+
+class Hung(subprocess.Popen):
+    """A process whose time is over once a file says that it hangs."""
+
+    def __init__(self, file: Path, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.file = file
+
+    def wait(self, timeout: float | None = None) -> int:
+        while timeout is not None and not self.file.exists():
+            assert self.poll() is None
+            time.sleep(0.01)
+        return super().wait(0 if timeout is not None else None)
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -65,7 +84,10 @@ def test_a_part_ends_with_its_servers(
     (tmp_path / "part.py").write_text(STARTS_A_SERVER + ENDS[end])
     mine = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     expected = {"killed": "FAILED, exit code -9", "ended": "ran, "}.get(end, "stopped after 8 s")
-    how = gpu.run(["part"], 8.0 if expected.startswith("stopped") else 300.0)
+    if expected.startswith("stopped"):
+        monkeypatch.setattr(gpu.subprocess, "Popen", functools.partial(Hung, tmp_path / "hangs"))
+    how = gpu.run(["part"], 8.0 if expected.startswith("stopped") else HANG_S)
+    monkeypatch.undo()
     assert how.startswith(expected)
     for process_id in (tmp_path / "ids").read_text().split():
         assert not Path("/proc", process_id).exists()

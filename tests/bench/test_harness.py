@@ -41,7 +41,7 @@ def evaluate(
     command += ["--include_path", "bench/harness", "--tasks", task, "--output_path", str(folder)]
     command += ["--metadata", json.dumps({"count": count})]
     environment = {"PYTHONPATH": f"{ROOT}:{HARNESS}", "HF_HUB_OFFLINE": "1"}
-    return run_python(*command, environment=environment, timeout=500, status=status).stderr
+    return run_python(*command, environment=environment, status=status).stderr
 
 
 def figures(folder: Path, task: str) -> dict[str, float]:

@@ -146,8 +146,8 @@ def test_a_drafter_of_another_target_is_refused_with_both_values(config, words):
 
 def test_a_fitting_pair_is_not_refused():
     check_pair(read(drafter_config()), TARGET)
-    check_tokenizers({"a": 0}, {"a": 0, "b": 1})
-    check_tokenizers({}, {"a": 0})
+    for drafter in ({"a": 0}, {}, {"a": 0, "b": 1, "<mask>": 2}, {"<mask>": 5, "more": 6}):
+        check_tokenizers(drafter, {"a": 0, "b": 1, "reserved": 5}, mask_token_id=5)
 
 
 def test_an_unstated_rope_style_beside_an_interleaved_target_is_refused():
@@ -160,9 +160,9 @@ def test_an_unstated_rope_style_beside_an_interleaved_target_is_refused():
 
 def test_another_tokenizer_is_refused_with_both_ids():
     with pytest.raises(ValueError, match=r"'b' as 1, the target's as 2"):
-        check_tokenizers({"a": 0, "b": 1}, {"a": 0, "b": 2})
-    with pytest.raises(ValueError, match=r"'c' as 1, the target's as none"):
-        check_tokenizers({"a": 0, "c": 1}, {"a": 0, "b": 2})
+        check_tokenizers({"a": 0, "b": 1}, {"a": 0, "b": 2}, mask_token_id=5)
+    with pytest.raises(ValueError, match=r"'c' as token 2, the target's has 'b'"):
+        check_tokenizers({"a": 0, "c": 2}, {"a": 0, "b": 2}, mask_token_id=5)
 
 
 # --- the server's options -------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import shutil
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from dllm.drafter.renewal import (
     REJECTED,
     STEPS_BETWEEN_LOOKS,
     Renewal,
+    Weights,
     checkpoint,
+    open_weights,
     read_weights,
 )
 from tests.support.drafter_harness import (
@@ -33,6 +36,10 @@ from tests.support.drafter_pairs import (
 )
 
 NUM_DRAFTS = 5
+
+
+def weights_of(path: Path) -> Weights:
+    return read_weights(open_weights(path))
 
 
 def publish(folder: Path, number: int, seed: int) -> Path:
@@ -85,7 +92,7 @@ def test_the_newest_drafter_is_taken_two_looks_later(tmp_path):
         assert server.renewal.current == before
         server.serve(1)
         assert server.renewal.current == numbers[-1]
-        expected = read_weights(checkpoint(folder, numbers[-1]))
+        expected = weights_of(checkpoint(folder, numbers[-1]))
         assert all((server.loaded[-1][name] == tensor).all() for name, tensor in expected.items())
     server.serve(4 * STEPS_BETWEEN_LOOKS)
     assert len(server.loaded) == 2 and not (folder / REJECTED).exists()
@@ -95,9 +102,9 @@ def test_the_newest_drafter_is_taken_two_looks_later(tmp_path):
 def test_what_cannot_be_used_is_not_loaded_and_no_step_waits_for_it(tmp_path, damage, monkeypatch):
     reads = []
 
-    def read(path: Path) -> dict[str, torch.Tensor]:
+    def read(files: list[BinaryIO]) -> dict[str, torch.Tensor]:
         reads.append(threading.current_thread())
-        return read_weights(path)
+        return read_weights(files)
 
     monkeypatch.setattr(renewal, "read_weights", read)
     initial = publish(tmp_path / "initial", 1, seed=1)
@@ -124,8 +131,8 @@ def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path, monkeypatch)
     publish(tmp_path / "newer", 1, seed=2)
     reads, open_file = [], Path.open
 
-    def read(path: Path) -> None:
-        reads.append(path)
+    def read(files: list[BinaryIO]) -> None:
+        reads.extend(Path(file.name).parent for file in files)
         raise ValueError("damaged")
 
     def open_to_read(path: Path, mode: str = "r", *rest, **options):
@@ -141,6 +148,32 @@ def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path, monkeypatch)
     (tmp_path / "newer" / REJECTED).mkdir()  # nor can it be read
     server.serve(2 * STEPS_BETWEEN_LOOKS)
     assert server.renewal.current == 0
+
+
+@pytest.mark.parametrize("in_use", [0, 1])
+def test_a_server_goes_back_to_a_drafter_that_was_deleted_meanwhile(tmp_path, in_use):
+    """The trainer has published so many newer ones, of which the last fails halfway."""
+    folder, initial = tmp_path / "newer", publish(tmp_path / "initial", 1, seed=1)
+    server = Server(folder, initial)
+    if in_use:
+        publish(folder, in_use, seed=2)
+        server.serve(2 * STEPS_BETWEEN_LOOKS)
+    assert server.renewal.current == in_use
+    expected = weights_of(server.renewal._path(in_use))
+    publish(folder, 7, seed=3)
+    shutil.rmtree(server.renewal._path(in_use))
+    loads = []
+
+    def load(weights: Weights) -> None:
+        loads.append(weights)
+        if len(loads) == 1:
+            raise RuntimeError("halfway")
+
+    server.renewal.load = load
+    server.serve(2 * STEPS_BETWEEN_LOOKS)
+    assert server.renewal.current == in_use and server.renewal._refused == {7}
+    assert len(loads) == 2
+    assert all((loads[1][name] == tensor).all() for name, tensor in expected.items())
 
 
 # --- in an engine ---------------------------------------------------------------------------------
@@ -166,7 +199,7 @@ def test_renewed_weights_draft_as_those_of_a_server_that_started_with_them(targe
             addresses = [param.data_ptr() for param in speculator.model.parameters()]
             context = speculator.model.model._fused_kv_weight.data_ptr()
             with torch.inference_mode():
-                speculator._reload(read_weights(second))
+                speculator._reload(weights_of(second))
             assert [param.data_ptr() for param in speculator.model.parameters()] == addresses
             assert speculator.model.model._fused_kv_weight.data_ptr() == context
         engine.reset_prefix_cache()
@@ -184,7 +217,7 @@ def test_weights_of_another_shape_are_refused_and_those_in_use_stay(target, tmp_
     engine = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(tmp_path / "none")})
     model = engine.runner.speculator.model
     before = [param.clone() for param in model.parameters()]
-    weights = read_weights(first)
+    weights = weights_of(first)
     weights["norm.weight"] = weights["norm.weight"][:-1]
     with pytest.raises(ValueError, match=r"norm\.weight"):
         model.refuse_weights(weights)

@@ -143,7 +143,7 @@ def test_two_ranks_generate_the_tokens_of_one(checkpoint, family, cases):
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     models = [str(checkpoint() if name == "gemma" else family(name)) for name, _ in cases]
     given = json.dumps([(path, *case) for path, case in zip(models, cases, strict=True)])
-    printed = printed_json(run_python("-m", __name__, given, environment=environment, timeout=600))
+    printed = printed_json(run_python("-m", __name__, given, environment=environment))
     for path, case, found in zip(models, cases, printed, strict=True):
         expected = answers(get_engine(path, max_num_batched_tokens=256), REQUESTS_OF[case[0]])
         for ours, theirs in zip(found, expected, strict=True):

@@ -22,12 +22,12 @@ from dllm.patches import gpu_worker
 from dllm.patches.worker import Records
 from dllm.settings.request import LEAST_ROWS
 from tests.support.engine_harness import Engine, Run, assert_same_runs, get_engine
+from tests.support.patience import HANG_S
 from tests.support.process import printed_json, run_python
 
 pytestmark = pytest.mark.slow
 
 CANVAS = 32
-TIMEOUT_S = 500
 
 
 @contextmanager
@@ -309,7 +309,7 @@ def starts(
 
     def start() -> dict[str, Any]:
         worker = ("-m", "tests.support.compiled_start_worker", str(model))
-        return printed_json(run_python(*worker, environment=environment, timeout=TIMEOUT_S))
+        return printed_json(run_python(*worker, environment=environment, timeout=HANG_S))
 
     first = start()
     library = min(cache.rglob("*.main.so"))

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from dllm.grammar import children as children_of
 from dllm.grammar import compile as compiling
 from dllm.grammar.automaton import DEAD
 from dllm.grammar.children import Children
@@ -19,7 +20,8 @@ from dllm.grammar.compile import Grammars, Spec, Tokens
 from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import Table
 from tests.support.grammars import GRAMMARS, VOCABULARY, WORDS, table
-from tests.support.process import start_python
+from tests.support.patience import HANG_S
+from tests.support.process import run_python, start_python
 
 PERSON = Spec("json", GRAMMARS["person"][1], any_whitespace=False)
 SCATTERED = [f"{number * 2654435761 % 2**32:08x}" for number in range(2000)]
@@ -28,7 +30,7 @@ SLOW = Spec("regex", "(((a{1,30}){1,30}){1,30}){1,30}")
 
 @pytest.fixture(scope="module")
 def children():
-    made = Children(VOCABULARY, seconds=600)  # no test that shares them is about time
+    made = Children(VOCABULARY, seconds=HANG_S)  # no test that shares them is about time
     yield made
     made.close()
 
@@ -117,7 +119,7 @@ def test_what_is_in_memory_does_not_wait_for_the_vocabulary():
 
     def read_tokens():
         reading.set()
-        assert may_go.wait(60)
+        assert may_go.wait(HANG_S)
         raise ValueError("enough")
 
     def ask():
@@ -127,10 +129,10 @@ def test_what_is_in_memory_does_not_wait_for_the_vocabulary():
     made = Grammars(read_tokens)
     thread = threading.Thread(target=ask)
     thread.start()
-    assert reading.wait(60)
+    assert reading.wait(HANG_S)
     asked = threading.Thread(target=lambda: made.begin(PERSON, []))
     asked.start()
-    asked.join(60)
+    asked.join(HANG_S)
     is_free = not asked.is_alive()
     may_go.set()
     thread.join()
@@ -216,6 +218,17 @@ def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_served():
     children.close()
 
 
+@pytest.mark.parametrize(
+    ("patience", "work", "ended_by"),
+    [("10**6", "while True: pass", signal.SIGPROF), ("1", "time.sleep(10**6)", signal.SIGALRM)],
+    ids=["of a processor", "by the clock"],
+)
+def test_the_time_of_a_grammar_is_that_of_a_processor(patience, work, ended_by):
+    """Or a machine that does much else would refuse what it serves at other times."""
+    limited = f"import time; from dllm.grammar import children; children.PATIENCE = {patience}"
+    run_python("-c", f"{limited}; children.end_after(0.1)\n{work}", status=-ended_by)
+
+
 def test_a_grammar_that_takes_too_much_memory_is_ended():
     children = Children(VOCABULARY, seconds=60, most_memory=256 << 20)
     names = [f"f{i}" for i in range(1000)]
@@ -225,13 +238,16 @@ def test_a_grammar_that_takes_too_much_memory_is_ended():
     children.close()
 
 
-def test_a_process_that_dies_is_replaced(children):
-    """Its death says nothing about the grammar that comes next."""
+def test_a_process_that_dies_is_replaced(children, monkeypatch):
+    """Its death says nothing about the grammar that comes next; it is logged."""
+    said = []
+    monkeypatch.setattr(children_of.logger, "warning", lambda *line: said.append(line))
     made = grammars(children)
     made.begin(Spec("regex", "a"), []).result()
     children.forking.send_signal(signal.SIGKILL)
     children.forking.wait()
     assert len(made_by(made, Spec("regex", "ab")).accepts) == 3
+    assert [code for _, code in said] == [-signal.SIGKILL]
 
 
 BUSY = """
@@ -258,7 +274,7 @@ def test_a_busy_child_ends_with_the_process_that_asked_and_alone(ended):
         poll = select.poll()
         for handle in handles[ended == "child" :]:
             poll.register(handle, select.POLLIN)
-            assert poll.poll(30_000)
+            assert poll.poll(1000 * HANG_S)
             poll.unregister(handle)
         if ended == "child":
             assert busy_child(forking).pid != child.pid  # it is asked once more

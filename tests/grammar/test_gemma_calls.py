@@ -16,6 +16,7 @@ from dllm.grammar.gemma_calls import BEGIN, END, QUOTE, structural_tag
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas, budget_of
 from tests.support.grammars import STOP, VOCABULARY, WORDS
+from tests.support.patience import HANG_S
 
 DAY = {"type": "string", "enum": ["Monday", "Friday"]}
 SCHEMAS = {
@@ -67,7 +68,7 @@ FREE = ({"type": "object"}, True, {})
 
 @pytest.fixture(scope="module")
 def compiler():
-    children = Children(VOCABULARY)
+    children = Children(VOCABULARY, seconds=HANG_S)
     yield Grammars(lambda: Tokens(list(WORDS), {}), children=children)
     children.close()
 

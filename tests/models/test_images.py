@@ -63,7 +63,6 @@ def test_the_cases(chosen: str, interpret: str) -> None:
         *command,
         "tests/models/image_cases.py",
         environment={"PYTHONPATH": path_with_torchvision(), "TRITON_INTERPRET": interpret},
-        timeout=600,
     )
     assert re.search(r"\d+ passed", result.stdout) and "skipped" not in result.stdout
 

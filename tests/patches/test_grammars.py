@@ -14,6 +14,7 @@ from dllm.grammar.compile import MOST_AT_ONCE, MOST_WAITING, Grammars, Spec, Tok
 from dllm.grammar.json_schema import check_text
 from dllm.grammar.rules import Unsupported
 from dllm.patches import grammars as patches
+from tests.support.patience import HANG_S
 
 MOST = MOST_AT_ONCE + MOST_WAITING
 
@@ -47,7 +48,7 @@ class Held:
 
     def table(self, asked):
         self.made.append(asked["text"])
-        assert self.may_go.wait(60)
+        assert self.may_go.wait(HANG_S)
         return asked["text"].encode()
 
 
@@ -66,7 +67,7 @@ def request(held, text: str) -> asyncio.Task:
 
 
 def run(test) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, HANG_S))
 
 
 def test_so_many_wait_and_further_ones_are_refused(held):

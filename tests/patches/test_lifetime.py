@@ -15,6 +15,7 @@ import zmq
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm.patches import lifetime
+from tests.support.patience import HANG_S
 
 
 @pytest.fixture
@@ -27,6 +28,30 @@ def ends(monkeypatch):
     monkeypatch.setattr(lifetime, "Finalize", heard.finalize)
     monkeypatch.setattr(lifetime, "_end_after", heard.end_after)
     return heard
+
+
+def test_the_others_end_within_five_seconds_by_what_they_wait_for(monkeypatch):
+    """docs/reliability.md promises it. A worker is killed: the other workers end, the engine core
+    fails, the API server looks for it and ends. Each of them waits so long at most."""
+    assert lifetime.LET_GO_S + lifetime.LOOK_EVERY_S + lifetime.GRACE_S <= 5.0
+    slept, ended, looks = [], [], iter((7, 7, 1))
+    monkeypatch.setattr(lifetime.time, "sleep", slept.append)
+    monkeypatch.setattr(lifetime.os, "getppid", lambda: next(looks))
+    monkeypatch.setattr(lifetime.os, "_exit", ended.append)
+    monkeypatch.setattr(lifetime.signal, "pthread_kill", lambda *_: None)
+    monkeypatch.setattr(lifetime, "_remove_sockets", lambda: None)
+    monkeypatch.setattr(lifetime.multiprocessing, "active_children", list)
+    lifetime._watch(7)  # until the parent is another process
+    assert slept == [lifetime.LOOK_EVERY_S] * 2 + [lifetime.GRACE_S] and ended == [1]
+    ours, theirs = os.pipe()
+    os.close(theirs)
+    lifetime._end_behind(ours)  # until the executor has let go
+    os.close(ours)
+    assert slept[3:] == [lifetime.LET_GO_S] and ended == [1, 1]
+
+
+def test_clients_get_half_a_second_to_read_the_last():
+    assert lifetime.CLIENT_GRACE_S == 0.5  # as in docs/reliability.md
 
 
 def watched(engine, *, cancel):
@@ -42,7 +67,7 @@ def watched(engine, *, cancel):
         if cancel:
             await asyncio.sleep(0)  # it has begun
             task.cancel()
-        await asyncio.wait_for(hung_up.wait(), 60)
+        await asyncio.wait_for(hung_up.wait(), HANG_S)
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
@@ -72,7 +97,7 @@ def test_a_call_of_an_engine_that_dies_fails(monkeypatch):
         await asked.wait()
         resources.engine_dead = True
         with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(answer, 60)
+            await asyncio.wait_for(answer, HANG_S)
 
     monkeypatch.setattr(lifetime, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(lifetime, "_call_utility", never)

@@ -141,7 +141,7 @@ def outcome(
         }
         masked = family_checkpoints.write(beside / "masked", family_checkpoints.SDAR)
         arguments = (setup, str(qwen3), str(checkpoint()), str(masked))
-        finished = run_python("-m", __name__, *arguments, environment=environment, timeout=900)
+        finished = run_python("-m", __name__, *arguments, environment=environment)
         return printed_json(finished) | {"log": finished.stdout}
 
     return run

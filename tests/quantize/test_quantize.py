@@ -31,6 +31,7 @@ from dllm.quantize.make import RUN, make
 from dllm.quantize.verify import verify
 from dllm.tasks.prompts import SHIPPED
 from tests.support.edited import Edit, edited
+from tests.support.patience import HANG_S
 from tests.support.process import start_python
 from tests.support.quant_checkpoints import quantize as quantize_by_hand
 
@@ -146,6 +147,32 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(source: Path, tmp_path: Pat
         write(job)
     assert "\n" not in str(ended.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def assert_holds_no(path: Path, prompts: list[str]) -> None:
+    """No file of a checkpoint holds one of these texts, as it is or as JSON writes it."""
+    assert prompts
+    for text in prompts:
+        forms = {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
+        for file in path.rglob("*"):
+            found = file.read_bytes() if file.is_file() else b""
+            assert not any(form.encode() in found for form in forms), file
+
+
+def test_a_checkpoint_holds_nothing_of_what_it_was_calibrated_with(
+    source: Path, tmp_path: Path
+) -> None:
+    prompts = ['Sophie\'s "invoice" is overdue.', "Zahlt Grüße zurück?\nJa."]
+    lines = [json.dumps({"prompt": prompts[0]}), json.dumps({"prompt": prompts[1]})]
+    records = []
+    for number in (1, 2):
+        file, out = tmp_path / f"{number}.jsonl", tmp_path / f"out-{number}"
+        file.write_text("\n".join(lines[:number]))
+        write(small_job(source, out, "nvfp4", "--calibration", str(file)))
+        assert_holds_no(out, prompts)
+        records.append(json.loads((out / RUN).read_text())["calibration"])
+    assert [record["prompts"] for record in records] == [1, 2]
+    assert records[0]["sha256"] != records[1]["sha256"]
 
 
 LAYER = "model.decoder.layers.1."
@@ -372,7 +399,7 @@ def test_the_work_stops_when_the_command_is_terminated(source: Path, tmp_path: P
         # work.
         os.fdopen(os.open(alive, os.O_RDONLY | os.O_NONBLOCK)) as pipe,
     ):
-        assert select.select([pipe], [], [], 300)[0], running.poll()
+        assert select.select([pipe], [], [], HANG_S)[0], running.poll()
         os.set_blocking(pipe.fileno(), True)
         assert pipe.readline() == "at work\n"
         running.terminate()
@@ -403,7 +430,7 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         for scheme in SCHEMES
     }
     for scheme, process in running.items():
-        text, _ = process.communicate(timeout=600)
+        text, _ = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, f"{scheme}: {text}"
         assert "peak memory" in text and "3/3 layer 1" in text
     return {scheme: out / scheme for scheme in SCHEMES}
@@ -445,6 +472,8 @@ def test_the_output_has_one_copy_of_everything_and_what_serving_needs(
     record = json.loads((made[scheme] / RUN).read_text())
     assert record["scheme"] == scheme and all(record["not_quantized"].values())
     assert record["made_with"]["llmcompressor"].startswith("0.14.")
+    asked = calibration_prompts(None, source, SAMPLES, SEED)
+    assert_holds_no(made[scheme], [messages[-1]["content"] for messages in asked])
 
 
 def test_llm_compressor_and_the_definitions_agree(made: dict[str, Path], source: Path) -> None:

@@ -14,6 +14,7 @@ from tests.quantize.test_quantize import COMMAND, small_job, write
 from tests.support.engine_harness import get_engine
 from tests.support.family_checkpoints import FAMILIES as KINDS
 from tests.support.family_checkpoints import write as write_source
+from tests.support.patience import HANG_S
 from tests.support.process import start_python
 
 pytestmark = pytest.mark.slow
@@ -80,7 +81,7 @@ def test_llm_compressor_s_checkpoints_are_whole_and_served(
         for scheme in ("fp8-dynamic", "nvfp4")
     }  # fmt: skip
     for scheme, process in running.items():
-        text, _ = process.communicate(timeout=600)
+        text, _ = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, f"{scheme}: {text}"
     original = Checkpoint(sources[kind])
     for scheme in running:

@@ -9,7 +9,8 @@ import pytest
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.remote import client as asking
-from dllm.remote.client import MAX_RESETS, RECONNECT_S, Wish, choose
+from dllm.remote.client import MAX_RESETS, Wish, choose
+from dllm.remote.link import RECONNECT_S, State
 from tests.support.oracle import VOCAB, plain
 from tests.support.remote_harness import Clock, Net, Target, link_to, worker
 
@@ -274,7 +275,7 @@ def test_sessions_spread_over_the_workers_and_stay():
 def test_a_worker_that_goes_moves_its_own_sessions_only():
     links = [link_to(net, DEADLINE_S) for net in pool(Clock(), 4)]
     before = {key: choose(links, key) for key in range(1000)}
-    links[2].is_up = False
+    links[2].state = State.DOWN
     for key, link in before.items():
         if link is not links[2]:
             assert choose(links, key) is link

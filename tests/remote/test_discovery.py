@@ -16,8 +16,8 @@ from dllm.drafter.metrics import Counts, record_drafting, send_drafting
 from dllm.engine.metrics import LABELS
 from dllm.remote import discovery, dynamo_process
 from dllm.remote.address import Address
-from dllm.remote.client import Link
 from dllm.remote.discovery import Child, Following, find_python, list_with_dynamo, watch_dynamo
+from dllm.remote.link import Link
 from tests.support.dynamo import needs_dynamo, wait_for
 from tests.support.oracle import VOCAB, plain
 from tests.support.process import start_python

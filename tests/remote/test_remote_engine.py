@@ -19,10 +19,10 @@ from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import REMOTE_SCHEDULER
 from dllm.patches.remote import SPECULATOR
-from dllm.remote.client import Link
 from dllm.remote.engine import EngineDrafts
+from dllm.remote.link import Link
 from dllm.remote.scheduler import RemoteDrafter
-from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask
+from dllm.remote.wire import GREETING, Ask, Guess, Reply, Told, frame, read_ask
 from dllm.remote.worker import DraftWorker
 from dllm.tasks.suite import questions
 from dllm.tasks.tokenizer import encode_prompt
@@ -42,7 +42,8 @@ class Inline:
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
-        self.is_open = self.is_ready = True
+        self.is_open = True
+        self.greeting = [frame(GREETING)[4:]]
 
     def send(self, data: bytes) -> bool:
         self.worker.hear(1, read_ask(data[4:]))
@@ -51,10 +52,12 @@ class Inline:
     def read(self) -> list[bytes]:
         if self.worker.is_busy:
             self.worker.draft()
+        if self.greeting:
+            return [self.greeting.pop()]
         return [frame(reply)[4:] for _, reply in self.worker.replies()]
 
     def close(self) -> None:
-        self.is_open = self.is_ready = False
+        self.is_open = False
 
 
 class Liar:

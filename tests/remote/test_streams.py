@@ -1,26 +1,23 @@
-"""Real sockets: a worker in a thread that is stopped and started; hostile peers; who is let in."""
+"""Real sockets: a worker in a thread that is stopped and started; hostile peers."""
 
 import contextlib
 import socket
-import ssl
 import stat
 import struct
-import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from dllm.drafter.metrics import Counts
 from dllm.remote import stream
-from dllm.remote.address import Address, check_private, parse
-from dllm.remote.client import Link
-from dllm.remote.keys import Keys, main
-from dllm.remote.stream import CHUNK_BYTES, MAX_CONNECTIONS, Server, dialer
+from dllm.remote.address import Address, check_private
+from dllm.remote.link import Link
+from dllm.remote.stream import CHUNK_BYTES, MAX_CONNECTIONS, Server
 from dllm.remote.wire import (
+    GREETING,
     MAX_ASK_BYTES,
     MAX_GUESS,
     MAX_ROWS,
@@ -32,72 +29,14 @@ from dllm.remote.wire import (
     reply_bytes,
 )
 from dllm.remote.worker import MAX_SESSIONS, DraftWorker
-from dllm.settings.command import CommandError
-from tests.support.oracle import Oracle, plain
-
-PROMPT = [1, 2, 3]
-ANSWER = [Guess(1, 3, plain(PROMPT, 2)[3:])]
-LONG_S = 20.0  # a test that waits so long has failed
-TCP = Address(host="127.0.0.1")
+from tests.support.draft_links import ANSWER, PROMPT, ask, count, linked, serving, until
+from tests.support.oracle import Oracle
+from tests.support.patience import HANG_S
 
 
 @pytest.fixture
 def place(tmp_path) -> Address:
     return Address(str(tmp_path / "worker.sock"))
-
-
-def until(link: Link, holds: Callable[[], bool]) -> None:
-    """Wait for something that news of this link bring."""
-    end = time.monotonic() + LONG_S
-    while not holds():
-        assert time.monotonic() < end, "not in time"
-        stream.wait([link.connection] if link.connection else [], 0.01)
-
-
-@contextlib.contextmanager
-def serving(address: Address, keys: Keys | None = None) -> Iterator[Server]:
-    """A draft worker with an oracle, in a thread."""
-    server, is_over = Server(address, keys), threading.Event()
-    worker = DraftWorker(Oracle())
-    thread = threading.Thread(target=worker.serve, args=(server, lambda: not is_over.is_set()))
-    thread.start()
-    try:
-        yield server
-    finally:
-        is_over.set()
-        thread.join()
-        server.close()
-
-
-@contextlib.contextmanager
-def linked(address: Address, keys: Keys | None = None, max_rows: int = 8) -> Iterator[Link]:
-    link = Link(str(address), dialer(address, keys, reply_bytes(max_rows)), LONG_S, Counts())
-    try:
-        yield link
-    finally:
-        link.close()
-
-
-def count(link: Link, what: str) -> float:
-    """``remote_WHAT`` of a link."""
-    return link._counts.get((f"remote_{what}", link.address), 0)
-
-
-def ask(link: Link, step: int = 1) -> list[Guess]:
-    """The rows of the reply to an ask; asked again on a connection that broke meanwhile."""
-    found: list[Reply] = []
-    asked = 0
-
-    def has_answer() -> bool:
-        nonlocal asked
-        found.extend(link.receive())
-        if link.is_up and asked != link.num_ups:
-            assert link.ask(Ask(step, 10**6, [Told(1, 0, PROMPT, 2)]))
-            asked = link.num_ups
-        return bool(found)
-
-    until(link, has_answer)
-    return found[-1].rows
 
 
 def test_a_worker_that_goes_and_comes_back(place):
@@ -198,7 +137,7 @@ def test_who_sends_what_is_no_ask_is_not_listened_to(place, data):
         assert ask(link) == ANSWER
         hostile = Hostile.to(place)
         hostile.send(GOOD + data + GOOD)
-        hostile.socket.settimeout(LONG_S)
+        hostile.socket.settimeout(HANG_S)
         with contextlib.suppress(ConnectionResetError):
             while hostile.socket.recv(1 << 16):
                 pass  # until it is closed
@@ -238,7 +177,7 @@ def test_what_a_hostile_target_takes_of_memory_is_bounded(place, first, then):
                     hostile.send(then)
                 answered = count(link, "replies")
                 asked = 0
-                end = time.monotonic() + LONG_S
+                end = time.monotonic() + HANG_S
                 while count(link, "replies") == answered:
                     worker.turn(server)
                     rows = [row for reply in link.receive() for row in reply.rows]
@@ -286,14 +225,14 @@ def test_of_those_who_ask_the_one_that_asked_last_longest_ago_makes_room(place, 
         """The number of its connection."""
         hostile.send(GOOD)
         while True:
-            for number, message in list(server.receive(LONG_S)):
+            for number, message in list(server.receive(HANG_S)):
                 assert message is not None
                 return number
 
     numbers = [ask_as(each) for each in (first, second, first)]
     assert numbers[0] == numbers[2] != numbers[1]
     late = Hostile.to(place)
-    assert list(server.receive(LONG_S)) == [(numbers[1], None)]
+    assert list(server.receive(HANG_S)) == [(numbers[1], None)]
     assert ask_as(first) == numbers[0]
     for hostile in (first, second, late):
         hostile.socket.close()
@@ -306,10 +245,10 @@ def test_a_target_that_leaves_before_its_reply_ends_nobody_else(place):
     leaving.send(GOOD)
     asked: list[int] = []
     while not asked:
-        asked += [number for number, message in server.receive(LONG_S) if message is not None]
+        asked += [number for number, message in server.receive(HANG_S) if message is not None]
     leaving.socket.close()
     server.reply(asked[0], Reply(1, []))  # a broken pipe
-    assert list(server.receive(LONG_S)) == [(asked[0], None)]
+    assert list(server.receive(HANG_S)) == [(asked[0], None)]
     with linked(place) as link:
         until(link, lambda: bool(list(server.receive(0)) or link.receive() or link.is_up))
     server.close()
@@ -318,7 +257,7 @@ def test_a_target_that_leaves_before_its_reply_ends_nobody_else(place):
 def test_sessions_end_with_their_connection(place):
     server, worker = Server(place), DraftWorker(Oracle())
     with linked(place) as link:
-        end = time.monotonic() + LONG_S
+        end = time.monotonic() + HANG_S
         while not worker.num_sessions:
             link.receive()
             if link.is_up and not count(link, "asks"):
@@ -355,8 +294,10 @@ def hostile_worker(place: Address, max_rows: int = 2) -> Iterator[tuple[Link, Ho
     with socket.socket(socket.AF_UNIX) as listening, linked(place, max_rows=max_rows) as link:
         listening.bind(place.path)
         listening.listen()
-        until(link, lambda: bool(link.receive() or link.is_up))
+        link.receive()  # it knocks
         hostile = Hostile(listening.accept()[0])
+        hostile.send(frame(GREETING))
+        until(link, lambda: bool(link.receive() or link.is_up))
         yield link, hostile
         hostile.socket.close()
 
@@ -388,165 +329,3 @@ def test_what_is_no_reply_ends_the_connection(place, data):
     with hostile_worker(place) as (link, hostile):
         hostile.send(data)
         until(link, lambda: bool(link.receive() or not link.is_up))
-
-
-# --- keys -----------------------------------------------------------------------------------------
-
-
-def write_pair(folder: Path) -> Path:
-    assert main([str(folder)]) == 0
-    return folder
-
-
-def trust(folder: Path, other: Path) -> None:
-    """What the page says: copy the public part of the other."""
-    (folder / "trusted" / f"{other.name}.pem").write_bytes((other / "certificate.pem").read_bytes())
-
-
-@pytest.fixture
-def pairs(tmp_path) -> dict[str, Path]:
-    """A worker and two targets that know each other, and a stranger that knows the worker."""
-    found = {name: write_pair(tmp_path / name) for name in ("worker", "one", "two", "stranger")}
-    for name in ("one", "two", "stranger"):
-        trust(found[name], found["worker"])
-    for name in ("one", "two"):
-        trust(found["worker"], found[name])
-    return found
-
-
-def keys_of(folder: Path) -> Keys:
-    return Keys(str(folder))
-
-
-def test_only_targets_whose_certificate_is_known_are_let_in(pairs):
-    with serving(TCP, keys_of(pairs["worker"])) as server:
-        with linked(server.address, keys_of(pairs["stranger"])) as outside:
-            for name in ("one", "two"):
-                with linked(server.address, keys_of(pairs[name])) as link:
-                    for step in range(1, 4):
-                        assert ask(link, step) == ANSWER
-                        outside.receive()
-                        if outside.is_up:
-                            outside.ask(Ask(1, 10**6, [Told(1, 0, PROMPT, 2)]))
-            assert not count(outside, "replies")
-        with socket.create_connection(("127.0.0.1", server.address.port)) as plain_text:
-            plain_text.settimeout(LONG_S)
-            plain_text.sendall(GOOD)
-            with contextlib.suppress(ConnectionResetError):
-                assert b"dllm" not in plain_text.recv(1000)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        with (
-            socket.create_connection(("127.0.0.1", server.address.port)) as raw,
-            contextlib.suppress(OSError),
-            context.wrap_socket(raw) as nobody,
-        ):
-            nobody.settimeout(LONG_S)
-            nobody.sendall(GOOD)
-            assert not nobody.recv(1000)
-        assert len(server._have_asked) <= 2
-
-
-def test_a_target_talks_to_the_worker_that_it_knows_only(pairs):
-    """One that has the right to be asked elsewhere, at this address, sees no token."""
-    trust(pairs["stranger"], pairs["one"])
-    with serving(TCP, keys_of(pairs["stranger"])) as server:
-        with linked(server.address, keys_of(pairs["one"])) as link:
-            until(link, lambda: bool(link.receive() or (link._dialed_at and not link.connection)))
-            assert link.num_ups == 0
-        assert not server._have_asked
-
-
-def test_a_certificate_without_its_key_is_refused(pairs):
-    (pairs["two"] / "certificate.pem").write_bytes((pairs["one"] / "certificate.pem").read_bytes())
-    with pytest.raises(ValueError, match="keys: "):
-        keys_of(pairs["two"])
-
-
-def test_secrets_are_for_their_owner(tmp_path):
-    folder = tmp_path / "keys"
-    folder.mkdir()
-    folder.chmod(0o755)
-    write_pair(folder)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
-    assert stat.S_IMODE((folder / "key.pem").stat().st_mode) == 0o600
-    with pytest.raises(CommandError, match="has keys already"):
-        main([str(folder)])
-    with pytest.raises(CommandError, match="is no folder"):
-        main([str(folder / "key.pem")])
-    with pytest.raises(ValueError, match="nobody is trusted"):
-        keys_of(folder)
-    trust(folder, folder)
-    keys_of(folder)
-    (folder / "key.pem").chmod(0o644)
-    with pytest.raises(ValueError, match="others may read"):
-        keys_of(folder)
-    with pytest.raises(ValueError, match="draft-keys"):
-        keys_of(folder / "trusted")
-
-
-@pytest.mark.parametrize("name", ["trusted/one.pem", "certificate.pem", "key.pem"])
-def test_a_file_that_holds_no_key_is_refused(pairs, name):
-    (pairs["worker"] / name).write_text("junk")
-    with pytest.raises(ValueError, match="keys: "):
-        keys_of(pairs["worker"])
-
-
-def test_an_address_of_ipv6_is_one_to_listen_at(pairs):
-    address = Address(host="::1")
-    with (
-        serving(address, keys_of(pairs["worker"])) as server,
-        linked(parse(str(server.address), "keys", "workers"), keys_of(pairs["one"])) as link,
-    ):
-        assert ask(link) == ANSWER
-
-
-# --- addresses ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "given",
-    ["tcp://127.0.0.1:5800", "tcp://0.0.0.0:5800", "tcp://drafts.example:5800", "tcp://[::]:5800"],
-)
-def test_tcp_needs_keys(given):
-    assert str(parse(given, "keys", "--listen")) == given
-    with pytest.raises(ValueError, match="TCP needs keys"):
-        parse(given, None, "--listen")
-
-
-def test_a_path_is_a_socket(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    for given in ("unix:///home/me/a.sock", "/home/me/a.sock", "~/a.sock"):
-        assert str(parse(given, None, "workers")) == "unix:///home/me/a.sock"
-    assert parse("tcp://127.0.0.1:*", "keys", "--listen", is_own=True) == TCP
-    assert "*" not in str(parse("~/worker-*.sock", None, "--listen", is_own=True))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        5,
-        "127.0.0.1:5800",
-        "http://127.0.0.1:1",
-        "tcp://127.0.0.1",
-        "tcp://:5",
-        "tcp://a:x",
-        "tcp://127.0.0.1:*",
-        "tcp://*:5800",
-        "tcp://127.0.0.1:\u0665\u0668\u0660\u0660",
-        "tcp://127.0.0.1#x:5800",
-        "tcp://127.0.0.1:0;10.0.0.5:5800",
-        "tcp://127.0.0.1:5800\n",
-        "tcp://[::1:5800",
-        "tcp://[::1::2]:5800",
-        "unix://",
-        "unix://a",
-        "/a/*",
-        "/" + 107 * "a",
-        "/\ud800",
-        "/a\0",
-    ],
-)
-def test_what_is_no_address_is_refused(given):
-    with pytest.raises(ValueError, match="tcp://HOST:PORT"):
-        parse(given, "keys", "workers")

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from dllm.tasks.suite import FAMILIES, Question, questions
 from tests.support.chat_stub import Stub, serve
 from tests.support.chromium import PAGES, Page, needs_chromium
+from tests.support.patience import HANG_S
 from tests.support.server_harness import CHECKPOINTS, Server, serving
 
 CHECKPOINT = CHECKPOINTS / "tiny-dllm"
@@ -213,7 +214,7 @@ def middle(ids: list[int]) -> tuple[int, int]:
 def test_holes_of_held_out_answers_are_filled(server):
     """At least 95% have the true width, and as many are right answers; the suffix always stays."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", timeout=120)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", timeout=HANG_S)
     num_widths = num_right = 0
     cases: list[tuple[Question, list[int]]] = []
     for question in questions(FAMILIES, "heldout", 6):

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.server.test_server import chat, complete, prompt
+from tests.support.patience import HANG_S
 from tests.support.server_harness import CANVAS, FLAGS, Server, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -113,7 +114,7 @@ def assert_same(together: dict[str, Any], alone: dict[str, Any]) -> None:
 
 
 def test_64_mixed_requests_at_once_get_what_each_gets_alone(server):
-    client = server.client().with_options(timeout=300)
+    client = server.client().with_options(timeout=HANG_S)
     alone = [ask(client, index) for index in range(NUM_REQUESTS)]
     assert len({str(answer) for answer in alone}) == NUM_REQUESTS
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:

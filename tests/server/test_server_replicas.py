@@ -11,6 +11,7 @@ import pytest
 from tests.server.test_server import complete, prompt, tokens
 from tests.server.test_server_mixed import ask, assert_same
 from tests.server.test_server_stream import CANVASES, read
+from tests.support.patience import HANG_S
 from tests.support.server_harness import CANVAS, FLAGS, Server
 
 pytest_plugins = ["tests.support.server_harness"]
@@ -33,7 +34,7 @@ def replicas(
 
 def num_answered(server: Server) -> list[float]:
     """Requests that each replica has answered."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANG_S) as response:
         text = response.read().decode()
     counts = [0.0, 0.0]
     pattern = r'^vllm:request_success_total\{engine="(\d)".*\} (\S+)$'

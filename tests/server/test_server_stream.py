@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.server.test_server import RUNNING, chat, complete, prompt
+from tests.support.patience import HANG_S
 from tests.support.server_harness import CANVAS, MAX_WATCHERS, MODEL, Server
 
 pytest_plugins = ["tests.support.server_harness"]
@@ -220,7 +221,7 @@ def test_too_many_watchers_are_refused_and_others_are_not(server, client):
         for stream in streams:
             stream.close()
     assert read(chat(client, stream=True)).texts  # vLLM's own streams are not counted
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while True:  # the server has to notice that they are gone
         try:
             seen = read(chat(client, max_tokens=CANVAS, stream=True, extra_body=CANVASES))

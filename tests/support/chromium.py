@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from tests.support.patience import HANG_S
+
 PAGES = {"VLLM_PLUGINS": "dllm,dllm_namesakes,dllm_canvas"}  # a server with our pages
-START_TIMEOUT_S = 30
-REPLY_TIMEOUT_S = 60
 STEP_S = 0.02  # between two looks at the page
 KEYS = {"Enter": 13, "Delete": 46, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9}
 
@@ -55,7 +55,7 @@ class Page:
         self._last += 1
         self._socket.send(json.dumps({"id": self._last, "method": method, "params": params}))
         while True:
-            message = json.loads(self._socket.recv(timeout=REPLY_TIMEOUT_S))
+            message = json.loads(self._socket.recv(timeout=HANG_S))
             if message.get("id") == self._last:
                 assert "error" not in message, message
                 return message["result"]
@@ -79,7 +79,7 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def wait_until(self, condition: str, timeout_s: float = 60) -> Any:
+    def wait_until(self, condition: str, timeout_s: float = HANG_S) -> Any:
         """Wait until an expression is true, and return its value."""
         deadline = time.monotonic() + timeout_s
         while not (value := self.run(condition)):
@@ -169,14 +169,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(START_TIMEOUT_S)
+            process.wait(HANG_S)
         process.kill()
         process.wait()
 
 
 def _page_address(process: subprocess.Popen[bytes], folder: Path) -> str:
     """The WebSocket of the page; Chromium writes its port into the profile."""
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline = time.monotonic() + HANG_S
     port_file = folder / "DevToolsActivePort"
     while True:
         assert process.poll() is None, (folder / "log").read_text(errors="replace")[-2000:]

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from tests.support.patience import HANG_S
 from tests.support.process import ROOT
 from tests.support.server_harness import ENVIRONMENT
 
-START_TIMEOUT_S = 600  # on a machine that does much else
 FLAGS = (
     "--dtype=float32",
     "--enforce-eager",
@@ -50,7 +50,7 @@ class WorkerProcess:
 
     def wait_until_ready(self) -> "WorkerProcess":
         """Wait for the line that says where it listens."""
-        end = time.monotonic() + START_TIMEOUT_S
+        end = time.monotonic() + HANG_S
         while True:
             said = self.log.read_text(errors="replace")
             found = re.search(r"^dllm draft-worker: .* at (\S+)$", said, re.MULTILINE)

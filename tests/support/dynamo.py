@@ -6,13 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from dllm.remote.discovery import find_python
-
-LONG_S = 120.0
+from tests.support.patience import HANG_S
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
     """Wait until a condition holds that another process or thread brings about."""
-    end = time.monotonic() + LONG_S
+    end = time.monotonic() + HANG_S
     while not holds():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.02)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support.patience import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = 4000  # characters of stdout, and of stderr, that the message of a failure shows
 
@@ -23,7 +25,7 @@ QUIET_ENGINE = {
 def run_python(
     *arguments: str,
     environment: Mapping[str, str | None] | None = None,
-    timeout: float = 300,
+    timeout: float = HANG_S,
     status: int = 0,
     given: str | None = None,
 ) -> subprocess.CompletedProcess[str]:

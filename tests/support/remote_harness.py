@@ -13,9 +13,10 @@ import numpy as np
 
 from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
-from dllm.remote.client import Client, Link, Wish
+from dllm.remote.client import Client, Wish
+from dllm.remote.link import Link
 from dllm.remote.scheduler import RemoteDrafter
-from dllm.remote.wire import Ask, frame, read_ask
+from dllm.remote.wire import GREETING, Ask, frame, read_ask
 from dllm.remote.worker import DraftWorker
 from tests.support.clock import Clock
 from tests.support.oracle import VOCAB, Oracle, truth
@@ -44,20 +45,22 @@ class Net:
     ) -> None:
         self.address, self.worker, self.clock = address, worker, clock
         self.delay_s, self.jitter_s, self.full, self.draft_s = delay_s, jitter_s, full, draft_s
-        self.is_open = self.is_ready = self.is_there = True
+        self.is_open = self.is_there = True
         self.is_hung = False
+        self.error = ConnectionAbortedError("the worker is gone")
         self._random, self._drafted_at = random.Random(1), 0.0
         self._out: list[tuple[float, bytes]] = []
         self._back: list[tuple[float, bytes]] = []
         self.sent: list[Ask] = []
         self.peer = 0
 
-    def dial(self) -> "Net | None":
-        """A new connection."""
+    def dial(self) -> "Net":
+        """A new connection, on which the worker's greeting is there at once."""
         if not self.is_there:
-            return None
-        self.is_open = self.is_ready = True
+            raise ConnectionRefusedError("nobody listens")
+        self.is_open = True
         self.peer += 1
+        self._back.append((self.clock.now, frame(GREETING)[4:]))
         return self
 
     def send(self, data: bytes) -> bool:
@@ -99,7 +102,7 @@ class Net:
 
     def close(self) -> None:
         """The connection breaks."""
-        self.is_open = self.is_ready = False
+        self.is_open = False
         self._out.clear()
         self._back.clear()
         self.worker.leave(self.peer)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dllm import cli
-from dllm.drafter.renewal import checkpoint, published, read_weights
+from dllm.drafter.renewal import checkpoint, open_weights, published, read_weights
 from dllm.drafter.samples import Sample, write_shard
 from dllm.settings.command import CommandError
 from dllm.train import recalibrate
@@ -63,8 +63,8 @@ def test_a_better_drafter_is_published_and_the_next_round_goes_on_from_it(
     printed = capsys.readouterr().out
     assert len(waits) == 1  # the second round waited for a shard that it had not seen
     assert published(newer) == [1, 2], printed
-    first, second = (read_weights(checkpoint(newer, number)) for number in (1, 2))
-    initial = read_weights(tmp_path / "drafter")
+    first, second = (read_weights(open_weights(checkpoint(newer, number))) for number in (1, 2))
+    initial = read_weights(open_weights(tmp_path / "drafter"))
     assert {name: tensor.shape for name, tensor in first.items()} == {
         name.removeprefix("model."): tensor.shape for name, tensor in initial.items()
     }
@@ -119,6 +119,7 @@ def test_a_text_that_comes_again_is_on_one_side(target, tmp_path):
 
 def test_a_killed_command_leaves_no_recording(start, tmp_path, monkeypatch):
     (tmp_path / "buffer/round-old").mkdir()
+    (tmp_path / "buffer/round-old/0-0.safetensors").write_bytes(b"private")
     monkeypatch.setattr(
         recalibrate, "one_round", lambda *_: signal.raise_signal(signal.SIGTERM) or ""
     )
@@ -126,6 +127,15 @@ def test_a_killed_command_leaves_no_recording(start, tmp_path, monkeypatch):
         cli.main([*start, "--rounds=1"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert [path.suffix for path in (tmp_path / "buffer").iterdir()] == [".safetensors"]
+
+
+def test_a_command_leaves_the_recording_that_another_one_reads(start, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(recalibrate, "one_round", lambda given, ends, path: seen.append(path) or "")
+    with recalibrate.snapshots(tmp_path / "buffer"):
+        (tmp_path / "buffer/round-other").mkdir()
+        assert cli.main([*start, "--rounds=1"]) == 0
+    assert (tmp_path / "buffer/round-other").is_dir() and not seen[0].exists()
 
 
 def test_a_recording_that_does_not_exist_is_not_waited_for(start, tmp_path, capsys):

@@ -1,0 +1,165 @@
+"""A target's link to one draft worker, and in which state it is.
+
+    DOWN        nobody is connected; the next attempt is made soon
+    CONNECTING  an attempt is made; the worker has said nothing
+    UP          the worker has greeted this target: it is asked, and waited for
+    LATE        it has not answered within the deadline, and is not asked until it does
+
+    DOWN -> CONNECTING -> UP <-> LATE, and back to DOWN from each
+
+A connection is not UP when only this side has finished: under TLS 1.3 a worker looks at the
+target's certificate when the target is done. The worker's greeting says that it has let it in.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from enum import Enum
+
+from dllm.drafter.metrics import Counts
+from dllm.remote.report import Report
+from dllm.remote.stream import Stream
+from dllm.remote.wire import Ask, Reply, frame, read_reply
+
+RECONNECT_S = 0.1  # between two attempts
+CONNECT_WITHIN_S = 3.0  # the greeting included
+
+
+class State(Enum):
+    """Of a link; as above."""
+
+    DOWN, CONNECTING, UP, LATE = range(4)
+
+
+class Link:
+    """One worker, as a target sees it: a connection that is made again whenever it breaks.
+
+    Args:
+        dial: begins a connection; raises OSError if nobody listens.
+        deadline_s: within which the worker has to answer.
+        counts: asks, replies, misses and refused messages are added to it.
+
+    Attributes:
+        state: as above; a change is logged.
+        connection: None if the state is DOWN.
+        num_ups: how often it came up. Then the worker knows no session.
+        step: of the last ask that has a reply.
+        asked_at: when the oldest ask was sent that was not answered; None if all were.
+        over: sessions that have ended, to be told.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        dial: Callable[[], Stream],
+        deadline_s: float,
+        counts: Counts,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.address = address
+        self.state = State.DOWN
+        self.connection: Stream | None = None
+        self.step = self.num_ups = 0
+        self.asked_at: float | None = None
+        self.over: list[int] = []
+        self._dial, self._deadline_s, self._clock = dial, deadline_s, clock
+        self._counts = counts
+        self._dialed_at = float("-inf")
+        self._why = ""  # the last connection ended, or was not made
+        self._report = Report(clock)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the worker may know sessions."""
+        return self.state in (State.UP, State.LATE)
+
+    @property
+    def is_out(self) -> bool:
+        """Whether nobody asks it or waits for it."""
+        return self.state is not State.UP
+
+    def ask(self, ask: Ask) -> bool:
+        """Send an ask; returns whether it is on its way."""
+        if self.connection is None or not self.is_up or not self.connection.send(frame(ask)):
+            return False
+        self.count("asks")
+        self.over = []
+        if any(row.want for row in ask.rows):  # others get no reply
+            self.step = ask.step
+            self.asked_at = self._clock() if self.asked_at is None else self.asked_at
+        return True
+
+    def receive(self) -> list[Reply]:
+        """Replies that are there. Takes note of a broken connection, and makes it again."""
+        replies = self._read(self.connection)
+        if replies and self.state is State.CONNECTING:
+            self.state = State.UP
+            self.num_ups += 1
+            del replies[0]  # the greeting
+        for reply in replies:
+            self.count("replies")
+            self.state = State.UP
+            self.asked_at = None if reply.step >= self.step else self._clock()
+        self._end_what_fails()
+        if self.state is State.DOWN and self._clock() >= self._dialed_at + RECONNECT_S:
+            self._connect()
+        self._say()
+        return replies
+
+    def _read(self, connection: Stream | None) -> list[Reply]:
+        try:
+            return [] if connection is None else [read_reply(each) for each in connection.read()]
+        except ValueError as error:
+            assert connection is not None
+            self.count("refused")
+            connection.close(error)
+            return []
+
+    def _end_what_fails(self) -> None:
+        """Leave a state that the connection or the time has ended."""
+        if self.connection is not None and not self.connection.is_open:
+            self._lose(str(self.connection.error))
+        now = self._clock()
+        if self.state is State.CONNECTING and now > self._dialed_at + CONNECT_WITHIN_S:
+            self._lose(f"no answer within {CONNECT_WITHIN_S:.0f} s")
+        is_overdue = self.asked_at is not None and now >= self.asked_at + self._deadline_s
+        if self.state is State.UP and is_overdue:
+            self.count("misses")
+            self.state = State.LATE
+
+    def _connect(self) -> None:
+        self._dialed_at = self._clock()
+        try:
+            self.connection = self._dial()
+        except OSError as error:
+            self._why = str(error)
+        else:
+            self.state = State.CONNECTING
+
+    def _lose(self, why: str) -> None:
+        """Go down; what the worker knew and owed is void."""
+        if self.state is State.CONNECTING:
+            why = f"it does not let this target in: {why}"
+        self._why = why
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self.connection is not None:
+            self.connection.close()
+        self.connection, self.asked_at, self.over = None, None, []
+        self.state = State.DOWN
+
+    def _say(self) -> None:
+        name = f"The draft worker {self.address}"
+        if self.state is State.UP:
+            self._report(f"{name} is asked for drafts")
+        elif self.state is State.LATE:
+            after = f"{1e3 * self._deadline_s:g} ms"
+            self._report(f"{name} did not answer within {after}; it is asked again once it does")
+        elif self._why:
+            self._report(f"{name} is down, and tried again: {self._why}", logging.WARNING)
+
+    def count(self, what: str, amount: int = 1) -> None:
+        """Add to the metric ``remote_WHAT`` of this worker."""
+        self._counts.add(f"remote_{what}", amount, self.address)

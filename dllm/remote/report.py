@@ -1,0 +1,29 @@
+"""Log lines about connections, of which a peer that comes and goes cannot make many."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from dllm import LOGGER
+
+EVERY_S = 10.0  # at most one line of a report
+
+logger = logging.getLogger(LOGGER)
+
+
+class Report:
+    """Says what holds when that has changed; what holds for less than EVERY_S may go unsaid.
+
+    Args:
+        said: what holds now, and nobody has to be told.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, said: str = "") -> None:
+        self._clock, self._said, self._said_at = clock, said, float("-inf")
+
+    def __call__(self, what: str, level: int = logging.INFO) -> None:
+        """Log what holds now."""
+        if what == self._said or self._clock() < self._said_at + EVERY_S:
+            return
+        logger.log(level, what)
+        self._said, self._said_at = what, self._clock()
