@@ -1,7 +1,6 @@
 """Requests with grammars in the API server: they wait for their turn, or are refused."""
 
 import asyncio
-import json
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,28 +10,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.reasoning import ReasoningParserManager
 
 from dllm.grammar.compile import MOST_AT_ONCE, MOST_WAITING, Grammars, Spec, Tokens
-from dllm.grammar.json_schema import check_text
-from dllm.grammar.rules import Unsupported
 from dllm.patches import grammars as patches
 from tests.support.patience import HANG_S
 
 MOST = MOST_AT_ONCE + MOST_WAITING
-
-
-def alone(schema: Any) -> Spec:
-    return Spec("json", json.dumps(schema), True, None)
-
-
-def in_tag(schema: Any) -> Spec:
-    tag = {"type": "tag", "content": {"type": "json_schema", "json_schema": schema}}
-    return Spec("structural_tag", json.dumps({"format": tag}), True, None)
-
-
-def check(spec: Spec) -> None:
-    check_text(spec.kind, spec.text, patches._check_features)
-
-
-FORMS = {"alone": alone, "in a tag": in_tag}
 
 
 class Held:
@@ -141,39 +122,3 @@ def test_a_stream_waits_for_all_that_may_refuse_it(held, monkeypatch):
     run(test(True, {}))
     with pytest.raises(VLLMValidationError, match="not one token"):
         run(test(None, {}))
-
-
-# --- what vLLM knows that xgrammar leaves out -----------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schema", "named"),
-    [
-        ({"type": "integer", "multipleOf": 7}, "'multipleOf'"),
-        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems'"),
-        ({"type": "string", "pattern": "a+", "maxLength": 3}, "'pattern'"),
-        ({"allOf": [{"type": "string"}, {"enum": ["yes"]}]}, "'allOf'"),
-        ({"type": "string", "format": "uri", "maxLength": 9}, "'format'"),
-    ],
-)
-@pytest.mark.parametrize("form", [*FORMS])
-def test_what_is_left_out_of_a_schema_is_named(form, schema, named):
-    with pytest.raises(Unsupported, match=named):
-        check(FORMS[form](schema))
-
-
-@pytest.mark.parametrize("form", [*FORMS])
-def test_what_looks_like_it_is_not_refused(form):
-    data = {"type": "array", "uniqueItems": True}
-    for schema in (
-        {"type": "object", "default": data, "properties": {"multipleOf": {"type": "integer"}}},
-        {"type": "string", "format": "uri", "minLength": 1},
-    ):
-        check(FORMS[form](schema))
-
-
-def test_an_unknown_format_is_a_note_in_tools_alone():
-    schema = {"type": "string", "format": "password", "maxLength": 9}
-    check(in_tag(schema))
-    with pytest.raises(Unsupported, match="'format'"):
-        check(alone(schema))
