@@ -101,9 +101,9 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
 
 def _too_large() -> Unsupported:
     return Unsupported(
-        f"The tools' schemas come to more than {MOST_TEXT:,} bytes with references, items of lists "
+        f"The tools' schemas come to more than {MOST_TEXT:,} bytes with references "
         "and orders of properties written out. Make them smaller: fewer optional properties, "
-        "shorter lists, fewer references."
+        "fewer references."
     )
 
 

@@ -153,8 +153,8 @@ def _text_only_message(hf_config: Any) -> str:
     if getattr(hf_config, "vision_config", None) is None:
         why = "the model has no vision tower"
     elif importlib.util.find_spec("torchvision") is None:
-        why = "images need torchvision, which is not installed here, and nothing else is served"
-    return f"This server is text-only: {why}. Send text alone."
+        why = "images need torchvision, which is not installed here"
+    return f"This server is text-only: {why}; audio and video are never served. Send text alone."
 
 
 def _explain_refusals() -> None:

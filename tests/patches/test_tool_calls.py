@@ -129,9 +129,9 @@ def test_other_tools_are_held_to_their_names_alone(grammars, parser, choice):
 def test_any_arguments_in_gemmas_form_are_read(grammars):
     asked = Asked("gemma4", [(None, ODD)], "required")
     found, draws, read = asked.table(grammars), np.random.default_rng(1), []
-    for _ in range(20):
+    for _ in range(6):
         read += asked.calls(random_text(found, draws))
-    assert len(read) >= 20 and {name for name, _ in read} == {"t0"}
+    assert len(read) >= 6 and {name for name, _ in read} == {"t0"}
     text = '<|tool_call>call:t0{a b:[{c:<|"|>1</a><|"|>}],d:-0.5,e:null,f:1e999}<tool_call|>'
     arguments = {"a b": [{"c": "1</a>"}], "d": -0.5, "e": None, "f": "1e999"}
     assert asked.calls(text) == [("t0", arguments)]
