@@ -3,8 +3,8 @@
     <|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:3}<tool_call|>
 
 Neither xgrammar nor vLLM has a tag for this syntax. Properties come in the order of the alphabet,
-which is the order in which Gemma's chat template lists them. Only properties that a schema declares
-are written; an object that declares none may have any.
+which is the order in which Gemma's chat template lists them. Where a schema declares properties,
+others are not written.
 """
 
 import json
@@ -15,14 +15,16 @@ from typing import Any
 
 from xgrammar import StructuralTag
 from xgrammar.structural_tag import (
+    AnyTextFormat,
     ConstStringFormat,
     Format,
+    GrammarFormat,
     JSONSchemaFormat,
     OptionalFormat,
     OrFormat,
     RegexFormat,
+    RepeatFormat,
     SequenceFormat,
-    StarFormat,
     TagFormat,
     TagsWithSeparatorFormat,
     TriggeredTagsFormat,
@@ -30,57 +32,63 @@ from xgrammar.structural_tag import (
 
 from dllm.grammar.compile import MOST_TEXT
 from dllm.grammar.lowering import lower
-from dllm.grammar.patterns import IN_GEMMA, rewritten
+from dllm.grammar.patterns import IN_GEMMA
 from dllm.grammar.rules import Unsupported
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-ANY_STRING = r"([^<]|<+[^<|])*"  # without QUOTE, also where it meets the one that ends it
-PLAIN_NAME = r"[^\s:,{}\[\]<>]+"
+THOUGHT, ANSWER = "<|channel>", "<channel|>"  # around a thought
 MOST_PARTS = 10_000  # made for all schemas: as JSON, so many come to about MOST_TEXT bytes, or more
-ANY_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 DEEPEST = 12  # levels of schemas, one inside the other
-SCALARS = ("integer", "number", "boolean", "null")
-# Keywords that change nothing, or that are read below.
-KNOWN = {
-    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
-    *("properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
-    *("minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum"),
-    *("exclusiveMaximum", "title", "description", "default", "examples", "$schema", "strict"),
-    *("nullable", "deprecated", "readOnly", "writeOnly", "$id", "$comment", "discriminator"),
-}
+OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# Regular expressions that are also EBNF.
+NAME = r"[^\0-\x20:,{}\[\]<>]+([\x20][^\0-\x20:,{}\[\]<>]+)*"
+NUMBER = "[-]?([0]|[1-9][0-9]*)([.][0-9]+)?([eE][-+]?[0-9]{1,2})?"  # finite as a double
+# Without "<|" and without "<tool_call|>" and the like, which vLLM reads as marks in strings, too.
+STRING = "[^<]*([<]([^<|a-z_][^<]*|[a-z_]+([^<|a-z_][^<]*|[|]([^<>][^<]*)?)?)?)*"
+ANYTHING = rf"""
+members ::= (pair ("," pair)*)?
+pair ::= {NAME} ":" value
+value ::= string | {NUMBER} | "true" | "false" | "null" | "{{" members "}}" | "[" list "]"
+list ::= (value ("," value)*)?
+string ::= "<|\"|>" {STRING} "<|\"|>"  # {QUOTE}
+"""  # The last line names the special token as it is spelled, which admits it (``compile``).
 
 
 def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> StructuralTag:
     """The tag of answers with calls.
 
     Args:
-        tools: names, and JSON schemas of their arguments.
+        tools: names, and JSON schemas of their arguments; True for a tool that is not strict, whose
+            calls have any arguments.
         tool_choice: ``auto``: text with or without calls; ``required``: calls alone; ``forced``:
             one call.
 
     Raises:
         Unsupported: a schema asks for what cannot be held to in this syntax.
     """
-    schemas = [schema if isinstance(schema, Mapping) else {} for _, schema in tools]
-    length = len(json.dumps(schemas))
+    length = len(json.dumps([schema for _, schema in tools]))
     if length > MOST_TEXT:  # before any of them is looked at
         raise Unsupported(
             f"The tools' schemas have {length:,} bytes; allowed: {MOST_TEXT:,}. Make them shorter."
         )
     writer = _Writer()
-    tags = [
-        TagFormat(
-            begin=f"{BEGIN}call:{name}{{",
-            content=writer.arguments(schema),
-            end=f"}}{END}",
-        )
-        for (name, _), schema in zip(tools, schemas, strict=True)
-    ]
+    tags = []
+    for name, schema in tools:
+        try:
+            content = writer.arguments(lower(schema, IN_GEMMA))
+        except Unsupported as reason:
+            raise Unsupported(f"The tool {name[:40]!r}: {reason}") from reason
+        tags.append(TagFormat(begin=f"{BEGIN}call:{name}{{", content=content, end=f"}}{END}"))
     lengths: dict[int, int] = {}
     if sum(_length(tag.content, lengths) for tag in tags) > MOST_TEXT:
         raise _too_large()
     if tool_choice == "auto":
-        return StructuralTag(format=TriggeredTagsFormat(triggers=[BEGIN], tags=tags))
+        # Without a reasoning parser, thoughts are text, too.
+        thought = TagFormat(begin=THOUGHT, content=AnyTextFormat(excludes=[BEGIN]), end=ANSWER)
+        text = TriggeredTagsFormat(triggers=[BEGIN], tags=tags)
+        return StructuralTag(
+            format=SequenceFormat(elements=[OptionalFormat(content=thought), text])
+        )
     return StructuralTag(
         format=TagsWithSeparatorFormat(
             tags=tags,
@@ -93,9 +101,9 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
 
 def _too_large() -> Unsupported:
     return Unsupported(
-        f"The tools' schemas come to more than {MOST_TEXT:,} bytes with references, items of lists "
+        f"The tools' schemas come to more than {MOST_TEXT:,} bytes with references "
         "and orders of properties written out. Make them smaller: fewer optional properties, "
-        "shorter lists, fewer references."
+        "fewer references."
     )
 
 
@@ -113,7 +121,7 @@ def _length(part: Any, known: dict[int, int]) -> int:
 
 
 class _Writer:
-    """Writes the formats of schemas, one schema after the other.
+    """Writes the formats of lowered schemas (``lowering``), one schema after the other.
 
     It counts what it makes, so that a small schema does not keep the server busy.
     """
@@ -128,177 +136,198 @@ class _Writer:
 
     def arguments(self, schema: Mapping[str, Any]) -> Format:
         """What stands between the braces of a call."""
-        lower(schema)
-        self._root: Any = schema
+        self._defs: Mapping[str, Any] = schema.get("$defs", {})
         self._made: dict[tuple[int, int], Format] = {}  # of (schema, depth)
-        for _ in range(DEEPEST):
-            if "$ref" in schema:
-                schema = _checked(self._referenced(str(schema["$ref"])))
-        if {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"} & set(schema):
-            raise Unsupported("A tool's arguments are no plain object. Declare its properties.")
-        return self._members(schema, 0)
+        ways = [self._members(one, 0) for one in self._objects(schema, 0)]
+        if not ways:
+            raise Unsupported("its arguments are no object. Declare them as one.")
+        return _one_of(ways)
 
-    def _value(self, schema: Any, depth: int) -> Format:
+    def _objects(self, schema: Mapping[str, Any], depth: int) -> list[Mapping[str, Any]]:
+        """The alternatives of a schema that are objects."""
+        _check_depth(depth)
+        if "$ref" in schema:
+            return self._objects(self._referenced(schema), depth + 1)
+        if "anyOf" in schema:
+            return [each for one in schema["anyOf"] for each in self._objects(one, depth + 1)]
+        if "enum" in schema:
+            raise Unsupported("its arguments have 'enum'. Declare the values of each property.")
+        return [schema] if schema.get("type", "object") == "object" else []
+
+    def _value(self, schema: Mapping[str, Any], depth: int) -> Format:
         key = id(schema), depth
         if key not in self._made:
             self._count(1)
-            is_any = schema is True or schema == {}
-            made = _any_scalar() if is_any else self._made_of(_checked(schema), depth)
-            self._made[key] = made
+            _check_depth(depth)
+            self._made[key] = self._made_of(schema, depth)
         return self._made[key]
 
     def _made_of(self, schema: Mapping[str, Any], depth: int) -> Format:
-        if depth > DEEPEST:
-            raise Unsupported(
-                f"A tool's schema is nested deeper than {DEEPEST} levels, or is recursive. Make it "
-                "flatter."
-            )
-        if unknown := sorted(set(schema) - KNOWN):
-            raise Unsupported(
-                f"A tool's schema uses {unknown[0]!r}, which Gemma's calls cannot be held to. "
-                "Leave it out."
-            )
         if "$ref" in schema:
-            return self._value(self._referenced(str(schema["$ref"])), depth + 1)
-        if "const" in schema or "enum" in schema:
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
-            self._count(len(values))
-            return _one_of([_constant(value) for value in values])
-        for key in ("anyOf", "oneOf", "allOf"):
-            if key in schema:
-                if key == "allOf" and len(schema[key]) != 1:
-                    raise Unsupported("A tool's schema uses 'allOf'. Write one schema instead.")
-                return _one_of([self._value(one, depth + 1) for one in schema[key]])
-        kinds = schema.get("type", "object" if "properties" in schema else None)
-        if kinds is None:
-            return _any_scalar()
-        kinds = [kinds] if isinstance(kinds, str) else dict.fromkeys(kinds)
-        return _one_of([self._of_kind(kind, schema, depth) for kind in kinds])
+            return self._value(self._referenced(schema), depth + 1)
+        if "anyOf" in schema:
+            return _one_of([self._value(one, depth + 1) for one in schema["anyOf"]])
+        if "enum" in schema:
+            self._count(len(schema["enum"]))
+            return _one_of([_text(_constant(value)) for value in schema["enum"]])
+        match schema.get("type"):
+            case None:
+                return _anything("value")
+            case "object":
+                members = self._members(schema, depth)
+                return SequenceFormat(elements=[_text("{"), members, _text("}")])
+            case "array":
+                items = self._items(schema, depth)
+                return SequenceFormat(elements=[_text("["), items, _text("]")])
+            case "string":
+                return _string(schema)
+            case kind:
+                kept = {key: schema[key] for key in OF_NUMBERS if key in schema}
+                if kind == "number" and not kept:
+                    return RegexFormat(pattern=NUMBER)
+                return JSONSchemaFormat(json_schema={"type": kind} | kept)
 
-    def _of_kind(self, kind: str, schema: Mapping[str, Any], depth: int) -> Format:
-        if kind in SCALARS:
-            bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-            kept = {key: schema[key] for key in bounds if key in schema}
-            return JSONSchemaFormat(json_schema={"type": kind} | kept)
-        if kind == "string":
-            return _string(schema)
-        if kind == "array":
-            return self._array(schema, depth)
-        if kind == "object":
-            members = self._members(schema, depth)
-            return SequenceFormat(elements=[_text("{"), members, _text("}")])
-        raise Unsupported(f"A tool's schema has the type {kind!r}, which JSON Schema has not.")
-
-    def _array(self, schema: Mapping[str, Any], depth: int) -> Format:
-        item = self._value(schema.get("items", True), depth + 1)
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
-        self._count(max(least, int(most or 0)))
-        if most is not None and int(most) < least:
-            raise Unsupported(f"A tool's schema has minItems {least} and maxItems {most}.")
-        more = SequenceFormat(elements=[_text(","), item])
-        rest: list[Format] = [more] * max(least - 1, 0)
-        if most is None:
-            rest.append(StarFormat(content=more))
-        else:
-            rest += [OptionalFormat(content=more)] * (int(most) - max(least, 1))
-        filled = SequenceFormat(elements=[item, *rest])
-        if most == 0:
-            return _text("[]")
-        inside: Format = filled if least else OptionalFormat(content=filled)
-        return SequenceFormat(elements=[_text("["), inside, _text("]")])
+    def _items(self, schema: Mapping[str, Any], depth: int) -> Format:
+        """Values with commas between them, from the last one to the first."""
+        least, most = schema.get("minItems", 0), schema.get("maxItems", -1)
+        first, others = schema.get("prefixItems", ()), schema.get("items", {})
+        if most >= 0:
+            first = first[:most]
+        rest: Format = _text("")
+        if others is not False and most != len(first):
+            item = self._value(others, depth + 1)
+            least_more, most_more = max(least - len(first), 0), max(most - len(first), -1)
+            if first:
+                rest = _repeated(_behind_a_comma(item), least_more, most_more)
+            else:
+                behind = _repeated(
+                    _behind_a_comma(item), max(least_more - 1, 0), max(most_more - 1, -1)
+                )
+                rest = SequenceFormat(elements=[item, behind])
+                rest = rest if least else OptionalFormat(content=rest)
+        for place in reversed(range(len(first))):
+            item = self._value(first[place], depth + 1)
+            item = _behind_a_comma(item) if place else item
+            rest = SequenceFormat(elements=[item, rest])
+            rest = rest if place < least else OptionalFormat(content=rest)
+        return rest
 
     def _members(self, schema: Mapping[str, Any], depth: int) -> Format:
         """``key:value`` pairs with commas between them. Which comes first decides the rest."""
-        if "properties" not in schema and schema.get("additionalProperties") is not False:
-            return self._any_members()
-        properties = schema.get("properties") or {}
-        required = set(schema.get("required") or ())
-        if undeclared := sorted(required - set(properties)):
-            raise Unsupported(
-                f"A tool's schema requires {undeclared[0]!r} and does not declare it."
-            )
+        properties, required = schema.get("properties", {}), schema.get("required", ())
+        others = schema.get("additionalProperties", {})
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties", -1)
+        if "patternProperties" in schema:
+            raise _not_held("patternProperties")
+        if not properties and others is not False:
+            return self._any_members(others, least, most, depth)
+        if least > len(required) or 0 <= most < len(properties):
+            raise _not_held("minProperties" if least > len(required) else "maxProperties")
         names = sorted(properties)
-        for name in names:
-            if not re.fullmatch(PLAIN_NAME, name):
-                raise Unsupported(
-                    f"A tool's property is called {name[:40]!r}; allowed: {PLAIN_NAME}"
-                )
-        pairs = {
-            name: SequenceFormat(
-                elements=[_text(f"{name}:"), self._value(properties[name], depth + 1)]
-            )
-            for name in names
-        }
+        pairs = {name: self._pair(name, properties[name], depth) for name in names}
         ways: list[Format] = []
         for place, first in enumerate(names):
             self._count(len(names) - place)
             behind: list[Format] = []
             for name in names[place + 1 :]:
-                pair = SequenceFormat(elements=[_text(","), pairs[name]])
+                pair = _behind_a_comma(pairs[name])
                 behind.append(pair if name in required else OptionalFormat(content=pair))
             ways.append(SequenceFormat(elements=[pairs[first], *behind]))
             if first in required:
                 return _one_of(ways)
         return OptionalFormat(content=_one_of(ways)) if ways else _text("")
 
-    def _any_members(self) -> Format:
-        """Of an object that declares nothing: any names, with values that are not nested."""
-        pair = SequenceFormat(elements=[RegexFormat(pattern=f"{ANY_NAME}:"), _any_scalar()])
-        more = StarFormat(content=SequenceFormat(elements=[_text(","), pair]))
-        return OptionalFormat(content=SequenceFormat(elements=[pair, more]))
+    def _any_members(self, schema: Mapping[str, Any], least: int, most: int, depth: int) -> Format:
+        """Pairs with any names, some of which may be equal."""
+        if least > 1:
+            raise _not_held("minProperties")
+        if most == 0:
+            return _text("")
+        if schema == {} and least == 0 and most < 0:
+            return _anything("members")
+        value = self._value(schema, depth + 1)
+        pair = SequenceFormat(elements=[RegexFormat(pattern=f"{NAME}:"), value])
+        behind = _repeated(_behind_a_comma(pair), 0, max(most - 1, -1))
+        pairs = SequenceFormat(elements=[pair, behind])
+        return pairs if least else OptionalFormat(content=pairs)
 
-    def _referenced(self, reference: str) -> Any:
-        found: Any = self._root
-        for part in reference.removeprefix("#/").split("/"):
-            if not isinstance(found, Mapping) or part not in found:
-                raise Unsupported(f"A tool's schema refers to {reference!r}, which is not in it.")
-            found = found[part]
+    def _pair(self, name: str, schema: Mapping[str, Any], depth: int) -> Format:
+        _check_name(name)
+        return SequenceFormat(elements=[_text(f"{name}:"), self._value(schema, depth + 1)])
+
+    def _referenced(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._defs[schema["$ref"].removeprefix("#/$defs/")]
         return found
 
 
-def _checked(schema: Any) -> Mapping[str, Any]:
-    if not isinstance(schema, Mapping):
+def _not_held(key: str) -> Unsupported:
+    return Unsupported(
+        f"its schema uses {key!r}, which Gemma's calls are not held to. Leave it out."
+    )
+
+
+def _check_depth(depth: int) -> None:
+    if depth > DEEPEST:
         raise Unsupported(
-            f"A tool's schema has {json.dumps(schema)[:40]} in the place of a schema; allowed: "
-            "an object, or true."
+            f"its schema is nested deeper than {DEEPEST} levels, or is recursive. Make it flatter."
         )
-    return schema
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(NAME, name) or name != name.strip():
+        raise Unsupported(
+            f"it has a property called {name[:40]!r}; allowed: names without any of "
+            "':,{}[]<>', line ends and spaces around them. Rename it."
+        )
 
 
 def _text(value: str) -> ConstStringFormat:
     return ConstStringFormat(value=value)
 
 
+def _behind_a_comma(content: Format) -> Format:
+    return SequenceFormat(elements=[_text(","), content])
+
+
 def _one_of(formats: Sequence[Format]) -> Format:
     return formats[0] if len(formats) == 1 else OrFormat(elements=list(formats))
 
 
+def _repeated(content: Format, least: int, most: int) -> Format:
+    """Args: most: -1 for any number."""
+    return _text("") if most == 0 else RepeatFormat(min=least, max=most, content=content)
+
+
 @cache
-def _any_scalar() -> Format:
-    return _one_of([_string({}), *(JSONSchemaFormat(json_schema={"type": k}) for k in SCALARS)])
+def _anything(rule: str) -> Format:
+    """Any ``value``, or any ``members`` of an object, nested or not."""
+    return GrammarFormat(grammar=f"root ::= {rule}{ANYTHING}")
 
 
 def _string(schema: Mapping[str, Any]) -> Format:
-    pattern = ANY_STRING
+    pattern = STRING
+    if "format" in schema:
+        raise Unsupported(
+            f"its schema uses 'format' ({schema['format']!r}), which Gemma's calls are not held "
+            "to. Leave it out."
+        )
     if "pattern" in schema:
-        if "minLength" in schema or "maxLength" in schema:
-            raise Unsupported(
-                "A tool's schema has a 'pattern' and a length. Leave one of them out."
-            )
-        pattern = rewritten(str(schema["pattern"]), IN_GEMMA)
+        pattern = schema["pattern"]
     elif "minLength" in schema or "maxLength" in schema:
-        most = int(schema["maxLength"]) if "maxLength" in schema else ""
-        pattern = f"[^<]{{{int(schema.get('minLength', 0))},{most}}}"
+        pattern = f"[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
     return SequenceFormat(elements=[_text(QUOTE), RegexFormat(pattern=pattern), _text(QUOTE)])
 
 
-def _constant(value: Any) -> Format:
-    if isinstance(value, str):
-        if QUOTE in value or value.endswith("<"):
-            raise Unsupported(f"A tool's schema has the value {value[:40]!r}, which ends a string.")
-        return _text(f"{QUOTE}{value}{QUOTE}")
-    if isinstance(value, bool) or value is None:
-        return _text({True: "true", False: "false", None: "null"}[value])
-    if isinstance(value, int | float):
-        return _text(str(value))
-    raise Unsupported("A tool's schema has an 'enum' of objects or lists. Leave it out.")
+def _constant(value: Any) -> str:
+    """A value in the syntax of a call."""
+    if isinstance(value, Mapping):
+        for name in value:
+            _check_name(name)
+        return "{" + ",".join(f"{key}:{_constant(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_constant(one) for one in value) + "]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if not re.fullmatch(STRING, value):
+        raise Unsupported(f"its schema has the value {value[:40]!r}, which has a mark of calls.")
+    return f"{QUOTE}{value}{QUOTE}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from dllm.grammar.alternatives import TYPE_OF, TYPES, Alternatives, Conjunction, Flat
 from dllm.grammar.objects import lowered_object
-from dllm.grammar.patterns import rewritten
+from dllm.grammar.patterns import IN_JSON, Alphabet, rewritten
 from dllm.grammar.references import Document, Part, refuse
 from dllm.grammar.rules import Unsupported
 from dllm.grammar.strings import lowered_string
@@ -26,14 +26,17 @@ Schema = dict[str, Any]
 MOST_MULTIPLES = 256  # that are listed; and the largest number without bounds
 
 
-def lower(schema: Any) -> Schema:
+def lower(schema: Any, alphabet: Alphabet = IN_JSON) -> Schema:
     """The lowered schema of a JSON schema of draft 2020-12; older forms of items are read, too.
+
+    Args:
+        alphabet: that the patterns of strings are written in.
 
     Raises:
         Unsupported: answers cannot be held to it, or it allows no value.
     """
     try:
-        lowering = Lowering(schema)
+        lowering = Lowering(schema, alphabet)
         found = lowering.conjunction((lowering.document.root,))
     except RecursionError:
         raise Unsupported("The schema is nested too deeply. Make it flatter.") from None
@@ -50,10 +53,12 @@ class Lowering:
     """Of one document; None is a schema without values.
 
     Attributes:
+        alphabet: that the patterns of strings are written in.
         definitions: lowered schemas that are referred to, by their names.
     """
 
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: Any, alphabet: Alphabet) -> None:
+        self.alphabet = alphabet
         self.document = Document(schema)
         self.definitions: dict[str, Schema] = {}
         self.alternatives = Alternatives(self.document, self._is_empty)
@@ -172,8 +177,8 @@ def _object(lowering: Lowering, flat: Flat) -> Schema | None:
     return lowered_object(flat, lowering.conjunction, lowering.alternatives)
 
 
-def _string(_: Lowering, flat: Flat) -> Schema | None:
-    return lowered_string(flat)
+def _string(lowering: Lowering, flat: Flat) -> Schema | None:
+    return lowered_string(flat, lowering.alphabet)
 
 
 def _array(lowering: Lowering, flat: Flat) -> Schema | None:
@@ -197,7 +202,7 @@ def _array(lowering: Lowering, flat: Flat) -> Schema | None:
         node["prefixItems"] = prefix
         fewest = max(fewest, len(prefix))
         if len(prefix) == most:
-            return node | {"items": False}
+            return node | {"minItems": most, "items": False}
     node |= {"items": rest}
     node |= {"minItems": fewest} if fewest else {}
     return node | ({"maxItems": most} if "maxItems" in flat else {})

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dllm.grammar.alternatives import Alternatives, Conjunction, Flat, property_of
-from dllm.grammar.patterns import in_json, other_names
+from dllm.grammar.alternatives import TYPES, Alternatives, Conjunction, Flat, property_of
+from dllm.grammar.patterns import IN_JSON, in_string, other_names
 from dllm.grammar.references import refuse
 from dllm.grammar.strings import lowered_string
 
@@ -97,7 +97,7 @@ def _others(
             refuse("patternProperties", flat["path"], "answers can be held to one of them alone")
         ((pattern, asked),) = patterns.items()
         value = lower(asked)
-        return None if value is None else _of_pattern(in_json(pattern), value)
+        return None if value is None else _of_pattern(in_string(pattern), value)
     value = lower(flat.get("additionalProperties", ()))
     if value is None or len(declared) > MOST_NAMES:
         return None
@@ -120,7 +120,10 @@ def _named(flat: Flat, value: Schema, alternatives: Alternatives) -> Schema | No
                 refuse(keyword, path)
         if "enum" in one:
             refuse("propertyNames", flat["path"], "answers can be held to values, or to a pattern")
-        if "string" in one.get("type", {"string"}) and (names := lowered_string(one)) is not None:
+        if (
+            "string" in one.get("type", {"string"})
+            and (names := lowered_string(one, IN_JSON)) is not None
+        ):
             found.append(names)
     if not found:
         return None

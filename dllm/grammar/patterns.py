@@ -86,8 +86,10 @@ def _written(pattern: str, tree: Any, alphabet: Alphabet) -> str:
     return text
 
 
-def in_json(pattern: str, fewest: float = 0, most: float = math.inf) -> str | None:
-    """As ``rewritten``, for a ``pattern`` of JSON strings or a name in ``patternProperties``.
+def in_string(
+    pattern: str, alphabet: Alphabet = IN_JSON, fewest: float = 0, most: float = math.inf
+) -> str | None:
+    """As ``rewritten``, for a ``pattern`` of strings or a name in ``patternProperties``.
 
     Args:
         fewest, most: characters of the texts.
@@ -101,7 +103,7 @@ def in_json(pattern: str, fewest: float = 0, most: float = math.inf) -> str | No
         tree = _with_lengths(list(tree), fewest, most)
         if tree is None:
             return None
-    text = _written(pattern, tree, IN_JSON)
+    text = _written(pattern, tree, alphabet)
     return f"^(?:{text}{NOT_ASCII})$"
 
 

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from dllm.grammar.patterns import in_json
+from dllm.grammar.patterns import Alphabet, in_string
 from dllm.grammar.references import refuse
 
 DAY31, DAY30 = "(?:0[1-9]|[12][0-9]|3[01])", "(?:0[1-9]|[12][0-9]|30)"
@@ -37,8 +37,11 @@ OF_XGRAMMAR = ("ipv6", "duration", "uri", "uri-reference")
 KNOWN = ", ".join(sorted([*FORMATS, *OF_XGRAMMAR]))
 
 
-def lowered_string(flat: dict[str, Any]) -> dict[str, Any] | None:
+def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] | None:
     """The lowered schema of an alternative's strings (``alternatives``); None if there are none.
+
+    Args:
+        alphabet: that patterns are written in.
 
     Raises:
         Unsupported: a format that is not known, or a combination that answers cannot be held to.
@@ -60,7 +63,7 @@ def lowered_string(flat: dict[str, Any]) -> dict[str, Any] | None:
     if pattern is None:
         node |= {"minLength": math.ceil(fewest)} if fewest else {}
         return node | ({"maxLength": math.floor(most)} if "maxLength" in flat else {})
-    written = in_json(pattern, fewest, most)
+    written = in_string(pattern, alphabet, fewest, most)
     if written is None:
         keyword = "format" if "format" in flat else "pattern"
         refuse(keyword, path, "beside this length answers cannot be held to it")

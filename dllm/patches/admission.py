@@ -192,7 +192,7 @@ def _text_only_message(hf_config: Any) -> str:
         why = "the model has no vision tower"
     elif importlib.util.find_spec("torchvision") is None:
         why = "images need torchvision, which is not installed here"
-    return f"This server is text-only: {why}. Send text alone."
+    return f"This server is text-only: {why}; audio and video are never served. Send text alone."
 
 
 def _explain_refusals() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from dllm.grammar.compile import Grammars, Spec, check_length, tokens_of
@@ -23,8 +23,6 @@ from dllm.grammar.rules import Unsupported
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
 from dllm.settings.request import STREAM, has_structured_outputs, refuse, with_grammar
-
-GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
 
 
 def serve_structured_outputs() -> None:
@@ -111,6 +109,10 @@ current_compilations: ContextVar[list[Callable[[], Awaitable[Any]]] | None] = Co
 )
 
 
+# While a route handles a request: the field that its grammar comes from.
+current_field: ContextVar[str] = ContextVar("current_field", default="structured_outputs")
+
+
 def wait_before_the_stream(
     llm: Any, prompt: Any, params: Any, reasoning: tuple[bool | None, Mapping[str, Any]]
 ) -> None:
@@ -125,30 +127,6 @@ def wait_before_the_stream(
     compilations = current_compilations.get()
     if compilations is not None and needs_table(llm, params):
         compilations.append(lambda: shipped(llm, params, prompt, *reasoning))
-
-
-@cache
-def constrain_gemma_calls() -> None:
-    """Hold tool calls in Gemma 4's syntax to their schemas; vLLM leaves them free.
-
-    Called in an API server of one of our models, so that an autoregressive Gemma 4 stays as it is.
-    """
-    from vllm.tool_parsers.gemma4_engine_tool_parser import Gemma4EngineToolParser
-    from vllm.tool_parsers.structural_tag_registry import register_vllm_structural_tag
-
-    from dllm.grammar.gemma_calls import structural_tag
-
-    @register_vllm_structural_tag(GEMMA_CALLS)
-    def tag_of_calls(tools: Any, builtin_tools: Any, tool_choice: str, *_: Any) -> Any:
-        try:
-            given = [(tool.function.name, tool.function.parameters) for tool in tools]
-            return structural_tag(given, tool_choice)
-        except Unsupported as reason:
-            refuse("tools", str(reason))
-        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            refuse("tools", f"A tool's schema is no valid JSON schema ({error}). Correct it.")
-
-    Gemma4EngineToolParser.structural_tag_model = GEMMA_CALLS
 
 
 def needs_table(engine: Any, params: Any) -> bool:
@@ -185,7 +163,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (Unsupported, ChildProcessError) as reason:
-        refuse("structured_outputs", str(reason))
+        refuse(current_field.get(), f"{current_field.get()}: {reason}")
 
 
 def _begin(engine: Any, params: Any) -> Future[bytes]:
@@ -230,10 +208,8 @@ def _spec(asked: Any, is_compact: bool) -> Spec:
             f"structured_outputs: {kind} is empty, false or has a NUL character; allowed: a text "
             "without. Give one, or leave structured_outputs out.",
         )
-    try:
+    with _refusing():
         check_length(text)
-    except Unsupported as reason:
-        refuse("structured_outputs", str(reason))
     if kind == "json_object":
         kind, text = "json", '{"type": "object"}'
     elif kind == "choice":

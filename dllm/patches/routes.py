@@ -22,8 +22,9 @@ from dllm.api.page import CanvasPage
 from dllm.api.tally import Tally, current_tally, places_of
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
 from dllm.patches.adapters import refuse_wrong_adapters
-from dllm.patches.grammars import constrain_gemma_calls, current_compilations
+from dllm.patches.grammars import current_compilations, current_field
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
+from dllm.patches.tool_calls import hold_tool_calls
 from dllm.settings.admission import refuse_without_canvases
 from dllm.settings.request import LOGITS_MODES, STREAM, TRACE, refuse
 
@@ -77,10 +78,13 @@ def _extended(
             if self.model_config.architecture in AUTOREGRESSIVE:
                 await _refuse_fields_of_canvases(raw_request)
             return await create(self, request, raw_request)
-        constrain_gemma_calls()
+        hold_tool_calls()
         compilations: list[Callable[[], Awaitable[Any]]] = []
-        tally = Tally(places_of(self.engine_client.vllm_config))
-        with _set(current_tally, tally), _set(current_compilations, compilations):
+        with (
+            _set(current_tally, Tally(places_of(self.engine_client.vllm_config))),
+            _set(current_compilations, compilations),
+            _set(current_field, _field_of_grammar(request)),
+        ):
             try:
                 # Subclasses (Anthropic, Cohere) call the chat's method and translate what it
                 # streams. For them it refuses.
@@ -126,6 +130,12 @@ async def _create_completion(create: Create, self: Any, request: Any, raw_reques
         return await _create_chat(create, self, request, raw_request)
     with _set(fill.current_fill, await _take_fill(self, request)):
         return await _create_chat(create, self, request, raw_request)
+
+
+def _field_of_grammar(request: Any) -> str:
+    """What a client sent that a refusal of the request's grammar can name."""
+    is_of_tools = getattr(request, "tools", None) and not request.extract_structured_outputs()
+    return "tools" if is_of_tools else "structured_outputs"
 
 
 def _is_response_with_format(request: Any) -> bool:

@@ -190,6 +190,7 @@ def _refuse_beside_structured_outputs(params: "SamplingParams", settings: Denois
     extra = params.extra_args or {}
     asked = params.structured_outputs
     kind = next(kind for kind in GRAMMAR_KINDS if getattr(asked, kind, None) is not None)
+    kind += ", as tools have" if kind == "structural_tag" else ""
     stays = bool(settings.never_emitted)  # among masks
     seeded = any(token != NO_TOKEN for token in extra.get(SEED_CANVAS) or ())
     for name, is_given, why in (

@@ -61,9 +61,9 @@ SCHEMAS = {
         },
         "required": ["hour", "level"],
     },
-    "nothing": {"type": "object", "properties": {}},
+    "nothing": {"type": "object", "additionalProperties": False},
 }
-FREE = ({"type": "object"}, True, {})
+FREE = ({"type": "object"}, True, {}, {"type": "object", "additionalProperties": {"type": "null"}})
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,7 @@ def random_text(found: Table, draws: np.random.Generator) -> str:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_text_is_a_call_that_the_schema_allows(compiler, name):
+    """How vLLM reads them is tested with its own parser (``tests/patches/test_tool_calls.py``)."""
     schema, draws = SCHEMAS[name], np.random.default_rng(0)
     found = table_of(compiler, schema, "forced")
     for _ in range(15):
@@ -139,9 +140,9 @@ def test_a_string_ends_at_the_first_quote(compiler):
         return found.read(0, [WORDS.index(bytes([byte])) for byte in text.encode()])
 
     begin = f"{BEGIN}call:ask{{a:{QUOTE}"
-    for inside in ("a<b", "<<a", "a < b", "|>"):
+    for inside in ("a<b", "<<a", "a < b", "|>", "a<", "<title>", "<tool<tool_call"):
         assert found.accepts[state(f"{begin}{inside}{QUOTE}}}{END}")]
-    for inside in ("<<|", "<|", "a<", f"<{QUOTE}"):
+    for inside in ("<<|", "<|", f"<{QUOTE}", END, f"<{END}", "<channel|>"):
         assert state(f"{begin}{inside}{QUOTE}}}{END}") < 0
 
 
@@ -187,31 +188,23 @@ def nested_lists(depth: int, count: int):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"properties": {"a": {"multipleOf": 3}}}, "'multipleOf'"),
-        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "refers to"),
-        ({"properties": {"a": {"type": "date"}}}, "'date'"),
-        ({"properties": {"a": {"allOf": [{}, {}]}}}, "'allOf'"),
-        ({"properties": {}, "required": ["a"]}, "requires 'a'"),
-        ({"properties": {"a": {"enum": [[1]]}}}, "'enum'"),
-        ({"properties": {"a": {"type": "string", "format": "date"}}}, "'format'"),
-        ({"properties": {"a": {"type": "string", "pattern": "x", "minLength": 3}}}, "a length"),
+        ({"properties": {"a": {"type": "string", "format": "uuid"}}}, "'format'"),
         ({"properties": {"a": {"type": "string", "pattern": "a<b"}}}, "ends a string"),
-        ({"properties": {"a:b": {}}}, "is called 'a:b'"),
-        ({"properties": {"a": {"const": 'x<|"|>'}}}, "ends a string"),
-        ({"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 1}}}, "maxItems 1"),
-        ({"properties": {"a": {"type": "array", "minItems": 10**10}}}, "written out"),
+        ({"properties": {"a:b": {}}}, "called 'a:b'"),
+        ({"properties": {" a": {}}}, "called ' a'"),
+        ({"properties": {"a": {"const": 'x<|"|>'}}}, "a mark of calls"),
+        ({"properties": {"a": {"const": {"b}": 1}}}}, "called 'b}'"),
+        ({"properties": {"a": {"type": "string"}}, "minProperties": 1}, "'minProperties'"),
+        ({"patternProperties": {"^[a-z]+$": {}}}, "'patternProperties'"),
         ({"properties": {f"p{i}": {} for i in range(300)}}, "written out"),
-        ({"properties": {"a": {"anyOf": "x"}}}, 'has "x" in the place of a schema'),
-        ({"properties": {"a": False}}, "has false in the place"),
-        ({"properties": {"a": None}}, "has null in the place"),
-        ({"properties": {"a": {"type": "array", "items": False}}}, "has false in the place"),
-        ({"properties": {"a": {"type": "array", "items": [{}]}}}, r"has \[{}\] in the place"),
-        ({"properties": {"a": {"$ref": "#/title"}}, "title": "t"}, 'has "t" in the place'),
-        ({"$ref": "#/title", "title": "t"}, 'has "t" in the place'),
         ({"properties": {"a": nested_lists(13, 1)}}, "deeper than 12"),
-        ({"anyOf": [{"type": "object"}]}, "no plain object"),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "no object"),
+        ({"enum": [{}]}, "'enum'"),
         (
-            {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+            {
+                "properties": {"a": {"$ref": "#/$defs/a"}},
+                "$defs": {"a": {"properties": {"a": {"$ref": "#/$defs/a"}}}},
+            },
             "is recursive",
         ),
     ],
@@ -226,7 +219,7 @@ def nested_objects(depth: int, count: int):
     schema = {"type": "integer"}
     for _ in range(depth):
         others = {f"k{number:02}": {"type": "null"} for number in range(count - 1)}
-        schema = {"properties": others | {"z": schema}}
+        schema = {"type": "object", "properties": others | {"z": schema}}
     return schema
 
 
@@ -241,18 +234,13 @@ def many_references(depth: int, count: int):
 
 @pytest.mark.parametrize(
     "schema",
-    [
-        {"properties": {"a": nested_lists(3, 20)}},
-        {"properties": {"a": nested_lists(11, 20)}},
-        nested_objects(2, 20),
-        nested_objects(11, 20),
-        many_references(5, 20),
-    ],
-    ids=["lists", "deep lists", "objects", "deep objects", "references"],
+    [nested_objects(2, 20), nested_objects(11, 20), many_references(5, 20)],
+    ids=["objects", "deep objects", "references"],
 )
 def test_what_comes_to_too_much_is_not_written_out(schema, monkeypatch):
     num_patterns = Mock(wraps=gemma_calls.without_less_than)
     monkeypatch.setattr(gemma_calls, "without_less_than", num_patterns)
+    monkeypatch.setattr(gemma_calls, "lower", lambda schema: schema)
     monkeypatch.setattr(gemma_calls, "StructuralTag", Mock(side_effect=AssertionError))
     with pytest.raises(Unsupported, match="131,072 bytes with references"):
         structural_tag([("ask", schema)], "auto")
@@ -260,35 +248,40 @@ def test_what_comes_to_too_much_is_not_written_out(schema, monkeypatch):
 
 
 def test_many_tools_that_are_small_each_are_too_much():
-    schema = {"properties": {"a": nested_lists(2, 18)}}
+    schema = nested_objects(2, 8)
     one = structural_tag([("ask", schema)], "auto")
     assert len(one.model_dump_json()) < MOST_TEXT
     with pytest.raises(Unsupported, match="written out"):
-        structural_tag([("ask", schema)] * 9, "auto")
+        structural_tag([("ask", schema)] * 40, "auto")
 
 
 def test_a_long_schema_is_refused_before_it_is_looked_at(monkeypatch):
-    monkeypatch.setattr(gemma_calls, "check_schema", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(gemma_calls, "lower", Mock(side_effect=AssertionError))
     schema = {"properties": {"a": {"type": "string", "pattern": "[" * MOST_TEXT}}}
     with pytest.raises(Unsupported, match="allowed: 131,072"):
         structural_tag([("ask", schema)], "auto")
 
 
-def test_what_is_admitted_is_written_within_a_few_times_the_limit():
-    """Lists with more and more items, up to the limit."""
-    for count in range(1, 2000):
-        try:
-            tag = structural_tag([("ask", {"properties": {"a": nested_lists(2, count)}})], "auto")
-        except Unsupported:
-            break
-    assert count > 15 and len(tag.model_dump_json()) < 4 * MOST_TEXT
+def test_a_list_has_its_bounds(compiler):
+    """Of the items in front, too, which need not all be there."""
+    schema = {
+        "properties": {
+            "a": {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 3},
+            "b": {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False},
+        },
+        "required": ["a", "b"],
+    }
+    found = table_of(compiler, schema, "forced")
 
+    def accepts(a: str, b: str) -> bool:
+        text = f"{BEGIN}call:ask{{a:[{a}],b:[{b}]}}{END}"
+        state = found.read(0, [WORDS.index(bytes([byte])) for byte in text.encode()])
+        return state >= 0 and bool(found.accepts[state])
 
-def test_the_deepest_list_may_have_any_items():
-    schema = {"type": "array", "maxItems": 1}
-    for _ in range(11):
-        schema = {"type": "array", "maxItems": 1, "items": schema}
-    structural_tag([("ask", {"properties": {"a": schema}})], "auto")
+    lengths = [accepts(",".join(["null"] * count), "1,2") for count in range(5)]
+    assert lengths == [False, False, True, True, False]
+    assert accepts("null,null", "1,2") and not accepts("null,null", "2")
+    assert not accepts("null,null", "1,2,1")
 
 
 def test_many_properties_behind_one_that_is_required():

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from dllm.grammar.automaton import DEAD, Automaton
-from dllm.grammar.patterns import IN_GEMMA, in_json, is_found, other_names, rewritten
+from dllm.grammar.patterns import IN_GEMMA, IN_JSON, in_string, is_found, other_names, rewritten
 from dllm.grammar.rules import Unsupported
 from tests.support.grammars import automaton
 
@@ -27,7 +27,7 @@ def as_text(pattern: str, texts=CHARACTERS) -> set[str]:
 
 def as_json(pattern: str, texts=CHARACTERS) -> set[str]:
     """Texts in JSON strings, spelled as ``json`` does."""
-    schema = {"type": "string", "pattern": in_json(pattern)}
+    schema = {"type": "string", "pattern": in_string(pattern)}
     made, _ = automaton("json", json.dumps(schema))
     return accepted(made, texts, lambda text: json.dumps(text, ensure_ascii=False))
 
@@ -163,7 +163,7 @@ def test_what_is_no_regular_language_or_unclear_is_refused(pattern):
 )
 def test_lengths_beside_a_pattern_are_held(pattern, fewest, most, texts):
     made, _ = automaton(
-        "json", json.dumps({"type": "string", "pattern": in_json(pattern, fewest, most)})
+        "json", json.dumps({"type": "string", "pattern": in_string(pattern, IN_JSON, fewest, most)})
     )
     found = accepted(made, ["", "a", "ab", "ac", "aba", "abab"], json.dumps)
     assert found >= texts
@@ -171,8 +171,8 @@ def test_lengths_beside_a_pattern_are_held(pattern, fewest, most, texts):
 
 
 def test_lengths_that_cannot_be_held_are_told():
-    assert in_json("^ab|c$", 2) is None
-    assert in_json("^(?:ab)+$", 3) is None
+    assert in_string("^ab|c$", IN_JSON, 2) is None
+    assert in_string("^(?:ab)+$", IN_JSON, 3) is None
 
 
 @pytest.mark.parametrize(

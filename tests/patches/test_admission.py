@@ -45,14 +45,14 @@ def test_an_image_gets_a_400_that_says_why(checkpoint, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         VLLMValidationError,
-        match=r"text-only: images need torchvision, which is not installed here\. Send text",
+        match=r"text-only: images need torchvision, which is not installed here; audio and",
     ):
         parse_chat(checkpoint(), MESSAGES)
 
 
 def test_an_image_gets_a_400_also_where_torchvision_is(checkpoint, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(VLLMValidationError, match=r"served without its vision tower\. Send text"):
+    with pytest.raises(VLLMValidationError, match=r"served without its vision tower; audio and"):
         parse_chat(checkpoint(), MESSAGES)
 
 

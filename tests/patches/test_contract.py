@@ -118,6 +118,7 @@ NO_FUNCTIONS = {
     "vllm.triton_utils.triton.next_power_of_2": object,
     "vllm.tool_parsers.gemma4_engine_tool_parser.Gemma4EngineToolParser.structural_tag_model": str
     | None,
+    "vllm.tool_parsers.abstract_tool_parser.ToolParser.default_tool_strict_level": int | None,
 }
 
 

@@ -1,13 +1,15 @@
 """Tool calls and thoughts over HTTP, with a model that has learned both."""
 
+import enum
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import openai
 import pytest
+from pydantic import BaseModel
 
 from dllm.tasks.chat import TOOLS
 from dllm.tasks.suite import Question, questions
@@ -158,22 +160,85 @@ def test_json_behind_a_thought(client):
         jsonschema.validate(json.loads(message.content), schema)
 
 
-def test_a_schema_that_cannot_be_held_to_is_refused(client, style):
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "odd",
-            "strict": True,
-            "parameters": {"type": "object", "properties": {"a": {"multipleOf": 3}}},
-        },
+class Unit(enum.IntEnum):
+    METRIC = 1
+    IMPERIAL = 2
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+    ONE = "1"
+
+
+class Place(BaseModel):
+    name: Literal["Rome", "1", "null"]
+    unit: Unit
+
+
+class Order(BaseModel):
+    """Arguments, most of whose types are behind references."""
+
+    unit: Unit
+    colour: Colour | None
+    place: Place
+    places: list[Place]
+    kind: Literal["1", 1, True, None]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_openais_sdk_reads_models_of_pydantic(client, streamed):
+    """The arguments are not what the model has learned: what is read is what the grammar holds."""
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
+        "tools": [openai.pydantic_function_tool(Order)],
+        "tool_choice": "required",
+        "max_tokens": 400,
+        "seed": 1,
+        "parallel_tool_calls": False,
     }
-    if style == "hermes":
-        tool["function"]["parameters"] = {"$ref": "#/$defs/none"}
-    with pytest.raises(openai.BadRequestError):
+    if streamed:
+        with client.chat.completions.stream(**asked) as stream:
+            answer = stream.get_final_completion()
+    else:
+        answer = client.chat.completions.parse(**asked)
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Order)
+
+
+def test_tools_that_are_not_strict_are_named_and_never_refused(client, style):
+    """The history calls a tool that is not declared; a call names the one that is."""
+    odd = {"type": "object", "properties": {"a b": {"type": "string", "format": "uri"}, "c": False}}
+    tool = {"type": "function", "function": {"name": "order", "parameters": odd}}
+    item = asked(style, is_listed=True)[0]
+    call = {"name": item.chat.tools[0], "arguments": '{"city": "Rome"}'}
+    messages = [
+        {"role": "user", "content": item.prompt},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "1", "content": "none"},
+        {"role": "user", "content": item.prompt},
+    ]
+    for choice in ("auto", "required"):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=messages, tools=[tool], tool_choice=choice, max_tokens=60, seed=1
+        )
+        calls = answer.choices[0].message.tool_calls or []
+        assert {call.function.name for call in calls} <= {"order"}
+        assert calls or choice == "auto"
+
+
+@pytest.mark.parametrize("what", ["unknown reference", "large"])
+def test_a_schema_that_cannot_be_held_to_is_refused(client, what):
+    schema = {"$ref": "#/$defs/none"}
+    if what == "large":
+        schema = {"type": "object", "properties": {"a": {"enum": ["x" * 60_000, "y" * 80_000]}}}
+    function = {"name": "odd", "strict": True, "parameters": schema}
+    with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": "x"}],
-            tools=[tool],
+            tools=[{"type": "function", "function": function}],
             tool_choice="required",
             max_tokens=20,
         )
+    assert refused.value.param == "tools"

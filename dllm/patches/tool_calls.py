@@ -1,0 +1,157 @@
+"""Patches of the API server for tool calls: what is held of them, and how Gemma's are read.
+
+    a tool that is strict    its name, and arguments that its schema allows
+    any other                its name, and arguments in the form of the parser's calls
+
+vLLM has this rule for ``tool_choice: required``. With ``auto`` it lets calls of tools that are not
+strict name anything. Text around calls is free.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from xgrammar.structural_tag import JSONSchemaFormat
+
+from dllm.grammar.gemma_calls import QUOTE, structural_tag
+from dllm.grammar.rules import Unsupported
+from dllm.settings.request import refuse
+
+GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
+MARK = "\0"  # in front of what stood between quotes
+# Arguments of tools that are not strict. Forms that write strings without quotes have room for any
+# value in a string.
+ANY_OBJECT = {"type": "object"}
+ANY_TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+ANY_ARGUMENTS = {"qwen_xml": ANY_TEXTS, "minimax_xml": ANY_TEXTS}
+
+
+@cache
+def hold_tool_calls() -> None:
+    """Hold tool calls to names and to the schemas of strict tools.
+
+    Called in an API server of one of our models, so that others stay as they are.
+    """
+    from vllm.parser import abstract_parser
+    from vllm.tool_parsers.abstract_tool_parser import ToolParser
+    from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+
+    ToolParser.default_tool_strict_level = ToolStrictLevel.FUNCTION
+
+    def _xgrammar_supports(structured_outputs: Any) -> bool:
+        return True  # a response format beside tools is refused where its grammar is compiled
+
+    abstract_parser._xgrammar_supports = _xgrammar_supports
+    _leave_arguments_free()
+    _hold_gemma_calls()
+    _read_typed_gemma_calls()
+
+
+def _leave_arguments_free() -> None:
+    """Let tools that are not strict have any object as arguments, in a table that is not too large.
+
+    vLLM's tags allow any JSON value there, also in parts of XML, which come to too many states. For
+    parsers without a tag it makes a JSON schema, with the schemas of all tools.
+    """
+    from vllm.tool_parsers import abstract_tool_parser
+    from vllm.tool_parsers import structural_tag_registry as registry
+
+    make = registry.get_model_structural_tag
+    make_schema = abstract_tool_parser.get_json_schema_from_tools
+
+    def get_model_structural_tag(*args: Any, **kwargs: Any) -> Any:
+        tag = make(*args, **kwargs)
+        _let_any_object(tag)
+        return tag
+
+    def without_arguments(tool: Any) -> Any:
+        if registry._tool_is_strict(tool):
+            return tool
+        if hasattr(tool, "function"):
+            function = tool.function.model_copy(update={"parameters": ANY_OBJECT})
+            return tool.model_copy(update={"function": function})
+        return tool.model_copy(update={"parameters": ANY_OBJECT})
+
+    def get_json_schema_from_tools(
+        tool_choice: Any, tools: Any, parallel_tool_calls: bool | None = None
+    ) -> Any:
+        known = tools and [without_arguments(tool) for tool in tools]
+        return make_schema(tool_choice, known, parallel_tool_calls)
+
+    registry.get_model_structural_tag = get_model_structural_tag
+    abstract_tool_parser.get_json_schema_from_tools = get_json_schema_from_tools
+
+
+def _let_any_object(part: Any) -> None:
+    """Change the parts of a structural tag that allow any JSON value."""
+    if isinstance(part, JSONSchemaFormat):
+        if part.json_schema is True:
+            part.json_schema = ANY_ARGUMENTS.get(part.style, ANY_OBJECT)
+    elif isinstance(part, BaseModel):
+        for name in type(part).model_fields:
+            _let_any_object(getattr(part, name))
+    elif isinstance(part, list | tuple):
+        for inner in part:
+            _let_any_object(inner)
+
+
+def _hold_gemma_calls() -> None:
+    """Give calls in Gemma 4's syntax a structural tag; vLLM leaves them free."""
+    from vllm.tool_parsers.gemma4_engine_tool_parser import Gemma4EngineToolParser
+    from vllm.tool_parsers.structural_tag_registry import (
+        get_function_parameters,
+        register_vllm_structural_tag,
+    )
+
+    @register_vllm_structural_tag(GEMMA_CALLS)
+    def tag_of_calls(tools: Any, builtin_tools: Any, tool_choice: str, *_: Any) -> Any:
+        given = [(tool.function.name, get_function_parameters(tool.function)) for tool in tools]
+        try:
+            return structural_tag(given, tool_choice)
+        except Unsupported as reason:
+            refuse("tools", str(reason))
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            refuse("tools", f"A tool's schema is no valid JSON schema ({error}). Correct it.")
+
+    Gemma4EngineToolParser.structural_tag_model = GEMMA_CALLS
+
+
+def _read_typed_gemma_calls() -> None:
+    """Read arguments of Gemma 4's calls with the types that they are written with.
+
+    vLLM reads strings and bare words alike and guesses their types from the tool's schema, of which
+    it does not know references and constants, and where ``"1"`` may be a string or a number.
+    """
+    from vllm.parser import gemma4
+
+    read = gemma4._gemma4_arg_converter
+
+    def _gemma4_arg_converter(raw_args: str, partial: bool) -> str:
+        parts = raw_args.split(QUOTE)
+        parts[1::2] = [MARK + part for part in parts[1::2]]
+        return json.dumps(_typed(json.loads(read(QUOTE.join(parts), partial))), ensure_ascii=False)
+
+    def _fix_arg_types(self: Any, args_json: str, func_name: str) -> str:
+        return args_json
+
+    gemma4._gemma4_arg_converter = _gemma4_arg_converter
+    gemma4.gemma4_config.cache_clear()  # it holds the function
+    gemma4.Gemma4Parser._fix_arg_types = _fix_arg_types  # type: ignore[method-assign]
+
+
+def _typed(value: Any) -> Any:
+    """Arguments whose strings have a mark, and whose other values are texts."""
+    if isinstance(value, Mapping):
+        return {name.removeprefix(MARK): _typed(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_typed(inner) for inner in value]
+    if value.startswith(MARK):
+        return value[len(MARK) :]
+    try:
+        read = json.loads(value)
+    except ValueError:
+        return value
+    return value if isinstance(read, float) and not math.isfinite(read) else read
