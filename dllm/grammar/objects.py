@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dllm.grammar.alternatives import TYPES, Alternatives, Conjunction, Flat, property_of
+from dllm.grammar.alternatives import Alternatives, Conjunction, Flat, property_of
 from dllm.grammar.patterns import IN_JSON, in_string, other_names
 from dllm.grammar.references import refuse
 from dllm.grammar.strings import lowered_string

@@ -188,8 +188,8 @@ def nested_lists(depth: int, count: int):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"properties": {"a": {"type": "string", "format": "uuid"}}}, "'format'"),
-        ({"properties": {"a": {"type": "string", "pattern": "a<b"}}}, "ends a string"),
+        ({"properties": {"a": {"type": "string", "format": "uri"}}}, "'format'"),
+        ({"properties": {"a": {"type": "string", "pattern": "a<b"}}}, "no text"),
         ({"properties": {"a:b": {}}}, "called 'a:b'"),
         ({"properties": {" a": {}}}, "called ' a'"),
         ({"properties": {"a": {"const": 'x<|"|>'}}}, "a mark of calls"),
@@ -238,13 +238,13 @@ def many_references(depth: int, count: int):
     ids=["objects", "deep objects", "references"],
 )
 def test_what_comes_to_too_much_is_not_written_out(schema, monkeypatch):
-    num_patterns = Mock(wraps=gemma_calls.without_less_than)
-    monkeypatch.setattr(gemma_calls, "without_less_than", num_patterns)
-    monkeypatch.setattr(gemma_calls, "lower", lambda schema: schema)
+    strings = Mock(wraps=gemma_calls._string)
+    monkeypatch.setattr(gemma_calls, "_string", strings)
+    monkeypatch.setattr(gemma_calls, "lower", lambda schema, alphabet: schema)
     monkeypatch.setattr(gemma_calls, "StructuralTag", Mock(side_effect=AssertionError))
     with pytest.raises(Unsupported, match="131,072 bytes with references"):
         structural_tag([("ask", schema)], "auto")
-    assert num_patterns.call_count <= 1
+    assert strings.call_count <= 1
 
 
 def test_many_tools_that_are_small_each_are_too_much():
