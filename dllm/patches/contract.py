@@ -173,20 +173,8 @@ PATCHES = {
         "arrives"
     ),
     "vllm.v1.engine.core.EngineCoreProc.run_engine_core": (
-        "the engine core ends when the process that started it is gone, also after SIGKILL"
-    ),
-    "vllm.v1.executor.multiproc_executor.WorkerProc.worker_main": "the same for a worker",
-    "vllm.v1.engine.coordinator.DPCoordinatorProc.run_coordinator": (
-        "the same for the coordinator of --data-parallel-size"
-    ),
-    "vllm.entrypoints.launchers.launcher.watchdog_loop": (
-        "the API server ends at once with its engine; vLLM's may take 5 s, or wait for clients"
-    ),
-    "vllm.v1.engine.utils.zmq_socket_ctx": (
-        "SIGTERM while the engine core starts ends the server; vLLM swallows it"
-    ),
-    "vllm.v1.engine.core_client.AsyncMPClient._call_utility_async": (
-        "calls of an engine core that dies fail, also before the server is ready; vLLM's wait"
+        "the engine core ends when the process that started it is gone, also after SIGKILL; vLLM's "
+        "stays, with the memory of the model"
     ),
     "vllm.platforms.cpu.CpuPlatform.check_and_update_config": (
         "VLLM_WORKER_MULTIPROC_METHOD=fork may stand: spawned processes import everything again"
