@@ -48,7 +48,13 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "tiny-sdar": ("tiny-sdar",),
     "tiny-nemotron": ("tiny-nemotron",),
     "self-speculation": ("tiny-nemotron", "--additional-config.dllm.decoding", "self_speculation"),
-    "tiny-drafter": ("tiny-ar", "--speculative-config", json.dumps(DRAFTER)),
+    "tiny-drafter": (
+        "tiny-ar",
+        "--speculative-config",
+        json.dumps(DRAFTER),
+        "--additional-config.dllm.drafter.policy",
+        "fixed",
+    ),
 }
 
 

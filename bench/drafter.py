@@ -100,12 +100,14 @@ def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
     add(PLAIN)
     add(IN_PROCESS, *in_process)
     drafter = {"method": "dflash", "model": str(options.drafter)}
-    for num_drafts in options.widths:
-        add(f"fixed {num_drafts}", *speculate(num_drafts, drafter))
-    for name, more in (("adaptive", {}), ("adaptive, lookup", {"prompt_lookup": True})):
-        policy = {"dllm": {"drafter": {"policy": "adaptive", **more}}}
-        chosen = "--additional-config", json.dumps(policy)
-        add(name, *speculate(max(options.widths), drafter), *chosen)
+    most = max(options.widths)
+    policies = [(f"fixed {width}", width, {"policy": "fixed"}) for width in options.widths]
+    adaptive: dict[str, Any] = {"policy": "adaptive"}
+    policies += [("adaptive", most, adaptive)]
+    policies += [("adaptive, lookup", most, adaptive | {"prompt_lookup": True})]
+    for name, num_drafts, policy in policies:
+        chosen = "--additional-config", json.dumps({"dllm": {"drafter": policy}})
+        add(name, *speculate(num_drafts, drafter), *chosen)
     add("n-gram", *in_process, *speculate(STOCK_DRAFTS, NGRAM), is_stock=True)
     return found
 

@@ -1,8 +1,9 @@
 """Every name of vLLM that the plugin replaces, wraps or calls to register something, and why.
 
-This module holds data only. It is true of vLLM 0.32.0. ``tests/patches/test_contract.py`` checks
-that vLLM has these names, with the signatures that we expect. The same test finds in our source
-which other names of vLLM we import, call and override, and checks those, too.
+This module holds data only. It is true of vLLM 0.32.0. ``tests/patches/test_contract.py`` finds in
+our source what is replaced, and checks that it stands here, and that vLLM has these names, with the
+signatures that we expect. The same test finds which other names of vLLM we import, call and
+override, and checks those, too.
 """
 
 SCHEDULER = "dllm.engine.scheduler.CanvasScheduler"
@@ -15,7 +16,8 @@ DRAFTING_SCHEDULER = "dllm.patches.engine_core.PatchingScheduler"
 REMOTE_SCHEDULER = "dllm.remote.scheduler.RemoteScheduler"
 
 
-# By dotted name: where it is done, unless in every process, and why. A function is wrapped.
+# Of modules and classes. By dotted name: where it is done, unless in every process, and why; where
+# vLLM has a hook for something like it, why that is not used. A function is wrapped.
 PATCHES = {
     "vllm.multimodal.MULTIMODAL_REGISTRY.register_processor": (
         "where torchvision is installed: vLLM's Gemma4 image processor, for our model"
@@ -27,7 +29,8 @@ PATCHES = {
     ),
     "vllm.engine.arg_utils.EngineArgs.create_model_config": (
         "on a CPU without bf16 instructions: --dtype auto is float32 for what we serve; where our "
-        "option says so, a model that can do both is served token by token"
+        "option says so, a model that can do both is served token by token; the reason why we "
+        "do not serve a diffusion model takes the place of vLLM's error"
     ),
     "vllm.config.VllmConfig.num_lookahead_tokens": (
         "with a model that drafts for itself: as many KV slots as for DFlash"
@@ -45,6 +48,10 @@ PATCHES = {
     "vllm.entrypoints.generate.structured_decisions.question_types.QUESTION_TYPES": (
         "in an API server of our architectures: choices and scores take as many options as OpenAI's"
     ),
+    "vllm.transformers_utils.config._CONFIG_REGISTRY": (
+        "vLLM reads config.json of our families without remote code. AutoConfig.register would do "
+        "so, too, also for those who read them with their own remote code and serve nothing"
+    ),
     "vllm.v1.attention.backends.registry.register_backend": (
         "on CUDA: our attention kernel, as the backend that vLLM names CUSTOM"
     ),
@@ -52,7 +59,9 @@ PATCHES = {
         "admits the parameters that the built-in sampler cannot honour and ours does"
     ),
     "vllm.v1.engine.input_processor.InputProcessor._validate_params": (
-        "settings.admission refuses bad requests in the API server, with HTTP 400"
+        "settings.admission refuses bad requests in the API server, with HTTP 400. "
+        "LogitsProcessor.validate_params sees parameters alone: neither the model, nor its "
+        "tokenizer; and its class would be a logits processor of every model"
     ),
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": (
         "writes our arguments as vLLM's edits of logits: allowed tokens, min_tokens"
@@ -130,8 +139,9 @@ PATCHES = {
         "in the API server of our architectures: xgrammar reads no structural tag on the event loop"
     ),
     "vllm.plugins.load_endpoint_plugins": (
-        "bodies are read with bounds; /canvas where VLLM_PLUGINS names dllm_canvas; entry points "
-        "would warn everybody else"
+        "bodies are read with bounds; /canvas where VLLM_PLUGINS names dllm_canvas. Entry points "
+        "(vllm.endpoint_plugins) are loaded only where VLLM_PLUGINS names them, and warn everybody "
+        "else"
     ),
     "vllm.renderers.base.BaseRenderer.validate_token_ids": (
         "token ids outside the model's vocabulary are refused with the range; so is no token"
@@ -161,7 +171,9 @@ PATCHES = {
         "in the engine's process: drafting is skipped after a step that finished every request"
     ),
     "vllm.v1.metrics.loggers.StatLoggerManager.record": (
-        "in the front end: metrics of drafting, and passes that only write a block's KV"
+        "in the front end: metrics of drafting, and passes that only write a block's KV. A stat "
+        "logger of an entry point (vllm.stat_logger_plugins) would run for every model, turn "
+        "statistics on against --disable-log-stats, and not run in LLM"
     ),
     "vllm.config.VllmConfig.use_v2_model_runner": (
         "Model Runner V2 on a CPU without Triton; vLLM refuses it there"
@@ -190,20 +202,8 @@ PATCHES = {
         "arrives"
     ),
     "vllm.v1.engine.core.EngineCoreProc.run_engine_core": (
-        "the engine core ends when the process that started it is gone, also after SIGKILL"
-    ),
-    "vllm.v1.executor.multiproc_executor.WorkerProc.worker_main": "the same for a worker",
-    "vllm.v1.engine.coordinator.DPCoordinatorProc.run_coordinator": (
-        "the same for the coordinator of --data-parallel-size"
-    ),
-    "vllm.entrypoints.launchers.launcher.watchdog_loop": (
-        "the API server ends at once with its engine; vLLM's may take 5 s, or wait for clients"
-    ),
-    "vllm.v1.engine.utils.zmq_socket_ctx": (
-        "SIGTERM while the engine core starts ends the server; vLLM swallows it"
-    ),
-    "vllm.v1.engine.core_client.AsyncMPClient._call_utility_async": (
-        "calls of an engine core that dies fail, also before the server is ready; vLLM's wait"
+        "the engine core ends when the process that started it is gone, also after SIGKILL; vLLM's "
+        "stays, with the memory of the model"
     ),
     "vllm.platforms.cpu.CpuPlatform.check_and_update_config": (
         "VLLM_WORKER_MULTIPROC_METHOD=fork may stand: spawned processes import everything again"
@@ -211,5 +211,98 @@ PATCHES = {
     "vllm.compilation.decorators._try_load_aot_compiled_fn": (
         "in the CPU worker: damaged files are deleted before vLLM opens them; a restart loads the "
         "compiled backbone, where vLLM finds its own file broken and traces again"
+    ),
+}
+
+# Of objects. By vLLM's name: the expression of ours that is assigned to, and why. vLLM has no hook
+# for any of them.
+OBJECTS = {
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run": (
+        "self.model_runner._dummy_sampler_run",
+        "memory profiling sees the denoise step that needs the most; vLLM's sees no canvas",
+    ),
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.structured_outputs_worker": (
+        "self.model_runner.structured_outputs_worker",
+        "grammars are our sampler's; vLLM's bit for each token and row is 0.5 GiB",
+    ),
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.rejection_sampler": (
+        "runner.rejection_sampler",
+        "drafts are kept by our rule; of a diffusion model custom_sampler, vLLM's hook, does it",
+    ),
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.use_aux_hidden_state_outputs": (
+        "self.model_runner.use_aux_hidden_state_outputs",
+        "a target without a drafter returns hidden states, to be recorded",
+    ),
+    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin.load_lora_model": (
+        "runner.load_lora_model",
+        "adapters of a diffusion model go to the layers that take them",
+    ),
+    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin.lora_manager": (
+        "runner.lora_manager",
+        "set by our load_lora_model, as by vLLM's",
+    ),
+    "vllm.v1.worker.cpu.model_runner.CPUModelRunner.__class__": (
+        "self.model_runner.__class__",
+        "batches of a diffusion model have few sizes on a CPU, where vLLM names its class itself",
+    ),
+    "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._candidates": (
+        "runner.cudagraph_manager._candidates",
+        "at start: steps run with one kind of graphs and without, and a wrong kind is not used",
+    ),
+    "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph": (
+        "graphs.run_fullgraph",
+        "the denoise loop replays the graph of a visit's first pass",
+    ),
+    "vllm.v1.worker.gpu.states.RequestState.draft_tokens": (
+        "requests.draft_tokens",
+        "a row for each canvas, and one that is spare",
+    ),
+    "vllm.v1.worker.gpu.buffer_utils.StagedWriteTensor.__init__": (
+        "requests.all_token_ids.__init__",
+        "a row more: vLLM reads the id behind each token, and a canvas may end with the context",
+    ),
+    "vllm.v1.worker.gpu.sample.sampler.Sampler.use_flashinfer": (
+        "sampler.use_flashinfer",
+        "with our drafter: FlashInfer would draw other numbers in steps without drafts",
+    ),
+    "vllm.v1.request.Request.spec_token_ids": (
+        "request.spec_token_ids",
+        "canvases are scheduled as drafts",
+    ),
+    "vllm.v1.request.Request.num_in_flight_tokens": (
+        "request.num_in_flight_tokens",
+        "counts a canvas that is scheduled with the last chunk of its prompt",
+    ),
+    "vllm.v1.request.Request.num_output_placeholders": (
+        "self.requests[data.req_id].num_output_placeholders",
+        "the same under asynchronous scheduling",
+    ),
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.__class__": (
+        "impl.__class__",
+        "on a CPU: blocks and anchored windows, which vLLM's kernel lacks; a CPU has one backend",
+    ),
+    "vllm.model_executor.layers.attention.attention.Attention.attn_backend": (
+        "layer.attn_backend",
+        "the same: whose builder translates the batches of this layer",
+    ),
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update": (
+        "impl.do_kv_cache_update",
+        "on a CPU: what goes to an FP8 cache is rounded; vLLM's kernel cuts it off",
+    ),
+    "vllm.config.ModelConfig.hf_config": (
+        "model_config.hf_config.__class__",
+        "an architecture of ours whose model_type is Llama's has a class of its own",
+    ),
+    "vllm.model_executor.layers.quantization.modelopt.ModelOptQuantConfigBase.exclude_modules": (
+        "quant_config.exclude_modules",
+        "layers without values of their own are in no list of the checkpoint",
+    ),
+    "vllm.compilation.caching.VllmSerializableFunction.finalize_loading": (
+        "function.finalize_loading",
+        "in the CPU worker: vLLM calls it also of functions that have none",
+    ),
+    "vllm.model_executor.kernels.linear.scaled_mm.cpu.CPUInt8ScaledMMLinearKernel.linear_method": (
+        "self.kernel.linear_method",
+        "on a CPU with AMX: activations in fp32, which AMX refuses, go to oneDNN",
     ),
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.cpu import choose_dtype, register_model
+from dllm.patches.neighbours import explain_refusal
 from dllm.patches.serving import use_our_worker
 from dllm.settings.server import WHERE, PluginOptions
 
@@ -88,14 +89,20 @@ def use_v2_for_autoregressive(vllm_config: Any) -> None:
 
 
 def _choose_model_config() -> None:
-    """Let our option choose the model class, and the CPU its dtype."""
+    """Let our option choose the model class, and the CPU its dtype; say why a model is refused."""
     from vllm.engine.arg_utils import EngineArgs
 
     create = EngineArgs.create_model_config
 
     def create_model_config(self: Any) -> Any:
         decoding = PluginOptions.from_additional_config(self.additional_config).decoding
-        config = create(self)
+        try:
+            config = create(self)
+        except Exception:
+            explain_refusal(self)
+            raise
+        if config.using_transformers_backend():
+            explain_refusal(self)
         if decoding != "diffusion":
             served = FAMILIES.get(config.architecture)
             if served is not None and served.autoregressive is not None:

@@ -1,10 +1,13 @@
-"""Patches for drafting: with ``method: dflash`` vLLM runs our drafter network and speculator.
+"""Patches for drafting: our drafter network and speculator serve DFlash drafters, if asked for.
 
-Servers with another method, or without a drafter, behave as without these patches, except that our
-CPU worker verifies the drafts of every method by our rule.
+On CUDA a ``drafter`` among our options asks for them, else vLLM's own serve. On a CPU vLLM's do not
+run in Model Runner V2, and ours always serve. Servers with another method, or without a drafter,
+behave as without these patches, except that our CPU worker verifies the drafts of every method by
+our rule.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from dllm.models import FAMILIES
@@ -15,24 +18,22 @@ from dllm.patches.decoding import (
     drafts_itself,
     use_v2_for_autoregressive,
 )
-from dllm.patches.neighbours import is_disabled
 from dllm.patches.remote import (
     configure_remote,
     drafts_remotely,
     run_our_speculators_on_v2,
 )
 from dllm.patches.serving import use_our_worker
+from dllm.settings.drafting import DRAFTER_ARCHITECTURE, OUR_DRAFTER
 
 DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
 
 
 def serve_drafters() -> None:
-    """Let this process serve DFlash drafters with our classes instead of vLLM's."""
+    """Let this process serve DFlash drafters with our classes, where a server asks for them."""
     from vllm.config import VllmConfig
 
-    from dllm.settings.drafting import DRAFTER_ARCHITECTURE
-
-    register_model(DRAFTER_ARCHITECTURE, DRAFTER_MODEL)
+    register_model(OUR_DRAFTER, DRAFTER_MODEL)
     verify_and_update = VllmConfig.try_verify_and_update_config
 
     def try_verify_and_update_config(self: Any) -> None:
@@ -41,7 +42,7 @@ def serve_drafters() -> None:
         if is_first and drafts_itself(self.speculative_config):
             configure_self_drafting(self)
             _choose_classes(self)
-        elif is_first and drafts_with_ours(self.speculative_config):
+        elif is_first and _asks_for_our_drafter(self):
             _configure_drafting(self)
         elif is_first and not configure_remote(self):
             use_v2_for_autoregressive(self)
@@ -52,15 +53,27 @@ def serve_drafters() -> None:
     _admit_all_sampling_parameters()
 
 
-def drafts_with_ours(speculative_config: Any) -> bool:
-    """Whether a server has a drafter that our classes serve."""
-    from dllm.settings.drafting import DRAFTER_ARCHITECTURE
+def _asks_for_our_drafter(vllm_config: Any) -> bool:
+    """Whether a server has a DFlash drafter that our classes are to serve."""
+    from vllm.platforms import current_platform
 
-    if drafts_itself(speculative_config):
-        return True
-    if is_disabled() or speculative_config is None or speculative_config.method != "dflash":
+    if not _names(vllm_config.speculative_config, DRAFTER_ARCHITECTURE):
         return False
-    return DRAFTER_ARCHITECTURE in (speculative_config.draft_model_config.architectures or ())
+    given = vllm_config.additional_config
+    ours = given.get("dllm") if isinstance(given, Mapping) else None
+    return current_platform.is_cpu() or (ours or {}).get("drafter") is not None
+
+
+def drafts_with_ours(speculative_config: Any) -> bool:
+    """Whether a server has a drafter that our classes serve; known when it is configured."""
+    return drafts_itself(speculative_config) or _names(speculative_config, OUR_DRAFTER)
+
+
+def _names(speculative_config: Any, architecture: str) -> bool:
+    """Whether a server has a DFlash drafter of this architecture."""
+    if speculative_config is None or speculative_config.method != "dflash":
+        return False
+    return architecture in (speculative_config.draft_model_config.architectures or ())
 
 
 def _configure_drafting(vllm_config: Any) -> None:
@@ -75,7 +88,10 @@ def _configure_drafting(vllm_config: Any) -> None:
 
     drafter = refuse_mismatch(vllm_config)
     speculative = vllm_config.speculative_config
-    _write_resolved_fields(speculative.draft_model_config.hf_config, drafter.mask_token_id)
+    hf_config = speculative.draft_model_config.hf_config
+    hf_config.architectures = [OUR_DRAFTER]
+    speculative.update_arch_()
+    _write_resolved_fields(hf_config, drafter.mask_token_id)
     if not current_platform.is_cpu():
         _choose_draft_attention(speculative, any(layer.is_anchored for layer in drafter.layers))
     _choose_classes(vllm_config)

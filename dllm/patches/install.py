@@ -7,7 +7,7 @@ plugin. ``contract`` lists every name that is touched, and why.
 import functools
 from typing import Any
 
-from dllm.models import FAMILIES, REFUSED, own_configs
+from dllm.models import FAMILIES, own_configs
 from dllm.patches.configure import configure_dllm, set_batch_defaults
 from dllm.patches.cpu import (
     enable_cpu_runtime,
@@ -17,7 +17,7 @@ from dllm.patches.cpu import (
 )
 from dllm.patches.decoding import serve_decodings
 from dllm.patches.drafting import serve_drafters
-from dllm.patches.neighbours import is_disabled, refuse_model_type
+from dllm.patches.neighbours import is_disabled
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
 BUILTIN = "dllm.patches.builtin:TextOnlyDiffusionGemma"
@@ -42,6 +42,7 @@ def install() -> None:
 def _serve_families() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.platforms import current_platform
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     # Not loaded where vLLM's own classes serve.
@@ -53,7 +54,8 @@ def _serve_families() -> None:
 
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
-    _read_config_files()
+    # vLLM gives them to transformers when it reads a config.json of theirs, and not before.
+    _CONFIG_REGISTRY.update(own_configs())
     for architecture, served in FAMILIES.items():
         register_model(architecture, served.model_path())
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm, served.config_class())
@@ -66,21 +68,6 @@ def _serve_families() -> None:
     extend_routes()
     add_endpoint_plugins()
     take_frames_out()
-
-
-def _read_config_files() -> None:
-    """Let transformers read the config.json files of our families, without remote code.
-
-    Other diffusion models are refused there, with the reason.
-    """
-    from transformers import AutoConfig
-
-    for model_type, config in own_configs().items():
-        AutoConfig.register(model_type, config, exist_ok=True)
-    for model_type, reason in REFUSED.items():
-        refuse_model_type(
-            model_type, f"{reason}. Allowed: the architectures {', '.join(FAMILIES)}."
-        )
 
 
 def _keep_builtin() -> None:

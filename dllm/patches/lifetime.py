@@ -1,43 +1,32 @@
-"""The processes of a server end together, also after SIGKILL, and leave no sockets behind.
+"""An engine core ends with the process that started it, also after SIGKILL, and leaves no sockets.
 
-In vLLM a process that ends in order ends those that it has started; one that is killed cannot. Here
-the engine core and every worker watch their parent, and end when it is gone. The API server looks
-for a dead engine core more often than in vLLM, also before it is ready, and hangs up on its clients
-when it stops.
+In vLLM a process that ends in order ends those that it has started; one that is killed cannot. The
+engine core would stay, with its workers and the memory of the model, and the next server would find
+none. So it watches its parent here. A worker ends with its engine core in vLLM, too.
 
 Unix sockets of a server are in a folder of their own. It is removed by the process that made it,
 or by those that outlive that one. Shared memory needs no care of ours: Python's resource
 tracker removes it behind the last process.
 """
 
-import asyncio
 import contextlib
 import functools
 import multiprocessing
 import os
 import re
-import select
 import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import psutil
-from vllm.entrypoints.launchers import launcher
-from vllm.entrypoints.launchers.launcher import terminate_if_errored
 from vllm.logger import init_logger
-from vllm.v1.engine import utils
-from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.engine.core_client import AsyncMPClient
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from dllm import LOGGER
 
@@ -45,21 +34,12 @@ logger = init_logger(LOGGER)
 
 LOOK_EVERY_S = 0.5
 GRACE_S = 2.5  # to end in order
-LET_GO_S = 2.0  # for a worker to end in order
-CLIENT_GRACE_S = 0.5  # for clients to read the last that the server has to say
 SOCKETS, PROCESSES = "VLLM_RPC_BASE_PATH", "VLLM_ENABLE_V1_MULTIPROCESSING"
 PREFIX = "dllm-sockets-"
 MOST_PATH = 107 - 37  # bytes, of a folder: a socket's path has at most 107, and its name takes 37
 RANDOM = 8  # characters that mkdtemp adds
 
-# vLLM's own; this module is imported before it replaces them.
-_engine_core, _worker, _coordinator = (
-    EngineCoreProc.run_engine_core,
-    WorkerProc.worker_main,
-    DPCoordinatorProc.run_coordinator,
-)
-_handshake_socket = utils.zmq_socket_ctx
-_call_utility = AsyncMPClient._call_utility_async
+_engine_core = EngineCoreProc.run_engine_core  # vLLM's own; this module is imported before
 
 
 def end_together() -> None:
@@ -74,57 +54,24 @@ def _bind_processes() -> None:
         end_without_parent()  # one of --api-server-count
     # Started later, it would be a child of the engine core, and vLLM kills those with it.
     resource_tracker.ensure_running()
-    launcher.watchdog_loop = watchdog_loop
-    utils.zmq_socket_ctx = handshake_socket
-    AsyncMPClient._call_utility_async = call_utility  # type: ignore[method-assign]
-    _replace_main_functions()
-
-
-def _replace_main_functions() -> None:
     EngineCoreProc.run_engine_core = staticmethod(engine_core_main)  # type: ignore[method-assign]
-    WorkerProc.worker_main = staticmethod(worker_main)  # type: ignore[method-assign]
-    DPCoordinatorProc.run_coordinator = staticmethod(coordinator_main)  # type: ignore[method-assign]
 
 
-# --- engine core, workers, coordinator ------------------------------------------------------------
-
-# multiprocessing sends the main function to a spawned process as the names of a module and of a
-# function in it. The process imports this module to find it. So a spawned process runs what is
-# below, as a forked one does.
+# --- the engine core ------------------------------------------------------------------------------
 
 
 def engine_core_main(*args: Any, **options: Any) -> None:
-    """vLLM's, in a process that ends with its parent."""
-    _begin_child()
-    _replace_main_functions()  # before it starts workers
-    _engine_core(*args, **options)
+    """vLLM's, in a process that ends with its parent.
 
-
-def worker_main(*args: Any, **options: Any) -> None:
-    """vLLM's, in a process that ends with its parent, and soon after its executor lets it go.
-
-    Where several workers compute together and one is dead, the others wait for it for ever. vLLM
-    kills them after 9 s.
+    multiprocessing sends the main function to a spawned process as the names of a module and of a
+    function in it, and the process imports this module to find it. So a spawned process runs this
+    function, as a forked one does.
     """
-    _begin_child()
-    if (pipe := options.get("death_pipe")) is not None:
-        threading.Thread(
-            target=_end_behind, args=(os.dup(pipe.fileno()),), name="dllm-executor", daemon=True
-        ).start()
-    _worker(*args, **options)
-
-
-def coordinator_main(*args: Any, **options: Any) -> None:
-    """vLLM's, in a process that ends with its parent."""
-    _begin_child()
-    _coordinator(*args, **options)
-
-
-def _begin_child() -> None:
     # A forked process's signals would wake up its parent's event loop, too. Not in an API server,
     # which has an event loop of its own by now.
     signal.set_wakeup_fd(-1)
     end_without_parent()
+    _engine_core(*args, **options)
 
 
 def end_without_parent() -> None:
@@ -147,13 +94,6 @@ def _watch(parent: int | None) -> None:
     _end_after(GRACE_S)
 
 
-def _end_behind(pipe: int) -> None:
-    let_go = select.poll()
-    let_go.register(pipe, 0)  # wakes up when the other end is closed
-    let_go.poll()
-    _end_after(LET_GO_S)
-
-
 def _end_after(seconds: float) -> None:
     """End this process and its children, if it has not ended by then."""
     time.sleep(seconds)
@@ -161,60 +101,6 @@ def _end_after(seconds: float) -> None:
         child.kill()
     _remove_sockets()
     os._exit(1)
-
-
-# --- the API server -------------------------------------------------------------------------------
-
-
-@functools.wraps(_handshake_socket)
-@contextlib.contextmanager
-def handshake_socket(*args: Any, **options: Any) -> Iterator[Any]:
-    """vLLM's, but a signal while the engine core starts ends the server.
-
-    vLLM turns SIGTERM into KeyboardInterrupt there. Its socket swallows that, and the server goes
-    on, or waits ten minutes for an engine core that has obeyed.
-    """
-    with _handshake_socket(*args, **options) as handshake:
-        try:
-            yield handshake
-        except KeyboardInterrupt:
-            logger.info("Stopped before the server was ready.")
-            raise SystemExit(0) from None
-
-
-async def call_utility(self: Any, method: str, *args: Any, engine: Any) -> Any:
-    """vLLM's, which waits for ever for the answer of an engine core that dies.
-
-    Raises:
-        EngineDeadError: it died.
-    """
-    answer = asyncio.ensure_future(_call_utility(self, method, *args, engine=engine))
-    while not (await asyncio.wait({answer}, timeout=LOOK_EVERY_S))[0]:
-        if self.resources.engine_dead:
-            answer.cancel()
-            raise EngineDeadError
-    return answer.result()
-
-
-async def watchdog_loop(server: Any, engine: Any) -> None:
-    """Stop the HTTP server when the engine is dead, and hang up on clients when the server stops.
-
-    vLLM's looks every 5 s. Its server then waits until every answer is read, also those that will
-    never be complete; so it does after SIGTERM, which cancels this task.
-    """
-    try:
-        while not server.should_exit:
-            await asyncio.sleep(LOOK_EVERY_S)
-            terminate_if_errored(server, engine)
-        Finalize(None, os._exit, args=(1,), exitpriority=-2)  # vLLM's exit status would be 0
-        threading.Thread(target=_end_after, args=(GRACE_S,), name="dllm-end", daemon=True).start()
-    finally:
-        asyncio.get_running_loop().call_later(CLIENT_GRACE_S, _hang_up, server)
-
-
-def _hang_up(server: Any) -> None:
-    for connection in list(server.server_state.connections):
-        connection.transport.abort()
 
 
 # --- sockets --------------------------------------------------------------------------------------

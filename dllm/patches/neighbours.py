@@ -3,6 +3,9 @@
 It does not fit a version of vLLM that it was not tested with, whose private functions may differ,
 nor an environment in which another distribution is called ``dllm``, too. There nothing of vLLM is
 patched but one public method, which refuses a server that asks for something of ours.
+
+Only servers are refused. Whoever reads a config.json or loads a tokenizer in a process with the
+plugin gets what he would get without it.
 """
 
 import functools
@@ -12,12 +15,11 @@ import os
 from typing import Any
 
 from dllm import LOGGER
-from dllm.models import FAMILIES, own_configs
+from dllm.models import FAMILIES, REFUSED
 from dllm.settings.drafting import DRAFTER_ARCHITECTURE
 
 logger = logging.getLogger(LOGGER)
 
-IN_TRANSFORMERS = "diffusion_gemma"  # the model type of ours whose config.json it reads itself
 NAME, PLUGIN_GROUP = "dllm", "vllm.general_plugins"
 TESTED_VLLM = ("0.32",)
 ALLOW_UNTESTED, DISABLE = "DLLM_ALLOW_UNTESTED_VLLM", "DLLM_DISABLE"
@@ -114,8 +116,8 @@ def refuse_when_asked(reason: str) -> None:
             raise ValueError(reason)
         try:
             config = create(self, *args, **kwargs)
-        except ValueError as error:  # pydantic puts lines around that of `refuse_model_type`
-            if reason in str(error):
+        except Exception:  # vLLM does not know all architectures of ours
+            if FAMILIES.keys() & set(_read_config(self).get("architectures") or ()):
                 raise ValueError(reason) from None
             raise
         if _serves_ours(config):
@@ -123,19 +125,32 @@ def refuse_when_asked(reason: str) -> None:
         return config
 
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
-    for model_type in (IN_TRANSFORMERS, *own_configs()):
-        refuse_model_type(model_type, reason)
 
 
-def refuse_model_type(model_type: str, reason: str) -> None:
-    """Let transformers raise a ValueError where it reads a config.json of this model type."""
-    from transformers import AutoConfig, PreTrainedConfig
+def explain_refusal(arguments: Any) -> None:
+    """Called where vLLM has no class for a server's model: say why, of diffusion models.
 
-    def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(f"config.json: model_type = {model_type!r} is not served: {reason}")
+    Raises:
+        ValueError: with the reason, if the model is one that we know and do not serve.
+    """
+    model_type = _read_config(arguments).get("model_type")
+    if (reason := REFUSED.get(str(model_type))) is not None:
+        raise ValueError(
+            f"config.json: model_type = {model_type!r} is not served: {reason}. Allowed: the "
+            f"architectures {', '.join(FAMILIES)}."
+        ) from None
 
-    members = {"model_type": model_type, "from_dict": classmethod(refuse)}
-    AutoConfig.register(model_type, type("Refused", (PreTrainedConfig,), members), exist_ok=True)
+
+def _read_config(arguments: Any) -> dict[str, Any]:
+    """The contents of config.json of a server's model; empty if they cannot be read."""
+    from transformers import PreTrainedConfig
+
+    folder, revision = arguments.hf_config_path or arguments.model, arguments.revision
+    try:
+        found: dict[str, Any] = PreTrainedConfig.get_config_dict(folder, revision=revision)[0]
+    except Exception:  # vLLM has said what is wrong with it
+        return {}
+    return found
 
 
 def _names_ours(arguments: Any) -> bool:
@@ -149,7 +164,13 @@ def _names_ours(arguments: Any) -> bool:
 
 
 def _serves_ours(config: Any) -> bool:
-    """Whether a server's model or drafter is one that our classes serve."""
+    """Whether a server's model is one that our classes serve; on a CPU also its drafter.
+
+    On CUDA a drafter of ours is asked for by an option.
+    """
+    from vllm.platforms import current_platform
+
     drafter = getattr(config.speculative_config, "draft_model_config", None)
     architectures = getattr(drafter, "architectures", None) or ()
-    return config.model_config.architecture in FAMILIES or DRAFTER_ARCHITECTURE in architectures
+    is_our_drafter = current_platform.is_cpu() and DRAFTER_ARCHITECTURE in architectures
+    return config.model_config.architecture in FAMILIES or is_our_drafter

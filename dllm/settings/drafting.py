@@ -12,6 +12,8 @@ from dllm.settings.checks import Flag, FloatRange, IntRange, Text, Values, check
 
 # "architectures" in a drafter's config.json. vLLM uses this name for both checkpoint formats.
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
+# The same checkpoint where our classes serve it. vLLM's keep its own name.
+OUR_DRAFTER = "DllmDFlashDraftModel"
 WHERE = '--additional-config: "dllm": "drafter"'
 Policy = Literal["fixed", "adaptive"]
 # Options that only one policy has; any other policy refuses them.

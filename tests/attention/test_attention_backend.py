@@ -39,7 +39,11 @@ DFLASH = {
     "num_speculative_tokens": 7,
 }
 DRAFTERS: dict[str, Any] = {
-    "a drafter": ("checkpoints/tiny-ar", {"speculative_config": DFLASH}, [8, 24]),
+    "a drafter": (
+        "checkpoints/tiny-ar",
+        {"speculative_config": DFLASH, "additional_config": {"dllm": {"drafter": {}}}},
+        [8, 24],
+    ),
     "a model of its own": (
         "checkpoints/tiny-nemotron",
         {"additional_config": {"dllm": {"decoding": "self_speculation"}}},

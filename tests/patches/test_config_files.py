@@ -54,8 +54,10 @@ def test_other_diffusion_models_are_refused_with_the_reason(
     model_type: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path, dict(family_checkpoints.SDAR, model_type=model_type))
-    with pytest.raises(ValueError, match=f"'{model_type}' is not served: in .* Allowed: the arch"):
-        ModelConfig(str(path))
+    for trusts in (False, True):
+        arguments = EngineArgs(str(path), trust_remote_code=trusts)
+        with pytest.raises(ValueError, match=f"'{model_type}' is not served: in .* Allowed: the a"):
+            arguments.create_engine_config()
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def test_what_we_put_in_the_place_of_a_function_takes_its_calls():
 NO_FUNCTIONS = {
     "vllm.ModelRegistry.models": dict,
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
+    "vllm.transformers_utils.config._CONFIG_REGISTRY": dict,
     "vllm.entrypoints.generate.structured_decisions.strategies.READ_STRATEGIES": dict,
     "vllm.entrypoints.generate.structured_decisions.question_types.QUESTION_TYPES": dict,
     "vllm.triton_utils.triton.next_power_of_2": object,
@@ -150,6 +151,16 @@ def test_a_planted_replacement_is_found(line, tmp_path):
     assert "throttle_prefills is not taken" in mismatch(found.function, theirs)
 
 
+@pytest.mark.parametrize("line", ["update(Ours=1)", "setdefault('Ours', 1)", "pop('Theirs')"])
+def test_a_planted_change_of_a_table_is_found(line, tmp_path):
+    planted = tmp_path / "planted.py"
+    table = "vllm.model_executor.models.config.MODELS_CONFIG_MAP"
+    planted.write_text(f"from {table.rpartition('.')[0]} import MODELS_CONFIG_MAP\n")
+    with planted.open("a") as file:
+        file.write(f"MODELS_CONFIG_MAP.{line}\n")
+    assert [each.name for each in replaced(planted)] == [table]
+
+
 # --- what we import -------------------------------------------------------------------------------
 
 
@@ -169,7 +180,7 @@ def imports_of_ours() -> set[tuple[str, str]]:
 
 
 # Strings that only look like modules of vLLM: a logger, the group of its plugins.
-NO_MODULES = {LOGGER, neighbours.PLUGIN_GROUP, *contract.PATCHES}
+NO_MODULES = {LOGGER, neighbours.PLUGIN_GROUP, *contract.PATCHES, *contract.OBJECTS}
 
 
 def is_module_name(node: ast.AST) -> bool:

@@ -1,6 +1,8 @@
 """What a CUDA server of a released model chooses and refuses at start, rehearsed without a GPU."""
 
+import json
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from dllm.patches.cuda_graphs import (
     choose_cuda_graphs,
     keep_mixed_batches_out,
 )
+from dllm.patches.drafting import DRAFTER_MODEL
 from dllm.patches.remote import SPECULATOR
 from dllm.quantize import recipes
 from tests.support.cuda_start import rehearse
@@ -68,6 +71,10 @@ REMOTE = {
     "additional_config": {"dllm": {"remote": {"workers": ["/nowhere/worker.sock"]}}},
 }
 RECORDS = {"additional_config": {"dllm": {"drafter": {"record": "/nowhere", "record_layers": [1]}}}}
+DRAFTER = ROOT / "checkpoints/tiny-drafter"
+# What a drafter may have that vLLM's class serves and ours does not.
+SCALED = {"attention_value_scale": 2.0}
+VLLMS_DRAFTER = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM"
 CHOSEN = {
     "few": {"max_num_seqs": 2},
     "tokens": {"max_num_batched_tokens": 1024},
@@ -101,7 +108,23 @@ def on_h200(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     cases["remote, async"] = {"model": target, "flags": REMOTE | {"async_scheduling": True}}
     cases["records"] = {"model": target, "flags": RECORDS}
     cases["records, async"] = {"model": target, "flags": RECORDS | {"async_scheduling": True}}
+    for name, flags in with_drafters(folder).items():
+        cases[name] = {"model": target, "flags": flags}
     return dict(zip(cases, rehearse("h200", list(cases.values())), strict=True))
+
+
+def with_drafters(folder: Path) -> dict[str, dict[str, Any]]:
+    """Flags of a target: with a drafter, and with one that has SCALED; with an option, without."""
+    scaled = json.loads((DRAFTER / "config.json").read_text()) | SCALED
+    (folder / "scaled").mkdir()
+    (folder / "scaled/config.json").write_text(json.dumps(scaled))
+    ours = {"additional_config": {"dllm": {"drafter": {}}}}
+    found: dict[str, dict[str, Any]] = {}
+    for name, path in (("drafter", DRAFTER), ("scaled drafter", folder / "scaled")):
+        speculative = {"method": "dflash", "model": str(path), "num_speculative_tokens": 7}
+        found[name] = {"speculative_config": speculative}
+        found[f"our {name}"] = found[name] | ours
+    return found
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *BLOCKS])
@@ -270,6 +293,16 @@ def test_a_head_with_a_canvas_is_in_no_full_graph(monkeypatch, drafts, block_siz
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused(on_h200, name):
     assert REFUSED[name][1] in on_h200[name]["refusal"]
+
+
+def test_a_drafter_is_vllms_unless_an_option_asks_for_ours(on_h200):
+    for name in ("drafter", "scaled drafter"):
+        start = on_h200[name]
+        assert start["drafter"] == VLLMS_DRAFTER
+        assert start["scheduler"] is None and start["worker"].startswith("vllm.")
+    ours = on_h200["our drafter"]
+    assert (ours["drafter"], ours["worker"]) == (DRAFTER_MODEL, GPU_WORKER)
+    assert "attention_value_scale" in on_h200["our scaled drafter"]["refusal"]
 
 
 def test_remote_drafts_have_no_asynchronous_scheduling(on_h200):

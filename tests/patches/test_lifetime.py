@@ -1,39 +1,28 @@
 """What ends with what, in this process; tests/server/test_kills.py kills real processes."""
 
-import asyncio
-import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
-import zmq
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm.patches import lifetime
-from tests.support.patience import HANG_S
 
 
 @pytest.fixture
-def ends(monkeypatch):
-    """Nothing ends this process; the mock hears what would."""
+def at_exit(monkeypatch):
+    """Hears what would be called when this process ends."""
     heard = Mock()
-    monkeypatch.setattr(lifetime, "LOOK_EVERY_S", 0)
-    monkeypatch.setattr(lifetime, "CLIENT_GRACE_S", 0)
-    monkeypatch.setattr(lifetime, "GRACE_S", 0)
-    monkeypatch.setattr(lifetime, "Finalize", heard.finalize)
-    monkeypatch.setattr(lifetime, "_end_after", heard.end_after)
+    monkeypatch.setattr(lifetime, "Finalize", heard)
     return heard
 
 
 def test_the_others_end_within_five_seconds_by_what_they_wait_for(monkeypatch):
-    """docs/reliability.md promises it. A worker is killed: the other workers end, the engine core
-    fails, the API server looks for it and ends. Each of them waits so long at most."""
-    assert lifetime.LET_GO_S + lifetime.LOOK_EVERY_S + lifetime.GRACE_S <= 5.0
+    """docs/reliability.md promises it: an engine core looks for its parent, and ends."""
+    assert lifetime.LOOK_EVERY_S + lifetime.GRACE_S <= 5.0
     slept, ended, looks = [], [], iter((7, 7, 1))
     monkeypatch.setattr(lifetime.time, "sleep", slept.append)
     monkeypatch.setattr(lifetime.os, "getppid", lambda: next(looks))
@@ -43,94 +32,6 @@ def test_the_others_end_within_five_seconds_by_what_they_wait_for(monkeypatch):
     monkeypatch.setattr(lifetime.multiprocessing, "active_children", list)
     lifetime._watch(7)  # until the parent is another process
     assert slept == [lifetime.LOOK_EVERY_S] * 2 + [lifetime.GRACE_S] and ended == [1]
-    ours, theirs = os.pipe()
-    os.close(theirs)
-    lifetime._end_behind(ours)  # until the executor has let go
-    os.close(ours)
-    assert slept[3:] == [lifetime.LET_GO_S] and ended == [1, 1]
-
-
-def test_clients_get_half_a_second_to_read_the_last():
-    assert lifetime.CLIENT_GRACE_S == 0.5  # as in docs/reliability.md
-
-
-def watched(engine, *, cancel):
-    """The server and a connection of it, after the watchdog has run."""
-    connection = SimpleNamespace(transport=Mock())
-    state = SimpleNamespace(connections={id(connection): connection}.values())
-    server = SimpleNamespace(should_exit=False, server_state=state)
-
-    async def run() -> None:
-        hung_up = asyncio.Event()
-        connection.transport.abort.side_effect = hung_up.set
-        task = asyncio.create_task(lifetime.watchdog_loop(server, engine))
-        if cancel:
-            await asyncio.sleep(0)  # it has begun
-            task.cancel()
-        await asyncio.wait_for(hung_up.wait(), HANG_S)
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
-    return server
-
-
-def test_a_dead_engine_ends_the_server_with_an_error(ends):
-    server = watched(SimpleNamespace(errored=True, is_running=False), cancel=False)
-    assert server.should_exit
-    ends.finalize.assert_called_once_with(None, os._exit, args=(1,), exitpriority=-2)
-    ends.end_after.assert_called_once_with(0)
-
-
-def test_a_call_of_an_engine_that_dies_fails(monkeypatch):
-    resources = SimpleNamespace(engine_dead=False)
-    asked = asyncio.Event()
-
-    async def never(client, method, *args, engine):
-        assert (method, args, engine) == ("is_sleeping", (7,), b"0")
-        asked.set()
-        await asyncio.Event().wait()
-
-    async def call() -> None:
-        client = SimpleNamespace(resources=resources)
-        answer = asyncio.ensure_future(lifetime.call_utility(client, "is_sleeping", 7, engine=b"0"))
-        await asked.wait()
-        resources.engine_dead = True
-        with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(answer, HANG_S)
-
-    monkeypatch.setattr(lifetime, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(lifetime, "_call_utility", never)
-    asyncio.run(call())
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_call_that_is_answered_is_vllms(monkeypatch, fails):
-    async def answer(client, method, *args, engine):
-        if fails:
-            raise ValueError("no such method")
-        return method
-
-    monkeypatch.setattr(lifetime, "_call_utility", answer)
-    call = lifetime.call_utility(SimpleNamespace(), "is_sleeping", engine=b"0")
-    with pytest.raises(ValueError, match="no such") if fails else contextlib.nullcontext():
-        assert asyncio.run(call) == "is_sleeping"
-
-
-def test_a_signal_during_the_handshake_is_not_swallowed():
-    address = f"inproc://{os.getpid()}"
-    with (
-        pytest.raises(SystemExit) as ended,
-        lifetime.handshake_socket(address, zmq.ROUTER, bind=True),
-    ):
-        raise KeyboardInterrupt("terminated")
-    assert ended.value.code == 0
-
-
-def test_a_server_that_is_told_to_stop_only_hangs_up(ends):
-    server = watched(SimpleNamespace(errored=False, is_running=True), cancel=True)
-    assert not server.should_exit
-    assert not ends.mock_calls
 
 
 @pytest.fixture
@@ -142,7 +43,7 @@ def base(monkeypatch):
         yield Path(folder)
 
 
-def test_sockets_get_a_folder_once_that_is_removed(ends, monkeypatch, base):
+def test_sockets_get_a_folder_once_that_is_removed(at_exit, monkeypatch, base):
     monkeypatch.setenv(lifetime.PROCESSES, "0")
     lifetime._collect_sockets()
     assert not list(base.iterdir())
@@ -153,11 +54,11 @@ def test_sockets_get_a_folder_once_that_is_removed(ends, monkeypatch, base):
     lifetime._collect_sockets()  # of a child
     assert os.environ[lifetime.SOCKETS] == str(folder)
     (folder / "socket").touch()
-    ends.finalize.call_args.args[1]()
+    at_exit.call_args.args[1]()
     assert not folder.exists() and base.exists()
 
 
-def test_a_folder_stays_while_the_process_that_made_it_lives(ends, monkeypatch, base):
+def test_a_folder_stays_while_the_process_that_made_it_lives(at_exit, monkeypatch, base):
     """A worker that outlives a killed engine core leaves the API server's folder alone."""
     lifetime._collect_sockets()
     folder, maker = Path(os.environ[lifetime.SOCKETS]), os.getpid()
@@ -185,10 +86,11 @@ def test_an_api_server_of_several_keeps_its_signals(monkeypatch):
     heard = Mock()
     monkeypatch.setattr(lifetime.signal, "set_wakeup_fd", heard)
     monkeypatch.setattr(lifetime.multiprocessing, "parent_process", lambda: None)
+    monkeypatch.setattr(lifetime, "_engine_core", heard.engine_core)
     lifetime.end_without_parent()
     assert not heard.called
-    lifetime._begin_child()
-    heard.assert_called_once_with(-1)
+    lifetime.engine_core_main(7, local=True)
+    assert heard.mock_calls == [call(-1), call.engine_core(7, local=True)]
 
 
 def test_nothing_but_our_own_folder_is_removed(monkeypatch, tmp_path):
@@ -200,7 +102,7 @@ def test_nothing_but_our_own_folder_is_removed(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_folder_whose_sockets_would_have_too_long_paths_is_left_as_it_is(
-    ends, monkeypatch, base, left
+    at_exit, monkeypatch, base, left
 ):
     longest = 107 - len(f"/dllm-sockets-{os.getpid()}-12345678/") - 36
     long = base / ("x" * (longest + left - len(str(base)) - 1))

@@ -1,5 +1,7 @@
 """A model that is not ours behaves with the plugin as without it, and can opt into our CPU runtime.
 
+So do config.json files and tokenizers of any model, and other plugins of vLLM work beside ours.
+
 So it does where the plugin does not fit: with another version of vLLM, and beside a package that is
 called ``dllm``, too. There a server that asks for something of ours is refused.
 
@@ -10,6 +12,7 @@ patches cannot be taken back.
 import functools
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -20,6 +23,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from dllm.models import REFUSED as NOT_SERVED
 from tests.support.process import QUIET_ENGINE, printed_json, run_python
 
 pytestmark = pytest.mark.slow
@@ -119,9 +123,47 @@ REFUSED = {
 }
 
 
+# Models with remote code, by model_type: their architecture. vLLM has a class for the last one, and
+# we have one for "sdar", which is not loaded here.
+REMOTE_CODE = {
+    **{name: f"{name}Model" for name in NOT_SERVED},
+    "martian": "MartianForCausalLM",
+    "sdar": "SDARForCausalLM",
+    "earthling": "Qwen3ForCausalLM",
+}
+CONFIGURATION = """
+from transformers import Qwen3Config
+class RemoteConfig(Qwen3Config):
+    model_type = "{}"
+    def __init__(self, remote_field=1, **fields):
+        self.remote_field = remote_field
+        super().__init__(**fields)
+"""
+
+
+@pytest.fixture(scope="session")
+def remote_code(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with config.json, remote code to read it, and a tokenizer; called as model_type."""
+    folder = tmp_path_factory.mktemp("remote_code")
+    fields = json.loads((qwen3 / "config.json").read_text())
+    for model_type, architecture in REMOTE_CODE.items():
+        path = folder / model_type
+        path.mkdir()
+        own = {"model_type": model_type, "architectures": [architecture], "remote_field": 7}
+        own["auto_map"] = {"AutoConfig": "configuration_remote.RemoteConfig"}
+        (path / "config.json").write_text(json.dumps(fields | own))
+        (path / "configuration_remote.py").write_text(CONFIGURATION.format(model_type))
+        shutil.copy(TOKENIZER / "tokenizer.json", path)
+        (path / "tokenizer_config.json").write_text("{}")  # so the class depends on config.json
+    return folder
+
+
 @pytest.fixture(scope="module")
 def outcome(
-    qwen3: Path, checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    qwen3: Path,
+    remote_code: Path,
+    checkpoint: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], dict[str, Any]]:
     """What Qwen3 answers in a process that is set up in one of the five ways."""
     from tests.support import family_checkpoints  # not in the process, where it would load ours
@@ -137,10 +179,11 @@ def outcome(
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_PLUGINS": "" if setup == "no plugin" else None,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(beside)]),
+            "HF_MODULES_CACHE": str(beside / "modules"),
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
         masked = family_checkpoints.write(beside / "masked", family_checkpoints.SDAR)
-        arguments = (setup, str(qwen3), str(checkpoint()), str(masked))
+        arguments = (setup, str(qwen3), str(checkpoint()), str(masked), str(remote_code))
         finished = run_python("-m", __name__, *arguments, environment=environment)
         return printed_json(finished) | {"log": finished.stdout}
 
@@ -159,6 +202,30 @@ def test_a_model_served_beside_ours_behaves_as_without_the_plugin(outcome):
     assert beside["scheduler"] == alone["scheduler"]
     assert beside["tokens"] == alone["tokens"]
     assert beside["logprobs"] == alone["logprobs"]
+
+
+@pytest.mark.parametrize("setup", ["beside ours", *INSTALLED])
+@pytest.mark.parametrize("model_type", REMOTE_CODE)
+def test_whoever_reads_a_config_or_a_tokenizer_gets_what_he_gets_without_us(
+    outcome, setup, model_type
+):
+    there, alone = (outcome(each)["read"][model_type] for each in (setup, "no plugin"))
+    assert there == alone
+    assert "RemoteConfig" in alone["config"] and '"remote_field": 7' in alone["config"]
+    assert "contains custom code" in alone["config, not trusted"]
+
+
+@pytest.mark.parametrize("model_type", [name for name in REMOTE_CODE if name != "sdar"])
+def test_a_server_of_another_model_starts_or_not_as_without_us(outcome, model_type):
+    """Diffusion models that we know are refused with our reason instead of vLLM's."""
+    there, alone = (outcome(each)["servers"][model_type] for each in ("beside ours", "no plugin"))
+    if model_type in NOT_SERVED:
+        assert "are not supported for now" in alone
+        assert f"{model_type!r} is not served: {NOT_SERVED[model_type]}" in there
+    else:
+        listed = "Supported architectures"  # ours among them
+        assert there.partition(listed)[0] == alone.partition(listed)[0]
+        assert alone.startswith("model=" if model_type == "earthling" else "ValidationError")
 
 
 def test_the_cases_are_what_they_say(outcome):
@@ -234,11 +301,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def main(setup: str, qwen3: str, diffusion: str, masked: str) -> None:
+def main(setup: str, qwen3: str, diffusion: str, masked: str, remote_code: str) -> None:
     """Print, as JSON, what Qwen3 answers in this process."""
     from vllm import LLM, EngineArgs, SamplingParams
 
-    configured = EngineArgs(qwen3, **OPTIONS).create_engine_config()
+    first = EngineArgs(qwen3, **OPTIONS).create_engine_config()
     options, cases, canvas = dict(OPTIONS), CASES | DRAWN, []
     if setup in ("beside ours", "cpu runtime"):
         ours = LLM(diffusion, **options)
@@ -253,13 +320,52 @@ def main(setup: str, qwen3: str, diffusion: str, masked: str) -> None:
         cases |= PROCESSED
     result = {
         "canvas": len(canvas),
-        "config": [str(configured), repr(configured.scheduler_config)],
+        "config": [str(first), repr(first.scheduler_config)],
         "refused": refusals(qwen3, diffusion, masked) if setup in INSTALLED else {},
     }
     if setup != "a namesake":
         result |= answers(LLM(qwen3, **options), GREEDY_ONLY if setup in INSTALLED else cases)
+    result["read"] = {name: read(f"{remote_code}/{name}") for name in REMOTE_CODE}
+    result["servers"] = {
+        name: outcome_of(lambda name=name: configured(f"{remote_code}/{name}"))
+        for name in REMOTE_CODE
+    }
     result["loaded"] = sorted(name for name in sys.modules if name.startswith("dllm"))
     print(json.dumps(result))
+
+
+def read(path: str) -> dict[str, str]:
+    """What transformers makes of a folder."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    def config(trusts: bool) -> str:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=trusts)
+        return f"{type(found).__name__}: {found.to_json_string()}"
+
+    def tokenizer() -> str:
+        found = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+        return f"{type(found).__name__}: {found.encode('Sort these')}"
+
+    return {
+        "config": outcome_of(lambda: config(True)),
+        "config, not trusted": outcome_of(lambda: config(False)),
+        "tokenizer": outcome_of(tokenizer),
+    }
+
+
+def configured(path: str) -> str:
+    """The configuration of a server of a folder."""
+    from vllm import EngineArgs
+
+    return str(EngineArgs(path, trust_remote_code=True, **OPTIONS).create_engine_config())
+
+
+def outcome_of(call: Callable[[], str]) -> str:
+    """What it returns, or the error that it raises, without addresses in memory."""
+    try:
+        return call()
+    except Exception as error:
+        return re.sub("0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
 
 
 def answers(llm: Any, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -1,9 +1,7 @@
-"""SIGKILL of any process of a server, under load: the others end, and nothing is left of it.
+"""SIGKILL of the API server, under load: the others end, and nothing is left of it.
 
 After how many seconds depends on the machine; how long they wait for each other is tested in
 ``tests/patches/test_lifetime.py``.
-
-Each server starts on the port of the one before, and in the same folders.
 """
 
 import contextlib
@@ -141,28 +139,18 @@ def slow_reader(server: Server) -> socket.socket:
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")
-@pytest.mark.parametrize(
-    ("victim", "method", "workers"),
-    [
-        pytest.param("API server", "spawn", 1, marks=pytest.mark.nightly),
-        ("engine core", "fork", 1),
-        pytest.param("worker", "fork", 2, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_the_others_end_and_nothing_is_left(
     checkpoint: Callable[..., Path],
     place: Place,
     tmp_path: Path,
-    victim: str,
     method: str,
-    workers: int,
 ) -> None:
     environment = {
         "VLLM_RPC_BASE_PATH": str(place.sockets),
         "VLLM_WORKER_MULTIPROC_METHOD": method,
     }
-    flags = (*KILL_FLAGS, f"--tensor-parallel-size={workers}")
-    server = Server(checkpoint(), tmp_path / "log", flags, environment, port=place.port.dup())
+    server = Server(checkpoint(), tmp_path / "log", KILL_FLAGS, environment, place.port.dup())
     with server, contextlib.ExitStack() as stack:
         server.wait_until_ready()
         running = processes(server)
@@ -178,7 +166,7 @@ def test_the_others_end_and_nothing_is_left(
         has_begun.wait(HANG_S)
 
         ends = stack.enter_context(Ends(everything))
-        running[victim].kill()
+        running["API server"].kill()
 
         assert not ends.alive_after(HANG_S)
         assert [client.result(timeout=HANG_S) for client in clients]
@@ -188,24 +176,4 @@ def test_the_others_end_and_nothing_is_left(
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind(("127.0.0.1", server.port))
             free.listen()  # fails if another process listens
-        assert server.process.wait() == (-signal.SIGKILL if victim == "API server" else 1)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")
-def test_sigterm_while_the_engine_core_starts_ends_the_server(
-    checkpoint: Callable[..., Path], place: Place, tmp_path: Path
-) -> None:
-    """To all of its processes, as `timeout` and systemd send it."""
-    environment = {"VLLM_RPC_BASE_PATH": str(place.sockets)}
-    with Server(checkpoint(), tmp_path / "log", FLAGS, environment, place.port.dup()) as server:
-        while "Initializing a V1 LLM engine" not in server.log.read_text():
-            assert server.process.poll() is None, server.log.read_text()
-            time.sleep(0.1)
-        api_server = psutil.Process(server.process.pid)
-        with Ends([api_server, *api_server.children(recursive=True)]) as ends:
-            os.killpg(server.process.pid, signal.SIGTERM)
-            assert not ends.alive_after(HANG_S)
-        assert server.process.wait() == 0
-        assert "Stopped before the server was ready." in server.log.read_text()
-        assert not list(place.sockets.iterdir())
+        assert server.process.wait() == -signal.SIGKILL

@@ -107,7 +107,18 @@ def choices(config: Any) -> dict[str, Any]:
         "graph_mode": compilation.cudagraph_mode.name,
         "graph_sizes": compilation.cudagraph_capture_sizes,
         "doctor": [finding.text for finding in attention_of(config)],
+        "drafter": drafter_of(config),
     }
+
+
+def drafter_of(config: Any) -> str | None:
+    """The class that vLLM loads for a drafter with weights of its own, as "module:Class"."""
+    model = getattr(config.speculative_config, "draft_model_config", None)
+    if model is None or model is config.model_config:
+        return None
+    (architecture,) = model.architectures
+    loaded = model.registry.models[architecture]
+    return f"{loaded.module_name}:{loaded.class_name}"
 
 
 def attention_of(config: Any) -> list[Any]:

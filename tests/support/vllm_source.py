@@ -6,6 +6,7 @@ Both are read as syntax trees. So modules that cannot be imported here are check
 import ast
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     path for folder in ("dllm", "attention", "quant") for path in (ROOT / folder).rglob("*.py")
 )
+# Methods that change a dictionary, a list or a set.
+CHANGES = ("add", "append", "clear", "extend", "insert", "pop", "remove", "setdefault", "update")
 WRAPPERS = ("property", "classmethod", "staticmethod")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -167,6 +170,104 @@ def is_setattr(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and getattr(node.func, "id", None) == "setattr"
 
 
+# Modules of vLLM whose classes hold data: configurations, messages, parameters. Their fields are
+# there to be set.
+DATA = (
+    "config",
+    "engine/arg_utils.py",
+    "entrypoints",
+    "outputs.py",
+    "sampling_params.py",
+    "transformers_utils/model_arch_config_convertor.py",
+    "v1/core/sched/output.py",
+    "v1/engine/__init__.py",
+    "v1/metrics/stats.py",
+    "v1/outputs.py",
+    "v1/worker/gpu/input_batch.py",
+)
+# Modules of vLLM whose objects run a model.
+MACHINERY = ("compilation", "lora", "model_executor/layers", "v1")
+MEMBER = re.compile(
+    r"^ +(?:async )?def (\w+)|\bself\.(\w+)\b[^=\n(]*[^=!<>\n]?=(?!=)", re.MULTILINE
+)
+
+
+def of_vllm(places: Sequence[str]) -> Iterator[Path]:
+    """vLLM's files below these paths in its package."""
+    package = file_of("vllm")
+    assert package is not None
+    for place in places:
+        path = package.parent / place
+        yield from path.rglob("*.py") if path.is_dir() else [path]
+
+
+@functools.cache
+def fields_of_data() -> set[str]:
+    """Names that classes of DATA declare."""
+    return {
+        field.target.id
+        for path in of_vllm(DATA)
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+@functools.cache
+def members_of_machinery() -> set[str]:
+    """Names of methods, and of attributes that methods set on self, of classes of MACHINERY.
+
+    By regular expressions: syntax trees of so many files take half a minute.
+    """
+    texts = (path.read_text() for path in of_vllm(MACHINERY))
+    return {name for text in texts for pair in MEMBER.findall(text) for name in pair} - {""}
+
+
+def set_on_self(cls: Class) -> set[str]:
+    """Attributes that a class's methods set on self."""
+    return {
+        target.attr
+        for node in ast.walk(cls.node)
+        for target in targets_of(node)
+        if isinstance(target, ast.Attribute) and getattr(target.value, "id", None) == "self"
+    }
+
+
+def targets_of(node: ast.AST) -> Iterator[ast.expr]:
+    """What a statement assigns to; each of several."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from getattr(target, "elts", [target])
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        yield node.target
+
+
+def set_on_objects(path: Path) -> set[str]:
+    """Expressions of a file that replace a part of an object that vLLM runs: "runner.sample".
+
+    That is an attribute of another object than self, if it has the name of a method or attribute of
+    vLLM's MACHINERY and of no field of DATA; the class of an object; an object that is made anew in
+    place, by a call of ``Class.__init__``.
+    """
+    theirs, found = names_of_vllm(path), set()
+    for target, _ in assignments(path):
+        for each in getattr(target, "elts", [target]):
+            if not isinstance(each, ast.Attribute):
+                continue
+            is_own = getattr(each.value, "id", None) in ("self", "cls", *theirs)
+            is_theirs = each.attr in members_of_machinery() - fields_of_data()
+            if not is_own and (is_theirs or each.attr == "__class__"):
+                found.add(ast.unparse(each))
+    for node in nodes_of(path):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".__init__"):
+            is_super = ast.unparse(node.func).startswith("super()")
+            made = node.args[0] if node.args and not is_super else None
+            if made is not None and getattr(made, "id", None) != "self":
+                found.add(f"{ast.unparse(made)}.__init__")
+    return found
+
+
 class Replaced(NamedTuple):
     """A dotted name of vLLM that a file of ours assigns to, and the function it gets, if any."""
 
@@ -175,7 +276,7 @@ class Replaced(NamedTuple):
 
 
 def replaced(path: Path) -> list[Replaced]:
-    """Attributes that a file assigns to names that it imports from vLLM."""
+    """Attributes that a file assigns to names that it imports from vLLM, and tables it changes."""
     theirs = names_of_vllm(path)
     found = []
     for target, value in assignments(path):
@@ -187,6 +288,11 @@ def replaced(path: Path) -> list[Replaced]:
         if owner is not target and getattr(owner, "id", None) in theirs:
             name = ".".join([theirs[owner.id], *names])
             found.append(Replaced(name, function_behind(value, path)))
+    for node in nodes_of(path):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in CHANGES:
+            first, _, rest = ast.unparse(node.func.value).partition(".")
+            if first in theirs:
+                found.append(Replaced(f"{theirs[first]}.{rest}".rstrip("."), None))
     return found
 
 
