@@ -19,7 +19,7 @@ from dllm.grammar.class_maxima import ClassMaxima, class_maxima
 from dllm.grammar.device import NO_TABLE, Searches, pack
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import OTHER_THAN_FIXED, STOPPED, Canvas
-from tests.support.grammar_path_cases import VOCAB, Batch, batch
+from tests.support.grammar_path_cases import UNLIMITED, VOCAB, Batch, batch
 from tests.support.grammar_paths import unpacked, write_paths
 from tests.support.grammars import GRAMMARS, PADDING, STOP, WORDS, table
 from tests.support.interpreter import DEVICE, speed_up
@@ -171,7 +171,8 @@ def test_paths_of_real_grammars(seed):
     scores[rng.random(len(scores)) < 0.2, STOP] = 20.0
     first = np.cumsum(lengths) - lengths
     canvas_of = torch.from_numpy(np.repeat(np.arange(4), lengths))
-    ints = [torch.tensor(x, dtype=torch.int32) for x in (first, lengths, which, states, budgets)]
+    parts = (first, lengths, which, states, budgets, [UNLIMITED] * 4)
+    ints = [torch.tensor(x, dtype=torch.int32) for x in parts]
     made = Batch(
         torch.from_numpy(scores),
         pack(found),
@@ -190,7 +191,7 @@ def test_a_canvas_does_not_depend_on_the_others():
     for canvas in (1, 4):
         rows = made.canvas_of == canvas
         one = slice(canvas, canvas + 1)
-        parts = [part[one] for part in made.canvases[:5]]
+        parts = [part[one] for part in made.canvases[:6]]
         parts[0] = torch.zeros_like(parts[0])
         row_of = torch.zeros_like(made.canvas_of[rows])
         alone = Batch(
