@@ -330,7 +330,7 @@ class DeviceGrammars(CanvasGrammars):
             table_of=torch.where(widths > 0, table_of, NO_TABLE),
             slots=rows.slots[:num_reqs],
             tokens_left=ends[:, 0],
-            thoughts_end=ends[:, 1].int(),
+            thoughts_end=ends[:, 1].clamp(min=0).int(),
             stops=sent(padded([canvas.stops for canvas in of_row]), np.int64),
             fillers=sent(padded([canvas.fillers for canvas in of_row]), np.int64),
             first_row=sent(starts[:-1], np.int32),

@@ -130,8 +130,16 @@ class Thoughts(NamedTuple):
             tokens: ``[R, C]`` int64, that would be emitted; NO_TOKEN or a mask where nothing is
                 decided. What stands at such a place itself does not matter.
         """
-        # Again, because a start may stand where a thought has to end.
-        return self._full(torch.where(self._full(tokens), self.end[:, None], tokens))
+        # A start that stands where a thought has to end gives way. So the thought that it would
+        # begin has no end, and a start that stands there does not give way. In a chain of such
+        # starts every other one does.
+        is_start = tokens == self.start[:, None]
+        is_linked = self._full(tokens) & is_start
+        is_mark = is_start | (tokens == self.end[:, None])
+        number = is_mark.long().cumsum(dim=1)
+        head = torch.where(is_mark & ~is_linked, number, 0).cummax(dim=1).values
+        gives_way = is_linked & ((number - head) % 2 == 1)
+        return self._full(torch.where(gives_way, self.end[:, None], tokens))
 
     def _full(self, tokens: Tensor) -> Tensor:
         """Where a thought has as many tokens as its budget: ``[R, C]`` bool."""

@@ -193,6 +193,7 @@ def _search_kernel(
     first = tl.load(first_state + table)
     num_states = tl.load(first_state + table + 1) - first
     last_thought = tl.load(thoughts_end + canvas)
+    thinking = num_states - 1
     low_edge = tl.load(first_edge + table)
     high_edge = tl.load(first_edge + table + 1)
     # Offsets within one canvas fit 32 bits.
@@ -216,15 +217,17 @@ def _search_kernel(
             edge = begin + lane
             is_edge = edge < high_edge
             to = tl.load(target + edge, mask=is_edge, other=-3)
-            before = tl.load(here + tl.load(source + edge, mask=is_edge, other=0))
+            origin = tl.load(source + edge, mask=is_edge, other=0)
             weight = tl.load(of_row + tl.load(kind + edge, mask=is_edge, other=0)) - top
-            value = tl.where(is_edge, before + _finite(weight), float("-inf"))
+            is_held = (place == last_thought) & (origin == thinking) & (to != thinking)
+            weight = tl.where(is_held, 0.0, _finite(weight))
+            value = tl.where(is_edge, tl.load(here + origin) + weight, float("-inf"))
             value, _ = tl.associative_scan((value, to), 0, _better_of_segment)
             value = tl.where((to == carried_to) & (carried > value), carried, value)
             needed = tl.load(left + first + to, mask=is_edge, other=NEVER)
             is_end = tl.load(is_last + edge, mask=is_edge, other=0) != 0
             fits = is_end & (needed <= budget - place - 1)
-            fits = fits & ((to != num_states - 1) | (place < last_thought))
+            fits = fits & ((to != thinking) | (place < last_thought))
             tl.store(here + most_states + to, value, mask=fits)
             carried = tl.max(tl.where(lane == BLOCK - 1, value, float("-inf")), axis=0)
             carried_to = tl.max(tl.where(lane == BLOCK - 1, to, -3), axis=0)
@@ -265,9 +268,10 @@ def _search_kernel(
             for begin in range(low, high, BLOCK):
                 edge = begin + lane
                 is_edge = edge < high
-                before = tl.load(here + tl.load(source + edge, mask=is_edge, other=0))
-                k = tl.load(kind + edge, mask=is_edge, other=0)
-                value = before + _finite(tl.load(best + of_row + k) - top)
+                origin = tl.load(source + edge, mask=is_edge, other=0)
+                weight = tl.load(best + of_row + tl.load(kind + edge, mask=is_edge, other=0)) - top
+                is_held = (place == last_thought) & (origin == thinking) & (state != thinking)
+                value = tl.load(here + origin) + tl.where(is_held, 0.0, _finite(weight))
                 value = tl.where(is_edge, value, float("-inf"))
                 largest = tl.max(value, axis=0)
                 earliest = tl.min(tl.where(value == largest, edge, HIGHEST), axis=0)

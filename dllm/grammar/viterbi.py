@@ -7,7 +7,8 @@ scores of its tokens. All paths are compared by dynamic programming over (positi
 
 A state is entered only if the text can still be ended within the budget of tokens, so that it is
 complete whenever the budget allowed that at the beginning. Thoughts in front of a text (the last
-state of a table, ``constraint``) end at a given place at the latest.
+state of a table, ``constraint``) end at a given place at the latest. The token that ends them there
+costs nothing: else a path would rather end them at any earlier place where it is a bit likelier.
 """
 
 from collections.abc import Sequence
@@ -76,14 +77,17 @@ class Canvas:
         self._is_stop = frozenset(stops)
         source, kind, target = table.edges
         can_end = table.left[target] < NEVER
+        self._thinking = len(table.accepts) - 1  # if there are thoughts
         self._source, self._kind, target = source[can_end], kind[can_end], target[can_end]
         # Edges come sorted by target: one segment for each state that has any.
         self._reached, self._segment = np.unique(target, return_index=True)
         self._segment_end = np.append(self._segment[1:], len(target))
+        # Of the token that ends thoughts, which is in no answer.
+        ends_thoughts = (self._source == self._thinking) & (target != self._thinking)
+        self._end_of_thoughts = self._kind[ends_thoughts]
         self._segment_of = np.full(len(table.accepts), -1)
         self._segment_of[self._reached] = np.arange(len(self._reached))
         self._accepting = np.flatnonzero(table.accepts)
-        self._thinking = len(table.accepts) - 1  # if there are thoughts
         self._longest = int(table.left.max(initial=0, where=table.left < NEVER))
         self._following: dict[int, list[int]] = {}
         self._masks: dict[int, np.ndarray] = {}
@@ -187,6 +191,8 @@ class Canvas:
         by_class = np.stack([np.maximum.reduceat(np.take(row, order), starts) for row in scores])
         by_class -= best
         by_class = _finite(by_class)
+        if thoughts_end < num_places:
+            by_class[thoughts_end, self._end_of_thoughts] = 0.0
         stop = _finite(scores[:, self.stops].max(axis=1) - best[:, 0])
         filled = _finite(scores[:, self.fillers].max(axis=1) - best[:, 0])
         at = self._forward(by_class, state, budget, thoughts_end)  # [C + 1, S]

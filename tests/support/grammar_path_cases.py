@@ -74,7 +74,7 @@ def batch(seed: int, num_canvases: int = 7, dtype: torch.dtype = torch.float32) 
         state = int(rng.integers(0, len(tables[table].accepts))) if table >= 0 else 0
         if table == 4 and rng.random() < 0.8:
             state = len(tables[table].accepts) - 1
-        thoughts.append(int(rng.integers(-1, 9)) if table == 4 else UNLIMITED)
+        thoughts.append(int(rng.integers(0, 9)) if table == 4 else UNLIMITED)
         left = int(tables[table].left[state]) if table >= 0 else 0
         is_over = table >= 0 and rng.random() < 0.15
         states.append(STOPPED if is_over else state)

@@ -37,7 +37,7 @@ def write_paths(
         ends = set(stops[canvas].tolist())
         search = Canvas(unpacked(tables, table), [*ends], [*{*fillers[canvas].tolist()} - ends])
         state, budget = int(canvases.state[canvas]), int(canvases.budget[canvas])
-        given = budget, max(int(canvases.thoughts_end[canvas]), 0)
+        given = budget, int(canvases.thoughts_end[canvas])
         path = search.best_path(scores[rows].float().numpy(), state, *given)
         paths.tokens[rows] = torch.from_numpy(path.tokens)
         paths.states[rows] = torch.from_numpy(path.states[:-1]).int()
