@@ -150,8 +150,9 @@ def _read_kernel(
         is_over = is_open & accepting & (tl.load(is_stop + row + place) != 0)
         target = tl.load(matrix + state * kinds + kind, mask=is_open & (kind >= 0), other=DEAD)
         needed = tl.load(left + first + target, mask=target >= 0, other=NEVER)
-        may_think = (target != thinking) | (place < last_thought)
-        target = tl.where((needed <= budget - place - 1) & may_think, target, DEAD)
+        target = tl.where(needed <= budget - place - 1, target, DEAD)
+        no_longer = tl.where(place < last_thought, DEAD, thinking)
+        target = tl.where(target == no_longer, DEAD, target)
         state = tl.where(is_open, tl.where(is_over, STOPPED, target), state)
     tl.store(end + canvas, tl.where(has_table, state, start))
     tl.store(score + canvas, 0.0)
@@ -211,6 +212,8 @@ def _search_kernel(
         tl.store(accepted_state + place, which)
         top = tl.load(peak + row + place)
         of_row = best + (row + place) * most_classes
+        no_longer = tl.where(place < last_thought, -1, thinking)
+        held_behind = tl.where(place == last_thought, thinking, -1)
         carried = tl.full((), float("-inf"), tl.float64)
         carried_to = tl.full((), -2, tl.int32)
         for begin in range(low_edge, high_edge, BLOCK):
@@ -219,15 +222,14 @@ def _search_kernel(
             to = tl.load(target + edge, mask=is_edge, other=-3)
             origin = tl.load(source + edge, mask=is_edge, other=0)
             weight = tl.load(of_row + tl.load(kind + edge, mask=is_edge, other=0)) - top
-            is_held = (place == last_thought) & (origin == thinking) & (to != thinking)
+            is_held = (origin == held_behind) & (to != thinking)
             weight = tl.where(is_held, 0.0, _finite(weight))
             value = tl.where(is_edge, tl.load(here + origin) + weight, float("-inf"))
             value, _ = tl.associative_scan((value, to), 0, _better_of_segment)
             value = tl.where((to == carried_to) & (carried > value), carried, value)
             needed = tl.load(left + first + to, mask=is_edge, other=NEVER)
             is_end = tl.load(is_last + edge, mask=is_edge, other=0) != 0
-            fits = is_end & (needed <= budget - place - 1)
-            fits = fits & ((to != thinking) | (place < last_thought))
+            fits = is_end & (needed <= budget - place - 1) & (to != no_longer)
             tl.store(here + most_states + to, value, mask=fits)
             carried = tl.max(tl.where(lane == BLOCK - 1, value, float("-inf")), axis=0)
             carried_to = tl.max(tl.where(lane == BLOCK - 1, to, -3), axis=0)
@@ -261,6 +263,7 @@ def _search_kernel(
             here = at + place * most_states
             top = tl.load(peak + row + place)
             of_row = (row + place) * most_classes
+            held_behind = tl.where(place == last_thought, thinking, -1)
             low = tl.load(into + first + state)
             high = tl.load(into + first + state + 1)
             highest = tl.full((), float("-inf"), tl.float64)
@@ -270,7 +273,7 @@ def _search_kernel(
                 is_edge = edge < high
                 origin = tl.load(source + edge, mask=is_edge, other=0)
                 weight = tl.load(best + of_row + tl.load(kind + edge, mask=is_edge, other=0)) - top
-                is_held = (place == last_thought) & (origin == thinking) & (state != thinking)
+                is_held = (origin == held_behind) & (state != thinking)
                 value = tl.load(here + origin) + tl.where(is_held, 0.0, _finite(weight))
                 value = tl.where(is_edge, value, float("-inf"))
                 largest = tl.max(value, axis=0)
@@ -350,8 +353,8 @@ def _mask_kernel(
     target = tl.load(matrix + kind, mask=kind >= 0, other=DEAD)
     needed = tl.load(left + first + target, mask=target >= 0, other=NEVER)
     thinking = tl.load(first_state + table + 1) - first - 1
-    may_think = (target != thinking) | (tl.load(goes_on + row) != 0)
-    is_allowed = (needed <= tl.load(budgets + row) - 1) & may_think
+    no_longer = tl.where(tl.load(goes_on + row) != 0, DEAD, thinking)
+    is_allowed = (needed <= tl.load(budgets + row) - 1) & (target != no_longer)
     may_stop = tl.load(accepts + first + state) != 0
     for index in range(num_stops):
         is_stop = token == tl.load(stops + row * num_stops + index)

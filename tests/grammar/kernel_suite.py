@@ -228,11 +228,12 @@ def test_masks_of_any_states(dtype, cut):
     budgets = (made.canvases.budget[made.canvas_of] - places).int()
     states = made.canvases.state[made.canvas_of]
     stops = made.stops[made.canvas_of]
-    rest = (made.table_of, states, budgets, stops)
+    goes_on, rest = torch.ones_like(states, dtype=torch.bool), (made.table_of, states, budgets)
+    given = [part.to(DEVICE) for part in (*rest, goes_on, stops)]
     ours, expected = made.logits.clone().to(DEVICE), made.logits.clone()
-    kernels.mask_rows_kernel(ours, on_device(made.tables), *(x.to(DEVICE) for x in rest), cut)
+    kernels.mask_rows_kernel(ours, on_device(made.tables), *given, cut)
     for row, (which, state, budget, its_stops) in enumerate(
-        zip(*(x.tolist() for x in rest), strict=True)
+        zip(*(x.tolist() for x in (*rest, stops)), strict=True)
     ):
         if which != NO_TABLE:
             search = Canvas(unpacked(made.tables, which), [*{*its_stops}])
