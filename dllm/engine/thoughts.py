@@ -162,10 +162,11 @@ class Thoughts(NamedTuple):
             before: ``[R, C]`` int64, on which the ends are held that belong there.
             after: ``[R, C]`` int64, ``before`` with other tokens.
         """
-        was, belongs = self.ends_at(before), self.ends_at(after)
         end = self.end[:, None]
-        is_left = was & ~belongs & (after == end)
-        return torch.where(belongs, end, torch.where(is_left, blank, after))
+        is_left = self.ends_at(before) & ~self.ends_at(after) & (after == end)
+        tokens = torch.where(is_left, blank, after)
+        # Where a start has moved the end of its thought, that end is seen only now.
+        return torch.where(self.ends_at(tokens), end, tokens)
 
     def behind(self, tokens: Tensor, counts: Tensor) -> "Thoughts":
         """The thoughts in front of the next canvases.

@@ -139,9 +139,10 @@ def unmask_step(
     if thoughts is not None:
         blank = torch.where((is_editing & is_last)[:, None], canvas, mask_token_id)
         moved = thoughts.moved(ids, canvas, blank)
+        moved = torch.where(is_valid, moved, canvas)
         is_stop &= moved == canvas
-        decided |= is_valid & (moved != canvas) & (moved != mask_token_id)
-        canvas = torch.where(is_valid, moved, canvas)
+        decided = (decided | (moved != canvas)) & (moved != mask_token_id)
+        canvas = moved
 
     left = is_valid & (canvas == mask_token_id)
     post_steps = post_steps + (~had_masks).to(post_steps.dtype)
