@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import prompt
+from tests.engine.test_sampling_engine import assert_seen
 from tests.support.engine_harness import TIGHT
 from tests.support.engine_models import Model
 from tests.support.grammar_paths import as_on_a_gpu
@@ -67,6 +68,16 @@ def test_a_thought_without_end_ends_where_its_budget_does(model, temperature):
             budget = one.thinking_token_budget
             assert ends_of(tokens) == [max(budget - 2, 0)], (tail, budget)
             assert full_thoughts(context, tokens, budget) == ends_of(tokens)
+
+
+def test_the_model_sees_the_end_from_the_first_step_on(model):
+    engine, context = engine_of(model), [*prompt(model.size + 3), START]
+    for budget in (1, model.size + 1):
+        with engine.watch() as seen:
+            (tokens,) = engine.generate([context], asked(model, budget, 3, logit_bias=FOR_EVER))
+        (steps,) = seen.values()
+        assert tokens[budget] == END
+        assert_seen({budget: END}, steps, context)
 
 
 def test_without_a_budget_or_a_thought_nothing_is_held(model):
