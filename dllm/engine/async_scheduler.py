@@ -69,7 +69,10 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
                 self._num_commits += 1
                 end = num_tokens + len(new_token_ids)
                 request.num_computed_tokens += end // size * size - num_tokens // size * size
-        return AsyncScheduler._update_request_with_output(self, request, new_token_ids, is_stale)
+        update = AsyncScheduler._update_request_with_output
+        updated = update(self, request, new_token_ids, is_stale)
+        self._count_thoughts(request, updated[0])
+        return updated
 
     # --- metrics ---------------------------------------------------------------------------------
 

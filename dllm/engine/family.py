@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.thoughts import Thoughts
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
 from dllm.settings.denoising import DenoiseSettings
@@ -60,6 +61,8 @@ class Canvases(NamedTuple):
             by canvas: copying a row for each canvas would copy the length of the vocabulary.
         held: ``[R, C]`` int64, the token that has to be emitted at a position; -1: any. ``denoise``
             honours it with ``with_held_tokens``. A canvas starts with it there.
+        thoughts: in front of the canvases; ``denoise`` holds their ends with ``holding_ends``. None
+            where there is no engine.
         numbers: ``[R]`` each, ``RequestOptions.numbers`` by name.
         carried: ``[R, ...]`` each, the family's columns by name.
     """
@@ -75,13 +78,25 @@ class Canvases(NamedTuple):
     held: Tensor
     numbers: Mapping[str, Tensor]
     carried: Mapping[str, Tensor]
+    thoughts: Thoughts | None = None
+
+    def holding_ends(self, tokens: Tensor) -> "Canvases":
+        """The same canvases; where a thinking budget ends, the end of thoughts is ``held``.
+
+        Args:
+            tokens: ``[R, C]`` int64, as of ``Thoughts.ends_at``.
+        """
+        if self.thoughts is None:
+            return self
+        is_end = self.thoughts.ends_at(tokens)
+        return self._replace(held=torch.where(is_end, self.thoughts.end[:, None], self.held))
 
     def with_held_tokens(self, stats: RowStats, rows: CanvasRows) -> RowStats:
         """The statistics in which held tokens are chosen, and certain.
 
-        For ``diffusion_pin_mode: hold``. ``denoise`` calls this before it decides anything.
-        Logprobs do not come from here: at a held position they say what the model itself thinks of
-        the token.
+        For ``diffusion_pin_mode: hold``, and thinking budgets. ``denoise`` calls this before it
+        decides anything. Logprobs do not come from here: at a held position they say what the model
+        itself thinks of the token.
 
         Args:
             stats: of N rows of logits.

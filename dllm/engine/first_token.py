@@ -69,3 +69,7 @@ class FirstTokens:
         if traces.are_wanted(slots_np):
             traces.record_first(logits, tokens, temperature, slots, is_free)
         canvases[slots, 0] = torch.where(is_free, tokens.to(begun.dtype), begun)
+        if state.has_budget[slots_np[begins]].any():
+            after, before = canvases[slots], canvases[slots]
+            before[:, 0] = begun
+            canvases[slots] = state.thoughts(slots, starts).moved(before, after, self._mask)

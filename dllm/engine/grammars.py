@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.emitted_blocks import room_for
+from dllm.engine.thoughts import Thought
 from dllm.grammar.constraint import Constraint, Grammar, SlotGrammar
 from dllm.grammar.device import (
     NO_TABLE,
@@ -96,18 +97,18 @@ class CanvasGrammars(ABC):
         self._unpacked: WeakValueDictionary[Any, Grammar] = WeakValueDictionary()
         self._last: deque[Grammar] = deque(maxlen=KEPT_GRAMMARS)
 
-    def add_request(self, slot: int, data: NewRequestData) -> None:
+    def add_request(self, slot: int, data: NewRequestData, thought: Thought | None) -> None:
         """Store the grammar of a new (or resumed) request, in place of the slot's last one.
 
         One that contradicts its grammar goes on without: the engine core does not accept what it
-        emits, and ends this request with an error.
+        emits, and ends this request with an error. ``thought`` is open behind the prompt.
         """
         self._put(slot, None)
         params = data.sampling_params
         if params is None or (shipped := grammar_of(params)) is None:
             return
         try:
-            self._put(slot, self._read(shipped, data))
+            self._put(slot, self._read(shipped, data, thought))
             self._slot_of[data.req_id] = slot
         except Exception:
             logger.exception("Request %s has a grammar that cannot be kept to", data.req_id)
@@ -121,7 +122,7 @@ class CanvasGrammars(ABC):
         self.has_grammar[slot] = found is not None
         self.slots[slot] = found
 
-    def _read(self, shipped: bytes, data: NewRequestData) -> SlotGrammar:
+    def _read(self, shipped: bytes, data: NewRequestData, thought: Thought | None) -> SlotGrammar:
         params = data.sampling_params
         assert params is not None
         key = shipped, tuple(sorted(params.all_stop_token_ids))
@@ -134,7 +135,7 @@ class CanvasGrammars(ABC):
             raise ValueError("what was emitted is not the beginning of an allowed text")
         most = params.max_tokens if params.max_tokens is not None else self._longest
         end = min(data.prompt_len + most, self._longest)
-        return SlotGrammar(grammar, states[-1], end)
+        return SlotGrammar(grammar, states[-1], end, thought.end_by if thought else UNLIMITED)
 
     @contextmanager
     def largest(self) -> Iterator[None]:
@@ -204,11 +205,12 @@ class HostGrammars(CanvasGrammars):
                 continue
             high = low + width
             canvas, of_canvas = grammar.grammar.canvas, logits[low:high]
-            tokens_left = grammar.end - (seq_lens[row] - width)
+            start = seq_lens[row] - width
+            tokens_left, thoughts_end = grammar.end - start, max(grammar.thoughts_end - start, 0)
             budget = budget_of(canvas.table, grammar.state, tokens_left)
             of_texts = scores(slice(low, high)).cpu().numpy()
-            path = canvas.best_path(of_texts, grammar.state, budget)
-            for place, is_forbidden in enumerate(canvas.forbidden(path, budget)):
+            path = canvas.best_path(of_texts, grammar.state, budget, thoughts_end)
+            for place, is_forbidden in enumerate(canvas.forbidden(path, budget, thoughts_end)):
                 is_out = torch.from_numpy(is_forbidden).to(logits.device)
                 of_canvas[place].masked_fill_(is_out, -torch.inf)
             chosen[low:high] = np.where(path.states[:-1] == STOPPED, NO_TOKEN, path.tokens)
@@ -236,6 +238,7 @@ class PreparedTables(NamedTuple):
         table_of: ``[R]`` int32, NO_TABLE without a grammar or a canvas.
         slots: ``[R]`` int64.
         tokens_left: ``[R]`` int64, how many tokens the answer may have from its canvas on.
+        thoughts_end: ``[R]`` int32, the place in the canvas at which thoughts end at the latest.
         stops, fillers: ``[R, M]`` int64, ascending; the last one is repeated.
         first_row, length: ``[R]`` int32, of each canvas among the rows of logits.
         most_rows: of one canvas.
@@ -245,6 +248,7 @@ class PreparedTables(NamedTuple):
     table_of: torch.Tensor
     slots: torch.Tensor
     tokens_left: torch.Tensor
+    thoughts_end: torch.Tensor
     stops: torch.Tensor
     fillers: torch.Tensor
     first_row: torch.Tensor
@@ -310,15 +314,15 @@ class DeviceGrammars(CanvasGrammars):
         grammars = [*self._grammars()]
         tables, numbers = self._pool.place([one.canvas.table for one in grammars])
         number = dict(zip(grammars, numbers, strict=True))
-        # Any grammar where there is none.
-        of_row = [(one.grammar if one else grammars[0]).canvas for one in found]
+        of_row = [(one.grammar if one else grammars[0]).canvas for one in found]  # none: any one
 
         def sent(values: Any, dtype: type[np.integer]) -> torch.Tensor:
             return to_device(np.array(values, dtype), self._device)
 
         starts, widths = batch.cu_num_logits_np[: num_reqs + 1], rows.widths[:num_reqs]
         table_of = sent([number[o.grammar] if o else NO_TABLE for o in found], np.int32)
-        end = sent([one.end if one else 0 for one in found], np.int64)
+        ends = sent([[o.end, o.thoughts_end] if o else [0, UNLIMITED] for o in found], np.int64)
+        ends -= (rows.seq_lens[:num_reqs] - widths)[:, None]
         return PreparedTables(
             tables=tables._replace(
                 most_classes=max(tables.most_classes, self._least[0]),
@@ -327,7 +331,8 @@ class DeviceGrammars(CanvasGrammars):
             # A row that only writes a block's KV has logits, but no canvas (`engine.pending`).
             table_of=torch.where(widths > 0, table_of, NO_TABLE),
             slots=rows.slots[:num_reqs],
-            tokens_left=end - (rows.seq_lens[:num_reqs] - widths),
+            tokens_left=ends[:, 0],
+            thoughts_end=ends[:, 1].clamp(min=0).int(),
             stops=sent(padded([canvas.stops for canvas in of_row]), np.int64),
             fillers=sent(padded([canvas.fillers for canvas in of_row]), np.int64),
             first_row=sent(starts[:-1], np.int32),
@@ -346,6 +351,7 @@ class DeviceGrammars(CanvasGrammars):
             table=prepared.table_of,
             state=state,
             budget=_budget(prepared, state),
+            thoughts_end=prepared.thoughts_end,
             row_of=rows.row_of,
             most_rows=prepared.most_rows,
         )

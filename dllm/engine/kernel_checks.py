@@ -206,20 +206,21 @@ def grammar_paths(device: torch.device) -> None:
     width, budget = NUM_ROWS // 2, 1 << 20
     logits = _rows(device)[0]
     states = (0, 2)
-    numbers = [[0, width], [width, width], [0, 0], states, [budget, budget]]
-    first, length, which, state_of, room = torch.tensor(numbers, dtype=torch.int32, device=device)
+    numbers = [[0, width], [width, width], [0, 0], states, [budget, budget], [budget, 3]]
+    parts = torch.tensor(numbers, dtype=torch.int32, device=device)
     row_of = torch.arange(2, device=device).repeat_interleave(width)
-    canvases = Searches(first, length, which, state_of, room, row_of, width)
+    canvases = Searches._make([*parts, row_of, width])
     ends = torch.full((2, 1), stop, device=device)
     masked = logits.clone()
     found = write_paths(masked, masked, pack([table], device), canvases, ends, ends)
     search = Canvas(table, [stop])
     for canvas, state in enumerate(states):
         rows = slice(canvas * width, (canvas + 1) * width)
-        path = search.best_path(logits[rows].cpu().numpy(), state, budget)
+        given = budget, numbers[-1][canvas]
+        path = search.best_path(logits[rows].cpu().numpy(), state, *given)
         if found.tokens[rows].tolist() != path.tokens.tolist():
             raise Wrong("the best path differs")
-        is_out = torch.from_numpy(np.stack(search.forbidden(path, budget)))
+        is_out = torch.from_numpy(np.stack(search.forbidden(path, *given)))
         expected = logits[rows].cpu().masked_fill(is_out, -torch.inf)
         if not torch.equal(masked[rows].cpu(), expected):
             raise Wrong("rows are masked wrongly")

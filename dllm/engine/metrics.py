@@ -1,11 +1,16 @@
-"""Counts of ours in vLLM's statistics, and the counter of diffusion models: ``dllm:commit_passes``.
+"""Counts of ours in vLLM's statistics, and the counters of diffusion models.
 
-vLLM's own count denoise steps (``vllm:diffusion_num_denoising_steps``) and the positions of their
-canvases. Under asynchronous scheduling a block also takes a pass that only writes its KV
-(``engine.async_scheduler``). How the count travels:
+``dllm:commit_passes``: vLLM's own count denoise steps (``vllm:diffusion_num_denoising_steps``) and
+the positions of their canvases. Under asynchronous scheduling a block also takes a pass that only
+writes its KV (``engine.async_scheduler``).
+
+``dllm:thoughts_ended_by_budget``: thoughts that have taken their whole budget, and end there
+(``engine.thoughts``).
+
+How a count travels:
 
     engine core   the scheduler puts it into vLLM's statistics
-    front end     adds it to the counter under /metrics
+    front end     adds it to its counter under /metrics
 """
 
 import functools
@@ -17,6 +22,14 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 LABELS = ("model_name", "engine")
 KEY = "dllm_commit_passes"
+KEY_OF_THOUGHTS = "dllm_thoughts_ended_by_budget"
+COUNTERS = {  # by key: name and text
+    KEY: ("dllm:commit_passes", "Passes of a request that only wrote the KV of a block."),
+    KEY_OF_THOUGHTS: (
+        "dllm:thoughts_ended_by_budget",
+        "Thoughts that took their whole thinking budget, and ended there.",
+    ),
+}
 
 # vLLM's statistics have no field for plugins. `ec_connector_stats` is a dictionary that vLLM itself
 # uses only where multimodal encoders run on another server.
@@ -36,19 +49,19 @@ def take_out(stats: SchedulerStats, key: str) -> Any:
     return counts
 
 
-def record_commit_passes(stats: SchedulerStats, labels: Sequence[str]) -> None:
-    """Front end: move the number of such passes (KEY) from the statistics to the counter.
+def record_counts(stats: SchedulerStats, labels: Sequence[str]) -> None:
+    """Front end: move the counts from the statistics to their counters.
 
     Args:
         labels: values of LABELS.
     """
-    count = take_out(stats, KEY)
-    if count is not None:
-        _counter().labels(*labels).inc(count)
+    for key in COUNTERS:
+        count = take_out(stats, key)
+        if count is not None:
+            _counter(key).labels(*labels).inc(count)
 
 
 @functools.cache
-def _counter() -> prometheus_client.Counter:
+def _counter(key: str) -> prometheus_client.Counter:
     """Made once in a process: Prometheus registers a name only once."""
-    text = "Passes of a request that only wrote the KV of a block."
-    return prometheus_client.Counter("dllm:commit_passes", text, LABELS)
+    return prometheus_client.Counter(*COUNTERS[key], LABELS)

@@ -42,8 +42,10 @@ from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.spans import Sequences, Spans
 from dllm.engine.state import CanvasState, condition_rows, request_seed
+from dllm.engine.thoughts import Thought
 from dllm.ops.staging import to_device
 from dllm.settings.request import RequestOptions
+from dllm.settings.thoughts import marks_of
 
 
 class DiffusionModelState(ModelState):
@@ -66,6 +68,7 @@ class DiffusionModelState(ModelState):
         self.family: Family = model.make_family(vllm_config)  # type: ignore[operator]
         vocab_size = self.model_config.get_vocab_size()
         self.canvases = CanvasState(self.family, self.max_num_reqs, vocab_size, self.dtype, device)
+        self._thought_marks = marks_of(vllm_config)
         self.grammars: CanvasGrammars = grammars_for(vllm_config, self.max_num_reqs, device)
         hidden_size = self.model_config.hf_text_config.hidden_size
         # The model's inputs stay in the same memory: a captured CUDA graph reads these addresses.
@@ -113,9 +116,15 @@ class DiffusionModelState(ModelState):
         assert new_req_data.sampling_params is not None, "a generation request has parameters"
         options = RequestOptions.read(new_req_data.sampling_params, self.family.settings)
         seed = request_seed(options, new_req_data.req_id, self.model_config.seed)
-        self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
+        prompt_len, tokens = new_req_data.prompt_len, new_req_data.prefill_token_ids or []
+        thought = Thought.of_request(
+            new_req_data.sampling_params, tokens[:prompt_len], self._thought_marks
+        )
+        self.grammars.add_request(req_index, new_req_data, thought)
+        if thought is not None:
+            thought.read(tokens[prompt_len:], prompt_len)
+        self.canvases.reset(req_index, options, seed, prompt_len, thought)
         self._num_rows[req_index] = options.num_rows
-        self.grammars.add_request(req_index, new_req_data)
 
     def remove_request(self, req_id: str) -> None:
         """Let go of what a request that has ended, or was preempted, keeps on the device."""

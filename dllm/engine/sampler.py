@@ -50,8 +50,7 @@ class Tile(NamedTuple):
         batch: their requests alone.
         rows: where the canvases are in it; at least two, of which the last may be empty.
         traced: rows of logits whose tokens are traced, ``[n]``; None if nobody asks.
-        is_pinned: ``[N, 1]`` bool, rows whose input token the request fixed (``settings.pins``);
-            None if nobody pins.
+        is_pinned: ``[N, 1]`` bool, rows whose input token is a pin; None if nobody pins.
         filters: top-k, top-p and min-p; None if no request uses them.
         free: ``[N]`` int64, NO_TOKEN everywhere: no grammar has chosen a token.
         is_edited: whether a request edits logits.
@@ -110,8 +109,7 @@ class DiffusionSampler:
         self.frames = FrameTaker(num_slots)
         self.traces = BlockTraces(state.argmax_canvas, family.decides_for_good)
         self._rows_at_once = rows_at_once(vllm_config)
-        # Longer than any batch: torch.compile takes two equal sizes for the same one, and would
-        # compile the step again for the first batch that is not the longest.
+        # Longer than any batch: torch.compile would take two equal sizes for the same one.
         longest = vllm_config.scheduler_config.max_num_batched_tokens + 1
         # Made as a grammar makes its choice: torch.compile compiles for either kind of tensor.
         with torch.inference_mode():
@@ -149,7 +147,8 @@ class DiffusionSampler:
         starts_np = self.req_states.prefill_len.np[slots_np].astype(np.int64)
         slots, starts = to_device(np.stack([slots_np, starts_np]), self.state.seeds.device)
         drawn = self._fresh_canvas(self.state.seeds[slots], starts)
-        self.req_states.draft_tokens[slots] = self.state.with_seeds(slots, starts, drawn)
+        thoughts = self.state.thoughts(slots, starts)
+        self.req_states.draft_tokens[slots] = self.state.with_seeds(slots, drawn, thoughts)
 
     def __call__(
         self, logits: torch.Tensor | LogitRows, input_batch: InputBatch, draft_logits: None = None
@@ -289,14 +288,12 @@ class DiffusionSampler:
             logits: ``[N, vocab]`` fp32, edited; changed in place.
             ids: ``[N]`` int64, the canvas tokens that entered the model.
         """
-        rows, state = tile.rows, self.state
-        pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
-        canvases = state.canvases(rows.slots, ids, tile.free, pins)
+        canvases = self.state.canvases(tile.rows, ids, tile.free)
 
         def scores(part: slice) -> torch.Tensor:
-            return self.family.scores_of_texts(logits, rows, canvases, tile.filters, part)
+            return self.family.scores_of_texts(logits, tile.rows, canvases, tile.filters, part)
 
-        return self.grammars.write(logits, scores, rows, tile.grammars)
+        return self.grammars.write(logits, scores, tile.rows, tile.grammars)
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
         """Top-k, top-p and min-p of each logit row; None if no request of the batch uses them.
@@ -342,9 +339,9 @@ class DiffusionSampler:
         is_bad = self.edits.completes_bad_word(logits, tokens, context, tile.forbids_words)
         num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
         is_trimmed = step.converged & (num_emitted < rows.widths)
-        starts = rows.seq_lens - rows.widths + num_emitted
-        drawn = self.family.fresh_canvas(self.state.seeds[rows.slots], starts)
-        redrawn = self.state.with_seeds(rows.slots, starts, drawn)
+        behind = self.state.thoughts_of(rows).behind(step.argmax_canvas, num_emitted)
+        drawn = self.family.fresh_canvas(self.state.seeds[rows.slots], behind.canvas_start)
+        redrawn = self.state.with_seeds(rows.slots, drawn, behind)
         canvas = torch.where(is_trimmed[:, None], redrawn, step.canvas)
         return step._replace(canvas=canvas), num_emitted
 
@@ -357,9 +354,12 @@ class DiffusionSampler:
             return
         rows, soft_embeds = tile.rows, self.state.soft_embeds
         soft = self.family.look_back(logits, step)  # [N, soft_size]
+        # The model's own choice of a given token must not reach the next step.
         if tile.is_pinned is not None:
-            # The model's own choice at a pinned position must not reach the next step.
             soft = torch.where(tile.is_pinned, 0, soft)
+        if self.state.has_budget[tile.batch.idx_mapping_np[: tile.batch.num_reqs]].any():
+            is_end = self.state.thoughts_of(rows).ends_at(step.argmax_canvas)
+            soft = torch.where(is_end[rows.row_of, rows.place, None], 0, soft)
         soft_embeds[tile.batch.expanded_idx_mapping, rows.place] = soft.to(soft_embeds.dtype)
 
     def _output(

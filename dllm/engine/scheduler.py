@@ -22,9 +22,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm.engine.emitted_blocks import GrammarRoom, room_for
 from dllm.engine.frames import FrameMail
+from dllm.engine.metrics import KEY_OF_THOUGHTS, put_into
+from dllm.engine.thoughts import Thought
 from dllm.settings.denoising import NO_TOKEN, block_size_of
 from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import PluginOptions
+from dllm.settings.thoughts import marks_of
 
 
 class CanvasScheduler(Scheduler):
@@ -43,6 +46,9 @@ class CanvasScheduler(Scheduler):
         self._block_size = block_size_of(self.vllm_config)
         # Lets the base class ask `_mamba_block_aligned_split` how long a prompt chunk may be.
         self.need_mamba_block_aligned_split |= self._block_size > 1
+        self._marks = marks_of(self.vllm_config)
+        self._thoughts: dict[str, Thought | None] = {}  # of requests that have emitted something
+        self._num_full_thoughts = 0  # that statistics have not told of yet
         self._num_passes = 1  # of the visit whose output is being counted
         vocab_size = self.vllm_config.model_config.get_vocab_size()
         self._grammar_room = GrammarRoom(room_for(self.scheduler_config.max_num_seqs, vocab_size))
@@ -72,6 +78,7 @@ class CanvasScheduler(Scheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         """vLLM's; gives back the room of the request's grammar."""
         self._grammar_room.release(request)
+        self._thoughts.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
@@ -257,7 +264,28 @@ class CanvasScheduler(Scheduler):
         """
         if not is_stale:
             request.num_computed_tokens -= len(new_token_ids)
-        return super()._update_request_with_output(request, new_token_ids, is_stale)
+        updated = super()._update_request_with_output(request, new_token_ids, is_stale)
+        self._count_thoughts(request, updated[0])
+        return updated
+
+    def _count_thoughts(self, request: Request, tokens: list[int]) -> None:
+        """Read the tokens with which a request ends so far, those of an emitted block."""
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        if params is None or params.thinking_token_budget is None:
+            return
+        if request.request_id not in self._thoughts:
+            thought = Thought.of_request(params, prompt or [], self._marks)
+            self._thoughts[request.request_id] = thought
+        if (thought := self._thoughts[request.request_id]) is not None:
+            self._num_full_thoughts += thought.read(tokens, request.num_tokens - len(tokens))
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's statistics of a visit, with the thoughts in them that their budget has ended."""
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None and self._num_full_thoughts:
+            put_into(stats, KEY_OF_THOUGHTS, self._num_full_thoughts)
+            self._num_full_thoughts = 0
+        return stats
 
     def make_spec_decoding_stats(
         self,

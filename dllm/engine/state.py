@@ -15,6 +15,7 @@ where the model runner puts it into the next batch. Everything else is here:
 | pinned           | [slots, P] int32 | reset                   | sampler, each step             |
 | holds_pins       | [slots]          | reset                   | sampler, each step             |
 | given_from       | [slots]          | reset                   | sampler: canvases and pins     |
+| thought (4)      | [slots] each     | reset; sampler: begin   | sampler: canvases, each step   |
 | argmax_canvas    | [slots, C] int64 | sampler, each step      | denoise; edits; prepare_inputs |
 | steps_done       | [slots] int32    | sampler, each step      | denoise; prepare_inputs        |
 | carried          | [slots, ...]     | sampler, each step      | denoise                        |
@@ -33,11 +34,16 @@ import torch
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Canvases, Denoised, Family
+from dllm.engine.thoughts import ABSENT, Thought, Thoughts
 from dllm.ops.filters import RowFilters
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.pins import PINNED_CANVASES
 from dllm.settings.request import RequestOptions
+from dllm.settings.thoughts import NO_MARK
+
+# ``CanvasState.thought`` of a request without a budget.
+NO_THOUGHT = (ABSENT, -1, NO_MARK, NO_MARK)
 
 
 class CanvasState:
@@ -73,6 +79,7 @@ class CanvasState:
                 ("slot", "int64"),
                 ("seed", "int64"),
                 ("given_from", "int64"),
+                ("thought", "int64", 4),
                 ("seed_canvas", "int64", canvas_length),
                 *sorted(parameters.items(), key=lambda item: -np.dtype(item[1]).itemsize),
                 ("temperature", "float32"),
@@ -92,6 +99,7 @@ class CanvasState:
         self.is_read_only = self._column("is_read_only")
         self.is_stop = zeros(vocab_size, dtype=torch.bool)
         self.has_pins = np.zeros(num_slots, dtype=bool)  # for the host
+        self.has_budget = np.zeros(num_slots, dtype=bool)  # likewise, a thinking budget
 
         self.seed_canvas = self._column("seed_canvas")
         # By answer position: a token that is given, or NO_TOKEN.
@@ -99,6 +107,9 @@ class CanvasState:
         self.holds_pins = self._column("holds_pins")
         # The position of the answer's first token in the sequence; -1: nothing is given.
         self.given_from = self._column("given_from").fill_(-1)
+        # The first fields of ``Thoughts``, in their order.
+        self.thought = self._column("thought")
+        self.thought[:] = torch.tensor(NO_THOUGHT, device=device)
 
     def _column(self, name: str) -> torch.Tensor:
         """A field of all records: ``[slots]``, or ``[slots, length]``."""
@@ -107,7 +118,14 @@ class CanvasState:
         column = part.view(getattr(torch, dtype.base.name))
         return column if dtype.shape else column[:, 0]
 
-    def reset(self, slot: int, options: RequestOptions, seed: int, prompt_len: int) -> None:
+    def reset(
+        self,
+        slot: int,
+        options: RequestOptions,
+        seed: int,
+        prompt_len: int,
+        thought: Thought | None = None,
+    ) -> None:
         """Prepare ``slot`` for a new (or resumed) request; what was there is overwritten.
 
         Takes effect with ``apply_staged_writes``.
@@ -118,6 +136,7 @@ class CanvasState:
         Args:
             seed: of the request's noise, from ``request_seed``.
             prompt_len: in tokens.
+            thought: in front of the first canvas; None without a thinking budget.
         """
         record = np.zeros((), self._layout)
         record["slot"], record["seed"] = slot, seed
@@ -135,6 +154,10 @@ class CanvasState:
         self.has_pins[slot] = bool(options.pins)
         record["pinned"] = NO_TOKEN
         record["pinned"][list(options.pins)] = list(options.pins.values())
+        self.has_budget[slot] = thought is not None
+        record["thought"] = NO_THOUGHT
+        if thought is not None:
+            record["thought"] = thought.begin, thought.budget, *thought.marks
         self._staged[slot] = record, sorted(options.stops)
 
     def apply_staged_writes(self) -> None:
@@ -160,16 +183,15 @@ class CanvasState:
         """``[R]``, where the state of each row is written: the spare slot without a canvas."""
         return torch.where(rows.widths > 0, rows.slots, self.spare_slot)
 
-    def canvases(
-        self, slots: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor, pins: torch.Tensor
-    ) -> Canvases:
-        """The state of the canvases in ``slots`` ``[R]``.
+    def canvases(self, rows: CanvasRows, ids: torch.Tensor, chosen: torch.Tensor) -> Canvases:
+        """The state of the canvases of a step.
 
         Args:
             ids: ``[N]``, their tokens.
             chosen: ``[N]``, what grammars have chosen.
-            pins: ``[R, C]``, what ``pins`` returned for them.
         """
+        slots, starts = rows.slots, rows.seq_lens - rows.widths
+        pins = self.pins(slots, starts)
         return Canvases(
             ids=ids,
             seeds=self.seeds[slots],
@@ -182,30 +204,48 @@ class CanvasState:
             held=torch.where(self.holds_pins[slots, None], pins, NO_TOKEN),
             numbers={name: column[slots] for name, column in self.numbers.items()},
             carried={name: column[slots] for name, column in self.carried.items()},
+            thoughts=self.thoughts(slots, starts),
         )
 
-    def with_seeds(
-        self, slots: torch.Tensor, starts: torch.Tensor, drawn: torch.Tensor
-    ) -> torch.Tensor:
-        """The first contents of canvases: what the request gives, else ``drawn``. ``[R, C]``.
+    def thoughts_of(self, rows: CanvasRows) -> Thoughts:
+        """The thoughts in front of the canvases of a step."""
+        return self.thoughts(rows.slots, rows.seq_lens - rows.widths)
 
-        Only the first canvas behind the prompt can be a seed canvas (``diffusion_seed_canvas``).
-        Pins may be in any.
+    def thoughts(self, slots: torch.Tensor, starts: torch.Tensor) -> Thoughts:
+        """The thoughts in front of canvases.
 
         Args:
             slots: ``[R]``.
             starts: ``[R]`` int64, where each canvas starts in its sequence.
-            drawn: ``[R, C]`` int64, from ``Family.fresh_canvas``.
         """
+        begin, budget, start, end = self.thought[slots].unbind(dim=1)
+        return Thoughts(begin, budget, start, end, canvas_start=starts)
+
+    def with_seeds(
+        self, slots: torch.Tensor, drawn: torch.Tensor, thoughts: Thoughts
+    ) -> torch.Tensor:
+        """The first contents of canvases: what the request gives, else ``drawn``. ``[R, C]``.
+
+        Only the first canvas behind the prompt can be a seed canvas (``diffusion_seed_canvas``).
+        Pins, and ends of thoughts, may be in any.
+
+        Args:
+            slots: ``[R]``.
+            drawn: ``[R, C]`` int64, from ``Family.fresh_canvas``.
+            thoughts: in front of these canvases.
+        """
+        starts = thoughts.canvas_start
         seed_canvas, pins = self.seed_canvas[slots], self.pins(slots, starts)
         is_seeded = (starts == self.given_from[slots])[:, None] & (seed_canvas != NO_TOKEN)
-        contents = torch.where(is_seeded, seed_canvas, drawn)
-        return torch.where(pins != NO_TOKEN, pins, contents)
+        given = torch.where(is_seeded, seed_canvas, NO_TOKEN)
+        given = torch.where(pins != NO_TOKEN, pins, given)
+        given = torch.where(thoughts.ends_at(given), thoughts.end[:, None], given)
+        return torch.where(given != NO_TOKEN, given, drawn)
 
     def pins(self, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """The tokens that a request gives at each position, else NO_TOKEN: ``[R, C]`` int64.
 
-        Arguments as of ``with_seeds``.
+        Arguments as of ``thoughts``.
         """
         length, num_positions = self.seed_canvas.shape[1], self.pinned.shape[1]
         given_from = self.given_from[slots, None]
@@ -266,13 +306,14 @@ def denoise_rows(
         ``steps_done`` and ``carried`` are 0 where a fresh canvas starts.
     """
     pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
-    canvases = state.canvases(rows.slots, ids, chosen, pins)
+    canvases = state.canvases(rows, ids, chosen)
     step = family.denoise(logits, rows, canvases, filters)
     goes_on = (rows.widths > 0) & ~step.converged  # [R]
     canvas = step.canvas
     if not family.decides_for_good:  # else the family keeps what stands on a canvas
         canvas = torch.where(pins != NO_TOKEN, pins, canvas)
-    fresh = state.with_seeds(rows.slots, rows.seq_lens, step.fresh)
+    behind = state.thoughts_of(rows).behind(step.argmax_canvas, rows.widths)
+    fresh = state.with_seeds(rows.slots, step.fresh, behind)
     return step._replace(
         canvas=torch.where(goes_on[:, None], canvas, fresh),
         steps_done=torch.where(goes_on, step.steps_done, 0),
@@ -304,6 +345,8 @@ def store_rows(
         int32: emitted tokens ``[R, C]``, how many ``[R]``, and ``num_rejected`` ``[R]``.
     """
     written = state.written_slots(rows)
+    behind = state.thoughts_of(rows).behind(step.argmax_canvas, num_emitted)
+    state.thought[written, 0] = behind.begin
     for column, values in (
         (draft_tokens, step.canvas),
         (state.argmax_canvas, step.argmax_canvas),

@@ -13,7 +13,7 @@ import numpy as np
 from dllm.grammar.automaton import DEAD, START
 from dllm.grammar.reach import steps_to_end
 from dllm.grammar.table import Table, without_empty
-from dllm.grammar.viterbi import Canvas
+from dllm.grammar.viterbi import UNLIMITED, Canvas
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Constraint:
         thoughts = found and Thoughts(found[0], tuple(found[1]))
         return cls(Table.from_bytes(packed), thoughts)
 
+    @staticmethod
+    def has_thoughts(shipped: bytes) -> bool:
+        """Whether thoughts stand in front of the answer of a constraint that was ``shipped``."""
+        return not shipped.startswith(b"null\n")
+
     def with_start(self, stops: Collection[int], fillers: Collection[int]) -> tuple[Table, int]:
         """(a table of thoughts and answer, the state in which both start).
 
@@ -94,18 +99,20 @@ class SlotGrammar:
         grammar: what it allows.
         state: of the text in front of the request's canvas.
         end: the position in the sequence at which the answer ends at the latest.
+        thoughts_end: likewise, of the token that ends its thoughts.
     """
 
     grammar: Grammar
     state: int
     end: int
+    thoughts_end: int = UNLIMITED
 
 
 def _behind_thoughts(table: Table, end: int, forbidden: list[int]) -> tuple[Table, int]:
     """The table with one more state, in which tokens may come freely; ``end`` leads to the start.
 
-    ``end``, tokens that are in no text of the grammar, and each token that only the grammar allows
-    become classes of their own.
+    It is the last state. ``end``, tokens that are in no text of the grammar, and each token that
+    only the grammar allows become classes of their own.
     """
     thinking, num_classes = len(table.accepts), table.num_classes
     others, of_end, first_forbidden = num_classes, num_classes + 1, num_classes + 2

@@ -27,7 +27,7 @@ STOPPED = tl.constexpr(viterbi.STOPPED)
 WORST = tl.constexpr(viterbi.WORST)
 LOWEST = tl.constexpr(viterbi.LOWEST)
 NEVER = tl.constexpr(2**31 - 1)
-CANVAS_PARTS = 5  # that kernels read
+CANVAS_PARTS = 6  # that kernels read
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def write_paths(
     paths = best_paths_kernels(maxima, found, tables, canvases, cut)
     places = torch.arange(len(row_of), device=logits.device) - canvases.first_row[row_of]
     budgets = (canvases.budget[row_of] - places).int()
-    mask_rows_kernel(logits, tables, table_of, paths.states, budgets, its_stops, cut)
+    goes_on = places < canvases.thoughts_end[row_of]
+    mask_rows_kernel(logits, tables, table_of, paths.states, budgets, goes_on, its_stops, cut)
     return paths
 
 
@@ -117,9 +118,9 @@ def best_paths_kernels(
 
 @triton.jit
 def _read_kernel(
-    likeliest, is_stop, first_row, length, table_of, state_of, budget_of, class_of, following,
-    first_next, num_classes, accepts, left, first_state, tokens, states, end, score, is_text,
-    vocab_size,
+    likeliest, is_stop, first_row, length, table_of, state_of, budget_of, thoughts_end, class_of,
+    following, first_next, num_classes, accepts, left, first_state, tokens, states, end, score,
+    is_text, vocab_size,
 ):  # fmt: skip
     """Read the likeliest tokens of one canvas; ``is_text`` says whether they are its path.
 
@@ -137,6 +138,8 @@ def _read_kernel(
     first = tl.load(first_state + table)
     kinds = tl.load(num_classes + table)
     matrix = following + tl.load(first_next + table)
+    thinking = tl.load(first_state + table + 1) - first - 1
+    last_thought = tl.load(thoughts_end + canvas)
     for place in range(num_places):
         token = tl.load(likeliest + row + place)
         tl.store(tokens + row + place, token)
@@ -148,6 +151,8 @@ def _read_kernel(
         target = tl.load(matrix + state * kinds + kind, mask=is_open & (kind >= 0), other=DEAD)
         needed = tl.load(left + first + target, mask=target >= 0, other=NEVER)
         target = tl.where(needed <= budget - place - 1, target, DEAD)
+        no_longer = tl.where(place < last_thought, DEAD, thinking)
+        target = tl.where(target == no_longer, DEAD, target)
         state = tl.where(is_open, tl.where(is_over, STOPPED, target), state)
     tl.store(end + canvas, tl.where(has_table, state, start))
     tl.store(score + canvas, 0.0)
@@ -169,7 +174,7 @@ def _finite(score):
 @triton.jit(do_not_specialize=["most_classes", "num_places_kept", "most_states"])
 def _search_kernel(
     best, best_token, most_classes, peak, stop, stop_token, filled,
-    first_row, length, table_of, state_of, budget_of,
+    first_row, length, table_of, state_of, budget_of, thoughts_end,
     source, kind, target, is_last, into, first_edge, accepts, left, first_state,
     at, accepted, accepted_state, num_places_kept, most_states, is_text,
     tokens, states, end, score_of, BLOCK: tl.constexpr,
@@ -188,6 +193,8 @@ def _search_kernel(
     budget = tl.load(budget_of + canvas)
     first = tl.load(first_state + table)
     num_states = tl.load(first_state + table + 1) - first
+    last_thought = tl.load(thoughts_end + canvas)
+    thinking = num_states - 1
     low_edge = tl.load(first_edge + table)
     high_edge = tl.load(first_edge + table + 1)
     # Offsets within one canvas fit 32 bits.
@@ -205,20 +212,24 @@ def _search_kernel(
         tl.store(accepted_state + place, which)
         top = tl.load(peak + row + place)
         of_row = best + (row + place) * most_classes
+        no_longer = tl.where(place < last_thought, -1, thinking)
+        held_behind = tl.where(place == last_thought, thinking, -1)
         carried = tl.full((), float("-inf"), tl.float64)
         carried_to = tl.full((), -2, tl.int32)
         for begin in range(low_edge, high_edge, BLOCK):
             edge = begin + lane
             is_edge = edge < high_edge
             to = tl.load(target + edge, mask=is_edge, other=-3)
-            before = tl.load(here + tl.load(source + edge, mask=is_edge, other=0))
+            origin = tl.load(source + edge, mask=is_edge, other=0)
             weight = tl.load(of_row + tl.load(kind + edge, mask=is_edge, other=0)) - top
-            value = tl.where(is_edge, before + _finite(weight), float("-inf"))
+            is_held = (origin == held_behind) & (to != thinking)
+            weight = tl.where(is_held, 0.0, _finite(weight))
+            value = tl.where(is_edge, tl.load(here + origin) + weight, float("-inf"))
             value, _ = tl.associative_scan((value, to), 0, _better_of_segment)
             value = tl.where((to == carried_to) & (carried > value), carried, value)
             needed = tl.load(left + first + to, mask=is_edge, other=NEVER)
             is_end = tl.load(is_last + edge, mask=is_edge, other=0) != 0
-            fits = is_end & (needed <= budget - place - 1)
+            fits = is_end & (needed <= budget - place - 1) & (to != no_longer)
             tl.store(here + most_states + to, value, mask=fits)
             carried = tl.max(tl.where(lane == BLOCK - 1, value, float("-inf")), axis=0)
             carried_to = tl.max(tl.where(lane == BLOCK - 1, to, -3), axis=0)
@@ -252,6 +263,7 @@ def _search_kernel(
             here = at + place * most_states
             top = tl.load(peak + row + place)
             of_row = (row + place) * most_classes
+            held_behind = tl.where(place == last_thought, thinking, -1)
             low = tl.load(into + first + state)
             high = tl.load(into + first + state + 1)
             highest = tl.full((), float("-inf"), tl.float64)
@@ -259,9 +271,10 @@ def _search_kernel(
             for begin in range(low, high, BLOCK):
                 edge = begin + lane
                 is_edge = edge < high
-                before = tl.load(here + tl.load(source + edge, mask=is_edge, other=0))
-                k = tl.load(kind + edge, mask=is_edge, other=0)
-                value = before + _finite(tl.load(best + of_row + k) - top)
+                origin = tl.load(source + edge, mask=is_edge, other=0)
+                weight = tl.load(best + of_row + tl.load(kind + edge, mask=is_edge, other=0)) - top
+                is_held = (origin == held_behind) & (state != thinking)
+                value = tl.load(here + origin) + tl.where(is_held, 0.0, _finite(weight))
                 value = tl.where(is_edge, value, float("-inf"))
                 largest = tl.max(value, axis=0)
                 earliest = tl.min(tl.where(value == largest, edge, HIGHEST), axis=0)
@@ -297,6 +310,7 @@ def mask_rows_kernel(
     table_of: Tensor,
     states: Tensor,
     budgets: Tensor,
+    goes_on: Tensor,
     stops: Tensor,
     cut: PathTiles,
 ) -> None:
@@ -306,13 +320,14 @@ def mask_rows_kernel(
         table_of: [N] int32, `NO_TABLE` for rows without one.
         states: [N] int32, before each row (`Paths.states`).
         budgets: [N] int32, tokens that the text may have from there.
+        goes_on: [N] bool, thoughts may go on behind the row.
         stops: [N, M] int64, tokens that end a text, allowed where the state accepts.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and stops.is_contiguous(), (logits.stride(), stops.stride())
     if num_rows:
         _mask_kernel[(num_rows, triton.cdiv(vocab_size, cut.tokens))](
-            logits, logits.stride(0), table_of, states, budgets, stops, stops.shape[1],
+            logits, logits.stride(0), table_of, states, budgets, goes_on, stops, stops.shape[1],
             tables.class_of, tables.next, tables.first_next, tables.num_classes,
             tables.accepts, tables.left, tables.first_state, vocab_size,
             BLOCK=cut.tokens, num_warps=cut.num_warps,
@@ -321,7 +336,7 @@ def mask_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_stops"])
 def _mask_kernel(
-    logits, row_stride, table_of, states, budgets, stops, num_stops, class_of, following,
+    logits, row_stride, table_of, states, budgets, goes_on, stops, num_stops, class_of, following,
     first_next, num_classes, accepts, left, first_state, vocab_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mask one block of tokens of one row. Grid: (rows, blocks of tokens)."""
@@ -337,7 +352,9 @@ def _mask_kernel(
     kind = tl.load(class_of + table.to(tl.int64) * vocab_size + token, mask=is_token, other=-1)
     target = tl.load(matrix + kind, mask=kind >= 0, other=DEAD)
     needed = tl.load(left + first + target, mask=target >= 0, other=NEVER)
-    is_allowed = needed <= tl.load(budgets + row) - 1
+    thinking = tl.load(first_state + table + 1) - first - 1
+    no_longer = tl.where(tl.load(goes_on + row) != 0, DEAD, thinking)
+    is_allowed = (needed <= tl.load(budgets + row) - 1) & (target != no_longer)
     may_stop = tl.load(accepts + first + state) != 0
     for index in range(num_stops):
         is_stop = token == tl.load(stops + row * num_stops + index)

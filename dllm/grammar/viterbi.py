@@ -6,7 +6,9 @@ scores of its tokens. All paths are compared by dynamic programming over (positi
 (Viterbi 1967); within a class of tokens only the best one of a position matters.
 
 A state is entered only if the text can still be ended within the budget of tokens, so that it is
-complete whenever the budget allowed that at the beginning.
+complete whenever the budget allowed that at the beginning. Thoughts in front of a text (the last
+state of a table, ``constraint``) end at a given place at the latest. The token that ends them there
+costs nothing: else a path would rather end them at any earlier place where it is a bit likelier.
 """
 
 from collections.abc import Sequence
@@ -75,10 +77,14 @@ class Canvas:
         self._is_stop = frozenset(stops)
         source, kind, target = table.edges
         can_end = table.left[target] < NEVER
+        self._thinking = len(table.accepts) - 1  # if there are thoughts
         self._source, self._kind, target = source[can_end], kind[can_end], target[can_end]
         # Edges come sorted by target: one segment for each state that has any.
         self._reached, self._segment = np.unique(target, return_index=True)
         self._segment_end = np.append(self._segment[1:], len(target))
+        # Of the token that ends thoughts, which is in no answer.
+        ends_thoughts = (self._source == self._thinking) & (target != self._thinking)
+        self._end_of_thoughts = self._kind[ends_thoughts]
         self._segment_of = np.full(len(table.accepts), -1)
         self._segment_of[self._reached] = np.arange(len(self._reached))
         self._accepting = np.flatnonzero(table.accepts)
@@ -86,7 +92,9 @@ class Canvas:
         self._following: dict[int, list[int]] = {}
         self._masks: dict[int, np.ndarray] = {}
 
-    def best_path(self, scores: np.ndarray, state: int, budget: int) -> Path:
+    def best_path(
+        self, scores: np.ndarray, state: int, budget: int, thoughts_end: int = UNLIMITED
+    ) -> Path:
         """The allowed text with the highest score.
 
         A canvas whose most likely tokens are a text already stays as it is, whatever stands behind
@@ -98,14 +106,17 @@ class Canvas:
             scores: ``[C, V]`` fp32. OTHER_THAN_FIXED beside a token keeps it, if some text can.
             state: before the first position.
             budget: tokens that the text may have from there (``budget_of``).
+            thoughts_end: the place at which thoughts end at the latest.
         """
         likeliest = scores.argmax(axis=1)
-        states, num_valid = self.read(likeliest.tolist(), state, budget)
+        states, num_valid = self.read(likeliest.tolist(), state, budget, thoughts_end)
         if num_valid == len(scores):
             return Path(likeliest, np.array(states), 0.0)
-        return self._search(scores, likeliest, state, budget)
+        return self._search(scores, likeliest, state, budget, thoughts_end)
 
-    def read(self, tokens: Sequence[int], state: int, budget: int) -> tuple[list[int], int]:
+    def read(
+        self, tokens: Sequence[int], state: int, budget: int, thoughts_end: int = UNLIMITED
+    ) -> tuple[list[int], int]:
         """(states before and behind each token, how many tokens are allowed, from the start)."""
         table, states = self.table, [state]
         class_of = table.class_of[np.asarray(tokens, dtype=np.int64)].tolist()
@@ -117,21 +128,26 @@ class Canvas:
                 states.append(state)
             else:
                 state = DEAD if kind < 0 else self._row(state)[kind]
-                if state == DEAD or table.left[state] > budget - place - 1:
+                is_late = state == self._thinking and place >= thoughts_end
+                if state == DEAD or is_late or table.left[state] > budget - place - 1:
                     return states, place
                 states.append(state)
         return states, len(tokens)
 
-    def forbidden(self, path: Path, budget: int) -> list[np.ndarray]:
+    def forbidden(self, path: Path, budget: int, thoughts_end: int = UNLIMITED) -> list[np.ndarray]:
         """C times ``[V]`` bool: tokens that may not stand there, behind those in front of it.
 
         Read only: equal ones share memory.
 
         Args:
-            path: what ``best_path`` returned for this budget.
+            path: what ``best_path`` returned for this budget, and these thoughts.
         """
         states = path.states[:-1].tolist()
-        return [self._forbidden(at, budget - place) for place, at in enumerate(states)]
+        found = [self._forbidden(at, budget - place) for place, at in enumerate(states)]
+        if thoughts_end < len(states) and states[thoughts_end] == self._thinking:
+            goes_on = np.append(self.table.next[self._thinking] == self._thinking, False)
+            found[thoughts_end] = found[thoughts_end] | goes_on[self.table.class_of]
+        return found
 
     def _forbidden(self, state: int, budget: int) -> np.ndarray:
         """``[V]`` bool: tokens that may not follow a state, with ``budget`` tokens left."""
@@ -160,7 +176,14 @@ class Canvas:
             self._following[state] = self.table.next[state].tolist()
         return self._following[state]
 
-    def _search(self, scores: np.ndarray, likeliest: np.ndarray, state: int, budget: int) -> Path:
+    def _search(
+        self,
+        scores: np.ndarray,
+        likeliest: np.ndarray,
+        state: int,
+        budget: int,
+        thoughts_end: int,
+    ) -> Path:
         num_places, table = len(scores), self.table
         best = np.take_along_axis(scores, likeliest[:, None], axis=1)
         order, starts = table.members
@@ -168,9 +191,11 @@ class Canvas:
         by_class = np.stack([np.maximum.reduceat(np.take(row, order), starts) for row in scores])
         by_class -= best
         by_class = _finite(by_class)
+        if thoughts_end < num_places:
+            by_class[thoughts_end, self._end_of_thoughts] = 0.0
         stop = _finite(scores[:, self.stops].max(axis=1) - best[:, 0])
         filled = _finite(scores[:, self.fillers].max(axis=1) - best[:, 0])
-        at = self._forward(by_class, state, budget)  # [C + 1, S]
+        at = self._forward(by_class, state, budget, thoughts_end)  # [C + 1, S]
         # A text that stops at a place: what led there, the stop, and what fills the rest.
         rest = np.append(np.cumsum(filled[:0:-1])[::-1], 0.0)
         ending = at[:num_places, self._accepting].max(axis=1, initial=-np.inf) + stop + rest
@@ -186,7 +211,9 @@ class Canvas:
         self._trace(scores, by_class, at, place, last, tokens, states)
         return Path(tokens, states, float(score))
 
-    def _forward(self, by_class: np.ndarray, state: int, budget: int) -> np.ndarray:
+    def _forward(
+        self, by_class: np.ndarray, state: int, budget: int, thoughts_end: int
+    ) -> np.ndarray:
         """``[C + 1, S]`` fp64: the score of the best path to each state, before each position."""
         num_places, left = len(by_class), self.table.left
         at = np.full((num_places + 1, len(left)), -np.inf)
@@ -197,6 +224,8 @@ class Canvas:
             at[place + 1, self._reached] = np.maximum.reduceat(arriving, self._segment)
             if self._longest > budget - place - 1:
                 at[place + 1, left > budget - place - 1] = -np.inf
+            if place >= thoughts_end:
+                at[place + 1, self._thinking] = -np.inf
         return at
 
     def _trace(

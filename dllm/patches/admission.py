@@ -104,12 +104,14 @@ def _admit_canvases(processor: Any, params: Any, validate: Callable[[], Any]) ->
     from dllm.settings.admission import admit, admit_ids
     from dllm.settings.pins import without_noise
     from dllm.settings.request import constrained
+    from dllm.settings.thoughts import admit_budget
 
     settings = _settings.get(processor)
     if settings is None:
         settings = _settings[processor] = settings_of(processor.vllm_config)
     vocab_size = processor.model_config.get_vocab_size()
     admit(params, settings, vocab_size)
+    admit_budget(params, processor.vllm_config)
     extra = params.extra_args
     params.extra_args = without_noise(extra) if extra else extra
     try:

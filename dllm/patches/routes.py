@@ -4,6 +4,8 @@ diffusion_pins    given tokens, by text                      (api.pins)
 suffix            fill in the middle, of completions         (api.fill)
 diffusion_stream  unfinished canvases in the stream          (patches.streaming)
 diffusion_trace   when each token was decided                (patches.streaming)
+
+`thinking` of Anthropic's route turns thoughts on, and is named where its budget is refused.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ from dllm.patches.streaming import Create, create_watched, form_asked, refuse_ro
 from dllm.patches.tool_calls import hold_tool_calls
 from dllm.settings.admission import refuse_without_canvases
 from dllm.settings.request import LOGITS_MODES, STREAM, TRACE, refuse
+from dllm.settings.thoughts import field_of_budget
 
 logger = init_logger(LOGGER)
 T = TypeVar("T")
@@ -92,7 +95,8 @@ def _extended(
                     answer = await take(create, self, request, raw_request)
                 else:
                     await _refuse_our_fields(raw_request)
-                    answer = await create(self, request, raw_request)
+                    with _thinking_of(request):
+                        answer = await create(self, request, raw_request)
             except RecursionError:
                 # vLLM reads the arguments of an earlier tool call as JSON.
                 refuse("messages", "a message is nested too deeply. Make it flatter.")
@@ -114,6 +118,21 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+@contextmanager
+def _thinking_of(request: Any) -> Iterator[None]:
+    """While Anthropic's route makes a chat: what its ``thinking`` with a budget asks for.
+
+    vLLM's route translates the budget alone. Whether the model thinks is for its chat template.
+    """
+    if getattr(request, "thinking_token_budget", None) is None:
+        yield
+        return
+    given = request.chat_template_kwargs or {}
+    request.chat_template_kwargs = {"enable_thinking": True, **given}
+    with _set(field_of_budget, "thinking"):
+        yield
 
 
 async def _create_chat(create: Create, self: Any, request: Any, raw_request: Any) -> Any:

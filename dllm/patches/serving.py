@@ -41,7 +41,7 @@ def _read_statistics() -> None:
     from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
     from dllm.drafter.metrics import record_drafting
-    from dllm.engine.metrics import record_commit_passes
+    from dllm.engine.metrics import record_counts
 
     record = StatLoggerManager.record
 
@@ -56,7 +56,7 @@ def _read_statistics() -> None:
             if isinstance(logger, PrometheusStatLogger) and scheduler_stats is not None:
                 labels = [str(value) for value in logger.per_engine_labelvalues[engine_idx or 0]]
                 record_drafting(scheduler_stats, labels)
-                record_commit_passes(scheduler_stats, labels)
+                record_counts(scheduler_stats, labels)
         record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
     StatLoggerManager.record = record_ours  # type: ignore[method-assign]

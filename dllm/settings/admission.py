@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 # Sampling parameters that our sampler does not apply; they are refused.
-UNSUPPORTED_PARAMETERS = ("thinking_token_budget", "trace_decode_token_ids")
+UNSUPPORTED_PARAMETERS = ("trace_decode_token_ids",)
 MOST_STOPS = 1024  # without min_tokens; they are copied for each prompt and sample
 # Far beyond any use, and narrow enough that no fp32 logit overflows in the worker.
 REPETITION_PENALTIES = FloatRange(1e-4, 1e4)

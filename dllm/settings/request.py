@@ -41,6 +41,8 @@ EOS_STOP = "diffusion_eos_stop"
 # When each token was decided, and how likely it was then (``engine.traces``): true, or what else is
 # wanted, as a list. "entropy" of its distribution; the tokens "behind_stop" in the last block.
 TRACE, TRACE_EXTRAS = "diffusion_trace", ("entropy", "behind_stop")
+# vLLM's sampling parameter; where a route has no such field it comes as an extra argument.
+BUDGET = "thinking_token_budget"
 MODE = "diffusion_mode"  # of families that have ``DenoiseSettings.modes``
 
 # The logits of so many tokens at least are computed together. On a CPU, matrix products of fewer
@@ -72,6 +74,7 @@ COMMON: dict[str, tuple[Any, Any]] = {
     STREAM: (Choices(STREAM_FORMS), None),  # ``engine.frame_taker`` reads it, and the next one
     STREAM_EVERY: (Choices(STREAM_PERIODS), None),
     TRACE: (TRACES, None),  # ``traced`` reads it
+    BUDGET: (IntRange(-1, MAX_INT32), None),  # ``constrained`` writes it out
 }
 
 
@@ -210,14 +213,17 @@ def constrained(params: "SamplingParams") -> "SamplingParams":
     """The parameters of a request with our own arguments written as vLLM's edits of logits.
 
     ``diffusion_constrained``: the allowed tokens are its ``logprob_token_ids``. Held pins: the
-    answer does not end before the last of them (``min_tokens``). The result is a copy, or
-    ``params`` itself if there is nothing to write.
+    answer does not end before the last of them (``min_tokens``). ``thinking_token_budget``: vLLM's
+    own. The result is a copy, or ``params`` itself if there is nothing to write.
     """
     extra = params.extra_args or {}
     held = pins_of(extra) if holds(extra) else {}
-    if not extra.get(CONSTRAINED) and not held:
+    if not extra.get(CONSTRAINED) and not held and extra.get(BUDGET) is None:
         return params
     params = params.clone()
+    if (budget := extra.get(BUDGET)) is not None:
+        params.extra_args = {key: value for key, value in extra.items() if key != BUDGET}
+        params.thinking_token_budget = None if budget < 0 else budget
     if extra.get(CONSTRAINED):
         params.allowed_token_ids = params.logprob_token_ids
     params.min_tokens = max(params.min_tokens, held_length(held, params.all_stop_token_ids))

@@ -15,12 +15,12 @@ def test_commit_passes_reach_prometheus_and_leave_the_statistics() -> None:
     for carried in (None, {"another": 1}):
         stats = SchedulerStats(ec_connector_stats=carried)
         metrics.put_into(stats, metrics.KEY, 3)
-        metrics.record_commit_passes(stats, ["of this test", "0"])
-        metrics.record_commit_passes(stats, ["of this test", "0"])  # not twice
+        metrics.record_counts(stats, ["of this test", "0"])
+        metrics.record_counts(stats, ["of this test", "0"])  # not twice
         assert stats.ec_connector_stats == carried
     assert counted("of this test") == 6
 
 
 def test_without_such_passes_nothing_is_counted() -> None:
-    metrics.record_commit_passes(SchedulerStats(), ["idle", "0"])
+    metrics.record_counts(SchedulerStats(), ["idle", "0"])
     assert counted("idle") is None

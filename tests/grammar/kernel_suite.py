@@ -19,7 +19,7 @@ from dllm.grammar.class_maxima import ClassMaxima, class_maxima
 from dllm.grammar.device import NO_TABLE, Searches, pack
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import OTHER_THAN_FIXED, STOPPED, Canvas
-from tests.support.grammar_path_cases import VOCAB, Batch, batch
+from tests.support.grammar_path_cases import UNLIMITED, VOCAB, Batch, batch
 from tests.support.grammar_paths import unpacked, write_paths
 from tests.support.grammars import GRAMMARS, PADDING, STOP, WORDS, table
 from tests.support.interpreter import DEVICE, speed_up
@@ -171,7 +171,8 @@ def test_paths_of_real_grammars(seed):
     scores[rng.random(len(scores)) < 0.2, STOP] = 20.0
     first = np.cumsum(lengths) - lengths
     canvas_of = torch.from_numpy(np.repeat(np.arange(4), lengths))
-    ints = [torch.tensor(x, dtype=torch.int32) for x in (first, lengths, which, states, budgets)]
+    parts = (first, lengths, which, states, budgets, [UNLIMITED] * 4)
+    ints = [torch.tensor(x, dtype=torch.int32) for x in parts]
     made = Batch(
         torch.from_numpy(scores),
         pack(found),
@@ -190,7 +191,7 @@ def test_a_canvas_does_not_depend_on_the_others():
     for canvas in (1, 4):
         rows = made.canvas_of == canvas
         one = slice(canvas, canvas + 1)
-        parts = [part[one] for part in made.canvases[:5]]
+        parts = [part[one] for part in made.canvases[:6]]
         parts[0] = torch.zeros_like(parts[0])
         row_of = torch.zeros_like(made.canvas_of[rows])
         alone = Batch(
@@ -227,11 +228,12 @@ def test_masks_of_any_states(dtype, cut):
     budgets = (made.canvases.budget[made.canvas_of] - places).int()
     states = made.canvases.state[made.canvas_of]
     stops = made.stops[made.canvas_of]
-    rest = (made.table_of, states, budgets, stops)
+    goes_on, rest = torch.ones_like(states, dtype=torch.bool), (made.table_of, states, budgets)
+    given = [part.to(DEVICE) for part in (*rest, goes_on, stops)]
     ours, expected = made.logits.clone().to(DEVICE), made.logits.clone()
-    kernels.mask_rows_kernel(ours, on_device(made.tables), *(x.to(DEVICE) for x in rest), cut)
+    kernels.mask_rows_kernel(ours, on_device(made.tables), *given, cut)
     for row, (which, state, budget, its_stops) in enumerate(
-        zip(*(x.tolist() for x in rest), strict=True)
+        zip(*(x.tolist() for x in (*rest, stops)), strict=True)
     ):
         if which != NO_TABLE:
             search = Canvas(unpacked(made.tables, which), [*{*its_stops}])

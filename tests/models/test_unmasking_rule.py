@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from dllm.engine.thoughts import Thoughts
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.rule import STRATEGIES, Proposal
 from tests.support import llada2_pipeline
@@ -178,3 +179,70 @@ def test_it_is_the_step_of_diffusers(steps: int, editing_threshold: float | None
                 editing_threshold=None if editing_threshold is None else 0.6 * 0.9 + 0.05,
             )
             assert outcome.canvas[row].tolist() == expected.prev_sample[0].tolist(), (seed, row)
+
+
+# --- thoughts ------------------------------------------------------------------------------------
+
+START, END = 10, 11
+
+
+def full_at(tokens: list[int], begin: int, budget: int) -> list[int]:
+    """Where a thought has as many tokens as its budget, read from left to right."""
+    full, thinks = [], True
+    for place, token in enumerate(tokens):
+        if thinks and place - begin >= budget:
+            full.append(place)
+            token = END
+        if token in (START, END):
+            begin, thinks = place + 1, token == START
+    return full
+
+
+@pytest.mark.parametrize("editing", [0, 1])
+def test_thoughts_end_where_their_budget_does_and_by_themselves_before(editing):
+    """Of whole canvases: an end on them is one that the model proposed, or one that is held."""
+    draw, num_held, num_own = np.random.default_rng(5), 0, 0
+    for _ in range(300):
+        budget, begin = int(draw.integers(0, 6)), int(draw.integers(-2, 1))
+        given = (50 + begin, budget, START, END, 50)
+        thoughts = Thoughts(*(torch.tensor([number]) for number in given))
+        ids = torch.full((1, BLOCK), MASK)
+        ids = torch.where(thoughts.ends_at(ids), END, ids)
+        own, steps, post_steps = torch.zeros_like(ids), torch.tensor([0]), torch.tensor([0])
+        for _ in range(60):
+            token = torch.tensor(draw.choice([START, END, 12, 13, 14], (1, BLOCK)))
+            token = torch.where(thoughts.ends_at(ids), END, token)
+            outcome = rule.unmask_step(
+                ids=ids,
+                proposal=Proposal(
+                    token=token,
+                    is_stop=token == STOP,
+                    was_stop=ids == STOP,
+                    confidence=torch.tensor(draw.random((1, BLOCK)), dtype=torch.float32),
+                    entropy=torch.tensor(draw.random((1, BLOCK)), dtype=torch.float32),
+                ),
+                steps_done=steps,
+                post_steps=post_steps,
+                width=torch.tensor([BLOCK]),
+                numbers=numbers(1, editing=editing, max_steps=4),
+                mask_token_id=MASK,
+                block_size=BLOCK,
+                thoughts=thoughts,
+            )
+            is_new = (outcome.canvas != ids) & (outcome.canvas != MASK)
+            assert not (is_new & ~outcome.is_decided).any()
+            ids, post_steps, steps = outcome.canvas, outcome.post_steps, steps + 1
+            # What stands there is the model's: it proposed it where no end was held.
+            is_own = (ids == token) & ~thoughts.ends_at(ids)
+            own = torch.where(is_new, is_own.long(), own)
+            if outcome.converged:
+                break
+        assert outcome.converged
+        tokens = ids[0].tolist()
+        full = full_at(tokens, begin, budget)
+        assert all(tokens[place] == END for place in full) and MASK not in tokens
+        others = [place for place, token in enumerate(tokens) if token == END and place not in full]
+        if not editing:  # which may leave one that was held in vain, in the last step
+            assert all(own[0, place] for place in others)
+        num_held, num_own = num_held + len(full), num_own + len(others)
+    assert num_held > 100 and num_own > 50

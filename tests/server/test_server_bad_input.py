@@ -59,8 +59,9 @@ OURS = [
     case("allowed_token_ids leaves no token", "at least one", allowed_token_ids=[1, 6],
          min_tokens=1),
     case("repetition_penalty = 1e+38", "at most 10000", repetition_penalty=1e38),
-    # Parameters that canvases do not honour yet.
-    case("thinking_token_budget = 3", "not served", thinking_token_budget=3),
+    # Parameters that canvases, or this server, do not honour.
+    case("thinking_token_budget", "--reasoning-parser", thinking_token_budget=3),
+    xargs("thinking_token_budget", "--reasoning-parser", thinking_token_budget=3),
     case("min_tokens beside structured outputs", "Leave one of them out",
          structured_outputs={"regex": "a+"}, min_tokens=2),
     case("use_beam_search = True", "allowed: False", use_beam_search=True),
@@ -83,6 +84,12 @@ def test_refusals_say_what_was_given_what_is_allowed_and_what_to_do(
     assert given in reply.message
     assert allowed in reply.message
     assert ADVICE.search(reply.message), reply.message
+
+
+@pytest.mark.parametrize("kind", [None, "disabled", "adaptive"])
+def test_thinking_without_a_budget_is_not_refused(server, kind):
+    asked = {} if kind is None else {"thinking": {"type": kind}}
+    assert server.post("/v1/messages", BASE[CHAT] | asked).status == 200
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dllm.grammar.constraint import Constraint, Thoughts
 from dllm.grammar.device import NO_TABLE, PackedTables, Searches, pack
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED
@@ -44,7 +45,9 @@ SIZES = ((1, 1, 1.0), (5, 4, 0.5), (40, 17, 0.3), (130, 6, 0.9))
 
 def tables_of(seed: int) -> list[Table]:
     """Of very different sizes."""
-    return [random_table(seed + number, *size) for number, size in enumerate(SIZES)]
+    found = [random_table(seed + number, *size) for number, size in enumerate(SIZES)]
+    thinking, _ = Constraint(found[2], Thoughts(30, (31, 32))).with_start((STOP,), (PADDING,))
+    return [*found, thinking]
 
 
 class Batch(NamedTuple):
@@ -65,10 +68,13 @@ def batch(seed: int, num_canvases: int = 7, dtype: torch.dtype = torch.float32) 
     tables = tables_of(seed)
     lengths = rng.integers(1, 9, num_canvases)
     which = rng.integers(-1, len(tables), num_canvases)
-    which[:2] = NO_TABLE, 3
-    states, budgets = [], []
+    which[:4] = NO_TABLE, 3, 4, 4
+    states, budgets, thoughts = [], [], []
     for table in which:
         state = int(rng.integers(0, len(tables[table].accepts))) if table >= 0 else 0
+        if table == 4 and rng.random() < 0.8:
+            state = len(tables[table].accepts) - 1
+        thoughts.append(int(rng.integers(0, 9)) if table == 4 else UNLIMITED)
         left = int(tables[table].left[state]) if table >= 0 else 0
         is_over = table >= 0 and rng.random() < 0.15
         states.append(STOPPED if is_over else state)
@@ -89,7 +95,7 @@ def batch(seed: int, num_canvases: int = 7, dtype: torch.dtype = torch.float32) 
     table_of = torch.from_numpy(which.astype(np.int32))
     first = np.cumsum(lengths) - lengths
     ints = [torch.from_numpy(np.array(x, dtype=np.int32)) for x in (first, lengths)]
-    rest = [torch.tensor(x, dtype=torch.int32) for x in (states, budgets)]
+    rest = [torch.tensor(x, dtype=torch.int32) for x in (states, budgets, thoughts)]
     stops = torch.tensor([[STOP, OTHER_STOP]]).repeat(num_canvases, 1)
     stops[::2, 1] = STOP
     fillers = torch.cat([stops, torch.full((num_canvases, 1), PADDING)], dim=1)

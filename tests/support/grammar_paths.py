@@ -37,11 +37,12 @@ def write_paths(
         ends = set(stops[canvas].tolist())
         search = Canvas(unpacked(tables, table), [*ends], [*{*fillers[canvas].tolist()} - ends])
         state, budget = int(canvases.state[canvas]), int(canvases.budget[canvas])
-        path = search.best_path(scores[rows].float().numpy(), state, budget)
+        given = budget, int(canvases.thoughts_end[canvas])
+        path = search.best_path(scores[rows].float().numpy(), state, *given)
         paths.tokens[rows] = torch.from_numpy(path.tokens)
         paths.states[rows] = torch.from_numpy(path.states[:-1]).int()
         paths.end[canvas], paths.score[canvas] = int(path.states[-1]), path.score
-        is_forbidden = np.stack(search.forbidden(path, budget))
+        is_forbidden = np.stack(search.forbidden(path, *given))
         logits[rows] = logits[rows].masked_fill(torch.from_numpy(is_forbidden), -torch.inf)
     return paths
 

@@ -57,6 +57,7 @@ def denoise(
     stats = row_stats(logits, temperature, keys, probs_dtype, filters)
     is_free = canvases.chosen == NO_TOKEN
     stats = stats._replace(argmax=torch.where(is_free, stats.argmax, canvases.chosen))
+    canvases = canvases.holding_ends(stats.argmax[rows.padded])
     stats = canvases.with_held_tokens(stats, rows)
     stats = stats._replace(sample=torch.where(is_greedy, stats.argmax, stats.sample))
     window = settings.stability_threshold + 1

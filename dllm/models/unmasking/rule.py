@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dllm.engine.thoughts import Thoughts
+
 STRATEGIES = (
     "low_confidence_static",  # the best k
     "low_confidence_dynamic",  # all above the threshold, at least the best k
@@ -103,6 +105,7 @@ def unmask_step(
     numbers: Mapping[str, Tensor],
     mask_token_id: int,
     block_size: int,
+    thoughts: Thoughts | None = None,
 ) -> Outcome:
     """The whole step: the next canvases, and which have converged. Nothing is written in place.
 
@@ -112,6 +115,9 @@ def unmask_step(
         width: [R] int.
         numbers: [R] each, of the parameters in the family's settings. Without a strategy it is the
             dynamic one, and without editing nothing is edited.
+        thoughts: whose ends are held where their budgets end. An end that was held in vain, because
+            the thought has ended in front of it, becomes a mask again. Not in the last step with
+            editing, which could turn such places over and over.
     """
     is_valid = torch.arange(ids.shape[-1], device=width.device) < width[:, None]
     is_mask = (ids == mask_token_id) & is_valid
@@ -129,16 +135,23 @@ def unmask_step(
         edited &= proposal.confidence > numbers["editing_threshold"][:, None]
     decided = replaced | edited
     canvas = torch.where(decided, proposal.token, ids)
+    is_stop = torch.where(decided, proposal.is_stop, proposal.was_stop) & is_valid
+    if thoughts is not None:
+        blank = torch.where((is_editing & is_last)[:, None], canvas, mask_token_id)
+        moved = thoughts.moved(ids, canvas, blank)
+        moved = torch.where(is_valid, moved, canvas)
+        is_stop &= moved == canvas
+        decided = (decided | (moved != canvas)) & (moved != mask_token_id)
+        canvas = moved
 
-    left = is_mask & ~replaced
+    left = is_valid & (canvas == mask_token_id)
     post_steps = post_steps + (~had_masks).to(post_steps.dtype)
     has_edited_enough = ~edited.any(dim=-1)
     if "editing" in numbers:
         has_edited_enough |= post_steps > numbers["max_post_steps"]
     is_settled = torch.where(had_masks, is_last, has_edited_enough)
-    is_finished = torch.where(is_editing, is_settled, ~left.any(dim=-1))
-    is_stop = torch.where(decided, proposal.is_stop, proposal.was_stop) & is_valid
-    has_new_stop = (decided & proposal.is_stop).any(dim=-1)
+    is_finished = (is_settled | ~is_editing) & ~left.any(dim=-1)
+    has_new_stop = (decided & is_stop).any(dim=-1)
     is_finished |= _has_stopped(is_stop, left) & (has_new_stop | ~is_editing)
     return Outcome(canvas, post_steps, is_finished & (width > 0), decided)
 

@@ -58,6 +58,8 @@ class Unmasking(Family):
     ) -> Denoised:
         """The denoise step. The logits of the mask are -inf."""
         mask_token_id = self.settings.mask_token_id
+        # What is held on the canvas is proposed where it stands, so that editing never changes it.
+        canvases = canvases.holding_ends(canvases.ids[rows.padded].long())
         proposal, ids, stats = self.proposed(logits, rows, canvases, filters)
         widths, is_behind = _texts(rows, canvases)
         outcome = rule.unmask_step(
@@ -69,6 +71,7 @@ class Unmasking(Family):
             numbers=canvases.numbers,
             mask_token_id=mask_token_id,
             block_size=self.settings.canvas_length,
+            thoughts=canvases.thoughts,
         )
         # The logprobs of given tokens: of the last step where they are held, else of the first one.
         is_new = (canvases.steps_done == 0)[:, None]
@@ -101,7 +104,6 @@ class Unmasking(Family):
         temperature = canvases.temperature[rows.row_of]  # [N]
         is_greedy = canvases.is_greedy[rows.row_of, None]
         keys = torch.where(is_greedy, noise.NO_KEY, keys[rows.row_of, rows.place])  # [N, 2]
-        # A held token is proposed where it stands, so that editing never changes it.
         stats = row_stats(logits, temperature, keys, None, filters)
         stats = canvases.with_held_tokens(stats, rows)
         token = stats.sample
@@ -152,6 +154,8 @@ class Unmasking(Family):
             is_sure = torch.exp(-stats.log_z) > canvases.numbers["editing_threshold"][of]
             is_editing = canvases.numbers["editing"][of] > 0
             stays &= ~(is_editing & is_sure & (stats.argmax != ids))
+        if canvases.thoughts is not None:  # a thought may end earlier by itself
+            stays &= ~canvases.thoughts.ends_at(canvases.ids[rows.padded].long())[of, place]
         its_score = torch.where(stays, 0.0, scores.gather(1, ids[:, None])[:, 0])
         scores.masked_fill_(stays[:, None], OTHER_THAN_FIXED)
         return scores.scatter_(1, ids[:, None], its_score[:, None])

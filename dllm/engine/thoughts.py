@@ -1,0 +1,184 @@
+"""Thinking budgets: where thoughts have to end, and how far a request has thought.
+
+A thought begins behind a token that starts it (``Marks.start``), in the prompt or in the answer,
+and ends with another (``Marks.end``). As in vLLM, a budget counts the tokens of each thought from
+the last start on. Where a thought has as many tokens as its budget, the token that ends it is held,
+as a held pin is (``family.Canvases.held``): the model sees it there, and it is emitted, whatever
+the model would write. A thought that ends earlier has no such place.
+
+Where a thought begins, and whether it ends by itself, may be decided on the very canvas on which
+its budget ends. So the places are found anew in each denoise step, from the tokens that would be
+emitted (``Thoughts.ends_at``).
+
+Under a grammar all that stands in front of the answer is one thought, whether or not it begins with
+a start (``dllm.grammar.constraint``). It counts from the answer's first token on, unless it begins
+in the prompt.
+
+``Thought`` is one request's thought on the host. ``Thoughts`` are those of a batch on the device,
+where a canvas converges before the host hears of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.sampling_params import SamplingParams
+
+from dllm.grammar.constraint import Constraint
+from dllm.settings.request import grammar_of
+from dllm.settings.thoughts import NO_MARK, Marks
+
+NEVER = -(1 << 40)  # in the place of a position: in front of every token
+MOST = 1 << 29  # a budget, so that positions fit 32 bits; longer than any sequence
+ABSENT = -1  # in the place of a position: there is none
+
+
+@dataclass
+class Thought:
+    """How far one request has thought.
+
+    Attributes:
+        budget: tokens of a thought.
+        marks: of the model; without a start where none begins a thought.
+        begin: position in the sequence of the ongoing thought's first token; ABSENT: there is none.
+    """
+
+    budget: int
+    marks: Marks
+    begin: int
+
+    @classmethod
+    def of_request(
+        cls, params: SamplingParams | None, prompt: Sequence[int], marks: Marks | None
+    ) -> "Thought | None":
+        """The thought at the end of a request's prompt; None without a budget, or a thought.
+
+        Args:
+            params: of an admitted request.
+            marks: of the model; None if it has none.
+        """
+        budget = None if params is None else params.thinking_token_budget
+        if params is None or budget is None or marks is None:
+            return None
+        thought = cls(min(budget, MOST), marks, _begin(prompt, marks))
+        grammar = grammar_of(params)
+        if grammar is None:
+            return thought
+        if not Constraint.has_thoughts(grammar):
+            return None
+        thought.marks = marks._replace(start=NO_MARK)
+        if thought.begin == ABSENT:
+            thought.begin = len(prompt)
+        return thought
+
+    @property
+    def end_by(self) -> int:
+        """Position in the sequence at which the ongoing thought ends at the latest."""
+        return self.begin + self.budget
+
+    def read(self, tokens: Sequence[int], position: int) -> int:
+        """Go on with tokens of the answer.
+
+        Args:
+            position: of the first one in the sequence.
+
+        Returns:
+            How many thoughts have ended where their budget did.
+        """
+        num_full = 0
+        for at, token in enumerate(tokens, position):
+            if token == self.marks.start:
+                self.begin = at + 1
+            elif token == self.marks.end and self.begin != ABSENT:
+                num_full += at - self.begin >= self.budget
+                self.begin = ABSENT
+        return num_full
+
+
+def _begin(tokens: Sequence[int], marks: Marks) -> int:
+    """Where the thought begins that is open behind these tokens, else ABSENT."""
+    for place in range(len(tokens) - 1, -1, -1):
+        if tokens[place] == marks.end:
+            return ABSENT
+        if tokens[place] == marks.start:
+            return place + 1
+    return ABSENT
+
+
+class Thoughts(NamedTuple):
+    """The thoughts of R requests in front of their canvases.
+
+    Attributes:
+        begin: ``[R]`` int64, as of ``Thought``.
+        budget: ``[R]`` int64; negative without one.
+        start, end: ``[R]`` int64, the marks of each.
+        canvas_start: ``[R]`` int64, the position of each canvas's first token in its sequence.
+    """
+
+    begin: Tensor
+    budget: Tensor
+    start: Tensor
+    end: Tensor
+    canvas_start: Tensor
+
+    def ends_at(self, tokens: Tensor) -> Tensor:
+        """Where the token that ends a thought is held: ``[R, C]`` bool.
+
+        Args:
+            tokens: ``[R, C]`` int64, that would be emitted; NO_TOKEN or a mask where nothing is
+                decided. What stands at such a place itself does not matter.
+        """
+        # A start that stands where a thought has to end gives way. So the thought that it would
+        # begin has no end, and a start that stands there does not give way. In a chain of such
+        # starts every other one does.
+        is_start = tokens == self.start[:, None]
+        is_linked = self._full(tokens) & is_start
+        is_mark = is_start | (tokens == self.end[:, None])
+        number = is_mark.long().cumsum(dim=1)
+        head = torch.where(is_mark & ~is_linked, number, 0).cummax(dim=1).values
+        gives_way = is_linked & ((number - head) % 2 == 1)
+        return self._full(torch.where(gives_way, self.end[:, None], tokens))
+
+    def _full(self, tokens: Tensor) -> Tensor:
+        """Where a thought has as many tokens as its budget: ``[R, C]`` bool."""
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        begin = torch.where(self.begin < 0, NEVER, self.begin - self.canvas_start)
+        starts = torch.where(tokens == self.start[:, None], place + 1, NEVER)
+        ends = torch.where(tokens == self.end[:, None], place + 1, NEVER)
+        # Of the tokens in front of each place.
+        begun = torch.cat([begin[:, None], starts[:, :-1]], dim=1).cummax(dim=1).values
+        ended = torch.cat([torch.full_like(begin, NEVER)[:, None], ends[:, :-1]], dim=1)
+        thinks = begun > ended.cummax(dim=1).values
+        count, budget = place - begun, self.budget[:, None]
+        is_full = (count == budget) | ((place == 0) & (count > budget))
+        return thinks & is_full & (budget >= 0)
+
+    def moved(self, before: Tensor, after: Tensor, blank: Tensor | int) -> Tensor:
+        """``after`` with held ends where they belong, and ``blank`` where they no longer do.
+
+        Args:
+            before: ``[R, C]`` int64, on which the ends are held that belong there.
+            after: ``[R, C]`` int64, ``before`` with other tokens.
+        """
+        end = self.end[:, None]
+        is_left = self.ends_at(before) & ~self.ends_at(after) & (after == end)
+        tokens = torch.where(is_left, blank, after)
+        # Where a start has moved the end of its thought, that end is seen only now.
+        return torch.where(self.ends_at(tokens), end, tokens)
+
+    def behind(self, tokens: Tensor, counts: Tensor) -> "Thoughts":
+        """The thoughts in front of the next canvases.
+
+        Args:
+            tokens: ``[R, C]``.
+            counts: ``[R]``, how many of them are emitted.
+        """
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        is_out = place < counts[:, None]
+        start = torch.where(is_out & (tokens == self.start[:, None]), place + 1, 0).amax(dim=1)
+        end = torch.where(is_out & (tokens == self.end[:, None]), place + 1, 0).amax(dim=1)
+        begin = torch.where(start > 0, self.canvas_start + start, self.begin)
+        begin = torch.where(end > start, ABSENT, begin)
+        return self._replace(begin=begin, canvas_start=self.canvas_start + counts)

@@ -1,0 +1,85 @@
+"""Thinking budgets: what a request may send, and which tokens begin and end a model's thoughts."""
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from dllm.settings.pins import PIN_MODE, holds
+from dllm.settings.request import BUDGET, has_structured_outputs, refuse
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+NO_MARK = -2  # no token, and none of the placeholders for one
+
+# The field in which the client has sent a budget; the route of /v1/messages sets another one.
+field_of_budget: ContextVar[str] = ContextVar("field_of_budget", default=BUDGET)
+
+
+class Marks(NamedTuple):
+    """The tokens that begin and end a thought."""
+
+    start: int
+    end: int
+
+
+def marks_of(vllm_config: Any) -> Marks | None:
+    """The marks of a server's model; None without a reasoning parser, or if they are no tokens."""
+    config = vllm_config.reasoning_config
+    if config is None or not config.enabled:
+        return None
+    ends = config.reasoning_end_token_ids, config.natural_reasoning_end_token_ids
+    marks = config.reasoning_start_token_ids, *ends
+    if ends[0] != ends[1] or any(len(one) != 1 for one in marks):
+        return None
+    return Marks(config.reasoning_start_token_ids[0], ends[0][0])
+
+
+def admit_budget(params: "SamplingParams", vllm_config: Any) -> None:
+    """Refuse a thinking budget that cannot be kept.
+
+    Args:
+        vllm_config: of the server.
+
+    Raises:
+        VLLMValidationError: the client gets HTTP 400.
+    """
+    extra = params.extra_args or {}
+    sent, in_extra = params.thinking_token_budget, extra.get(BUDGET)
+    if sent is None and in_extra in (None, -1):
+        return
+    if sent is not None and in_extra is not None:
+        _refuse(f"= {sent} beside {BUDGET} in vllm_xargs; allowed: one of them. Leave one out.")
+    if marks_of(vllm_config) is None:
+        _refuse_without_marks(vllm_config.reasoning_config)
+    if has_structured_outputs(params) and vllm_config.structured_outputs_config.enable_in_reasoning:
+        _refuse(
+            "beside structured outputs, on a server whose grammars hold for thoughts, too "
+            "(enable_in_reasoning): a text of the grammar may have no end of thoughts. Leave one "
+            "of them out."
+        )
+    if holds(extra):
+        _refuse(
+            f"beside {PIN_MODE} = 'hold': both may ask for a token at one place. Leave one of them "
+            "out."
+        )
+
+
+def _refuse_without_marks(config: Any) -> NoReturn:
+    if config is None:
+        _refuse(
+            "is not served: this server has no --reasoning-parser, so it knows no thoughts. Leave "
+            "it out."
+        )
+    if not config.enabled:
+        _refuse("is not served: this server's reasoning parser names no marks. Leave it out.")
+    _refuse(
+        "is not served: it needs thoughts that begin and end with one token each. Here they begin "
+        f"with {len(config.reasoning_start_token_ids)}, end with "
+        f"{len(config.natural_reasoning_end_token_ids)}, and are ended with "
+        f"{len(config.reasoning_end_token_ids)} (--reasoning-config). Leave it out."
+    )
+
+
+def _refuse(why: str) -> NoReturn:
+    field = field_of_budget.get()
+    refuse(field, f"{field} {why}")

@@ -1,0 +1,73 @@
+"""Which tokens begin and end thoughts, and which budgets are refused for them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm.settings.thoughts import Marks, admit_budget, field_of_budget, marks_of
+
+
+def config(
+    start: list[int], end: list[int], natural: list[int] | None = None, **structured: Any
+) -> Any:
+    reasoning = SimpleNamespace(
+        enabled=bool(start),
+        reasoning_start_token_ids=start,
+        reasoning_end_token_ids=end,
+        natural_reasoning_end_token_ids=end if natural is None else natural,
+    )
+    outputs = SimpleNamespace(**{"enable_in_reasoning": False} | structured)
+    return SimpleNamespace(reasoning_config=reasoning, structured_outputs_config=outputs)
+
+
+ONE = config([7], [8])
+BUDGET = SamplingParams(thinking_token_budget=3)
+GRAMMAR = StructuredOutputsParams(regex="a")
+
+
+def test_a_mark_is_one_token():
+    assert marks_of(ONE) == Marks(7, 8)
+    for other in (config([7, 9], [8]), config([7], [9, 8]), config([7], [9, 8], [8])):
+        assert marks_of(other) is None
+    assert marks_of(SimpleNamespace(reasoning_config=None)) is None
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        SimpleNamespace(reasoning_config=None),
+        config([], []),
+        config([7, 9], [8]),
+        config([7], [9, 8]),
+        config([7], [9, 8], [8]),  # --reasoning-config
+    ],
+)
+@pytest.mark.parametrize("field", ["thinking_token_budget", "thinking"])
+def test_without_marks_a_budget_is_refused_by_the_name_of_its_field(server, field):
+    token = field_of_budget.set(field)
+    try:
+        with pytest.raises(VLLMValidationError, match=f"^{field} ") as refusal:
+            admit_budget(BUDGET, server)
+        assert refusal.value.parameter == field
+        admit_budget(SamplingParams(extra_args={"thinking_token_budget": -1}), server)
+        admit_budget(SamplingParams(), server)
+    finally:
+        field_of_budget.reset(token)
+
+
+def test_what_contradicts_a_budget_is_refused():
+    admit_budget(BUDGET, ONE)
+    admit_budget(SamplingParams(extra_args={"thinking_token_budget": 0}), ONE)
+    bound = SamplingParams(thinking_token_budget=3, structured_outputs=GRAMMAR)
+    admit_budget(bound, ONE)
+    twice = SamplingParams(thinking_token_budget=3, extra_args={"thinking_token_budget": 3})
+    pinned = SamplingParams(thinking_token_budget=3, extra_args={"diffusion_pin_mode": "hold"})
+    inside = config([7], [8], enable_in_reasoning=True)
+    for params, server in ((twice, ONE), (pinned, ONE), (bound, inside)):
+        with pytest.raises(VLLMValidationError) as refusal:
+            admit_budget(params, server)
+        assert refusal.value.parameter == "thinking_token_budget"
