@@ -77,7 +77,7 @@ def test_no_text_breaks_a_schema_of_the_suite(step, num_texts, least, children):
 @pytest.mark.parametrize("style", [free_schemas, openai_schemas], ids=["free", "openai"])
 @pytest.mark.parametrize(
     ("num_schemas", "num_texts"),
-    [(25, 20), pytest.param(1200, 200, marks=pytest.mark.nightly)],
+    [(25, 20), pytest.param(500, 200, marks=pytest.mark.nightly)],
     ids=["some", "many"],
 )
 def test_no_text_breaks_a_drawn_schema(style, num_schemas, num_texts, children):
@@ -107,7 +107,10 @@ def drawn_cases(schemas, count) -> list[judge.Case]:
     @hypothesis.given(st.data())
     def draw(data):
         schema = data.draw(schemas)
-        values = [(data.draw(from_schema(schema)), True) for _ in range(2)]
+        try:
+            values = [(data.draw(from_schema(schema)), True) for _ in range(2)]
+        except hypothesis.errors.InvalidArgument:  # the package's own: it asks for min > max
+            values = []
         if judge.is_valid_schema(schema):
             found[json.dumps(schema, sort_keys=True)] = judge.Case(schema, values=values)
 
