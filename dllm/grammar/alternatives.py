@@ -9,13 +9,12 @@ of which hold. Two of its keys are ours:
               only where the alternative allows that type.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dllm.grammar.patterns import is_found
-from dllm.grammar.references import Document, Part, refuse
+from dllm.grammar.references import Document, Part, canonical, refuse
 
 Flat = dict[str, Any]
 Conjunction = tuple[Part, ...]
@@ -41,28 +40,30 @@ LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"
 NEVER_HELD = ("if", "not", "$dynamicRef", "$recursiveRef")
 UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
+MEMBERS = ("properties", "patternProperties", "required", "prefixItems", "enum")
 MOST_ALTERNATIVES = 64
 DEEPEST = 64  # references, and alternatives of alternatives, one inside the other
 
 
 class Alternatives:
-    """Of one document.
+    """Of one document."""
 
-    Args:
-        is_empty: whether no value is of a flat schema; it may refuse the schema.
-    """
+    def __init__(self, document: Document) -> None:
+        self.document = document
 
-    def __init__(self, document: Document, is_empty: Callable[[Flat], bool]) -> None:
-        self.document, self._is_empty = document, is_empty
+    def of(self, conjunction: Conjunction, is_exact: bool = True) -> list[Flat]:
+        """Those of values that are of all parts.
 
-    def of(self, conjunction: Conjunction) -> list[Flat]:
-        """Those of values that are of all parts."""
+        Args:
+            is_exact: otherwise ``oneOf`` is read as ``anyOf``: they have all values of the parts,
+                and maybe others.
+        """
         found: list[Flat] = [{"path": conjunction[0].path if conjunction else "#"}]
         for part in conjunction:
-            found = self._product(found, self._of_part(part, ()), part)
+            found = self._product(found, self._of_part(part, (), is_exact), part)
         return found
 
-    def _of_part(self, part: Part, opened: tuple[Part, ...]) -> list[Flat]:
+    def _of_part(self, part: Part, opened: tuple[Part, ...], is_exact: bool) -> list[Flat]:
         self.document.count()
         schema = part.schema
         if isinstance(schema, bool):
@@ -74,19 +75,20 @@ class Alternatives:
             return self._values(part)
         found = [_flat(part)]
         for other in _beside(part, self.document):
-            found = self._product(found, self._of_part(other, opened), part)
+            found = self._product(found, self._of_part(other, opened, is_exact), part)
         for keyword in ("anyOf", "oneOf"):
             inner = [part.inner(keyword, at) for at in range(len(schema.get(keyword, ())))]
-            each = [self._of_part(one, opened) for one in inner]
-            if keyword == "oneOf":
-                self._set_apart(inner, each)
+            each = [self._of_part(one, opened, is_exact) for one in inner]
+            if keyword == "oneOf" and is_exact:
+                given = [self._of_part(one, opened, False) for one in inner]
+                each = [self._set_apart(at, each[at], given, inner) for at in range(len(inner))]
             if keyword in schema:
                 found = self._product(found, [flat for one in each for flat in one], part)
         for name, needed, then in _dependencies(part):
             absent = {"properties": {name: (Part(False, part.path, part.resolver),)}}
             present = [{"required": [name, *needed]}]
             for other in then:
-                present = self._product(present, self._of_part(other, opened), part)
+                present = self._product(present, self._of_part(other, opened, is_exact), part)
             found = self._product(found, [absent, *present], part)
         # They hold for what no schema in this place speaks of.
         for keyword, known in UNEVALUATED.items():
@@ -106,66 +108,109 @@ class Alternatives:
         return [{"enum": values, "path": part.path}] if values else []
 
     def _product(self, left: list[Flat], right: list[Flat], part: Part) -> list[Flat]:
-        self.document.count(len(left) * len(right))
         if len(left) * len(right) > MOST_ALTERNATIVES:
             refuse("anyOf", part.path, f"it comes to more than {MOST_ALTERNATIVES} alternatives")
+        sizes = [[_num_members(flat) for flat in flats] for flats in (left, right)]
+        self.document.count(sum(one + other for one in sizes[0] for other in sizes[1]))
         merged = (_merged(one, other) for one in left for other in right)
         return [flat for flat in merged if flat is not None]
 
-    def _set_apart(self, parts: list[Part], each: list[list[Flat]]) -> None:
-        """Narrow alternatives of ``oneOf``, in place, so that none has a value of another part.
+    def _set_apart(
+        self, at: int, flats: list[Flat], given: list[list[Flat]], parts: list[Part]
+    ) -> list[Flat]:
+        """Alternatives of one part of ``oneOf``, narrowed so that they have no value of the others.
+
+        Args:
+            at: the part's place.
+            given: the alternatives of each part as they are given.
 
         Raises:
             Unsupported: it is not known how.
         """
-        given = [[dict(flat) for flat in flats] for flats in each]
-        for at, flats in enumerate(each):
-            for other, others in enumerate(given):
-                if other != at:
-                    for flat in flats:
-                        for its in others:
-                            self._keep_out(flat, parts[at], its, parts[other])
-            flats[:] = [flat for flat in flats if flat.get("enum") != []]
+        for place, others in enumerate(given):
+            if place != at:
+                for other in others:
+                    flats = [self._without(flat, parts[at], other, parts[place]) for flat in flats]
+        return [flat for flat in flats if flat.get("enum") != []]
 
-    def _keep_out(self, flat: Flat, part: Part, other: Flat, other_part: Part) -> None:
-        """Narrow an alternative so that it has no value of another, which is of ``other_part``."""
+    def _without(self, flat: Flat, part: Part, other: Flat, other_part: Part) -> Flat:
+        """An alternative without the values of another, which is of ``other_part``."""
         allows = self.document.allows
         if "enum" in flat:
-            flat["enum"] = [value for value in flat["enum"] if not allows(other_part, value)]
-            return
+            return flat | {"enum": [one for one in flat["enum"] if not allows(other_part, one)]}
         if "enum" in other and not any(allows(part, value) for value in other["enum"]):
-            return
+            return flat
         both = _merged(flat, other)
         if both is None or self._is_empty(both):
-            return
+            return flat
         types = both.get("type", {TYPE_OF[key] for key in both if key in TYPE_OF})
         if types == {"object"}:
-            flat["type"] = {"object"}
-            declared = [one.get("properties", {}) for one in (flat, other)]
-            for name in declared[0]:
-                if name in declared[1] and self._differ(declared[0][name] + declared[1][name]):
-                    flat["required"] = list(dict.fromkeys([*flat.get("required", ()), name]))
-                    return
+            flat = flat | {"type": {"object"}}
+            ours, theirs = flat.get("properties", {}), other.get("properties", {})
+            for name in ours:
+                if name in theirs and self._have_none((*ours[name], *theirs[name])):
+                    return flat | {"required": [*flat.get("required", ()), name]}
             for name in other.get("required", ()):
                 if name not in flat.get("required", ()):
                     never = Part(False, other_part.path, other_part.resolver)
-                    flat["properties"] = {**declared[0], name: (never,)}
-                    return
+                    return flat | {"properties": {**ours, name: (never,)}}
         refuse("oneOf", part.path, "two of its schemas may hold for one value; write 'anyOf'")
 
-    def _differ(self, conjunction: Conjunction) -> bool:
-        """Whether all parts have their values listed, and none of them is of all parts."""
-        if not all(isinstance(part.schema, dict) for part in conjunction):
-            return False
-        found = self.of(conjunction)
-        return all("enum" in flat and self._allowed(flat, conjunction) == [] for flat in found)
+    def _have_none(self, conjunction: Conjunction) -> bool:
+        """Whether it is sure that no value is of all parts."""
+        flats = self.of(tuple(dict.fromkeys(conjunction)), is_exact=False)
+        return all(self._is_empty(flat, conjunction) for flat in flats)
 
-    def _allowed(self, flat: Flat, conjunction: Conjunction) -> list[Any]:
-        return [
-            value
-            for value in flat["enum"]
-            if all(self.document.allows(part, value) for part in conjunction)
-        ]
+    def _is_empty(self, flat: Flat, conjunction: Conjunction = ()) -> bool:
+        """Whether it is sure that an alternative has no value that is of all parts, too."""
+        self.document.count()
+        if "enum" in flat:
+            allows = self.document.allows
+            return not any(all(allows(part, one) for part in conjunction) for one in flat["enum"])
+        types = flat.get("type", set(TYPES))
+        return all(kind in HAS_NONE and HAS_NONE[kind](flat) for kind in types) or (
+            types == {"object"}
+            and any(
+                name in flat.get("properties", {}) and self._have_none(flat["properties"][name])
+                for name in flat.get("required", ())
+            )
+        )
+
+
+def _num_members(flat: Flat) -> int:
+    """How much is looked at where an alternative is merged."""
+    patterns = len(flat.get("patternProperties", ()))
+    return 1 + sum(len(flat.get(key, ())) for key in MEMBERS) * (1 + patterns)
+
+
+def _ends(flat: Flat, *keywords: str) -> tuple[float, float]:
+    """The larger of two lower bounds and the smaller of two upper ones."""
+    low, above, high, below = keywords
+    return (
+        max(flat.get(low, -math.inf), flat.get(above, -math.inf)),
+        min(flat.get(high, math.inf), flat.get(below, math.inf)),
+    )
+
+
+def has_no_number(flat: Flat) -> bool:
+    """Whether no number is between the bounds of an alternative."""
+    low, high = _ends(flat, "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    is_open = flat.get("exclusiveMinimum") == low or flat.get("exclusiveMaximum") == high
+    return low > high or (low == high and is_open)
+
+
+def _has_no_size(fewest: str, most: str) -> Callable[[Flat], bool]:
+    return lambda flat: flat.get(fewest, 0) > flat.get(most, math.inf)
+
+
+# Types whose bounds contradict each other.
+HAS_NONE: Mapping[str, Callable[[Flat], bool]] = {
+    "number": has_no_number,
+    "integer": has_no_number,
+    "string": _has_no_size("minLength", "maxLength"),
+    "array": _has_no_size("minItems", "maxItems"),
+    "object": _has_no_size("minProperties", "maxProperties"),
+}
 
 
 def _flat(part: Part) -> Flat:
@@ -177,9 +222,8 @@ def _flat(part: Part) -> Flat:
             if unknown := flat["type"] - {*TYPES, "integer"}:
                 refuse("type", part.path, f"{sorted(map(str, unknown))[0]!r} is none")
         elif keyword in UPPER + LOWER:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                refuse(keyword, part.path, "it is no number")
-            flat[keyword] = value
+            if (bound := _bound(part, keyword)) is not None:
+                flat[keyword] = bound
         elif keyword in ("pattern", "format"):
             flat[keyword] = value
         elif (
@@ -198,10 +242,24 @@ def _flat(part: Part) -> Flat:
         elif keyword in ("properties", "patternProperties"):
             flat[keyword] = {name: (part.inner(keyword, name),) for name in value}
         elif keyword == "required":
+            if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+                refuse(keyword, part.path, "it is no list of names")
             flat[keyword] = list(dict.fromkeys(value))
         elif keyword in NEVER_HELD or (keyword in TYPE_OF and not _asks_nothing(keyword, part)):
             flat["unheld"].append((TYPE_OF.get(keyword), keyword, part.path))
     return flat
+
+
+def _bound(part: Part, keyword: str) -> float | None:
+    """The number of a bound; None if there is none."""
+    value = part.schema[keyword]
+    if isinstance(value, bool) and keyword.startswith("exclusive"):  # as in draft 4
+        value = part.schema.get(keyword.removeprefix("exclusive").lower()) if value else None
+        if value is None:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        refuse(keyword, part.path, "it is no number")
+    return value
 
 
 def _read_old_items(part: Part, flat: Flat) -> None:
@@ -258,8 +316,8 @@ def _merged(one: Flat, other: Flat) -> Flat | None:
             if not merged[key]:
                 return None
         elif key == "enum":
-            texts = {json.dumps(value) for value in y}
-            merged[key] = [value for value in x if json.dumps(value) in texts]
+            texts = {canonical(value) for value in y}
+            merged[key] = [value for value in x if canonical(value) in texts]
         elif key in UPPER + LOWER:
             merged[key] = (min if key in UPPER else max)(x, y)
         elif key == "multipleOf":

@@ -9,12 +9,20 @@ It has ``type`` (one), ``enum``, ``anyOf`` (with nothing beside it), the keyword
 references to ``#/$defs``; ``{}`` is any value.
 """
 
+import decimal
 import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dllm.grammar.alternatives import TYPE_OF, TYPES, Alternatives, Conjunction, Flat
+from dllm.grammar.alternatives import (
+    TYPE_OF,
+    TYPES,
+    Alternatives,
+    Conjunction,
+    Flat,
+    has_no_number,
+)
 from dllm.grammar.objects import lowered_object
 from dllm.grammar.patterns import IN_JSON, Alphabet, rewritten
 from dllm.grammar.references import Document, Part, refuse
@@ -23,6 +31,8 @@ from dllm.grammar.strings import lowered_string
 
 Schema = dict[str, Any]
 
+NUM_DIGITS = 6  # behind the point, of numbers between bounds
+MOST_ITEMS = 1 << 20  # a larger number limits nothing: no answer is as long
 MOST_MULTIPLES = 256  # that are listed; and the largest number without bounds
 
 
@@ -40,9 +50,9 @@ def lower(schema: Any, alphabet: Alphabet = IN_JSON) -> Schema:
         found = lowering.conjunction((lowering.document.root,))
     except RecursionError:
         raise Unsupported("The schema is nested too deeply. Make it flatter.") from None
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        if isinstance(error, Unsupported):
-            raise
+    except Unsupported:
+        raise
+    except Exception as error:  # whatever is in the place of a schema
         raise Unsupported(f"The schema is no valid JSON schema ({error}). Correct it.") from error
     if found is None:
         raise Unsupported("No value was found that the schema allows. Correct it.")
@@ -61,8 +71,9 @@ class Lowering:
         self.alphabet = alphabet
         self.document = Document(schema)
         self.definitions: dict[str, Schema] = {}
-        self.alternatives = Alternatives(self.document, self._is_empty)
+        self.alternatives = Alternatives(self.document)
         self._names: dict[Conjunction, str] = {}
+        self._empty: set[Conjunction] = set()
         self._open: dict[Conjunction, bool] = {}  # being lowered; whether something refers to it
 
     def conjunction(self, asked: Conjunction) -> Schema | None:
@@ -74,12 +85,18 @@ class Lowering:
             return self._reference(asked)
         if asked in self._names and self._names[asked] in self.definitions:
             return self._reference(asked)
+        if asked in self._empty:
+            return None
         self._open[asked] = False
+        known = set(self.definitions)
         found: list[Schema] = []
         for flat in self.alternatives.of(asked):
             found += [one for one in self.of_flat(flat, asked) if one not in found]
         is_referred_to = self._open.pop(asked)
         if not found:
+            self._empty.add(asked)
+            # What was lowered meanwhile may refer to it.
+            self.definitions = {name: self.definitions[name] for name in known}
             return None
         lowered = found[0] if len(found) == 1 else {"anyOf": found}
         is_named = is_referred_to or any(_has_reference(part) for part in asked)
@@ -94,12 +111,6 @@ class Lowering:
     def _name(self, asked: Conjunction) -> str:
         return self._names.setdefault(asked, f"r{len(self._names)}")
 
-    def _is_empty(self, flat: Flat) -> bool:
-        try:
-            return not self.of_flat(flat, ())
-        except Unsupported:  # then it is not known
-            return False
-
     def of_flat(self, flat: Flat, asked: Conjunction) -> list[Schema]:
         """One lowered schema for each type that an alternative allows.
 
@@ -112,6 +123,8 @@ class Lowering:
                 for value in flat["enum"]
                 if all(self.document.allows(part, value) for part in asked)
             ]
+            if not all(_is_writable(value) for value in values):
+                refuse("enum", flat["path"], "a value has no text that is read as the same value")
             return [{"enum": values}] if values else []
         unheld = flat.get("unheld", ())
         spoken = {TYPE_OF[key] for key in flat if key in TYPE_OF} | {kind for kind, _, _ in unheld}
@@ -129,23 +142,50 @@ class Lowering:
         return [one for one in made if one is not None]
 
 
+def _is_writable(value: Any) -> bool:
+    """Whether xgrammar writes a value as it is: integers of 64 bits, and texts in UTF-8."""
+    if isinstance(value, dict):
+        return all(_is_writable(one) for pair in value.items() for one in pair)
+    if isinstance(value, list):
+        return all(_is_writable(one) for one in value)
+    if isinstance(value, str):
+        return not any("\ud800" <= character <= "\udfff" for character in value)
+    if isinstance(value, int):
+        return abs(value) < 1 << 63
+    return value is None or math.isfinite(value)
+
+
 def _has_reference(part: Part) -> bool:
     return isinstance(part.schema, dict) and "$ref" in part.schema
 
 
-def _number(_: Lowering, flat: Flat) -> Schema | None:
+def _number(lowering: Lowering, flat: Flat) -> Schema | None:
     if "multipleOf" in flat:
-        return _integer(_, flat)
-    low, high = flat.get("minimum", -math.inf), flat.get("maximum", math.inf)
-    above, below = flat.get("exclusiveMinimum", -math.inf), flat.get("exclusiveMaximum", math.inf)
-    if max(low, above) > min(high, below) or (max(low, above) == min(high, below) != low != high):
+        return _integer(lowering, flat)
+    if has_no_number(flat):
         return None
+    low, above = (flat.get(key, -math.inf) for key in ("minimum", "exclusiveMinimum"))
+    high, below = (flat.get(key, math.inf) for key in ("maximum", "exclusiveMaximum"))
     node: Schema = {"type": "number"}
     if max(low, above) > -math.inf:
         node["exclusiveMinimum" if above >= low else "minimum"] = max(low, above)
     if min(high, below) < math.inf:
         node["exclusiveMaximum" if below <= high else "maximum"] = min(high, below)
+    if len(node) == 3 and not _has_digits(node):
+        refuse("minimum", flat["path"], f"no number of {NUM_DIGITS} digits is between the bounds")
     return node
+
+
+def _has_digits(node: Schema) -> bool:
+    """Whether a number that xgrammar writes, with NUM_DIGITS behind the point, is in bounds."""
+    low = decimal.Decimal(node["minimum"] if "minimum" in node else node["exclusiveMinimum"])
+    high = decimal.Decimal(node["maximum"] if "maximum" in node else node["exclusiveMaximum"])
+    step = decimal.Decimal(1).scaleb(-NUM_DIGITS)
+    with decimal.localcontext(prec=400):
+        first = (low / step).to_integral_value(decimal.ROUND_CEILING) * step
+        if first == low and "exclusiveMinimum" in node:
+            first += step
+    return first < high or (first == high and "maximum" in node)
 
 
 def _integer(_: Lowering, flat: Flat) -> Schema | None:
@@ -157,6 +197,9 @@ def _integer(_: Lowering, flat: Flat) -> Schema | None:
     bounds |= {"maximum": min(highest)} if highest else {}
     if lowest and highest and max(lowest) > min(highest):
         return None
+    for keyword, bound in bounds.items():
+        if abs(bound) >= 1 << 63:
+            refuse(keyword, flat["path"], "it takes more than 64 bits")
     step = flat.get("multipleOf", 1)
     if step == 1:
         return {"type": "integer"} | bounds
@@ -182,7 +225,9 @@ def _string(lowering: Lowering, flat: Flat) -> Schema | None:
 
 
 def _array(lowering: Lowering, flat: Flat) -> Schema | None:
-    fewest, most = math.ceil(flat.get("minItems", 0)), math.floor(flat.get("maxItems", 1 << 30))
+    fewest = math.ceil(flat.get("minItems", 0))
+    has_most = flat.get("maxItems", math.inf) < MOST_ITEMS
+    most = math.floor(flat["maxItems"]) if has_most else MOST_ITEMS
     prefix: list[Schema] = []
     rest = lowering.conjunction(flat.get("items", ())) if most > 0 else None
     for asked in flat.get("prefixItems", ())[: max(most, 0)]:
@@ -205,7 +250,7 @@ def _array(lowering: Lowering, flat: Flat) -> Schema | None:
             return node | {"minItems": most, "items": False}
     node |= {"items": rest}
     node |= {"minItems": fewest} if fewest else {}
-    return node | ({"maxItems": most} if "maxItems" in flat else {})
+    return node | ({"maxItems": most} if has_most else {})
 
 
 OF_TYPE: Mapping[str, Callable[[Lowering, Flat], Schema | None]] = {
@@ -228,10 +273,14 @@ def lower_text(kind: str, text: str) -> str:
     if kind not in ("json", "structural_tag"):
         return text
     try:
-        given = json.loads(text)
+        given = json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError) as error:
         raise Unsupported("The grammar is no valid JSON. Correct it.") from error
     return json.dumps(lower(given) if kind == "json" else _lower_tag(given))
+
+
+def _no_json(text: str) -> Any:
+    raise ValueError(text)
 
 
 def _lower_tag(tag: Any) -> Any:

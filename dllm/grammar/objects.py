@@ -74,6 +74,7 @@ def _declared(flat: Flat, alternatives: Alternatives) -> tuple[dict[str, Conjunc
             values = [value for one in listed for value in one["enum"] if isinstance(value, str)]
             names |= dict.fromkeys(values)
             has_others = False
+    alternatives.document.count(len(names) * (1 + len(flat.get("patternProperties", ()))))
     return {name: property_of(flat, name) for name in names}, has_others
 
 
@@ -129,10 +130,11 @@ def _named(flat: Flat, value: Schema, alternatives: Alternatives) -> Schema | No
         return None
     if len(found) > 1:
         refuse("propertyNames", flat["path"], "answers can be held to one alternative alone")
-    pattern = found[0].get("pattern")
-    if pattern is None and len(found[0]) > 1:
+    names = found[0]
+    if "format" in names:
         refuse("propertyNames", flat["path"], "answers can only be held to names of a pattern")
-    return _of_pattern(pattern or other_names(()), value)
+    lengths = names.get("minLength", 0), names.get("maxLength", math.inf)
+    return _of_pattern(names.get("pattern") or in_string("[^]*", IN_JSON, *lengths), value)
 
 
 def _of_pattern(pattern: str | None, value: Schema) -> Schema:

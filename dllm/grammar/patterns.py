@@ -6,6 +6,7 @@ groups and repetitions alone: xgrammar 0.2.8 leaves out what looks around, reads
 own way, and lets bytes that are no UTF-8 into negated classes.
 """
 
+import functools
 import math
 import re
 import warnings
@@ -37,10 +38,12 @@ NOT_ASCII = "(?:é){0}"
 BEGINNING, END = (op.AT, op.AT_BEGINNING), (op.AT, op.AT_END)
 CARET = r"\^"
 SECONDS = 0.1  # to find a pattern in a text
-# What JavaScript and Python read differently.
+# What JavaScript and Python read differently, in classes and outside of them.
+ESCAPES = r"\\c(?P<control>[A-Za-z])|\\u\{(?P<code>[0-9a-fA-F]{1,6})\}|(?P<unclear>\\[aAZpP])|\\."
+IN_CLASS = re.compile(ESCAPES, flags=re.DOTALL)
 DIFFERENT = re.compile(
-    r"\\c(?P<control>[A-Za-z])|\\u\{(?P<code>[0-9a-fA-F]{1,6})\}|(?P<name>\(\?<(?![=!]))"
-    r"|(?P<any>\[\^\])|(?P<none>\[\])|(?P<unclear>\\[aAZpP]|\{,)|\\.|.",
+    rf"{ESCAPES}|(?P<any>\[\^\])|(?P<none>\[\])|(?P<inside>\[(?:\\.|[^\]\\])*\])"
+    r"|(?P<name>\(\?<(?![=!]))|(?P<count>\{,)",
     flags=re.DOTALL,
 )
 
@@ -100,23 +103,34 @@ def in_string(
     tree: Any = parsed(pattern)
     low, high = tree.getwidth()
     if low < fewest or high > most:
-        tree = _with_lengths(list(tree), fewest, most)
+        tree = _with_lengths(tree, fewest, most)
         if tree is None:
             return None
     text = _written(pattern, tree, alphabet)
     return f"^(?:{text}{NOT_ASCII})$"
 
 
-def _with_lengths(items: list[Any], fewest: float, most: float) -> list[Any] | None:
-    """The tree of a repeated character with other counts; None for another tree."""
-    items = [item for item in items if item not in (BEGINNING, END)]
-    if len(items) != 1 or items[0][0] not in (op.MAX_REPEAT, op.MIN_REPEAT):
+def _with_lengths(tree: Any, fewest: float, most: float) -> list[Any] | None:
+    """The tree with other counts of its only repetition of one character; None for other trees."""
+
+    def width(*items: Any) -> tuple[int, int]:
+        low, high = _parser.SubPattern(tree.state, list(items)).getwidth()
+        return low, high
+
+    items = [item for item in tree if item not in (BEGINNING, END)]
+    places = [place for place, item in enumerate(items) if len(set(width(item))) == 2]
+    if len(places) != 1 or items[places[0]][0] not in (op.MAX_REPEAT, op.MIN_REPEAT):
         return None
-    kind, (low, high, inner) = items[0]
+    kind, (low, high, inner) = items[places[0]]
     if inner.getwidth() != (1, 1):
         return None
-    high = min(most, math.inf if high is op.MAXREPEAT else high)
-    return [(kind, (max(low, fewest), op.MAXREPEAT if high == math.inf else high, inner))]
+    others = sum(width(item)[0] for place, item in enumerate(items) if place != places[0])
+    low = max(low, int(fewest) - others)
+    high = min(most - others, math.inf if high is op.MAXREPEAT else high)
+    if low > high:
+        return None
+    items[places[0]] = (kind, (low, op.MAXREPEAT if high == math.inf else int(high), inner))
+    return items
 
 
 def is_found(pattern: str, text: str) -> bool:
@@ -125,11 +139,18 @@ def is_found(pattern: str, text: str) -> bool:
     Raises:
         Unsupported: as ``rewritten``, or it takes too long.
     """
-    found = _Writer(pattern, SEARCH).sequence(parsed(pattern), True, True)
+    searched = _searched(pattern)
     try:
-        return found is not None and regex.search(found, text, timeout=SECONDS) is not None
+        return searched is not None and searched.search(text, timeout=SECONDS) is not None
     except TimeoutError:
         raise _refusal(pattern, f"takes more than {SECONDS:g} s to be found in a text") from None
+
+
+@functools.lru_cache(256)
+def _searched(pattern: str) -> Any:
+    """A pattern that can be searched for; None if it has no text."""
+    written = _Writer(pattern, SEARCH).sequence(parsed(pattern), True, True)
+    return None if written is None else regex.compile(written)
 
 
 def other_names(names: Collection[str]) -> str:
@@ -165,15 +186,16 @@ def parsed(pattern: str) -> Any:
 
 
 def _in_python(found: re.Match[str]) -> str:
-    if found["control"]:
+    kind = found.lastgroup
+    if kind == "control":
         return f"\\x{ord(found['control'].upper()) - 64:02x}"
-    if found["code"]:
+    if kind == "code":
         return f"\\U{int(found['code'], 16):08x}"
-    if found["unclear"]:
+    if kind in ("unclear", "count"):
         raise re.error(f"{found[0]!r} is not known")
-    if found["name"]:
-        return "(?P<"
-    return {"[^]": r"[\s\S]", "[]": r"[^\s\S]"}.get(found[0], found[0])
+    if kind == "inside":
+        return IN_CLASS.sub(_in_python, found[0])
+    return {"any": r"[\s\S]", "none": r"[^\s\S]", "name": "(?P<"}.get(kind or "", found[0])
 
 
 class _Writer:

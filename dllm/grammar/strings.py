@@ -18,6 +18,7 @@ LABEL = "[a-z0-9](?:[a-z0-9-]{0,20}[a-z0-9])?"
 HOST = rf"{LABEL}(?:\.{LABEL}){{0,3}}\.[a-z]{{2,10}}"
 NAME = r"[A-Za-z0-9_+-]+"
 HEX = "[0-9a-fA-F]"
+GROUP = f"{HEX}{{1,4}}"
 POINTER = r"(?:/(?:[!#-.0-\[\]-}]|~[01])*)*"
 UNRESERVED = "[A-Za-z0-9._~-]"
 # Some of the texts of each format: those that everybody calls valid.
@@ -26,6 +27,10 @@ FORMATS = {
     "time": TIME,
     "date-time": f"{DATE}T{TIME}",
     "ipv4": rf"{BYTE}(?:\.{BYTE}){{3}}",
+    "ipv6": (
+        f"(?:{GROUP}:){{7}}{GROUP}|(?:{GROUP}:){{1,7}}:|(?:{GROUP}:){{1,6}}:{GROUP}"
+        f"|::(?:{GROUP}(?::{GROUP}){{0,5}})?"
+    ),
     "hostname": HOST,
     "email": rf"{NAME}(?:\.{NAME})*@{HOST}",
     "uuid": f"{HEX}{{8}}(?:-{HEX}{{4}}){{3}}-{HEX}{{12}}",
@@ -33,7 +38,9 @@ FORMATS = {
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{POINTER})",
     "uri-template": rf"https?://{LABEL}(?:\.{LABEL})*(?:/(?:{UNRESERVED}|\{{[A-Za-z0-9_]+\}})*)*",
 }
-OF_XGRAMMAR = ("ipv6", "duration", "uri", "uri-reference")
+OF_XGRAMMAR = ("duration", "uri", "uri-reference")
+NOTES = ("binary", "password")  # limit no text
+MOST_LENGTH = 1 << 20  # a larger one limits nothing: no answer is as long
 KNOWN = ", ".join(sorted([*FORMATS, *OF_XGRAMMAR]))
 
 
@@ -47,11 +54,13 @@ def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] |
         Unsupported: a format that is not known, or a combination that answers cannot be held to.
     """
     node: dict[str, Any] = {"type": "string"}
-    fewest, most = max(flat.get("minLength", 0), 0), flat.get("maxLength", math.inf)
+    fewest = max(math.ceil(flat.get("minLength", 0)), 0)
+    most = flat.get("maxLength", math.inf)
+    most = math.floor(most) if most < MOST_LENGTH else math.inf
     if fewest > most:
         return None
     pattern, path = flat.get("pattern"), flat["path"]
-    if "format" in flat:
+    if flat.get("format", NOTES[0]) not in NOTES:
         form = flat["format"]
         if form not in FORMATS and form not in OF_XGRAMMAR:
             refuse("format", path, f"{form!r} is not known; allowed: {KNOWN}")
@@ -61,8 +70,8 @@ def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] |
             return node | {"format": form}
         pattern = FORMATS[form]
     if pattern is None:
-        node |= {"minLength": math.ceil(fewest)} if fewest else {}
-        return node | ({"maxLength": math.floor(most)} if "maxLength" in flat else {})
+        node |= {"minLength": fewest} if fewest else {}
+        return node | ({"maxLength": most} if most < math.inf else {})
     written = in_string(pattern, alphabet, fewest, most)
     if written is None:
         keyword = "format" if "format" in flat else "pattern"

@@ -129,6 +129,58 @@ def are_accepted(schema, texts) -> list[bool]:
         ({"type": "string", "pattern": "^[a-c]+$", "maxLength": 2}, ['"ab"'], ['"abc"', '""']),
         ({"type": "string", "format": "date"}, ['"2024-12-31"'], ['"2024-02-31"']),
         ({"type": "string", "format": "uuid", "minLength": 3}, [], ['"x"']),
+        (
+            {"type": "string", "pattern": "^[a-z_][a-z0-9_]*$", "maxLength": 3},
+            ['"a_1"'],
+            ['"a_12"'],
+        ),
+        ({"type": "string", "pattern": "^a*$", "minLength": 2.0}, ['"aa"'], ['"a"']),
+        ({"format": "ipv6"}, ['"::1"', '"1:2::8"', "1"], ['"::5.51.67.05"', '":1"']),
+        ({"type": "string", "format": "binary"}, ['"any"'], ["1"]),
+        ({"type": "number", "minimum": 1, "exclusiveMinimum": True}, ["1.5"], ["1"]),
+        (
+            {"type": "object", "propertyNames": {"minLength": 2}, "additionalProperties": WHOLE},
+            ['{"ab": 1}', "{}"],
+            ['{"a": 1}'],
+        ),
+        # A relative base of a base.
+        (
+            {
+                "$id": "http://h/a/",
+                "$defs": {
+                    "i": {"$id": "b/", **object_of("z", z={"$ref": "../x"})},
+                    "x": {"$id": "x", **WHOLE},
+                    "y": {"$id": "b/x", **TEXT},
+                },
+                "$ref": "b/",
+            },
+            ['{"z": 1}'],
+            ['{"z": ""}'],
+        ),
+        # A definition without values beside one that refers to it.
+        (
+            object_of(w={"$ref": "#/$defs/y"}, z={"$ref": "#/$defs/x0"})
+            | {
+                "$defs": {
+                    "x0": object_of(y={"$ref": "#/$defs/y"}),
+                    "x": {"allOf": [{"$ref": "#/$defs/x0"}, object_of("no", no=False)]},
+                    "y": object_of(x={"$ref": "#/$defs/x"}),
+                }
+            },
+            ['{"w": {}, "z": {"y": {}}}'],
+            ['{"w": {"x": {}}}'],
+        ),
+        # oneOf in oneOf: apart from all that the inner one allows.
+        (
+            {
+                "oneOf": [
+                    object_of("m", m=WHOLE, k={"const": 3}),
+                    {"oneOf": [object_of(k={"const": 1}), object_of("n", k={"const": 2}, n={})]},
+                ]
+            },
+            ['{"m": 1, "k": 3}', '{"k": 1}', '{"k": 2, "n": 1}'],
+            ["{}", '{"m": 1}', '{"n": 1}'],
+        ),
         # Items.
         ({"prefixItems": [TEXT, WHOLE], "items": False}, ['["", 1]'], ['[1, ""]', '["", 1, 2]']),
         ({"items": [TEXT], "additionalItems": WHOLE}, ['["", 1, 2]'], ['["", ""]']),
@@ -170,6 +222,27 @@ def test_what_is_asked_is_held(schema, accepted, rejected):
             "#",
         ),
         ({"type": "object", "minProperties": 3}, "minProperties", "#"),
+        (
+            {"oneOf": [{"type": "object", "minProperties": 1}, object_of(a=False)]},
+            "oneOf",
+            "#/oneOf/0",
+        ),
+        (
+            {
+                "oneOf": [
+                    object_of("k", k={"const": 1}, p={"not": TEXT}),
+                    object_of("k", k={"const": 2}),
+                ]
+            },
+            "not",
+            "#/oneOf/0/properties/p",
+        ),
+        ({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, "minimum", "#"),
+        ({"const": 12345678901234567890123}, "enum", "#"),
+        ({"enum": ["\ud800"]}, "enum", "#"),
+        ({"type": "integer", "minimum": 1 << 70}, "minimum", "#"),
+        ({"type": "object", "required": "abc"}, "required", "#"),
+        ({"type": "string", "pattern": "^a{5}$", "minLength": 7}, "pattern", "#"),
         ({"type": "text"}, "type", "#"),
         ({"minimum": "3"}, "minimum", "#"),
     ],
@@ -214,6 +287,8 @@ def test_notes_and_names_are_not_refused(schema):
         {"allOf": [TEXT, WHOLE]},
         object_of("a", a=False),
         {"type": "string", "minLength": 2, "maxLength": 1},
+        {"type": "number", "minimum": 5, "exclusiveMaximum": 5},
+        {"type": "number", "minimum": 5, "exclusiveMinimum": 5, "maximum": 5},
     ],
     ids=str,
 )

@@ -37,6 +37,7 @@ CLASSES = [
     *("[^a]", "[^-a]", "[^a-]", "[^-]", "[^^]", "[^^$]", r"[^,]", r"[\x00-\x1f]", r"[\b]"),
     *("[ -~]", r"[\x20-\x7e]", r"[ -\u007E]", "[!-<]", "[a<-=-]", r"[\t-~]", r"[\s -~\d]"),
     *(r"[\w.-]", r"[\]-a\\]", "[$-^]", "[(-)]", "[é-日]", r"\.", r"\u0041", r"\x41", r"\/", "\t"),
+    *("[[]", "[a[]", "[^[]", "[a-z{,}]", "[(?<]"),
     *(r"\^", r"\\", '"', '["]', "(?:a|<)", "<", r"\x3c", r"\n|\r", r"\cA", r"\u{e9}", "[^]", "𐀀"),
 ]
 
@@ -46,7 +47,9 @@ def in_python(part: str) -> re.Pattern[str]:
     known = {".": r"[^\n\r\u2028\u2029]", "[^]": r"[\s\S]", r"\cA": r"\x01", r"\u{e9}": "é"}
     part = known.get(part, part).replace(r"\s", r"\s\ufeff" if "[" in part else r"[\s\ufeff]")
     part = part.replace(r"\S", r"[^\s\ufeff]") if "[" not in part else part
-    return re.compile(part, flags=re.ASCII)
+    return re.compile(
+        re.sub(r"(?<=.)\[(?=.*\])", r"\[", part) if part[:1] == "[" else part, flags=re.ASCII
+    )
 
 
 @pytest.mark.parametrize("part", CLASSES)
