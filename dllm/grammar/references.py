@@ -12,7 +12,7 @@ from referencing.jsonschema import DRAFT202012
 from dllm.grammar.patterns import is_found
 from dllm.grammar.rules import Unsupported
 
-MOST_STEPS = 20_000  # of reading one schema: a few kilobytes could ask for hours
+MOST_STEPS = 50_000  # of reading one schema: a few kilobytes could ask for hours
 
 
 @dataclass(frozen=True)
