@@ -85,7 +85,11 @@ class Section:
 
 # --- servers side by side ------------------------------------------------------------------------
 
-TITLES = {"adaptive": "adaptive denoise steps, questions", "fixed": "fixed steps, random tokens"}
+TITLES = {
+    "adaptive": "adaptive denoise steps, questions",
+    "structured": "questions held to a JSON schema",
+    "fixed": "fixed steps, random tokens",
+}
 COLUMNS = (
     ("tokens_per_s", "tokens/s", 0, spread),
     ("tokens_per_pass", "tokens per pass", 2, middle),
