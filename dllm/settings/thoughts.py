@@ -59,8 +59,8 @@ def admit_budget(params: "SamplingParams", vllm_config: Any) -> None:
         )
     if holds(extra):
         _refuse(
-            f"beside {PIN_MODE} = 'hold', or a suffix: both may ask for a token at one place. Leave "
-            "one of them out."
+            f"beside {PIN_MODE} = 'hold', or a suffix: both may ask for a token at one place. "
+            "Leave one of them out."
         )
 
 
