@@ -15,7 +15,7 @@ where the model runner puts it into the next batch. Everything else is here:
 | pinned           | [slots, P] int32 | reset                   | sampler, each step             |
 | holds_pins       | [slots]          | reset                   | sampler, each step             |
 | given_from       | [slots]          | reset                   | sampler: canvases and pins     |
-| thought (4)      | [slots] each     | reset; sampler: begin   | sampler: canvases, each step   |
+| thought          | [slots] each     | reset; each step: begin | sampler: canvases, each step   |
 | argmax_canvas    | [slots, C] int64 | sampler, each step      | denoise; edits; prepare_inputs |
 | steps_done       | [slots] int32    | sampler, each step      | denoise; prepare_inputs        |
 | carried          | [slots, ...]     | sampler, each step      | denoise                        |
@@ -43,7 +43,7 @@ from dllm.settings.request import RequestOptions
 from dllm.settings.thoughts import NO_MARK
 
 # ``CanvasState.thought`` of a request without a budget.
-NO_THOUGHT = (ABSENT, -1, NO_MARK, NO_MARK)
+NO_THOUGHT = {"begin": ABSENT, "budget": -1, "start": NO_MARK, "end": NO_MARK}
 
 
 class CanvasState:
@@ -79,11 +79,12 @@ class CanvasState:
                 ("slot", "int64"),
                 ("seed", "int64"),
                 ("given_from", "int64"),
-                ("thought", "int64", 4),
                 ("seed_canvas", "int64", canvas_length),
                 *sorted(parameters.items(), key=lambda item: -np.dtype(item[1]).itemsize),
                 ("temperature", "float32"),
                 ("pinned", "int32", PINNED_CANVASES * canvas_length),
+                # Far behind: torch.compile takes an offset that equals the batch size for it.
+                *((f"thought_{name}", "int64") for name in NO_THOUGHT),
                 ("is_greedy", "bool"),
                 ("is_read_only", "bool"),
                 ("holds_pins", "bool"),
@@ -107,9 +108,13 @@ class CanvasState:
         self.holds_pins = self._column("holds_pins")
         # The position of the answer's first token in the sequence; -1: nothing is given.
         self.given_from = self._column("given_from").fill_(-1)
-        # The first fields of ``Thoughts``, in their order.
-        self.thought = self._column("thought")
-        self.thought[:] = torch.tensor(NO_THOUGHT, device=device)
+        # By the names of the fields of ``Thoughts``. Where one begins is written in each step: a
+        # tensor of its own, because torch.compile writes to no part of one that it reads.
+        self.thought = {
+            name: self._column(f"thought_{name}").fill_(value) for name, value in NO_THOUGHT.items()
+        }
+        self._first_begin = self.thought["begin"]
+        self.thought["begin"] = self._first_begin.clone()
 
     def _column(self, name: str) -> torch.Tensor:
         """A field of all records: ``[slots]``, or ``[slots, length]``."""
@@ -155,9 +160,9 @@ class CanvasState:
         record["pinned"] = NO_TOKEN
         record["pinned"][list(options.pins)] = list(options.pins.values())
         self.has_budget[slot] = thought is not None
-        record["thought"] = NO_THOUGHT
-        if thought is not None:
-            record["thought"] = thought.begin, thought.budget, *thought.marks
+        numbers = NO_THOUGHT if thought is None else thought.numbers()
+        for name, number in numbers.items():
+            record[f"thought_{name}"] = number
         self._staged[slot] = record, sorted(options.stops)
 
     def apply_staged_writes(self) -> None:
@@ -169,6 +174,7 @@ class CanvasState:
         sent = to_device(records.view(np.int64).reshape(num_new, -1), device)
         slots = sent[:, 0]
         self._records.index_copy_(0, slots, sent)
+        self.thought["begin"].index_copy_(0, slots, self._first_begin[slots])
         self.steps_done.index_fill_(0, slots, 0)
         for column in self.carried.values():
             column.index_fill_(0, slots, 0)
@@ -218,8 +224,8 @@ class CanvasState:
             slots: ``[R]``.
             starts: ``[R]`` int64, where each canvas starts in its sequence.
         """
-        begin, budget, start, end = self.thought[slots].unbind(dim=1)
-        return Thoughts(begin, budget, start, end, canvas_start=starts)
+        of_slots = {name: column[slots] for name, column in self.thought.items()}
+        return Thoughts(canvas_start=starts, **of_slots)
 
     def with_seeds(
         self, slots: torch.Tensor, drawn: torch.Tensor, thoughts: Thoughts
@@ -346,7 +352,7 @@ def store_rows(
     """
     written = state.written_slots(rows)
     behind = state.thoughts_of(rows).behind(step.argmax_canvas, num_emitted)
-    state.thought[written, 0] = behind.begin
+    state.thought["begin"][written] = behind.begin
     for column, values in (
         (draft_tokens, step.canvas),
         (state.argmax_canvas, step.argmax_canvas),

@@ -78,6 +78,10 @@ class Thought:
         """Position in the sequence at which the ongoing thought ends at the latest."""
         return self.begin + self.budget
 
+    def numbers(self) -> dict[str, int]:
+        """The fields of ``Thoughts``, of this one."""
+        return {"begin": self.begin, "budget": self.budget, **self.marks._asdict()}
+
     def read(self, tokens: Sequence[int], position: int) -> int:
         """Go on with tokens of the answer.
 
