@@ -8,11 +8,9 @@ In every denoise step, behind the logit edits and in front of the family's decis
 
 So entropies, samples, self-conditioning and logprobs are of the tokens that the grammar allows, and
 what would be emitted is always the beginning of an allowed text. A slot's state moves when its
-canvas is emitted. Before that every step solves the whole canvas again, so that nothing depends on
-how many steps there are, or on their noise.
+canvas is emitted. Before that each step solves the whole canvas again: nothing depends on noise.
 
-On a CPU each canvas is solved by `grammar.viterbi`. On a GPU all canvases are solved by the kernels
-of `grammar.kernels`, and states stay on the device.
+`grammar.viterbi` solves a canvas on a CPU, `grammar.kernels` all on a GPU, where states stay.
 """
 
 import logging

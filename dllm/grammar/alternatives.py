@@ -183,20 +183,12 @@ def _num_members(flat: Flat) -> int:
     return 1 + sum(len(flat.get(key, ())) for key in MEMBERS) * (1 + patterns)
 
 
-def _ends(flat: Flat, *keywords: str) -> tuple[float, float]:
-    """The larger of two lower bounds and the smaller of two upper ones."""
-    low, above, high, below = keywords
-    return (
-        max(flat.get(low, -math.inf), flat.get(above, -math.inf)),
-        min(flat.get(high, math.inf), flat.get(below, math.inf)),
-    )
-
-
 def has_no_number(flat: Flat) -> bool:
     """Whether no number is between the bounds of an alternative."""
-    low, high = _ends(flat, "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-    is_open = flat.get("exclusiveMinimum") == low or flat.get("exclusiveMaximum") == high
-    return low > high or (low == high and is_open)
+    low, above = (flat.get(key, -math.inf) for key in ("minimum", "exclusiveMinimum"))
+    high, below = (flat.get(key, math.inf) for key in ("maximum", "exclusiveMaximum"))
+    lowest, highest = max(low, above), min(high, below)
+    return lowest > highest or (lowest == highest and (above == lowest or below == highest))
 
 
 def _has_no_size(fewest: str, most: str) -> Callable[[Flat], bool]:
@@ -226,12 +218,7 @@ def _flat(part: Part) -> Flat:
                 flat[keyword] = bound
         elif keyword in ("pattern", "format"):
             flat[keyword] = value
-        elif (
-            keyword == "multipleOf"
-            and isinstance(value, int | float)
-            and value >= 1
-            and value % 1 == 0
-        ):
+        elif keyword == "multipleOf" and _is_whole(value):
             flat[keyword] = int(value)
         elif keyword in ("items", "additionalItems") and isinstance(part.schema.get("items"), list):
             _read_old_items(part, flat)
@@ -248,6 +235,10 @@ def _flat(part: Part) -> Flat:
         elif keyword in NEVER_HELD or (keyword in TYPE_OF and not _asks_nothing(keyword, part)):
             flat["unheld"].append((TYPE_OF.get(keyword), keyword, part.path))
     return flat
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= 1 and value % 1 == 0
 
 
 def _bound(part: Part, keyword: str) -> float | None:
@@ -278,10 +269,9 @@ def _asks_nothing(keyword: str, part: Part) -> bool:
         return "contains" not in schema or _asks_nothing("contains", part)
     if keyword == "additionalItems":
         return True  # without a list of items
-    return keyword in (*UNEVALUATED, *DEPENDENCIES) or (keyword, schema[keyword]) == (
-        "uniqueItems",
-        False,
-    )
+    if keyword == "uniqueItems":
+        return schema[keyword] is False
+    return keyword in UNEVALUATED or keyword in DEPENDENCIES
 
 
 def _beside(part: Part, document: Document) -> Iterator[Part]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dllm.grammar.alternatives import Alternatives, Conjunction, Flat, property_of
+from dllm.grammar.alternatives import TYPES, Alternatives, Conjunction, Flat, property_of
 from dllm.grammar.patterns import IN_JSON, in_string, other_names
 from dllm.grammar.references import refuse
 from dllm.grammar.strings import lowered_string
@@ -121,16 +121,13 @@ def _named(flat: Flat, value: Schema, alternatives: Alternatives) -> Schema | No
                 refuse(keyword, path)
         if "enum" in one:
             refuse("propertyNames", flat["path"], "answers can be held to values, or to a pattern")
-        if (
-            "string" in one.get("type", {"string"})
-            and (names := lowered_string(one, IN_JSON)) is not None
-        ):
-            found.append(names)
+        names = lowered_string(one, IN_JSON) if "string" in one.get("type", TYPES) else None
+        found += [names] if names is not None else []
     if not found:
         return None
     if len(found) > 1:
         refuse("propertyNames", flat["path"], "answers can be held to one alternative alone")
-    names = found[0]
+    (names,) = found
     if "format" in names:
         refuse("propertyNames", flat["path"], "answers can only be held to names of a pattern")
     lengths = names.get("minLength", 0), names.get("maxLength", math.inf)

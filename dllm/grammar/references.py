@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jsonschema
@@ -83,11 +84,15 @@ class Document:
         base = resource.id() or "" if isinstance(schema, dict) else ""
         self._registry = referencing.Registry().with_resource(base, resource)
         self.root = part_at(schema, "#", self._registry.resolver(base))
+
+    @cached_property
+    def _validator(self) -> Any:
+        """The class that checks values; most schemas need none."""
         keywords = jsonschema.Draft202012Validator.VALIDATORS
         own = {"pattern": _pattern, "patternProperties": _pattern_properties, "enum": self._enum}
         own["additionalProperties"] = _additional_properties
         own |= {key: _refused(key) for key in ("unevaluatedItems", "unevaluatedProperties")}
-        self._validator = jsonschema.validators.extend(
+        return jsonschema.validators.extend(
             jsonschema.Draft202012Validator,
             {name: self._counted(check) for name, check in (keywords | own).items()},
         )

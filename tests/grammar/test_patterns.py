@@ -47,11 +47,10 @@ def in_python(part: str) -> re.Pattern[str]:
     known = {".": r"[^\n\r\u2028\u2029]", "[^]": r"[\s\S]", r"\cA": r"\x01", r"\u{e9}": "é"}
     part = known.get(part, part).replace(r"\s", r"\s\ufeff" if "[" in part else r"[\s\ufeff]")
     part = part.replace(r"\S", r"[^\s\ufeff]") if "[" not in part else part
-    return re.compile(
-        re.sub(r"(?<=.)\[(?=.*\])", r"\[", part) if part[:1] == "[" else part, flags=re.ASCII
-    )
+    return re.compile(part, flags=re.ASCII)
 
 
+@pytest.mark.filterwarnings("ignore:Possible nested set")
 @pytest.mark.parametrize("part", CLASSES)
 def test_a_class_has_its_characters_in_each_alphabet(part):
     if part in (r"\s", r"\S", r"[^\s]", r"[^\S]", r"[\s -~\d]"):
@@ -152,7 +151,6 @@ def test_a_pattern_is_found_as_in_javascript(pattern, text, is_there):
 def test_what_is_no_regular_language_or_unclear_is_refused(pattern):
     with pytest.raises(Unsupported, match="pattern"):
         rewritten(pattern)
-    assert not isinstance(pattern, Unsupported)
 
 
 @pytest.mark.parametrize(
