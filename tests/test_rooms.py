@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.process import run_python
+
 ROOT = Path(__file__).parents[1]
 # From the ground up. Rooms of one floor do not import each other.
 FLOORS = (
@@ -114,6 +116,17 @@ def test_lower_rooms_know_no_vllm(room, modules):
         if imported.split(".")[0] == "vllm"
     ]
     assert found == []
+
+
+def test_what_quantizes_is_imported_without_vllm():
+    """Its environment has none: neither a family's settings nor what they import may need it."""
+    lines = (
+        "import sys, dllm.models",
+        "sys.modules['vllm'] = None",  # whoever imports it fails
+        "for family in dllm.models.FAMILIES.values(): family.settings_class()",
+        "import dllm.models.unmasking.reference, dllm.models.llada2.reference",
+    )
+    run_python("-c", "\n".join(lines))
 
 
 def test_every_room_says_what_it_is():

@@ -192,7 +192,9 @@ def row_statistics(device: torch.device) -> None:
 
 
 def grammar_paths(device: torch.device) -> None:
-    """Two canvases under a grammar of three states, in which texts have an even length.
+    """Two canvases under a grammar: texts of even length, the second one behind thoughts.
+
+    The last state of its table is that of thoughts; nothing leads back there.
 
     Raises:
         Wrong: a path or a masked row differs.
@@ -200,7 +202,7 @@ def grammar_paths(device: torch.device) -> None:
     class_of = (torch.arange(VOCAB) % 3).int().numpy()
     stop = 7
     class_of[stop] = -1
-    following = np.array([[1, -1, 2], [0, 0, -1], [2, 1, 0]], dtype=np.int32)
+    following = np.array([[1, -1, 1], [0, 0, -1], [2, 0, 2]], dtype=np.int32)
     accepts, left = np.array([True, False, False]), np.array([0, 1, 1], dtype=np.int32)
     table = Table(class_of, following, accepts, left)
     width, budget = NUM_ROWS // 2, 1 << 20

@@ -115,7 +115,8 @@ def on_h200(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 def with_drafters(folder: Path) -> dict[str, dict[str, Any]]:
     """Flags of a target: with a drafter, and with one that has SCALED; with an option, without."""
-    scaled = json.loads((DRAFTER / "config.json").read_text()) | SCALED
+    scaled = json.loads((DRAFTER / "config.json").read_text())
+    scaled["dflash_config"] |= SCALED
     (folder / "scaled").mkdir()
     (folder / "scaled/config.json").write_text(json.dumps(scaled))
     ours = {"additional_config": {"dllm": {"drafter": {}}}}

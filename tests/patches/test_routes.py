@@ -21,6 +21,13 @@ class CohereLike(OpenAIServingChat):
 
     def __init__(self) -> None:
         self.model_config = SimpleNamespace(architecture=next(iter(FAMILIES)))
+        self.engine_client = SimpleNamespace(
+            model_config=SimpleNamespace(logprobs_mode="raw_logits"),
+            vllm_config=SimpleNamespace(
+                scheduler_config=SimpleNamespace(max_num_seqs=1),
+                parallel_config=SimpleNamespace(data_parallel_size=1),
+            ),
+        )
 
 
 def sent(body: dict[str, Any]) -> Any:
@@ -52,8 +59,7 @@ def test_our_fields_are_refused(method, body, message):
 
 def test_holes_are_not_compared_by_logits():
     route = object.__new__(OpenAIServingCompletion)
-    route.model_config = CohereLike().model_config
-    route.engine_client = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="raw_logits"))
+    vars(route).update(vars(CohereLike()))
     asked = SimpleNamespace(suffix="b", vllm_xargs=None)
     with pytest.raises(VLLMValidationError, match="--logprobs-mode"):
         asyncio.run(OpenAIServingCompletion.create_completion(route, asked, sent({})))

@@ -15,12 +15,13 @@ JetAstra/SDAR and, for `entropy_bounded`, JetEngine of the same authors. Three d
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dllm.engine.thoughts import Thoughts
+if TYPE_CHECKING:  # it imports vLLM, and `dllm quantize` reads this module without it
+    from dllm.engine.thoughts import Thoughts
 
 STRATEGIES = (
     "low_confidence_static",  # the best k
@@ -105,7 +106,7 @@ def unmask_step(
     numbers: Mapping[str, Tensor],
     mask_token_id: int,
     block_size: int,
-    thoughts: Thoughts | None = None,
+    thoughts: "Thoughts | None" = None,
 ) -> Outcome:
     """The whole step: the next canvases, and which have converged. Nothing is written in place.
 
