@@ -87,13 +87,17 @@ def test_no_text_breaks_a_drawn_schema(style, num_schemas, num_texts, children):
         count.judge(case, children, num_texts)
     print(f"{len(cases)} schemas: {count}")
     assert count.wrong == []
-    assert count.served >= len(cases) * 3 / 4
-    if num_schemas > 100:
+    assert count.served > 0
+    if num_schemas > 100:  # of fewer, the shares depend on chance
+        assert count.served >= len(cases) * 3 / 4
         assert count.rejected <= count.values / 5
 
 
 def drawn_cases(schemas, count) -> list[judge.Case]:
-    """Different schemas, and two values of each; the same ones in every run."""
+    """Different schemas, and two values of each.
+
+    In one order of imports they are the same ones: hypothesis draws constants from what is loaded.
+    """
     found: dict[str, judge.Case] = {}
 
     @hypothesis.settings(
