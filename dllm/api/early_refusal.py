@@ -85,8 +85,11 @@ def _with_few_names(given: Any) -> Any:
 
 
 def _with_few_parts(messages: Any) -> Any:
-    """The messages, or lists of them, as they came. Raises ValueError: they have many parts."""
-    if isinstance(messages, list):
+    """The messages, or lists of them, as they came. Raises ValueError: they have many parts.
+
+    Parts are not counted in a list that is too long itself: the validator behind this refuses it.
+    """
+    if isinstance(messages, list) and len(messages) <= max(LONGEST_OF_FIELD.values()):
         each = chain.from_iterable(one if isinstance(one, list) else (one,) for one in messages)
         contents = (one.get("content") for one in each if isinstance(one, dict))
         num_parts = sum(len(content) for content in contents if isinstance(content, list))

@@ -1,9 +1,11 @@
 """No body of at most 1 MB holds the event loop of the API server for more than 100 ms.
 
-What is measured is CPU time of the loop's thread between two turns of the loop.
+What is measured is CPU time of the loop's thread between two turns of the loop, as the least of
+three: whatever else the machine does makes it longer, up to twice, and nothing makes it shorter.
 """
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -197,9 +199,11 @@ def test_the_worst_bodies_hold_no_loop(server, loop):
     for name, (route, body) in ({n: given for n, (given, _) in REFUSED.items()} | ANSWERED).items():
         data = json.dumps(body, separators=(",", ":")).encode()
         assert len(data) <= MEGABYTE, name
-        loop()
-        reply = server.post(route, data)
-        held[name] = loop()
+        held[name] = math.inf
+        for _ in range(3):
+            loop()
+            reply = server.post(route, data)
+            held[name] = min(held[name], loop())
         found[name] = reply.status, None if reply.status == 200 else reply.parameter
     print(json.dumps(held, indent=0))
     assert found == expected
