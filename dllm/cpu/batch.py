@@ -94,7 +94,11 @@ def _gather_block_tables_kernel(
     num_blocks_ptr: torch.Tensor,
     num_blocks_stride: int,
     num_reqs: int,
-    BLOCK_SIZE: int,
+    num_computed_tokens_ptr: torch.Tensor | None = None,
+    sliding_window_reach_ptr: torch.Tensor | None = None,
+    block_sizes_ptr: torch.Tensor | None = None,
+    MASK_SLIDING_WINDOW: bool = False,
+    BLOCK_SIZE: int = 0,
 ) -> None:
     """Copy the KV block ids of each row's slot to the row, and zero the rows after the last.
 
@@ -115,6 +119,11 @@ def _gather_block_tables_kernel(
         target = _table_at(target_address, max_num_reqs, width)
         for row, (slot, count) in enumerate(zip(slots, num_blocks[group, slots], strict=True)):
             target[row, :count] = source[slot, :count]
+        if MASK_SLIDING_WINDOW and (reach := int(sliding_window_reach_ptr[group])) > 0:
+            first = num_computed_tokens_ptr.numpy()[slots]
+            nulls = np.maximum(first - reach, 0) // int(block_sizes_ptr[group])
+            for row, (null, count) in enumerate(zip(nulls, num_blocks[group, slots], strict=True)):
+                target[row, : min(null, count)] = 0
         target[num_reqs:] = 0
 
 
@@ -308,6 +317,9 @@ def _post_update_kernel(
     all_token_ids_ptr: torch.Tensor,
     all_token_ids_stride: int,
     total_len_ptr: torch.Tensor,
+    draft_tokens_ptr: torch.Tensor | None = None,
+    draft_tokens_out_ptr: torch.Tensor | None = None,
+    num_draft_tokens: int = 0,
     num_warps: int = 1,
 ) -> None:
     """Append each row's sampled tokens to its request, and advance its computed tokens.
@@ -318,6 +330,8 @@ def _post_update_kernel(
     """
     rows = np.flatnonzero(idx_mapping_ptr.numpy() >= 0)
     slots = idx_mapping_ptr.numpy()[rows]
+    if draft_tokens_ptr is not None:
+        draft_tokens_out_ptr.numpy()[slots] = draft_tokens_ptr.numpy()[rows]
     num_computed = num_computed_tokens_ptr.numpy()
     num_computed[slots] -= num_rejected_ptr.numpy()[rows]
     if query_start_loc_ptr is not None:

@@ -71,6 +71,9 @@ def _gumbel_sample_kernel(
             logits = logits / temperatures[rows, None]
         positions = pos_ptr.numpy()[rows] + DRAFT_NOISE_SALT * IS_DRAFTING
         seeds = seeds_ptr.numpy()[slots[rows]]
+        if logits_cache_ptr is not None:
+            steps = columns[rows] if PER_TOKEN_COL else columns[0]
+            seeds = seeds ^ (np.asarray(steps, np.int64) << 32)
         keep_best(rows, logits + gumbel_noise(seeds, positions, vocab_size, USE_FP64))
 
 

@@ -97,15 +97,16 @@ def _only_ours_on_stdout() -> Iterator[None]:
 
 def _server_arguments(model: str, flags: Sequence[str]) -> argparse.Namespace:
     """As ``vllm serve`` reads its command line; ends the process if that is wrong."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.plugins import load_general_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from dllm.settings.vllm_names import cli_args
+
     load_general_plugins()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="dllm doctor"))
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser(prog="dllm doctor"))
     served: argparse.Namespace = parser.parse_args(["--model", model, *flags])
     try:
-        validate_parsed_serve_args(served)
+        cli_args.validate_parsed_serve_args(served)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     return served

@@ -59,6 +59,7 @@ def _image_processing_stand_in() -> ModuleType:
         "_parse_and_validate_video_input",
         "_parse_and_validate_multimodal_inputs",
         "_encoder_chunk",
+        "_get_max_soft_tokens",
         "_process_image_input",
         "_process_video_input",
         "embed_multimodal",

@@ -1,6 +1,7 @@
 """Every name of vLLM that the plugin replaces, wraps or calls to register something, and why.
 
-This module holds data only. It is true of vLLM 0.32.0. ``tests/patches/test_contract.py`` finds in
+This module holds data only. It is true of vLLM 0.32 and 0.33, in the names of 0.33
+(``settings.vllm_names`` has those that differ). ``tests/patches/test_contract.py`` finds in
 our source what is replaced, and checks that it stands here, and that vLLM has these names, with the
 signatures that we expect. The same test finds which other names of vLLM we import, call and
 override, and checks those, too.
@@ -42,10 +43,10 @@ PATCHES = {
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": (
         "scheduler, worker, canvas length and limits are set for these architectures only"
     ),
-    "vllm.entrypoints.generate.structured_decisions.strategies.READ_STRATEGIES": (
+    "vllm.entrypoints.openai.decisions.strategies.READ_STRATEGIES": (
         "typed decisions are read from a canvas by our strategy"
     ),
-    "vllm.entrypoints.generate.structured_decisions.question_types.QUESTION_TYPES": (
+    "vllm.entrypoints.openai.decisions.question_types.QUESTION_TYPES": (
         "in an API server of our architectures: choices and scores take as many options as OpenAI's"
     ),
     "vllm.transformers_utils.config._CONFIG_REGISTRY": (
@@ -181,6 +182,9 @@ PATCHES = {
     "vllm.config.VllmConfig._validate_v2_model_runner": "vLLM refuses it in a second place, too",
     "vllm.triton_utils.triton.next_power_of_2": (
         "Model Runner V2 calls it to size kernels that dllm.cpu replaces"
+    ),
+    "vllm.v1.worker.gpu_worker.HAS_TRITON": (
+        "in our worker on a CPU: vLLM 0.33 asks for Triton, whose kernels are replaced there"
     ),
     "vllm.triton_utils.dispatcher.register_kernels": (
         "in the CPU worker: vLLM's own extension point for replacing Triton kernels"

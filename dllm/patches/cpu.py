@@ -220,7 +220,9 @@ def allow_product_of_no_rows() -> None:
 def register_cpu_kernels() -> None:
     """Replace Model Runner V2's Triton kernels in this worker's process by ``dllm.cpu``."""
     from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.worker import gpu_worker
 
     from dllm.cpu.kernels import KERNELS
 
     register_kernels(KERNELS)
+    gpu_worker.HAS_TRITON = True  # asked by vLLM 0.33, which needs nothing else of Triton then

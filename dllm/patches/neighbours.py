@@ -21,7 +21,7 @@ from dllm.settings.drafting import DRAFTER_ARCHITECTURE
 logger = logging.getLogger(LOGGER)
 
 NAME, PLUGIN_GROUP = "dllm", "vllm.general_plugins"
-TESTED_VLLM = ("0.32",)
+TESTED_VLLM = ("0.32", "0.33")
 ALLOW_UNTESTED, DISABLE = "DLLM_ALLOW_UNTESTED_VLLM", "DLLM_DISABLE"
 VLLMS = f"With {DISABLE}=1 vLLM serves what it has a class of its own for."
 

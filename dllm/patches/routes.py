@@ -326,9 +326,8 @@ class OurRoutes:
 
     def attach_router(self, app: Any) -> None:
         """Remember the app, and let vLLM's own route read our families with our strategy."""
-        from vllm.entrypoints.generate.structured_decisions.strategies import READ_STRATEGIES
-
         from dllm.api.decisions.reads import CanvasReads  # imports vLLM's API server
+        from dllm.settings.vllm_names import strategies
 
         class Reads(CanvasReads):
             def __init__(self, context: Any) -> None:
@@ -336,7 +335,7 @@ class OurRoutes:
 
         self._app = app
         for architecture in FAMILIES:
-            READ_STRATEGIES[architecture] = Reads
+            strategies.READ_STRATEGIES[architecture] = Reads
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Add ``/v1/decisions`` and ``/v1/scores``, and bound all bodies.
@@ -345,15 +344,14 @@ class OurRoutes:
 
         Says why, if the model cannot be asked.
         """
-        from vllm.entrypoints.generate.structured_decisions.question_types import QUESTION_TYPES
-
         from dllm.api import scores
         from dllm.api.decisions import reads, route
+        from dllm.settings.vllm_names import question_types
 
         if not engine_client or engine_client.model_config.architecture not in FAMILIES:
             return
-        QUESTION_TYPES["choice"] = reads.WideChoice()
-        QUESTION_TYPES["score"] = reads.WideScore()
+        question_types.QUESTION_TYPES["choice"] = reads.WideChoice()
+        question_types.QUESTION_TYPES["score"] = reads.WideScore()
         route.attach(self._app)
         scores.attach(self._app, settings_of(engine_client.vllm_config))
         if getattr(state, "serving_structured_decisions", None) is None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi import FastAPI
-from vllm.entrypoints.generate.structured_decisions import strategies
 
 from dllm.api.decisions import protocol, reads, route
 from dllm.api.decisions.labels import Labels
@@ -18,6 +17,7 @@ from dllm.grammar.viterbi import UNLIMITED, Canvas
 from dllm.models import FAMILIES
 from dllm.patches import routes
 from dllm.patches.routes import OurRoutes
+from dllm.settings.vllm_names import strategies
 from tests.support.grammars import STOP, WORDS
 from tests.support.grammars import table as grammar_table
 

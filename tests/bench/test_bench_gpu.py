@@ -137,25 +137,27 @@ def test_the_commands_of_the_parts_are_understood(part: Part, is_toy: bool, tmp_
 
 @pytest.mark.parametrize("part", [one for one in PARTS if one.command.startswith("bench.answers")])
 def test_further_flags_of_answers_are_those_of_a_server(part: Part, tmp_path: Path) -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from dllm.settings.vllm_names import cli_args
+
     _, flags = answers.parse(part.arguments(tmp_path, tmp_path, is_toy=False)[1:])
-    given = make_arg_parser(FlexibleArgumentParser()).parse_args([*answers.FLAGS, *flags])
+    given = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args([*answers.FLAGS, *flags])
     assert given.gpu_memory_utilization * len(answers.SERVERS) < 1
     assert (given.compilation_config.mode == 0) is (part.name == "answers")
 
 
 @pytest.mark.parametrize("part", [one for one in PARTS if one.command.startswith("bench.serve")])
 def test_the_flags_of_contestants_are_those_of_a_server(part: Part, tmp_path: Path) -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dllm.settings.vllm_names import cli_args
 
     if part.weights:
         write_without_weights(tmp_path / part.weights, released_config(), is_fp8=False)
     options = serve.parse(part.arguments(tmp_path, tmp_path, is_toy=False)[1:])
     racing = serve.contestants(options, *options.schedule, tmp_path)
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     has_loop: list[bool] = []
     for one in racing:
         assert one.server is not None

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.entrypoints.generate.structured_decisions import question_types
 
 from dllm.api.decisions.labels import Labels
 from dllm.api.decisions.protocol import MAX_OPTIONS
@@ -19,6 +18,7 @@ from dllm.models.unmasking import reference
 from dllm.settings import request
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.request import LEAST_ROWS, RequestOptions
+from dllm.settings.vllm_names import question_types
 from tests.support import family_checkpoints, hf_reference
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine, get_engine

@@ -52,6 +52,7 @@ def dflash_cases(rng: np.random.Generator) -> Iterator[Case]:
         (3, 2),
         out_input_ids_ptr=poisoned(30),
         out_query_positions_ptr=poisoned(30, dtype=torch.int64),
+        out_is_padding_ptr=torch.zeros(30, dtype=torch.bool),
         out_query_start_loc_ptr=poisoned(6),
         out_seq_lens_ptr=poisoned(5),
         out_query_slot_mapping_ptr=poisoned(30, dtype=torch.int64),

@@ -94,7 +94,7 @@ def apply_write_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield case(
             "buffer_utils._apply_write_kernel",
             label,
-            (len(writes),),
+            (len(writes), 4),
             output_ptr=output,
             output_stride=stride,
             write_indices_ptr=i32(rows),
@@ -131,6 +131,10 @@ def gather_block_tables_cases(rng: np.random.Generator) -> Iterator[Case]:
             block_table_strides=i64(widths),
             num_blocks_ptr=i32(num_blocks),
             num_reqs=len(slots),
+            num_computed_tokens_ptr=i32(rng.integers(0, 60, max_num_reqs)),
+            sliding_window_reach_ptr=i32([0, 7]),
+            block_sizes_ptr=i32([4, 2]),
+            MASK_SLIDING_WINDOW=label != "one-row",
             BLOCK_SIZE=8,
         )
 
@@ -303,6 +307,9 @@ def post_update_cases(rng: np.random.Generator) -> Iterator[Case]:
             query_start_loc_ptr=spans([8, 4, 5][:rows], padding=2) if has_spans else None,
             all_token_ids_ptr=poisoned(6, 40),
             total_len_ptr=i32(rng.integers(0, 36, 6)),
+            draft_tokens_ptr=i64(rng.integers(0, 99, (rows, 3))) if has_counts else None,
+            draft_tokens_out_ptr=poisoned(6, 3, dtype=torch.int64),
+            num_draft_tokens=3 if has_counts else 0,
         )
 
 

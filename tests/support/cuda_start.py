@@ -177,13 +177,14 @@ def kv_cache_groups(config: Any) -> list[dict[str, Any]]:
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,
     )
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    from dllm.settings.vllm_names import kv_cache_planning
 
     specs = get_kv_cache_spec(config)
     layouts = get_supported_kv_cache_layouts(get_current_attn_backends(config))
     resolve_kv_cache_layout(config, [[layout.name for layout in layouts]], specs.values())
-    groups = get_kv_cache_groups(config, specs)
+    groups = kv_cache_planning.get_kv_cache_groups(config, specs)
     return [
         {
             "layers": len(group.layer_names),

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dllm.settings import vllm_names
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     path for folder in ("dllm", "attention", "quant") for path in (ROOT / folder).rglob("*.py")
@@ -86,9 +88,18 @@ def imported(path: Path, module: str) -> dict[str, str]:
     return found
 
 
+def installed(name: str) -> str:
+    """A dotted name of vLLM, or of our module of those that differ, as the installed vLLM has it."""
+    for ours, places in vllm_names.PLACES.items():
+        for place in (f"{vllm_names.__name__}.{ours}", *places):
+            if f"{name}.".startswith(f"{place}."):
+                return vllm_names.place_of(ours) + name.removeprefix(place)
+    return name
+
+
 def names_of_vllm(path: Path) -> dict[str, str]:
     """What a file of ours imports from vLLM: the dotted name behind each of its own names."""
-    names = imported(path, module_of(path))
+    names = {name: installed(meant) for name, meant in imported(path, module_of(path)).items()}
     return {name: meant for name, meant in names.items() if meant.split(".")[0] == "vllm"}
 
 
@@ -98,8 +109,8 @@ def class_named(name: str, path: Path | None, module: str) -> Class | None:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return Class(module, node)
     first, _, rest = name.partition(".")
-    meant = imported(path, module).get(first) if path else None
-    if meant is None or meant.split(".")[0] not in ("vllm", "dllm"):
+    meant = installed(imported(path, module).get(first, "")) if path else ""
+    if meant.split(".")[0] not in ("vllm", "dllm"):
         return None
     owner, _, last = f"{meant}.{rest}".rstrip(".").rpartition(".")
     return class_named(last, file_of(owner), owner)

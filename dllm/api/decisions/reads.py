@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
-from vllm.entrypoints.generate.structured_decisions import question_types, strategies
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import make_async
@@ -30,6 +29,7 @@ from dllm.settings.decisions import DecisionOptions
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.request import refuse
 from dllm.settings.server import PluginOptions
+from dllm.settings.vllm_names import question_types, strategies
 
 # What one HTTP request may come to, over all of its questions.
 MAX_CANVASES = 1600  # 400 questions of 4 samples
@@ -111,10 +111,13 @@ class CanvasReads(strategies.NextTokenStrategy):
         """OpenAI's."""
         return strategies.DecisionLimits(max_questions=MAX_QUESTIONS, max_options=MAX_OPTIONS)
 
-    def num_requests(self, questions: Sequence[Any], samples: int | None = None) -> int:
+    def num_requests(
+        self, questions: Sequence[Any], joint: bool = False, samples: int | None = None
+    ) -> int:
         """Canvases of some questions; where there is no noise, one each is enough.
 
         Args:
+            joint: vLLM's; several questions never share one of our canvases.
             samples: of each question; None: the server's.
         """
         has_noise = not self.settings.never_emitted
@@ -191,7 +194,7 @@ class CanvasReads(strategies.NextTokenStrategy):
             VLLMValidationError: a prompt, an option or all of the request is too long.
         """
         given = self._read_request(chat_template_kwargs, cache_salt)
-        drawn = self.num_requests([None], samples)
+        drawn = self.num_requests([None], samples=samples)
         off_the_loop = make_async(self._plan, self.context.online_renderer.renderer._executor)
         plans = await off_the_loop(questions, state, drawn)
         images = await self._image_parts((media or {}).get("image", ()))

@@ -6,7 +6,6 @@ from typing import Any
 import prometheus_client
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from vllm.entrypoints.generate.structured_decisions import question_types, strategies
 from vllm.entrypoints.generate.structured_decisions.serving import ServingStructuredDecisions
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import (
@@ -25,7 +24,9 @@ from dllm.api.decisions.protocol import (
 )
 from dllm.api.decisions.reads import CanvasReads, Read
 from dllm.settings.request import refuse
+from dllm.settings.vllm_names import question_types, strategies
 
+PATH = "/v1/decisions"
 COUNTERS = {
     name: prometheus_client.Counter(f"dllm:decision_{name}", text, ("model_name",))
     for name, text in (
@@ -37,9 +38,10 @@ COUNTERS = {
 
 
 def attach(app: FastAPI) -> None:
-    """Serve the route."""
+    """Serve the route, in the place of vLLM's own of that name (from 0.33 on)."""
+    app.router.routes[:] = [one for one in app.router.routes if getattr(one, "path", "") != PATH]
 
-    @app.post("/v1/decisions", dependencies=[Depends(validate_json_request)])
+    @app.post(PATH, dependencies=[Depends(validate_json_request)])
     @with_cancellation
     @load_aware_call
     async def decide(request: DecisionRequest, raw_request: Request) -> Response:
@@ -72,7 +74,8 @@ async def answered(
     error = await handler._check_model(request)  # type: ignore[arg-type]
     if error is not None:
         return error
-    engine, strategy = handler.engine_client, handler.strategy
+    strategy = handler.strategy
+    engine = strategy.context.engine_client
     if engine.errored:
         raise engine.dead_error
     # A body of 1 MB may hold so much that each of these is done off the event loop.
@@ -80,7 +83,7 @@ async def answered(
     questions, text, images = await make_async(asked_of, renderer._executor)(request)
     if images and "image" not in strategy.modalities:
         refuse("input", "input holds an image; this model takes text alone. Leave it out.")
-    engine.check_admission(strategy.num_requests(questions, request.samples))
+    engine.check_admission(strategy.num_requests(questions, samples=request.samples))
     reads = await strategy.read(
         questions,
         None,
