@@ -2,12 +2,12 @@
 
 This page explains how all modules of this package are written.
 
-vLLM (0.32) lets a platform replace a Triton kernel by a function (`KernelOverride` in
+vLLM lets a platform replace a Triton kernel by a function (`KernelOverride` in
 vllm/triton_utils/dispatcher.py). The function gets the arguments of the launch but not the launch
 grid, so it reads every count from the shape of a tensor. Each function has the name and the
-parameter names of the kernel that it replaces; tests run both and compare. Parameters that only
-shape a launch (BLOCK_SIZE and the like) are accepted and ignored. So are strides, because a tensor
-has its own.
+parameter names of the kernel of vLLM 0.33 that it replaces (`kernels` has what 0.32 lacks); tests
+run both and compare. Parameters that only shape a launch (BLOCK_SIZE and the like) are accepted and
+ignored. So are strides, because a tensor has its own.
 
 Words in docstrings and parameters:
 
@@ -27,6 +27,8 @@ import numpy as np
 import torch
 
 from dllm.cpu.ragged import lengths, spread
+
+NOTHING = torch.empty(0, dtype=torch.int32)  # in the place of what vLLM 0.32 does not pass
 
 
 @functools.lru_cache(maxsize=64)  # the addresses are the same in every step
@@ -94,9 +96,9 @@ def _gather_block_tables_kernel(
     num_blocks_ptr: torch.Tensor,
     num_blocks_stride: int,
     num_reqs: int,
-    num_computed_tokens_ptr: torch.Tensor | None = None,
-    sliding_window_reach_ptr: torch.Tensor | None = None,
-    block_sizes_ptr: torch.Tensor | None = None,
+    num_computed_tokens_ptr: torch.Tensor = NOTHING,
+    sliding_window_reach_ptr: torch.Tensor = NOTHING,
+    block_sizes_ptr: torch.Tensor = NOTHING,
     MASK_SLIDING_WINDOW: bool = False,
     BLOCK_SIZE: int = 0,
 ) -> None:
@@ -104,6 +106,9 @@ def _gather_block_tables_kernel(
 
     Source tables are indexed by slot, destination tables by row. num_blocks: [groups,
     max_num_reqs] int32, by slot; a row's entries after its last block stay as they are.
+
+    MASK_SLIDING_WINDOW: pages that no query of the step sees become 0. They end more than
+    sliding_window_reach[group] tokens (0: no window) below the row's first query.
     """
     slots = batch_idx_to_req_idx.tolist()
     num_blocks = num_blocks_ptr.numpy()
@@ -119,11 +124,12 @@ def _gather_block_tables_kernel(
         target = _table_at(target_address, max_num_reqs, width)
         for row, (slot, count) in enumerate(zip(slots, num_blocks[group, slots], strict=True)):
             target[row, :count] = source[slot, :count]
-        if MASK_SLIDING_WINDOW and (reach := int(sliding_window_reach_ptr[group])) > 0:
-            first = num_computed_tokens_ptr.numpy()[slots]
-            nulls = np.maximum(first - reach, 0) // int(block_sizes_ptr[group])
-            for row, (null, count) in enumerate(zip(nulls, num_blocks[group, slots], strict=True)):
-                target[row, : min(null, count)] = 0
+        if MASK_SLIDING_WINDOW:
+            reach, page_size = int(sliding_window_reach_ptr[group]), int(block_sizes_ptr[group])
+            below = np.maximum(num_computed_tokens_ptr.numpy()[slots] - reach, 0) // page_size
+            unseen = np.minimum(below, num_blocks[group, slots]) if reach > 0 else ()
+            for row, count in enumerate(unseen):
+                target[row, :count] = 0
         target[num_reqs:] = 0
 
 
@@ -330,7 +336,7 @@ def _post_update_kernel(
     """
     rows = np.flatnonzero(idx_mapping_ptr.numpy() >= 0)
     slots = idx_mapping_ptr.numpy()[rows]
-    if draft_tokens_ptr is not None:
+    if draft_tokens_ptr is not None and draft_tokens_out_ptr is not None:
         draft_tokens_out_ptr.numpy()[slots] = draft_tokens_ptr.numpy()[rows]
     num_computed = num_computed_tokens_ptr.numpy()
     num_computed[slots] -= num_rejected_ptr.numpy()[rows]

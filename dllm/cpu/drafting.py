@@ -113,7 +113,7 @@ def _fill_samples(
 def _prepare_dflash_inputs_kernel(
     out_input_ids_ptr: torch.Tensor,
     out_query_positions_ptr: torch.Tensor,
-    out_is_padding_ptr: torch.Tensor,
+    out_is_padding_ptr: torch.Tensor | None,
     out_query_start_loc_ptr: torch.Tensor,
     out_seq_lens_ptr: torch.Tensor,
     out_query_slot_mapping_ptr: torch.Tensor,
@@ -173,9 +173,10 @@ def _prepare_dflash_inputs_kernel(
         out_seq_lens_ptr[:max_num_reqs],
     )
     _fill_queries(queries, bonus, parallel_drafting_token_id, positions, max_model_len - 1, cache)
-    out_is_padding_ptr.numpy()[:max_num_tokens] = np.arange(max_num_tokens) >= positions.size
-    out_input_ids_ptr.numpy()[positions.size : max_num_tokens] = 0
-    out_query_positions_ptr.numpy()[positions.size : max_num_tokens] = 0
+    if out_is_padding_ptr is not None:
+        out_is_padding_ptr.numpy()[:max_num_tokens] = np.arange(max_num_tokens) >= positions.size
+        out_input_ids_ptr.numpy()[positions.size : max_num_tokens] = 0
+        out_query_positions_ptr.numpy()[positions.size : max_num_tokens] = 0
     samples = (out_sample_indices_ptr, out_sample_pos_ptr, out_sample_idx_mapping_ptr)
     num_samples = max_num_reqs * num_speculative_steps
     _fill_samples(samples, num_samples, positions, slots)

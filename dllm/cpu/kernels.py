@@ -1,6 +1,9 @@
 """Which of vLLM's Triton kernels are replaced on a CPU, and by what."""
 
+import inspect
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from dllm.cpu import batch, drafting, edits, logits, sampling
 
@@ -48,3 +51,28 @@ KERNELS: dict[str, Kernel] = {
     for module, kernels in _REPLACED.items()
     for kernel in kernels
 }
+
+
+def kernels(is_0_32: bool) -> dict[str, Kernel]:
+    """``KERNELS``, as vLLM 0.33 or 0.32 calls them."""
+    if not is_0_32:
+        return KERNELS
+    drafted, sampled = drafting._prepare_dflash_inputs_kernel, sampling._gumbel_sample_kernel
+    differ: dict[Kernel, Kernel] = {
+        drafted: _without(drafted, "out_is_padding_ptr"),
+        sampled: partial(sampled, SEED_HAS_STEP=False),
+    }
+    return {name: differ.get(kernel, kernel) for name, kernel in KERNELS.items()}
+
+
+def _without(kernel: Kernel, name: str) -> Kernel:
+    """A kernel whose callers know nothing of one of its parameters, which is None."""
+    signature = inspect.signature(kernel)
+    known = [one for one in signature.parameters.values() if one.name != name]
+    known_signature = signature.replace(parameters=known)
+
+    def call(*args: Any, **named: Any) -> None:
+        kernel(**known_signature.bind(*args, **named).arguments, **{name: None})
+
+    call.__signature__ = known_signature  # type: ignore[attr-defined]
+    return call

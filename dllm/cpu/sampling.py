@@ -39,6 +39,7 @@ def _gumbel_sample_kernel(
     APPLY_TEMPERATURE: bool,
     USE_FP64: bool,
     PER_TOKEN_COL: bool,
+    SEED_HAS_STEP: bool = True,
 ) -> None:
     """Find the best token of each vocabulary block, for every logits row.
 
@@ -47,7 +48,8 @@ def _gumbel_sample_kernel(
     local_max: [N, blocks]. Rows with a negative slot are padding and count as temperature 0.
 
     logits_cache: [max_num_reqs, columns, V] or None. If given, the rows of logits_cache_source are
-    kept in it, at each row's slot (not those of padding).
+    kept in it, at each row's slot (not those of padding). SEED_HAS_STEP: the column, a step of
+    drafting, is mixed into the seed.
     """
     slots = expanded_idx_mapping_ptr.numpy()
     temperatures = np.where(slots >= 0, temp_ptr.float().numpy()[slots], np.float32(0))
@@ -71,7 +73,7 @@ def _gumbel_sample_kernel(
             logits = logits / temperatures[rows, None]
         positions = pos_ptr.numpy()[rows] + DRAFT_NOISE_SALT * IS_DRAFTING
         seeds = seeds_ptr.numpy()[slots[rows]]
-        if logits_cache_ptr is not None:
+        if logits_cache_ptr is not None and SEED_HAS_STEP:
             steps = columns[rows] if PER_TOKEN_COL else columns[0]
             seeds = seeds ^ (np.asarray(steps, np.int64) << 32)
         keep_best(rows, logits + gumbel_noise(seeds, positions, vocab_size, USE_FP64))

@@ -12,6 +12,7 @@ from dllm.cpu.instructions import computes_bf16
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
 from dllm.patches.preflight import refuse_missing_parts
+from dllm.settings import vllm_names
 
 logger = init_logger(LOGGER)
 
@@ -222,7 +223,7 @@ def register_cpu_kernels() -> None:
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.v1.worker import gpu_worker
 
-    from dllm.cpu.kernels import KERNELS
+    from dllm.cpu.kernels import kernels
 
-    register_kernels(KERNELS)
+    register_kernels(kernels(vllm_names.is_0_32()))
     gpu_worker.HAS_TRITON = True  # asked by vLLM 0.33, which needs nothing else of Triton then

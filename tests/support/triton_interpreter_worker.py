@@ -78,7 +78,8 @@ def main(cases_path: str, results_path: str) -> None:
     use_real_triton()
     from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
 
-    from dllm.cpu.kernels import KERNELS
+    from dllm.cpu.kernels import kernels as replacements
+    from dllm.settings.vllm_names import is_0_32
 
     # Memory that a function allocates and never writes must be the same in both runs.
     torch.use_deterministic_algorithms(True)
@@ -88,11 +89,12 @@ def main(cases_path: str, results_path: str) -> None:
     kernels = {name: getattr(*resolve(name)) for name in job["kernels"]}
     for case in job["cases"]:
         try:
-            launch(kernels[case["kernel"]][case["grid"]], case["args"])
+            kernel, args = kernels[case["kernel"]], case["args"]
+            launch(kernel[case["grid"]], {k: v for k, v in args.items() if k in kernel.arg_names})
         except Exception as error:
             raise RuntimeError(f"{case['kernel']}, case {case['label']!r}") from error
     host_triton = [call_host_function(*case) for case in job["host_cases"]]
-    register_kernels(KERNELS)
+    register_kernels(replacements(is_0_32()))
     host_ours = [call_host_function(*case) for case in job["host_cases"]]
     torch.save(
         {

@@ -89,7 +89,7 @@ def imported(path: Path, module: str) -> dict[str, str]:
 
 
 def installed(name: str) -> str:
-    """A dotted name of vLLM, or of our module of those that differ, as the installed vLLM has it."""
+    """A name of vLLM, or of our module of those that differ, as the installed vLLM has it."""
     for ours, places in vllm_names.PLACES.items():
         for place in (f"{vllm_names.__name__}.{ours}", *places):
             if f"{name}.".startswith(f"{place}."):
