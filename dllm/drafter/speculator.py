@@ -131,8 +131,12 @@ class Drafter(DFlashSpeculator):
         draft = partial(super().propose, *arguments, dummy_run=dummy_run, **options)
         if dummy_run:
             return draft()
-        # vLLM may ask for fewer drafts at large batches; those have to be made at once.
+        # vLLM may ask for fewer drafts at large batches; those have to be made at once. It asks for
+        # none (from 0.33 on) if no request of the step can use any.
         num_drafts = options.get("num_speculative_tokens")
+        if num_drafts == 0:
+            self._leave_out_drafts(step)
+            return self.draft_tokens[: input_batch.num_reqs]
         if self._drafts_late and num_drafts in (None, self.num_speculative_steps):
             self._undrafted = step, draft
             return self.draft_tokens[: input_batch.num_reqs]
@@ -163,8 +167,13 @@ class Drafter(DFlashSpeculator):
         if self._undrafted is None:
             return
         (step, _), self._undrafted = self._undrafted, None
+        self._leave_out_drafts(step)
+
+    def _leave_out_drafts(self, step: TargetStep) -> None:
+        """Nobody needs drafts of this step, so none are counted."""
         self._observe(step)
         self._keep_context(step)
+        self._widths = np.zeros(step.batch.num_reqs, dtype=np.int64)
 
     def _follow(self, step: TargetStep, draft: DraftPass) -> torch.Tensor:
         """Draft, or keep the step's context without drafting: ``[rows, N]`` token ids."""
