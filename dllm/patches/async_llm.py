@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from dllm.api import fill
-from dllm.api.tally import Tally, current_tally, in_turn
+from dllm.api.http_request import current, in_turn
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
 from dllm.patches.admission import VERDICT
 from dllm.patches.grammars import needs_table, shipped, wait_before_the_stream
@@ -51,7 +51,7 @@ def check_requests_early() -> None:
         elif self.model_config.architecture in AUTOREGRESSIVE:
             _check_now(self, sampling_params)
         given = (self, prompt, sampling_params, request_id, *args)
-        return _paced(current_tally.get(), generate, *given, **kwargs)
+        return _paced(generate, *given, **kwargs)
 
     AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
 
@@ -78,15 +78,15 @@ def _count(number: int, num_samples: int) -> None:
     Raises:
         VLLMValidationError: there are too many.
     """
-    tally = current_tally.get()
-    if tally is not None:
-        tally.add(number * num_samples, "n" if num_samples > 1 else "prompt")
+    one = current.get()
+    if one is not None:
+        one.add(number * num_samples, "n" if num_samples > 1 else "prompt")
 
 
-def _paced(tally: Tally | None, generate: Any, *args: Any, **options: Any) -> Any:
+def _paced(generate: Any, *args: Any, **options: Any) -> Any:
     """What ``generate`` returns, for a request that waits for a place of its HTTP request."""
-    outputs = generate(*args, **options)
-    return outputs if tally is None else in_turn(tally.places, outputs)
+    one, outputs = current.get(), generate(*args, **options)
+    return outputs if one is None else in_turn(one.places, outputs)
 
 
 def _start_fill(
@@ -100,9 +100,10 @@ def _start_fill(
     Raises:
         VLLMValidationError: hole and suffix do not fit.
     """
-    hole = fill.current_fill.get()
-    if hole is None:
+    one = current.get()
+    if one is None or one.hole is None:
         return None
+    hole = one.hole
     prompt_len = len(prompt["prompt_token_ids"])
     if (block := block_size_of(llm.vllm_config)) > 1:
         one_step = settings_of(llm.vllm_config).one_step
@@ -112,7 +113,7 @@ def _start_fill(
     _count(len(widths), params.n)
     candidate = hole.candidate(params, widths[-1], 0)
     llm.input_processor._validate_params(candidate, ("generate",))
-    start = functools.partial(_paced, current_tally.get(), generate, llm)
+    start = functools.partial(_paced, generate, llm)
     decode = functools.partial(
         llm.renderer.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens
     )

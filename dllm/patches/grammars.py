@@ -10,13 +10,13 @@ So a grammar is compiled once, within limits of time and memory, and all hold th
 
 import asyncio
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+from dllm.api.http_request import current
 from dllm.grammar.compile import Grammars, Spec, check_length, tokens_of
 from dllm.grammar.constraint import Constraint, Thoughts
 from dllm.grammar.rules import Unsupported
@@ -103,16 +103,6 @@ def _compile_before_an_offline_engine() -> None:
     LLMEngine.add_request = add_request  # type: ignore[method-assign]
 
 
-# While a route handles a request: what to wait for before its stream starts.
-current_compilations: ContextVar[list[Callable[[], Awaitable[Any]]] | None] = ContextVar(
-    "current_compilations", default=None
-)
-
-
-# While a route handles a request: the field that its grammar comes from.
-current_field: ContextVar[str] = ContextVar("current_field", default="structured_outputs")
-
-
 def wait_before_the_stream(
     llm: Any, prompt: Any, params: Any, reasoning: tuple[bool | None, Mapping[str, Any]]
 ) -> None:
@@ -124,9 +114,9 @@ def wait_before_the_stream(
     Args:
         reasoning: the last two arguments of ``shipped``.
     """
-    compilations = current_compilations.get()
-    if compilations is not None and needs_table(llm, params):
-        compilations.append(lambda: shipped(llm, params, prompt, *reasoning))
+    one = current.get()
+    if one is not None and needs_table(llm, params):
+        one.compilations.append(lambda: shipped(llm, params, prompt, *reasoning))
 
 
 def needs_table(engine: Any, params: Any) -> bool:
@@ -163,7 +153,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (Unsupported, ChildProcessError) as reason:
-        refuse(current_field.get(), f"{current_field.get()}: {reason}")
+        refuse("structured_outputs", f"structured_outputs: {reason}")
 
 
 def _begin(engine: Any, params: Any) -> Future[bytes]:

@@ -8,11 +8,9 @@ diffusion_trace   when each token was decided                (patches.streaming)
 `thinking` of Anthropic's route turns thoughts on, and is named where its budget is refused.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable
 from types import AsyncGeneratorType
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
@@ -20,21 +18,17 @@ from vllm.utils.async_utils import make_async
 from dllm import LOGGER
 from dllm.api import fill, pins
 from dllm.api.early_refusal import bound_bodies, bounded_type
+from dllm.api.http_request import HttpRequest, current, handling, places_of
 from dllm.api.page import CanvasPage
-from dllm.api.tally import Tally, current_tally, places_of
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
 from dllm.patches.adapters import refuse_wrong_adapters
-from dllm.patches.grammars import current_compilations, current_field
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.patches.tool_calls import hold_tool_calls
 from dllm.settings.admission import refuse_without_canvases
-from dllm.settings.request import LOGITS_MODES, STREAM, TRACE, refuse
-from dllm.settings.thoughts import field_of_budget
+from dllm.settings.request import BUDGET, LOGITS_MODES, STREAM, TRACE, refuse
 
 logger = init_logger(LOGGER)
-T = TypeVar("T")
 
-EVENTS_BEFORE_THE_ENGINE = 4  # at most
 # Fields of completions that cannot stand beside a suffix.
 BESIDE_NO_SUFFIX = (
     "echo",
@@ -82,12 +76,10 @@ def _extended(
                 await _refuse_fields_of_canvases(raw_request)
             return await create(self, request, raw_request)
         hold_tool_calls()
-        compilations: list[Callable[[], Awaitable[Any]]] = []
-        with (
-            _set(current_tally, Tally(places_of(self.engine_client.vllm_config))),
-            _set(current_compilations, compilations),
-            _set(current_field, _field_of_grammar(request)),
-        ):
+        one = HttpRequest(places_of(self.engine_client.vllm_config))
+        if getattr(request, "tools", None) and not request.extract_structured_outputs():
+            one.client_names["structured_outputs"] = "tools"
+        with handling(one):
             try:
                 # Subclasses (Anthropic, Cohere) call the chat's method and translate what it
                 # streams. For them it refuses.
@@ -95,44 +87,30 @@ def _extended(
                     answer = await take(create, self, request, raw_request)
                 else:
                     await _refuse_our_fields(raw_request)
-                    with _thinking_of(request):
-                        answer = await create(self, request, raw_request)
+                    _take_thinking(request, one)
+                    answer = await create(self, request, raw_request)
             except RecursionError:
                 # vLLM reads the arguments of an earlier tool call as JSON.
                 refuse("messages", "a message is nested too deeply. Make it flatter.")
-            if isinstance(answer, AsyncGeneratorType) and _is_response_with_format(request):
-                answer = await _begun(answer, compilations)
-        if isinstance(answer, AsyncGeneratorType):
-            for compilation in compilations:
-                await compilation()
+            if isinstance(answer, AsyncGeneratorType):
+                if _is_response_with_format(request):
+                    answer = await _begun(answer, one)
+                for compilation in one.compilations:
+                    await compilation()
         return answer
 
     return create_extended
 
 
-@contextmanager
-def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable for a while."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-@contextmanager
-def _thinking_of(request: Any) -> Iterator[None]:
-    """While Anthropic's route makes a chat: what its ``thinking`` with a budget asks for.
+def _take_thinking(request: Any, one: HttpRequest) -> None:
+    """Let a chat that Anthropic's route has made think, if ``thinking`` has a budget.
 
     vLLM's route translates the budget alone. Whether the model thinks is for its chat template.
     """
-    if getattr(request, "thinking_token_budget", None) is None:
-        yield
-        return
-    given = request.chat_template_kwargs or {}
-    request.chat_template_kwargs = {"enable_thinking": True, **given}
-    with _set(field_of_budget, "thinking"):
-        yield
+    if getattr(request, BUDGET, None) is not None:
+        given = request.chat_template_kwargs or {}
+        request.chat_template_kwargs = {"enable_thinking": True, **given}
+        one.client_names[BUDGET] = "thinking"
 
 
 async def _create_chat(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
@@ -147,14 +125,10 @@ async def _create_completion(create: Create, self: Any, request: Any, raw_reques
         request.suffix = None  # vLLM would refuse an empty one
         _refuse_hole_without_suffix(request)
         return await _create_chat(create, self, request, raw_request)
-    with _set(fill.current_fill, await _take_fill(self, request)):
-        return await _create_chat(create, self, request, raw_request)
-
-
-def _field_of_grammar(request: Any) -> str:
-    """What a client sent that a refusal of the request's grammar can name."""
-    is_of_tools = getattr(request, "tools", None) and not request.extract_structured_outputs()
-    return "tools" if is_of_tools else "structured_outputs"
+    one = current.get()
+    assert one is not None, "its route handles it"
+    one.hole = await _take_fill(self, request)
+    return await _create_chat(create, self, request, raw_request)
 
 
 def _is_response_with_format(request: Any) -> bool:
@@ -164,13 +138,10 @@ def _is_response_with_format(request: Any) -> bool:
     )
 
 
-async def _begun(stream: Any, compilations: Sequence[Any]) -> Any:
-    """The same stream, which has begun to generate.
-
-    The Responses API sends two events before it calls the engine.
-    """
+async def _begun(stream: Any, one: HttpRequest) -> Any:
+    """The same stream, which has asked the engine: the Responses API sends events before."""
     events: list[Any] = []
-    while not compilations and len(events) < EVENTS_BEFORE_THE_ENGINE:
+    while one.num_requests == 0:
         try:
             events.append(await anext(stream))
         except StopAsyncIteration:

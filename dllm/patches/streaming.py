@@ -1,6 +1,6 @@
 """Patches of the API server: unfinished canvases and traces in chats and completions.
 
-A route that can show them calls ``create_watched``, which says so in ``current_watch`` while
+A route that can show them calls ``create_watched``, which opens a feed (``HttpRequest.feed``) while
 the request starts. Everywhere else ``diffusion_stream`` is refused. Traces are in the outputs of
 vLLM's Python classes as well.
 """
@@ -17,11 +17,10 @@ from dllm.api.events import (
     TextWriter,
     TraceWriter,
 )
+from dllm.api.http_request import current
 from dllm.api.watching import (
     CanvasFeed,
-    Watch,
     Watchers,
-    current_watch,
     frames_taken,
     has_frames,
     interleaved,
@@ -48,8 +47,8 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
     is_shown = (params.extra_args or {}).get(STREAM) is not None
     if not is_shown and traced(params) is None:
         return
-    watch = current_watch.get()
-    if watch is None or watch.feed is None:
+    one = current.get()
+    if one is None or one.feed is None:
         if not is_shown:
             # Nobody watches, but frames are taken out before vLLM cuts what arrives into slices.
             # In a slice behind the one that ends its request, a frame would find no request.
@@ -60,8 +59,8 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
     if worker not in (CPU_WORKER, GPU_WORKER):  # nobody would take the frames
         asked = STREAM if is_shown else TRACE
         refuse(asked, f"{asked} is not served with the worker {worker}. Leave it out.")
-    watch.feed.request_id = watch.feed.request_id or request_id
-    _watchers_of(llm).start(request_id, watch.feed)
+    one.feed.request_id = one.feed.request_id or request_id
+    _watchers_of(llm).start(request_id, one.feed)
 
 
 def _watchers_of(llm: Any) -> Watchers:
@@ -134,14 +133,13 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
             err_type="TooManyRequestsError",
             status_code=HTTPStatus.TOO_MANY_REQUESTS,
         )
-    watch = Watch(feed)
-    token = current_watch.set(watch)
-    lines = None
+    one = current.get()
+    assert one is not None, "its route handles it"
+    one.feed, lines = feed, None
     try:
         lines = await create(self, request, raw_request)
     finally:
-        current_watch.reset(token)
-        watch.feed = None  # tasks that were started meanwhile keep a copy of the context
+        one.feed = None  # tasks that were started meanwhile may start further requests
         feed.is_open = is_stream = hasattr(lines, "__anext__")
     if not is_stream:  # an answer, or an ErrorResponse
         _write_traces(lines, feed)

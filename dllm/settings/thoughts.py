@@ -1,6 +1,5 @@
 """Thinking budgets: what a request may send, and which tokens begin and end a model's thoughts."""
 
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from dllm.settings.pins import PIN_MODE, holds
@@ -10,9 +9,6 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 NO_MARK = -2  # no token, and none of the placeholders for one
-
-# The field in which the client has sent a budget; the route of /v1/messages sets another one.
-field_of_budget: ContextVar[str] = ContextVar("field_of_budget", default=BUDGET)
 
 
 class Marks(NamedTuple):
@@ -81,5 +77,4 @@ def _refuse_without_marks(config: Any) -> NoReturn:
 
 
 def _refuse(why: str) -> NoReturn:
-    field = field_of_budget.get()
-    refuse(field, f"{field} {why}")
+    refuse(BUDGET, f"{BUDGET} {why}")

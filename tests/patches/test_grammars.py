@@ -9,6 +9,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.reasoning import ReasoningParserManager
 
+from dllm.api.http_request import HttpRequest, handling
 from dllm.grammar.compile import MOST_AT_ONCE, MOST_WAITING, Grammars, Spec, Tokens
 from dllm.patches import grammars as patches
 from tests.support.patience import HANG_S
@@ -113,11 +114,11 @@ def test_a_stream_waits_for_all_that_may_refuse_it(held, monkeypatch):
     held.may_go.set()
 
     async def test(*reasoning: Any):
-        compilations: list[Any] = []
-        patches.current_compilations.set(compilations)
+        one = HttpRequest(asyncio.Semaphore())
         prompt = {"prompt_token_ids": [1]}
-        patches.wait_before_the_stream(held.engine, prompt, Spec("regex", "a"), reasoning)
-        await compilations[0]()
+        with handling(one):
+            patches.wait_before_the_stream(held.engine, prompt, Spec("regex", "a"), reasoning)
+            await one.compilations[0]()
 
     run(test(True, {}))
     with pytest.raises(VLLMValidationError, match="not one token"):

@@ -24,7 +24,7 @@ from vllm.utils.async_utils import make_async
 from dllm.api.decisions.labels import Labels, OptionLabels
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
 from dllm.api.fill import at_once, finished
-from dllm.api.tally import in_turn, places_of
+from dllm.api.http_request import in_turn, places_of
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.request import refuse

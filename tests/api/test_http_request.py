@@ -7,16 +7,25 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from dllm.api.fill import at_once
-from dllm.api.tally import MAX_REQUESTS, Tally, in_turn
+from dllm.api.http_request import MAX_REQUESTS, HttpRequest, handling, in_turn
+from dllm.settings.request import refuse
 
 
 def test_all_that_is_added_counts_together():
-    tally = Tally(asyncio.Semaphore())
-    tally.add(MAX_REQUESTS - 1, "prompt")
-    tally.add(1, "prompt")
+    one = HttpRequest(asyncio.Semaphore())
+    one.add(MAX_REQUESTS - 1, "prompt")
+    one.add(1, "prompt")
     with pytest.raises(VLLMValidationError) as refusal:
-        tally.add(1, "n")
+        one.add(1, "n")
     assert refusal.value.parameter == "n"
+
+
+def test_a_refusal_names_what_the_client_has_sent():
+    one = HttpRequest(asyncio.Semaphore(), client_names={"structured_outputs": "tools"})
+    for sent, named in (("structured_outputs", "tools"), ("seed", "seed")):
+        with pytest.raises(VLLMValidationError, match=f"^{named}: no") as refusal, handling(one):
+            refuse(sent, f"{sent}: no")
+        assert refusal.value.parameter == named
 
 
 def test_no_more_requests_start_than_there_are_places():

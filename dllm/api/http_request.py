@@ -1,0 +1,111 @@
+"""What the parts that serve one HTTP request share, and how much of the engine it may ask for.
+
+An HTTP request may start many requests of the engine. Each prompt of a list is one for each of its
+``n`` samples, and for each width of a hole that is tried (``api.fill``); typed decisions and scores
+have bounds of their own. The engine serves who comes first. So no more requests of one HTTP request
+are in it than run at a time: whoever comes later waits for the first of them, and not for all. (The
+``n`` samples of a prompt start together.)
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dllm.settings.request import refuse
+
+if TYPE_CHECKING:
+    from dllm.api.fill import Fill
+    from dllm.api.watching import CanvasFeed
+
+T = TypeVar("T")
+
+MAX_REQUESTS = 512  # of the engine
+
+
+@dataclass
+class HttpRequest:
+    """An HTTP request while its route handles it.
+
+    Attributes:
+        places: of the requests that are in the engine.
+        num_requests: of the engine that it has asked for so far.
+        compilations: wait for the grammars of these, each of which may be refused.
+        hole: in front of the suffix of a completion.
+        feed: shows unfinished canvases, or traces, of its answer.
+        client_names: parameters that the client has sent under other names, by ours.
+    """
+
+    places: asyncio.Semaphore
+    num_requests: int = 0
+    compilations: list[Callable[[], Awaitable[Any]]] = field(default_factory=list)
+    hole: "Fill | None" = None
+    feed: "CanvasFeed | None" = None
+    client_names: dict[str, str] = field(default_factory=dict)
+
+    def add(self, number: int, parameter: str) -> None:
+        """Count more requests of the engine.
+
+        Args:
+            parameter: what multiplies them, for the error.
+
+        Raises:
+            VLLMValidationError: there are too many.
+        """
+        self.num_requests += number
+        if self.num_requests > MAX_REQUESTS:
+            refuse(
+                parameter,
+                f"{parameter}: prompts x n x widths of a hole come to {self.num_requests} or more; "
+                f"allowed: at most {MAX_REQUESTS} for an HTTP request. Send several requests.",
+            )
+
+
+# Set by a route of our models while it handles a request. Tasks that it starts keep a copy.
+current: ContextVar[HttpRequest | None] = ContextVar("current", default=None)
+
+
+@contextmanager
+def handling(one: HttpRequest) -> Iterator[None]:
+    """Make it the current one. What is refused meanwhile is named as the client has named it."""
+    from vllm.exceptions import VLLMValidationError
+
+    token = current.set(one)
+    try:
+        yield
+    except VLLMValidationError as error:
+        in_client_names(error, one.client_names)
+        raise
+    finally:
+        current.reset(token)
+
+
+def in_client_names(error: Any, client_names: Mapping[str, str]) -> None:
+    """Let a vLLM VLLMValidationError name its parameter as the client does, in place."""
+    name = client_names.get(error.parameter)
+    if name is not None:
+        text = str(error.args[0])
+        if text.startswith(error.parameter):
+            text = name + text.removeprefix(error.parameter)
+        error.args, error.parameter = (text,), name
+
+
+def places_of(vllm_config: Any) -> asyncio.Semaphore:
+    """The places of one HTTP request in the engine: as many as it runs requests at a time."""
+    running = vllm_config.scheduler_config.max_num_seqs
+    return asyncio.Semaphore(running * vllm_config.parallel_config.data_parallel_size)
+
+
+async def in_turn(
+    places: asyncio.Semaphore, outputs: AsyncGenerator[T, None]
+) -> AsyncGenerator[T, None]:
+    """The outputs of a request, which starts when there is a place for it.
+
+    Args:
+        outputs: what ``generate`` of vLLM returns; it starts with the first output asked for.
+    """
+    async with places, aclosing(outputs):
+        async for output in outputs:
+            yield output
