@@ -24,7 +24,6 @@ HOPPER = 90
 
 
 def mask_of(window: int | None, is_anchored: bool, block_size: int) -> str:
-    """The name of what a layer's rows see."""
     if block_size > 1:
         return BLOCKS
     if window is None:
@@ -94,6 +93,5 @@ def flash_kinds(
 
 
 def _has_head(arch: int, head_size: int, dtype: torch.dtype) -> bool:
-    """Whether FlashAttention 4 has a kernel for heads of this size."""
     largest = {9: 512, 10: 128}.get(arch // 10, 0)
     return dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= largest
