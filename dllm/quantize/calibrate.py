@@ -131,7 +131,7 @@ def observe_inputs(layers: Mapping[str, nn.Module], preset: str) -> dict[str, Ob
     observers = {}
     for name, layer in layers.items():
         observer = Observer.load_from_registry(scheme.observer, base_name="input", args=scheme)
-        # "and None": what a hook returns would replace the inputs.
+        # PyTorch would replace the layer's inputs by what a hook returns, unless that is None.
         layer.register_forward_pre_hook(
             lambda _, inputs, observer=observer: observer(inputs[0]) and None
         )

@@ -1,8 +1,10 @@
 """Admits a request, or refuses it with HTTP 400: the message says what to do.
 
-vLLM calls the two functions for each request: ``admit`` at once, and ``admit_ids`` when stop tokens
-and bad words are ids. What vLLM's worker cannot hold would raise there, and end the server; and
-vLLM does not check that a request leaves at least one token to emit.
+``patches.admission`` calls these functions where vLLM checks the parameters of a request: ``admit``
+first, then ``check_sizes`` and, when stop tokens and bad words are ids, ``admit_ids``. A model that
+is served token by token has ``admit_next_tokens`` in the place of ``admit``. A value that vLLM's
+worker cannot hold would raise there, and end the server; and vLLM does not check that a request
+leaves at least one token to emit.
 """
 
 from typing import TYPE_CHECKING, NoReturn
