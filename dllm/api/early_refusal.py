@@ -36,7 +36,7 @@ def bounded_validator(schema: Any) -> SchemaValidator:
 
 
 def bounded_type(model: Any) -> Any:
-    """A type for whoever makes a validator of their own: ``model``, read with bounds."""
+    """The type ``model``, read with bounds, for callers that make a validator of their own."""
     read = bounded_validator(TypeAdapter(model).core_schema).validate_python
     schema = core_schema.no_info_plain_validator_function(read)
     of_class = classmethod(lambda cls, source, handler: schema)
@@ -44,7 +44,6 @@ def bounded_type(model: Any) -> Any:
 
 
 def _bounded(schema: Any, longest: int) -> Any:
-    """A copy of a part of a schema, whose lists have bounds."""
     if isinstance(schema, list):
         return [_bounded(part, longest) for part in schema]
     if isinstance(schema, tuple):
@@ -78,14 +77,14 @@ def _bounded(schema: Any, longest: int) -> Any:
 
 
 def _with_few_names(given: Any) -> Any:
-    """What should be an object, as it came. Raises ValueError: it has many names."""
+    """Return what should be an object as it came. Raises ValueError if it has too many names."""
     if isinstance(given, dict) and len(given) > LONGEST:
         raise ValueError(f"{len(given)} names; allowed: at most {LONGEST}.")
     return given
 
 
 def _with_few_parts(messages: Any) -> Any:
-    """The messages, or lists of them, as they came. Raises ValueError: they have many parts.
+    """Return messages, or lists of them, as they came. Raises ValueError for too many parts.
 
     Parts are not counted in a list that is too long itself: the validator behind this refuses it.
     """
@@ -99,6 +98,5 @@ def _with_few_parts(messages: Any) -> Any:
 
 
 def _is_plain(schema: Any) -> bool:
-    """Whether all values of a schema are numbers or texts."""
     choices = schema.get("choices", ()) if schema.get("type") == "union" else (schema,)
     return bool(choices) and all(choice.get("type") in PLAIN for choice in choices)

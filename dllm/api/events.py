@@ -103,23 +103,19 @@ class TraceWriter:
         self._stream = stream
 
     def frame(self, choice: int, frame: Frame) -> str:
-        """An event that a client without interest reads as empty."""
+        """An event that a client which does not know frames reads as empty."""
         return self._stream.event(frame, {}, choice, "")
 
     def own(self, line: str) -> str:
-        """vLLM's line as it is."""
         return line
 
 
 class CanvasWriter(TraceWriter):
-    """The form "canvas"."""
-
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
         self._text_of = token_texts(stream.tokenizer)
 
     def frame(self, choice: int, frame: Frame) -> str:
-        """An event that a client without interest reads as empty."""
         ids = (frame.argmax if frame.is_final else frame.canvas).tolist()
         entropy = np.fmin(frame.entropy * 1000 + 0.5, MAX_ENTROPY).astype(np.int32)
         canvas = {
@@ -137,15 +133,12 @@ class CanvasWriter(TraceWriter):
 
 
 class TextWriter(TraceWriter):
-    """The form "text"."""
-
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
         self._said: dict[int, str] = {}  # by choice: the emitted text
         self._shown: dict[int, tuple[str, float]] = {}  # by choice: the last event
 
     def frame(self, choice: int, frame: Frame) -> str:
-        """The emitted text and the canvas as it stands."""
         text = self._said.get(choice, "") + self._stream.draft(frame)
         progress = min(round(float(frame.accepted.mean()), 3), ALMOST)
         self._shown[choice] = text, progress

@@ -94,7 +94,7 @@ class Fill:
 
     @property
     def _where(self) -> str:
-        """What has to hold all three, as a refusal calls it."""
+        """The name, in a refusal, of what has to hold hole, suffix and end."""
         if self.one_step is None:
             return "the canvas"
         return "the rest of the block in which the prompt ends (with blocks all are in one)"
@@ -163,10 +163,7 @@ def fill_of(
 
     Args:
         suffix: of the request, not empty.
-        extra: its extra arguments.
-        tokenizer: vLLM's.
         end: the token that ends an answer, if the request names no other.
-        canvas: the served canvas length.
         vocab_size: of the model.
 
     Raises:
@@ -205,7 +202,6 @@ def fill_of(
 
 
 def refuse_beside_suffix(field: str) -> NoReturn:
-    """Refuse what cannot stand beside a suffix."""
     refuse(field, f"{field} beside suffix; allowed: one of them. Leave one out.")
 
 
@@ -223,8 +219,8 @@ async def filled(
 
     Args:
         generate: vLLM's, with its arguments ``prompt``, ``params``, ``request_id``, ``options``.
-        widths: to try.
-        decode: gives the text of ids.
+        widths: of the hole, all of which are tried.
+        decode: ids to text.
 
     Raises:
         Exception: the first one of a candidate; all others have ended when it is raised.
@@ -277,7 +273,7 @@ async def at_once(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def finished(results: AsyncIterable[Any]) -> Any:
-    """The finished request, which is all that is sent.
+    """The last output of a request.
 
     Raises:
         HTTPException: it was aborted, as ``/pause`` does by default; the client gets HTTP 503.
@@ -297,7 +293,7 @@ def _canvas_score(output: "RequestOutput") -> float:
 
 
 def _summed(tokens: Sequence[int], logprobs: Any) -> float:
-    """Of the tokens, place by place."""
+    """The summed logprob of the tokens, one at each place."""
     return sum(of[token].logprob for token, of in zip(tokens, logprobs, strict=True))
 
 

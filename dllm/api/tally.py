@@ -25,14 +25,14 @@ class Tally:
     """The requests that an HTTP request has asked for so far; none of them has started.
 
     Attributes:
-        places: of those that are in the engine.
+        places: how many of them may be in the engine at a time.
     """
 
     places: asyncio.Semaphore
     num_requests: int = 0
 
     def add(self, number: int, parameter: str) -> None:
-        """Count more of them.
+        """Count ``number`` more requests.
 
         Args:
             parameter: what multiplies them, for the error.

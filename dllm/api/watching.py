@@ -74,7 +74,6 @@ class CanvasFeed:
         self._unread: list[tuple[int, Frame]] = []
 
     def add_request(self, request_id: str) -> None:
-        """The next request of the engine starts."""
         self.first_choice[request_id] = len(self.first_choice) * self._num_choices
 
     def put(self, choice: int, frame: Frame) -> None:
@@ -165,7 +164,6 @@ def frames_taken(processor: Any, arrived: list[EngineCoreOutput]) -> Iterator[tu
 
 
 def has_frames(arrived: list[EngineCoreOutput]) -> bool:
-    """Whether there are frames among the outputs of the engine core."""
     return bool(arrived) and is_frame(arrived[-1])
 
 

@@ -79,7 +79,7 @@ class CanvasReads(strategies.NextTokenStrategy):
     why_not: ClassVar[str | None] = None  # there is none; vLLM logs it at the level DEBUG
 
     def __init__(self, context: strategies.ReadContext, settings: DenoiseSettings) -> None:
-        """``settings``: of the served model. Raises ValueError if it cannot be asked."""
+        """Raises ValueError if the served model cannot be asked."""
         strategies.ReadStrategy.__init__(self, context)
         if settings.begins_causally:
             CanvasReads.why_not = (
@@ -108,11 +108,11 @@ class CanvasReads(strategies.NextTokenStrategy):
             raise ValueError(CanvasReads.why_not) from error
 
     def limits(self) -> strategies.DecisionLimits:
-        """OpenAI's."""
+        """The limits of OpenAI's API."""
         return strategies.DecisionLimits(max_questions=MAX_QUESTIONS, max_options=MAX_OPTIONS)
 
     def num_requests(self, questions: Sequence[Any], samples: int | None = None) -> int:
-        """Canvases of some questions; where there is no noise, one each is enough.
+        """How many canvases some questions take; one each is enough where canvases have no noise.
 
         Args:
             samples: of each question; None: the server's.
@@ -122,7 +122,9 @@ class CanvasReads(strategies.NextTokenStrategy):
 
     @cached_property
     def thought(self) -> list[int]:
-        """An empty thought, where the model thinks and the template leaves it to the model."""
+        """An empty thought, if the model thinks and its template leaves the thought to the
+        model.
+        """
         tokenizer = self._tokenizer()
         if THOUGHT_BEGINS not in tokenizer.get_added_vocab():
             return []
@@ -133,7 +135,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         )
 
     def _labels(self) -> Labels:
-        """As the model's tokenizer writes them behind a prompt."""
+        """The labels in the tokens that the model's tokenizer writes behind a prompt."""
         tokenizer = self._tokenizer()
         tail = strategies.prompt_tail(tokenizer, [*self._prompt_end, *self.thought])
         before = tokenizer.decode(tail)
@@ -152,10 +154,10 @@ class CanvasReads(strategies.NextTokenStrategy):
         return Labels(encode, self.end, (text for text in texts if _is_word(text)))
 
     def labels_of(self, question: question_types.Question) -> OptionLabels:
-        """What stands for each of its options.
+        """The labels of a question's options.
 
         Raises:
-            VLLMValidationError: nothing can.
+            VLLMValidationError: there are none.
         """
         names = [option.name for option in question.options]
         try:
@@ -220,7 +222,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         return in_turn(places, self.context.engine_client.generate(*given, **options))
 
     async def _image_parts(self, urls: Sequence[str]) -> list[dict[str, Any]]:
-        """vLLM's, which lets what cannot be fetched end as an error of the server."""
+        """As in vLLM, but an image that cannot be fetched is an error of the client."""
         try:
             return await super()._image_parts(urls)
         except Exception as error:  # of the client's URL: of the network, or of what is there
@@ -229,7 +231,6 @@ class CanvasReads(strategies.NextTokenStrategy):
     async def _answer(
         self, plan: "_Plan", engine_input: Any, samples: int, name: str, generate: Any
     ) -> Read:
-        """Read a question's canvases."""
         params = self._params(plan, engine_input["prompt_token_ids"], samples)
         results = await at_once(
             finished(generate(engine_input, one, f"{name}-{part}"))
@@ -274,11 +275,7 @@ class CanvasReads(strategies.NextTokenStrategy):
             )
 
     def _check_room(self, question: question_types.Question, num_tokens: int) -> None:
-        """Refuse a prompt behind which the context has no room for the canvas.
-
-        Args:
-            num_tokens: of the prompt.
-        """
+        """Refuse a prompt behind which the context has no room for the canvas."""
         width = self.width
         if self.block_size > 1:
             width = self.block_size - num_tokens % self.block_size
@@ -292,7 +289,7 @@ class CanvasReads(strategies.NextTokenStrategy):
     def _params(
         self, plan: "_Plan", prompt_ids: list[int], samples: int
     ) -> Iterator[SamplingParams]:
-        """For each sample, and for each part of the label tokens.
+        """The parameters for each sample, and within a sample for each part of the label tokens.
 
         The parts of a sample have the same canvas, and so the same logits.
         """
@@ -321,7 +318,6 @@ class CanvasReads(strategies.NextTokenStrategy):
             )
 
     def _result(self, plan: "_Plan", results: list[RequestOutput]) -> Read:
-        """What the canvases of a question say."""
         temperature = self.options.temperature.get(TYPE_OF[plan.question.type.name], 1.0)
         probs, masses, found = [], [], False
         for start in range(0, len(results), len(plan.parts)):
