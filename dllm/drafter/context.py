@@ -32,7 +32,7 @@ class Context(NamedTuple):
 
 
 class DeferredContext:
-    """The kept steps, oldest first; ``len`` counts their tokens."""
+    """The steps whose context is not stored yet, oldest first; ``len`` counts their tokens."""
 
     def __init__(self) -> None:
         self._steps: list[Context] = []
@@ -42,7 +42,6 @@ class DeferredContext:
         return self._num_tokens
 
     def admits(self, num_tokens: int) -> bool:
-        """Whether there is room for a step of ``num_tokens`` more tokens."""
         return self._num_tokens + num_tokens <= MAX_DEFERRED
 
     def append(self, step: TargetStep, slots: torch.Tensor, groups: Sequence[int]) -> None:

@@ -20,16 +20,11 @@ from dllm.settings.server import PluginOptions
 
 
 def drafter_options(vllm_config: VllmConfig) -> DrafterOptions:
-    """The ``drafter`` object of a server's options."""
     return PluginOptions.from_vllm(vllm_config).drafter
 
 
 def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
-    """What the config.json of a server's drafter says.
-
-    Raises:
-        ValueError: as ``DrafterConfig.from_config``.
-    """
+    """Raises ValueError as ``DrafterConfig.from_config`` does."""
     speculative = vllm_config.speculative_config
     assert speculative is not None, "no drafter"
     hf_config = speculative.draft_model_config.hf_config

@@ -40,12 +40,10 @@ def published(folder: Path) -> list[int]:
 
 
 def checkpoint(folder: Path, number: int) -> Path:
-    """The folder of a published checkpoint."""
     return folder / f"{number:0{DIGITS}}"
 
 
 def open_weights(path: Path) -> list[BinaryIO]:
-    """A checkpoint's files of weights."""
     return [part.open("rb") for part in sorted(path.glob(WEIGHTS))]
 
 
@@ -58,7 +56,7 @@ def read_weights(files: Iterable[BinaryIO]) -> Weights:
 
 
 class Version(NamedTuple):
-    """A checkpoint that was read."""
+    """A checkpoint that was read; its files stay open."""
 
     files: list[BinaryIO]
     weights: Weights
@@ -105,7 +103,7 @@ class Renewal:
             self._look()
 
     def _look(self) -> None:
-        """Begin to read a newer checkpoint; use one whose reading is over."""
+        """Start to read a newer checkpoint, or use one that has been read."""
         if self._reading is None:
             newest = answer_of_first_rank(self._newest())
             if newest > self.current:
@@ -155,11 +153,7 @@ class Renewal:
         return checkpoint(self.folder, number) if number else self.initial
 
     def _read(self, number: int, files: list[BinaryIO] | None = None) -> Version | None:
-        """A checkpoint; None and a warning if it cannot be read, or does not fit.
-
-        Args:
-            files: if they are open.
-        """
+        """A checkpoint; None and a warning if it cannot be read, or does not fit."""
         try:
             files = open_weights(self._path(number)) if files is None else files
             weights = read_weights(files)

@@ -91,7 +91,7 @@ def write_shard(
 
 
 def read_shard(path: Path) -> list[Sample]:
-    """The samples of a shard, without their hidden states (``Sample.hidden`` reads those)."""
+    """The samples without their hidden states (``Sample.hidden`` reads those)."""
     with safe_open(path, "pt") as file:
         tokens, starts = file.get_tensor("tokens").tolist(), file.get_tensor("starts").tolist()
         response_starts = file.get_tensor("response_starts").tolist()
@@ -107,7 +107,6 @@ def read_shard(path: Path) -> list[Sample]:
 
 
 def read_shards(folder: Path) -> list[Sample]:
-    """All samples of a folder, its shards in the order of their names."""
     return [sample for path in sorted(folder.glob(f"*{SUFFIX}")) for sample in read_shard(path)]
 
 

@@ -36,7 +36,7 @@ class SelfDrafter(Drafter):
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
-        """The target, as vLLM calls a drafter's network."""
+        """The target itself, behind the interface of a drafter's network."""
         self._target_layers = target_attn_layer_names
         return OwnNetwork(target_model, self.parallel_drafting_token_id)
 
@@ -48,7 +48,7 @@ class SelfDrafter(Drafter):
         self.supports_decode_metadata_update = False
 
     def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's. Before it, tokens behind the model's length lose their slots.
+        """Before vLLM builds the metadata, take the slots from tokens beyond the model's length.
 
         vLLM gives them slots of the last page, which hold the context's keys here.
         """
@@ -66,11 +66,11 @@ class SelfDrafter(Drafter):
         """Nothing: the context is the target's own."""
 
     def _store_context(self) -> None:
-        """Nothing, for the same reason."""
+        """Nothing: the context is the target's own."""
 
 
 class OwnNetwork(torch.nn.Module):
-    """A target as vLLM's speculator of DFlash calls a network.
+    """The target behind the interface that vLLM's speculator of DFlash asks of a network.
 
     Args:
         target: whose weights it shares.

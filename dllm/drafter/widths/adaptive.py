@@ -92,7 +92,7 @@ class AdaptiveWidth(WidthPolicy):
         self._decided_at: float | None = None  # when the last step was decided, by the clock
 
     def forget_drafter(self) -> None:
-        """Draft as a server does that was started with this drafter; costs stay known."""
+        """Draft as if the server had just started with this drafter; costs stay known."""
         self.survival = Survival(self.num_slots, self.num_drafts)
         self.is_drafting = True
         self._until_trial = self._trial_after = FIRST_TRIAL  # steps left; steps before the next one
@@ -216,7 +216,7 @@ class AdaptiveWidth(WidthPolicy):
             self._until_trial = max(self._until_trial, int(share))
 
     def _judge(self, slots: np.ndarray) -> None:
-        """Decide anew which of the two is faster; what begins to draft is soon tried without."""
+        """Decide again whether drafting is faster; if it begins now, soon try a step without."""
         self._has_news = False
         widths, drafting = self._best_widths(slots, bins=None)
         num_rows = len(slots)

@@ -47,7 +47,7 @@ class StepCosts:
 
         Args:
             num_rows: requests in it.
-            num_verified: drafts that the target verified, over all of them.
+            num_verified: drafts that the target verified, summed over the rows.
             drafts: whether the drafter ran afterwards.
         """
         work = self._guess * np.array([1, num_rows, num_verified, drafts, drafts * num_rows])

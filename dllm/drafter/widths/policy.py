@@ -114,9 +114,7 @@ class FixedWidth(WidthPolicy):
         self.width = self.most = num_drafts if width is None else width
 
     def wants_drafts(self, slots: np.ndarray) -> bool:
-        """Always, unless the width is 0."""
         return self.width > 0
 
     def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        """The same width for every row."""
         return np.full(len(slots), self.width)
