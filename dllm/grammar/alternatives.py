@@ -46,13 +46,13 @@ DEEPEST = 64  # references, and alternatives of alternatives, one inside the oth
 
 
 class Alternatives:
-    """Of one document."""
+    """The alternatives of the schemas in one document."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
 
     def of(self, conjunction: Conjunction, is_exact: bool = True) -> list[Flat]:
-        """Those of values that are of all parts.
+        """Alternatives of the values that are of all parts.
 
         Args:
             is_exact: otherwise ``oneOf`` is read as ``anyOf``: they have all values of the parts,
@@ -97,7 +97,9 @@ class Alternatives:
         return found
 
     def _values(self, part: Part) -> list[Flat]:
-        """Of a part with ``const`` or ``enum``: those of its values that the rest of it allows."""
+        """The values of a part with ``const`` or ``enum`` that the rest of it allows, as
+        alternatives.
+        """
         given = part.schema.get("enum", [part.schema.get("const")])
         if not isinstance(given, list):
             refuse("enum", part.path, "it is no list")
@@ -178,7 +180,7 @@ class Alternatives:
 
 
 def _num_members(flat: Flat) -> int:
-    """How much is looked at where an alternative is merged."""
+    """A measure of the work of merging an alternative."""
     patterns = len(flat.get("patternProperties", ()))
     return 1 + sum(len(flat.get(key, ())) for key in MEMBERS) * (1 + patterns)
 
@@ -242,7 +244,6 @@ def _is_whole(value: Any) -> bool:
 
 
 def _bound(part: Part, keyword: str) -> float | None:
-    """The number of a bound; None if there is none."""
     value = part.schema[keyword]
     if isinstance(value, bool) and keyword.startswith("exclusive"):  # as in draft 4
         value = part.schema.get(keyword.removeprefix("exclusive").lower()) if value else None
@@ -275,7 +276,7 @@ def _asks_nothing(keyword: str, part: Part) -> bool:
 
 
 def _beside(part: Part, document: Document) -> Iterator[Part]:
-    """Parts that hold together with one."""
+    """Parts whose values a value of ``part`` has to be one of as well."""
     if "$ref" in part.schema:
         yield document.referenced(part)
     for at in range(len(part.schema.get("allOf", ()))):
@@ -293,7 +294,7 @@ def _dependencies(part: Part) -> Iterator[tuple[str, list[str], list[Part]]]:
 
 
 def _merged(one: Flat, other: Flat) -> Flat | None:
-    """What is of both; None if that is nothing."""
+    """The values of both; None if there are none."""
     merged: Flat = {"unheld": [*one.get("unheld", ()), *other.get("unheld", ())]}
     for key in {**one, **other}:
         x, y = one.get(key), other.get(key)
@@ -342,7 +343,6 @@ def _merge_members(one: Flat, other: Flat, merged: Flat) -> None:
 
 
 def property_of(flat: Flat, name: str) -> Conjunction:
-    """What a flat schema asks of the property of a name."""
     patterns: Mapping[str, Conjunction] = flat.get("patternProperties", {})
     found = [flat["properties"][name]] if name in flat.get("properties", ()) else []
     found += [asked for pattern, asked in patterns.items() if is_found(pattern, name)]

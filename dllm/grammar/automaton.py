@@ -31,7 +31,7 @@ class Automaton:
     """The states that were asked for so far.
 
     Args:
-        serialized, kind: as of ``Rules``.
+        serialized, kind: arguments of ``Rules``.
         most_states: more are refused.
 
     Raises:
@@ -59,11 +59,9 @@ class Automaton:
             raise Unsupported("The grammar allows no finite text. Give another one.")
 
     def __len__(self) -> int:
-        """States so far."""
         return len(self._states)
 
     def accepts(self, state: int) -> bool:
-        """Whether the text may end in this state."""
         return END in self._states[state]
 
     def level(self, state: int) -> int:
@@ -86,7 +84,7 @@ class Automaton:
         return state
 
     def _make_row(self, state: int) -> None:
-        """One closure for each range of bytes that all edges treat alike."""
+        """Make a closure for each range of bytes that all edges treat alike."""
         moves = [
             (low, high, (target, stack))
             for at, stack in self._states[state]
@@ -191,7 +189,6 @@ class Automaton:
         return reached
 
     def _push(self, frame: Frame) -> int:
-        """The number of a stack with this frame on top."""
         if frame not in self._frame_numbers:
             target, stack = frame[:2]
             to_end = self._bytes_to_end[target] + self._stack_bytes[stack]

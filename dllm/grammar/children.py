@@ -45,7 +45,7 @@ TABLE, REFUSAL, OUT_OF_MEMORY = b"T", b"R", b"M"  # kinds of answers
 
 
 class Children:
-    """Of one vocabulary; for any number of threads.
+    """The processes that compile grammars for one vocabulary; for any number of threads.
 
     Args:
         seconds: of a processor, for one grammar; PATIENCE times as long by the clock.
@@ -107,7 +107,9 @@ class Children:
                 ) from None
 
     def _running(self) -> socket.socket:
-        """The way to the process that forks, which is started when there is none: in 2 to 3 s."""
+        """A socket to the process that forks. If there is none it is started, which takes 2 to 3
+        s.
+        """
         if self.forking is not None and (code := self.forking.poll()) is not None:
             logger.warning("What compiles grammars ended with exit code %d; it starts again", code)
             self.close()
@@ -131,7 +133,6 @@ class Children:
         return self._control
 
     def close(self) -> None:
-        """End them all."""
         if self._control is not None and self.forking is not None:
             self._control.close()
             self.forking.wait()
@@ -216,7 +217,7 @@ def _compile(
     any_whitespace: bool,
     separators: list[str] | None,
 ) -> Any:
-    """As vLLM's backend does it."""
+    """Compile as vLLM's backend does."""
     import xgrammar
 
     if kind == "json":

@@ -31,12 +31,7 @@ class Thoughts:
 
 @dataclass(frozen=True)
 class Constraint:
-    """The grammar of one answer.
-
-    Attributes:
-        table: of the grammar.
-        thoughts: in front of the answer; None: the answer starts at once.
-    """
+    """The grammar of one answer; thoughts in front of the answer, if there may be any."""
 
     table: Table
     thoughts: Thoughts | None = None
@@ -53,7 +48,6 @@ class Constraint:
 
     @classmethod
     def from_bytes(cls, shipped: bytes) -> "Constraint":
-        """The inverse of ``shipped``."""
         header, _, packed = shipped.partition(b"\n")
         found = json.loads(header)
         thoughts = found and Thoughts(found[0], tuple(found[1]))
@@ -61,7 +55,6 @@ class Constraint:
 
     @staticmethod
     def has_thoughts(shipped: bytes) -> bool:
-        """Whether thoughts stand in front of the answer of a constraint that was ``shipped``."""
         return not shipped.startswith(b"null\n")
 
     def with_start(self, stops: Collection[int], fillers: Collection[int]) -> tuple[Table, int]:
@@ -96,7 +89,6 @@ class SlotGrammar:
     """The grammar of one request.
 
     Attributes:
-        grammar: what it allows.
         state: of the text in front of the request's canvas.
         end: the position in the sequence at which the answer ends at the latest.
         thoughts_end: likewise, of the token that ends its thoughts.

@@ -60,7 +60,7 @@ def lower(schema: Any, alphabet: Alphabet = IN_JSON) -> Schema:
 
 
 class Lowering:
-    """Of one document; None is a schema without values.
+    """Lowers the schemas of one document; None is a schema without values.
 
     Attributes:
         alphabet: that the patterns of strings are written in.
@@ -77,7 +77,7 @@ class Lowering:
         self._open: dict[Conjunction, bool] = {}  # being lowered; whether something refers to it
 
     def conjunction(self, asked: Conjunction) -> Schema | None:
-        """What is of all the parts."""
+        """The lowered schema of the values of all parts."""
         asked = tuple(dict.fromkeys(asked))
         self.document.count()
         if asked in self._open:

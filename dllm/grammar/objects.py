@@ -113,7 +113,6 @@ def _others(
 
 
 def _named(flat: Flat, value: Schema, alternatives: Alternatives) -> Schema | None:
-    """Names that ``propertyNames`` limits, each with a value."""
     found: list[Schema] = []
     for one in alternatives.of(flat["propertyNames"]):
         for kind, keyword, path in one.get("unheld", ()):

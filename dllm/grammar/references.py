@@ -70,7 +70,7 @@ def part_at(schema: Any, path: str, resolver: Any) -> Part:
 
 
 def refuse(keyword: str, path: str, why: str = "answers cannot be held to it") -> NoReturn:
-    """Raise what names a keyword of a schema and where it stands."""
+    """Raise Unsupported, with the keyword of a schema and where it stands."""
     raise Unsupported(f"The schema uses {keyword!r} at '{path or '#'}': {why}. Leave it out.")
 
 
@@ -107,7 +107,6 @@ class Document:
             )
 
     def referenced(self, part: Part) -> Part:
-        """What the ``$ref`` of a part names."""
         reference = part.schema["$ref"]
         try:
             found = part.resolver.lookup(reference)
@@ -132,7 +131,7 @@ class Document:
             refuse("$ref", part.path, f"{error.ref!r} is not in the schema")
 
     def _enum(self, validator: Any, values: Any, instance: Any, schema: Any) -> Iterator[Any]:
-        """As the package's, in one look-up."""
+        """Check ``enum`` as the ``jsonschema`` package does, but by one look-up."""
         if id(values) not in self._listed:
             self._listed[id(values)] = {canonical(value) for value in values}
         if canonical(instance) not in self._listed[id(values)]:

@@ -145,11 +145,10 @@ class Rules:
         return to_end
 
     def _called(self, low: int, high: int) -> int | None:
-        """The rule that an edge calls, if it calls one."""
         return high if low == RULE else self.repeats[high].rule if low == REPEAT else None
 
     def _returns_of_recursion(self) -> set[int]:
-        """The states that follow recursive calls (see ``recursive_returns``)."""
+        """See ``recursive_returns``."""
         calls: list[set[int]] = [set() for _ in self.starts]
         returns: list[tuple[int, int, int]] = []  # (calling rule, called rule, state behind)
         for rule, start in enumerate(self.starts):
@@ -168,7 +167,6 @@ class Rules:
         return {behind for rule, called, behind in returns if circle_of[rule] == circle_of[called]}
 
     def _edge_bytes(self, low: int, high: int, to_end: list[int]) -> int:
-        """Fewest bytes that an edge reads."""
         if low >= 0:
             return 1
         if low == EPSILON:

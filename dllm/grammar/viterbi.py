@@ -50,8 +50,8 @@ class Path:
 def budget_of(table: Table, state: int, tokens_left: int) -> int:
     """How many tokens a text may still have.
 
-    All that are left but one, for the token that ends it; all of them if the shortest text needs
-    them; any number if it cannot end in time.
+    One of the tokens that are left is kept for the token that ends the text. All of them count if
+    the shortest text needs them, and there is no limit if the text cannot end in time.
     """
     if state == STOPPED:
         return tokens_left
