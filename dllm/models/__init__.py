@@ -37,11 +37,9 @@ class Served:
     autoregressive: str | None = None
 
     def path(self, module: str, name: str) -> str:
-        """A class or function of the family, as vLLM names one: "module:Class"."""
         return f"{__name__}.{self.folder}.{module}:{name}"
 
     def load(self, module: str, name: str) -> Any:
-        """A class or function of the family."""
         return getattr(importlib.import_module(f"{__name__}.{self.folder}.{module}"), name)
 
     def model_path(self) -> str:
@@ -51,15 +49,13 @@ class Served:
         return self.path("backbone", self.architecture)
 
     def settings_class(self) -> Any:
-        """The class of its settings."""
         return self.load("settings", self.settings)
 
     def config_class(self) -> Any:
-        """The class of its config.json; None: transformers' own."""
+        """None: transformers' own class."""
         return None if self.config is None else self.load("config", self.config)
 
     def tensor_shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of a checkpoint, from the contents of its config.json."""
         shapes: dict[str, tuple[int, ...]] = self.load("shapes", "tensor_shapes")(config)
         return shapes
 
@@ -123,7 +119,7 @@ def settings_of(vllm_config: Any) -> DenoiseSettings:
 
 
 def own_configs() -> dict[str, type]:
-    """The classes of our config.json files whose model_type transformers does not know, by it."""
+    """Our classes of config.json by their model_type, for those that transformers does not know."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     classes = (served.config_class() for served in FAMILIES.values() if served.config)

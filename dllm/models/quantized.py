@@ -68,7 +68,7 @@ def checked_weights(
 
 
 def finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same names and tensors; those with less than 16 bits are not looked at.
+    """Pass tensors on; those with less than 16 bits are not looked at.
 
     Raises:
         ValueError: one holds NaN or infinity: the model would emit one token for ever, or noise.

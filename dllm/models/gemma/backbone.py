@@ -107,7 +107,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
 
     @staticmethod
     def get_model_state_cls() -> "type[DiffusionModelState]":
-        """vLLM's hook that selects the model state of this model."""
         from dllm.engine.model_state import DiffusionModelState
 
         return DiffusionModelState
@@ -144,7 +143,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
             write_rounded(layer.self_attn.attn)
 
     def make_family(self, vllm_config: VllmConfig) -> Gemma:
-        """This model's implementation of the engine's interface."""
         vocab_size = vllm_config.model_config.get_vocab_size()
         embedding = self.model.embed_tokens
         # The exact product needs all probabilities; the sparse one computes the few that it needs.
@@ -160,7 +158,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         )
 
     def complete_adapter(self, loras: dict[str, LoRALayerWeights]) -> None:
-        """Let an adapter of keys change the values, too, where they are the keys, in place."""
+        """Where keys are also the values, let an adapter of the keys change the values, too. In
+        place.
+        """
         for index, kind in enumerate(self.model.config.layer_types):
             keys = f"model.layers.{index}.self_attn.k_proj"
             if kind == "full_attention" and keys in loras:

@@ -11,10 +11,8 @@ Config = dict[str, object]
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint.
-
-    config: the contents of config.json. Without experts (``num_experts``) or without a vision tower
-    (``vision_config``) their tensors are left out.
+    """Without experts (``num_experts``) or a vision tower (``vision_config``) there are none of
+    theirs.
     """
     text: dict = config["text_config"]  # type: ignore[assignment]
     hidden, inner = text["hidden_size"], text["intermediate_size"]

@@ -62,7 +62,6 @@ class UnmaskingSettings:
 
     @property
     def never_emitted(self) -> tuple[int, ...]:
-        """The mask."""
         return (self.mask_token_id,)
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
@@ -71,7 +70,7 @@ class UnmaskingSettings:
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> Self:
-        """The settings of a server: the checkpoint's values, changed by the command line.
+        """The checkpoint's values, changed by the command line.
 
         Raises:
             ValueError: a key is missing or its value is not allowed.
