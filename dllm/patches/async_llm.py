@@ -57,7 +57,8 @@ def check_requests_early() -> None:
 
 
 def _check_now(llm: Any, params: Any) -> None:
-    """Check parameters, whatever was said of them before; vLLM's next check takes the verdict.
+    """Check parameters even if they were checked before; vLLM's next check returns the same
+    verdict.
 
     Raises:
         VLLMValidationError: the request cannot be served.
@@ -132,7 +133,9 @@ def start_in_turn() -> None:
     turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
 
     async def headers_after_others(self: Any, headers: Any) -> Any:
-        """vLLM's; its routes wait for it between two prompts, and for nothing else."""
+        """Let other requests run: vLLM's routes await this, and nothing else, between two
+        prompts.
+        """
         if self.model_config.architecture in FAMILIES:
             await asyncio.sleep(0)
         return await headers_of(self, headers)

@@ -155,7 +155,7 @@ def _set_scheduler(vllm_config: Any, settings: DenoiseSettings) -> None:
 
 
 def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
-    """Whether visits are scheduled asynchronously: where vLLM does so, unless something forbids it.
+    """Whether engine steps are scheduled asynchronously: as vLLM does, unless something forbids it.
 
     Models with short blocks only do so if the user asks for it.
 
@@ -189,7 +189,6 @@ def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
 
 
 def _platform_is_synchronous() -> bool:
-    """Whether vLLM turns asynchronous scheduling off on this platform."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()

@@ -71,13 +71,14 @@ def keep_mixed_batches_out(vllm_config: Any) -> None:
 
 
 def canvas_runner(check: Callable[[Any], None]) -> Any:
-    """The class of vLLM's runner of a diffusion model: a full graph is for canvases alone.
+    """vLLM's runner of a diffusion model, with full graphs for canvases alone.
 
-    vLLM takes one where all requests have as many tokens as the widest canvas. That may be a head
-    and a narrower canvas behind it. With blocks it is always one block, which is one sequence.
+    vLLM uses a full graph where all requests have as many tokens as the widest canvas. That may be
+    a head and a narrower canvas behind it. With blocks it is always one block, which is one
+    sequence.
 
     Args:
-        check: of a runner whose graphs were captured (``graph_check``).
+        check: is called with a runner whose graphs were captured (``graph_check``).
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -93,7 +94,6 @@ def canvas_runner(check: Callable[[Any], None]) -> Any:
             return state, num_tokens_each
 
         def capture_model(self, *, profile_only: bool = False) -> int:
-            """vLLM's; what was captured is checked."""
             taken: int = super().capture_model(profile_only=profile_only)
             if not profile_only:
                 check(self)

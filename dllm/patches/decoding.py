@@ -24,7 +24,6 @@ def serve_decodings() -> None:
 
 
 def drafts_itself(speculative_config: Any) -> bool:
-    """Whether the model of a server drafts for itself."""
     return (
         speculative_config is not None
         and speculative_config.method == "custom_class"

@@ -70,7 +70,6 @@ def drafts_with_ours(speculative_config: Any) -> bool:
 
 
 def _names(speculative_config: Any, architecture: str) -> bool:
-    """Whether a server has a DFlash drafter of this architecture."""
     if speculative_config is None or speculative_config.method != "dflash":
         return False
     return architecture in (speculative_config.draft_model_config.architectures or ())
@@ -98,11 +97,6 @@ def _configure_drafting(vllm_config: Any) -> None:
 
 
 def _choose_classes(vllm_config: Any) -> None:
-    """Choose worker and scheduler of a server that drafts.
-
-    Raises:
-        ValueError: a flag does not work with drafting.
-    """
     from vllm.platforms import current_platform
 
     from dllm.drafter.pair import drafter_options
@@ -144,7 +138,7 @@ def _schedule_synchronously(vllm_config: Any, why: str, options: str) -> None:
 
 
 def _record_synchronously(vllm_config: Any) -> None:
-    """Else a step more would be recorded of a text that has ended."""
+    """With asynchronous scheduling one step too many would be recorded of a text that has ended."""
     _schedule_synchronously(
         vllm_config, "whether a text has ended is known after each step", '"record"'
     )

@@ -159,7 +159,6 @@ async def shipped(
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Refuse a request whose grammar is refused; the client gets HTTP 400."""
     try:
         yield
     except (Unsupported, ChildProcessError) as reason:
@@ -167,7 +166,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _begin(engine: Any, params: Any) -> Future[bytes]:
-    """The table of a request's grammar, which a thread makes. Raises as ``Grammars.begin``."""
+    """The table of a request's grammar, which a thread makes. Raises as ``Grammars.begin`` does."""
     processor = engine.input_processor
     stops = frozenset(with_resolved_ids(processor, params).all_stop_token_ids)
     if not stops:
@@ -223,7 +222,7 @@ _grammars: weakref.WeakKeyDictionary[Any, Grammars] = weakref.WeakKeyDictionary(
 
 
 def _grammars_of(processor: Any) -> Grammars:
-    """One for each engine: it keeps what it has compiled."""
+    """One ``Grammars`` for each engine: it keeps what it has compiled."""
     if processor not in _grammars:
         vocab_size = processor.model_config.get_vocab_size()
         _grammars[processor] = Grammars(partial(tokens_of, processor.tokenizer, vocab_size))

@@ -78,7 +78,7 @@ def drop_wrong_graphs(runner: Any) -> None:
 
 
 def _is_same(mode: CUDAGraphMode, found: Passes, expected: Passes) -> bool:
-    """Whether graphs give what steps without give; if not, it is said."""
+    """Whether graphs give what steps without them give; a difference is logged."""
     pairs = zip(chain(*found), chain(*expected), strict=True)
     error = max((error_of(ours, theirs) for ours, theirs in pairs), default=0.0)
     if all_ranks_say_yes(error <= ROUNDING):

@@ -88,8 +88,9 @@ def _keep_builtin() -> None:
 def _config_hook(configure: Any, config: Any = None) -> Any:
     """A class as MODELS_CONFIG_MAP holds it, whose method calls ``configure``.
 
-    config: the class of config.json. transformers chooses one by ``model_type``, which an
-        architecture of ours may share with one of its own.
+    Args:
+        config: the class of config.json. transformers chooses one by ``model_type``, which an
+            architecture of ours may share with one of its own.
     """
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
 

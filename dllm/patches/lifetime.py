@@ -61,7 +61,7 @@ def _bind_processes() -> None:
 
 
 def engine_core_main(*args: Any, **options: Any) -> None:
-    """vLLM's, in a process that ends with its parent.
+    """Run vLLM's engine core in a process that ends with its parent.
 
     multiprocessing sends the main function to a spawned process as the names of a module and of a
     function in it, and the process imports this module to find it. So a spawned process runs this
@@ -95,7 +95,6 @@ def _watch(parent: int | None) -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """End this process and its children, if it has not ended by then."""
     time.sleep(seconds)
     for child in multiprocessing.active_children():
         child.kill()

@@ -15,7 +15,6 @@ SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
 
 
 def drafts_remotely(speculative_config: Any) -> bool:
-    """Whether a server's drafts come from draft workers."""
     return (
         speculative_config is not None
         and speculative_config.method == "custom_class"
@@ -56,7 +55,6 @@ def configure_remote(vllm_config: Any) -> bool:
 
 
 def _check(vllm_config: Any, options: Any) -> None:
-    """Refuse what does not work, before anything is loaded."""
     from dllm.drafter.pair import refuse_other_rules
     from dllm.remote.address import parse
     from dllm.remote.discovery import find_python

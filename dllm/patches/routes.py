@@ -112,7 +112,6 @@ def _extended(
 
 @contextmanager
 def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable for a while."""
     token = variable.set(value)
     try:
         yield
@@ -142,7 +141,7 @@ async def _create_chat(create: Create, self: Any, request: Any, raw_request: Any
 
 
 async def _create_completion(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    """A completion: as a chat, and in front of a suffix the hole is filled."""
+    """A completion, with pins; if it has a suffix, the hole in front of that is filled."""
     if not request.suffix:
         request.suffix = None  # vLLM would refuse an empty one
         _refuse_hole_without_suffix(request)
@@ -152,20 +151,19 @@ async def _create_completion(create: Create, self: Any, request: Any, raw_reques
 
 
 def _field_of_grammar(request: Any) -> str:
-    """What a client sent that a refusal of the request's grammar can name."""
+    """The field that a refusal of the request's grammar names."""
     is_of_tools = getattr(request, "tools", None) and not request.extract_structured_outputs()
     return "tools" if is_of_tools else "structured_outputs"
 
 
 def _is_response_with_format(request: Any) -> bool:
-    """Whether it is a request of the Responses API that may have structured outputs."""
     return getattr(getattr(request, "text", None), "format", None) is not None or (
         hasattr(request, "text") and bool(request.tools)
     )
 
 
 async def _begun(stream: Any, compilations: Sequence[Any]) -> Any:
-    """The same stream, which has begun to generate.
+    """A stream that has begun to generate.
 
     The Responses API sends two events before it calls the engine.
     """
@@ -186,7 +184,7 @@ async def _begun(stream: Any, compilations: Sequence[Any]) -> Any:
 
 
 async def _refuse_our_fields(raw_request: Any) -> None:
-    """Refuse them where nothing behind the route could.
+    """Refuse our fields where nothing behind the route could.
 
     Responses start their stream before the request, and other routes drop the fields that they do
     not know.
@@ -207,7 +205,7 @@ async def _refuse_our_fields(raw_request: Any) -> None:
 
 
 async def _refuse_fields_of_canvases(raw_request: Any) -> None:
-    """Refuse them where a model is served token by token."""
+    """Refuse our fields where a model is served token by token."""
     sent = await raw_request.json() if raw_request is not None else {}
     for field in ("diffusing", pins.FIELD):
         if sent.get(field):
@@ -266,7 +264,6 @@ def _read_no_structural_tags() -> None:
 
 
 async def _write_pins(self: Any, request: Any) -> None:
-    """Turn ``diffusion_pins`` into extra arguments."""
     given = getattr(request, pins.FIELD, None)
     if given is not None:
         canvas = self.engine_client.vllm_config.diffusion_config.canvas_length
@@ -310,7 +307,7 @@ def _refuse_hole_without_suffix(request: Any) -> None:
 
 
 async def _off_the_loop(self: Any, tokenize: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function that tokenizes, on the threads where vLLM tokenizes prompts."""
+    """Run a function that tokenizes on the threads where vLLM tokenizes prompts."""
     return await make_async(tokenize, self.renderer._executor)(*args)
 
 
@@ -341,9 +338,8 @@ class OurRoutes:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Add ``/v1/decisions`` and ``/v1/scores``, and bound all bodies.
 
-        vLLM's route of decisions takes as many options as ours.
-
-        Says why, if the model cannot be asked.
+        vLLM's route of decisions takes as many options as ours. If the model cannot be asked, the
+        routes say why.
         """
         from vllm.entrypoints.generate.structured_decisions.question_types import QUESTION_TYPES
 

@@ -65,7 +65,6 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
 
 
 def _watchers_of(llm: Any) -> Watchers:
-    """The watchers of vLLM's AsyncLLM."""
     if llm.engine_core not in _watchers:
         limit = PluginOptions.from_vllm(llm.vllm_config).canvas_watchers
         _watchers[llm.engine_core] = Watchers(llm.output_processor, limit)
@@ -108,7 +107,6 @@ def take_frames_out() -> None:
 
 
 def refuse_route(asked: str) -> NoReturn:
-    """Refuse a request whose route does not show canvases, or traces."""
     how = ', with "stream": true' if asked == STREAM else ""
     refuse(
         asked,
@@ -150,7 +148,6 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
 
 
 def _write_traces(answer: Any, feed: CanvasFeed) -> None:
-    """Put the traces of its requests into the choices of an answer."""
     for choice in getattr(answer, "choices", ()):
         if choice.index in feed.traces:
             setattr(choice, TRACE_FIELD, feed.traces[choice.index])
@@ -186,7 +183,6 @@ def _refuse_what_is_not_shown(self: Any, request: Any, form: str) -> None:
 
 
 def _writer(self: Any, form: str | None, request_id: str, request: Any) -> TraceWriter:
-    """Writes the events of a stream of this route."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 
     is_chat = isinstance(self, OpenAIServingChat)
@@ -204,7 +200,6 @@ def _writer(self: Any, form: str | None, request_id: str, request: Any) -> Trace
 
 
 def _stops(llm: Any, request: Any) -> frozenset[int]:
-    """The tokens that end an answer to this request."""
     asked = request.stop_token_ids or ()
     if request.ignore_eos:
         return frozenset(asked)
