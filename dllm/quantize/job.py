@@ -57,7 +57,6 @@ class Job:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of ``dllm quantize``."""
     found = argparse.ArgumentParser(
         prog="dllm quantize",
         description="Quantize a checkpoint with LLM Compressor.",
@@ -86,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
-    """Parse and check a command line; returns the job and the parsed options.
+    """Parse and check a command line.
 
     Raises:
         CommandError: it cannot be done; says why and what to do.
@@ -112,11 +111,7 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuse an output path at which something exists.
-
-    Raises:
-        CommandError: it exists.
-    """
+    """Raises CommandError if something exists at the output path."""
     if out.exists() or out.is_symlink():
         raise CommandError(f"--out {out} exists, and nothing is overwritten; name another one.")
 

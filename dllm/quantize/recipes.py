@@ -23,11 +23,7 @@ MADE = {name: _BY_NAME[name] for name in ("fp8-dynamic", "nvfp4")}
 
 
 def scheme_named(name: str) -> Scheme:
-    """The scheme that ``--scheme`` asks for.
-
-    Raises:
-        CommandError: there is none of this name.
-    """
+    """Raises CommandError if there is no scheme of this name."""
     if name not in MADE:
         raise CommandError(
             f"--scheme {name}: unknown{did_you_mean(name, list(MADE))}; allowed: {', '.join(MADE)}."
