@@ -54,11 +54,9 @@ class Session:
 
     @property
     def is_known(self) -> bool:
-        """Whether the worker may know it."""
         return self.link is not None and self.link.is_up and self.link.num_ups == self.num_ups
 
     def take(self, row: Guess) -> None:
-        """Take a reply's row."""
         if row.is_unknown:
             self.told, self.is_asked = 0, False
             self.resets += 1
@@ -170,7 +168,7 @@ class Client:
         return is_coming and not session.usable(wish)
 
     def keep(self, names: Container[str]) -> None:
-        """All other requests are over; their workers hear of it with the next ask."""
+        """End the sessions of all other requests; their workers hear of it with the next ask."""
         for name in [name for name in self.sessions if name not in names]:
             self._leave(self.sessions.pop(name))
 
@@ -182,7 +180,9 @@ class Client:
         return session
 
     def _home(self, session: Session) -> Link | None:
-        """The session's worker; another one, which knows nothing of it, if that is out."""
+        """The session's worker. If that is out it is another worker, which knows nothing of the
+        session.
+        """
         link = session.link
         if link is None or link.is_out or link not in self.links:
             link = choose(self.links, session.number)

@@ -73,7 +73,7 @@ class Keys:
 
 
 def _read(file: Path) -> bytes:
-    """The certificate of a file, in DER."""
+    """The certificate in DER."""
     try:
         return ssl.PEM_cert_to_DER_cert(file.read_text())
     except (OSError, ValueError) as error:
@@ -120,7 +120,6 @@ def write_keys(folder: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """``dllm draft-keys DIR``."""
     parser = argparse.ArgumentParser(
         prog="dllm draft-keys", description="Make a key pair for a draft worker or a target."
     )

@@ -22,7 +22,6 @@ class Report:
         self._clock, self._said, self._said_at = clock, said, float("-inf")
 
     def __call__(self, what: str, level: int = logging.INFO) -> None:
-        """Log what holds now."""
         if what == self._said or self._clock() < self._said_at + EVERY_S:
             return
         logger.log(level, what)

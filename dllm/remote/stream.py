@@ -64,7 +64,7 @@ class Stream:
 
     @property
     def events(self) -> int:
-        """What to poll for."""
+        """The events to poll for."""
         is_writing = self._is_writing or (self.is_ready and self._out)
         return select.POLLIN | (select.POLLOUT if is_writing else 0)
 
@@ -132,7 +132,7 @@ class Stream:
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
-        """What would block is left for later; every other error closes the connection."""
+        """Leave for later what would block; close the connection on any other error."""
         try:
             yield
         except WOULD_BLOCK:
@@ -316,7 +316,6 @@ class Server:
             stream.send(frame(message), replaces=True)
 
     def close(self) -> None:
-        """Stop listening."""
         for stream in self._streams.values():
             stream.close()
         self._socket.close()

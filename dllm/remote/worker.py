@@ -88,7 +88,6 @@ class Asker:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sessions."""
         return sum(len(work.tokens) for work in self.works.values())
 
 
@@ -116,12 +115,10 @@ class DraftWorker:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are kept."""
         return sum(len(asker.works) for asker in self._askers.values())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of these sessions."""
         return sum(asker.num_tokens for asker in self._askers.values())
 
     @property
@@ -130,12 +127,10 @@ class DraftWorker:
         return bool(self._runs) or any(asker.ask for asker in self._askers.values())
 
     def serve(self, server: Server, goes_on: Callable[[], bool]) -> None:
-        """Serve as long as ``goes_on()``."""
         while goes_on():
             self.turn(server)
 
     def turn(self, server: Server) -> None:
-        """Hear what is there, draft one step, reply what is ready."""
         for peer, ask in server.receive(0.0 if self.is_busy else IDLE_S):
             if ask is None:
                 self.leave(peer)
@@ -230,7 +225,6 @@ class DraftWorker:
     # --- drafts -----------------------------------------------------------------------------------
 
     def draft(self) -> None:
-        """One step of all runs."""
         for run, tokens, has_ended in self._drafts.step():
             work = self._runs.get(run)
             if work is None:
