@@ -40,9 +40,6 @@ GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structura
 def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) -> RequestOptions:
     """The options of a new request, after a check that it can be served.
 
-    Args:
-        settings, vocab_size: of the served model.
-
     Raises:
         VLLMValidationError: it cannot be served; the client gets HTTP 400.
     """
@@ -89,7 +86,6 @@ def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: i
 
     Args:
         params: admitted, with stop tokens and bad words as ids, as the worker will get them.
-        settings, vocab_size: of the served model.
 
     Raises:
         VLLMValidationError: the client gets HTTP 400.

@@ -15,7 +15,7 @@ def did_you_mean(given: str, known: list[str]) -> str:
 
 @dataclass(frozen=True)
 class FloatRange:
-    """The numbers from ``low`` to ``high``; ``str`` gives the text for "allowed: ..."."""
+    """The numbers from ``low`` to ``high``. As texts, this and its like complete "allowed: "."""
 
     low: float
     high: float
@@ -37,7 +37,7 @@ class FloatRange:
 
 @dataclass(frozen=True)
 class IntRange:
-    """The integers from ``low`` to ``high``; its text completes "allowed: "."""
+    """The integers from ``low`` to ``high``."""
 
     low: int
     high: float = math.inf
@@ -54,7 +54,7 @@ class IntRange:
 
 @dataclass(frozen=True)
 class Choices:
-    """Some names; the text completes "allowed: "."""
+    """Some names."""
 
     names: tuple[str, ...]
 
@@ -67,7 +67,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Values:
-    """The values that a function accepts; ``text`` completes "allowed: "."""
+    """The values that a function accepts, described by ``text``."""
 
     accepts: Callable[[Any], bool]
     text: str
@@ -90,7 +90,6 @@ def is_list_of(kind: type, value: object) -> bool:
 
 
 def refuse_value(name: str, value: object, allowed: str) -> NoReturn:
-    """Raise a ValueError that names the field, its value and what is allowed."""
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
 
 

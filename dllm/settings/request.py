@@ -231,7 +231,6 @@ def constrained(params: "SamplingParams") -> "SamplingParams":
 
 
 def has_structured_outputs(params: "SamplingParams") -> bool:
-    """Whether the request asks for structured outputs."""
     asked = params.structured_outputs
     return asked is not None and not asked.all_constraints_none()
 
@@ -271,7 +270,7 @@ def check_integers(name: str, values: Any, at_least: int, at_most: int) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as it appears in a message; a long one is cut."""
+    """A value as it appears in a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 

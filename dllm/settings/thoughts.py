@@ -37,9 +37,6 @@ def marks_of(vllm_config: Any) -> Marks | None:
 def admit_budget(params: "SamplingParams", vllm_config: Any) -> None:
     """Refuse a thinking budget that cannot be kept.
 
-    Args:
-        vllm_config: of the server.
-
     Raises:
         VLLMValidationError: the client gets HTTP 400.
     """
