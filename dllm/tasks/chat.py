@@ -91,7 +91,6 @@ class Chat:
 
     @property
     def template_kwargs(self) -> dict[str, object]:
-        """Arguments of the chat template."""
         return {"enable_thinking": self.thinking, "tool_style": self.style}
 
 
@@ -112,7 +111,7 @@ class Decision:
 
     @property
     def question(self) -> dict[str, Any]:
-        """As a client sends it."""
+        """The question as a client sends it."""
         asked: dict[str, Any] = {"type": self.type, "instructions": self.instructions}
         if self.type == "choice":
             asked["choices"] = [{"value": text} for text in self.options]
@@ -132,7 +131,7 @@ class Decision:
 
     @property
     def prompt(self) -> str:
-        """As a server writes it."""
+        """The prompt as a server writes it."""
         labels = self.labels
         if labels == self.options:
             lines, reply = list(labels), "one option"
