@@ -44,7 +44,6 @@ class Decided:
 
     @property
     def said(self) -> int:
-        """The most probable option."""
         return int(np.argmax(self.probs))
 
 

@@ -44,7 +44,6 @@ class Reference(ABC):
     """A checkpoint in transformers.
 
     Attributes:
-        model: the loaded model.
         stops: tokens that end an answer.
         is_diffusion: whether it has denoise steps.
     """
@@ -167,7 +166,6 @@ class GenerateReference(Reference):
         self.stops = eos if isinstance(eos, list) else [eos]
 
     def _temperature(self, temperature: float) -> dict[str, object]:
-        """The arguments of ``generate`` for a request's temperature."""
         if not self.is_diffusion:
             return {"do_sample": temperature > 0, "temperature": temperature or None}
         if temperature == 0:
@@ -180,7 +178,6 @@ class GenerateReference(Reference):
 
     @torch.inference_mode()
     def generate(self, ids: list[int], index: int) -> Generated:
-        """Sample an answer."""
         torch.manual_seed(self.seed + index)
         counter = StepCounter()
         streamer = {"streamer": counter} if self.is_diffusion else {}
@@ -205,7 +202,6 @@ class MaskedReference(Reference):
         refuse_other_rules(path, self.rule.canvas_length or self.rule.block_size)
 
     def generate(self, ids: list[int], index: int) -> Generated:
-        """The most probable answer."""
         found = generate_blocks(self.model, [ids], self.rule, self.max_tokens)
         return Generated(found.answers[0], found.num_steps, found.num_blocks)
 

@@ -21,8 +21,6 @@ Z_95 = 1.959963984540054  # of the standard normal distribution: 2.5% lie above 
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to one question."""
-
     text: str
     num_tokens: int | None  # None if the server does not report it
 

@@ -68,7 +68,7 @@ def _frame(shown: dict[str, Any], block: int, emitted: tuple[int, ...]) -> Frame
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``dllm watch``: draw in the terminal and, with ``--svg``, into a file."""
+    """Draw in the terminal and, with ``--svg``, into a file."""
     given = parse(argv)
     texts = Texts()
     connection = connect(given.base_url, given.model, given.api_key)
