@@ -141,7 +141,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def load_settings(given: argparse.Namespace) -> CalibrateSettings:
-    """From ``--config``, else of a run from a drafter or of a new one; flags override them.
+    """The settings of ``--config``, or the defaults of a new run or of one from a drafter.
+
+    Flags override them.
 
     Raises:
         CommandError: a setting is out of range.
@@ -218,7 +220,6 @@ def inputs_of(
 
 
 def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Log and model card beside the weights."""
     model = given.out / MODEL
     write_log(model / LOG, run.rows)
     counts = f"{len(run.learner.samples)} samples, {len(run.learner.heldout)} more held out"

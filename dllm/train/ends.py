@@ -77,7 +77,6 @@ def head_norm(norm: nn.Module | None) -> Tensor | None:
 
 
 def _files(path: Path) -> dict[str, str]:
-    """The file of each tensor."""
     if (path / INDEX).exists():
         files: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
         return files
@@ -91,7 +90,6 @@ def _files(path: Path) -> dict[str, str]:
 
 
 def _only(path: Path, what: str, names: Iterable[str], endings: tuple[str, ...]) -> str:
-    """The one tensor with such a name, in the language model."""
     found = [
         name
         for name in names
@@ -110,7 +108,6 @@ def _only(path: Path, what: str, names: Iterable[str], endings: tuple[str, ...])
 
 
 def _read(path: Path, files: dict[str, str], name: str) -> Tensor:
-    """One tensor."""
     with safe_open(path / files[name], "pt") as file:
         tensor: Tensor = file.get_tensor(name)
     if not tensor.is_floating_point() or tensor.element_size() < 2:

@@ -43,7 +43,6 @@ def write_model_card(run: Run, path: Path, command: str, data: str) -> None:
 
 
 def _training(run: Run, command: str, data: str) -> list[str]:
-    """The section on the training, settings included."""
     settings = run.settings
     return [
         "## Training\n",

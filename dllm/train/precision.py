@@ -15,7 +15,6 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """A context in which matrix products have that type."""
     dtype = product_dtype(device)
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 

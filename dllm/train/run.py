@@ -31,7 +31,6 @@ class Run:
     """
 
     def __init__(self, learner: DraftLearner, out: Path | None) -> None:
-        """Begin with the learner's weights."""
         self.learner, self.out = learner, out
         self.settings = learner.settings
         torch.set_num_threads(self.settings.threads)
@@ -65,7 +64,6 @@ class Run:
             yield self.step
 
     def _train_step(self) -> float:
-        """One batch, one step of every optimizer, one update of the average."""
         settings = self.settings
         set_learning_rates(self.optimizers, self.step, settings)
         self.model.train()

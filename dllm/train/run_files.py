@@ -65,7 +65,6 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """SHA-256 of the weights of a checkpoint directory."""
     with (checkpoint / WEIGHTS).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

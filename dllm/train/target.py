@@ -18,11 +18,7 @@ from dllm.train.ends import NORMS, TargetEnds, head_norm
 
 
 class Target(TargetEnds):
-    """A causal language model with its weights frozen.
-
-    Attributes:
-        eos: ids that end a response.
-    """
+    """A causal language model with its weights frozen; the tokens ``eos`` end a response."""
 
     def __init__(self, path: Path, device: str) -> None:
         try:
