@@ -300,8 +300,6 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
 
 
 class CanvasAttentionBackend(AttentionBackend):
-    """What vLLM asks a backend: which classes implement it, and what the kernel supports."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [  # type: ignore[assignment]
         "auto",

@@ -44,9 +44,6 @@ def choose_kernel(
 
     Args:
         arch: compute capability, for instance 90 for 9.0.
-        dtype: of the keys in the cache.
-        mask: what ``mask_of`` returned for the layer.
-        kind: of the batch, one of ``KINDS``.
         has_flash: whether FlashAttention 4 is installed and runs on this GPU.
         option: the backend that the user asks for, for all batches; None: the fastest.
 

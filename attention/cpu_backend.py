@@ -46,7 +46,6 @@ class Part:
         tokens: where the part's query rows are on the batch's flat token axis: a slice if they are
             neighbours, so that nothing is copied, else ``[rows]`` int64.
         window: of the call, in keys; -1 for none.
-        metadata: of these rows alone.
     """
 
     tokens: slice | torch.Tensor

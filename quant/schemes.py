@@ -55,7 +55,6 @@ class Scheme:
 
     @property
     def preset(self) -> str:
-        """compressed-tensors' name of the scheme."""
         return self.name.upper().replace("-", "_")
 
     @property
@@ -70,12 +69,10 @@ class Scheme:
 
     @property
     def weight_suffix(self) -> str:
-        """The last part of the name of the tensor that holds the weight's codes."""
         return self.nvfp4_names.codes if self.weights == "nvfp4" else "weight"
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The last parts of the names of all tensors that such a layer has in a checkpoint."""
         if self.weights != "nvfp4":
             return ("weight", "weight_scale")
         names = self.nvfp4_names
@@ -83,7 +80,7 @@ class Scheme:
         return (names.codes, "weight_scale", names.weight_scale, *static_inputs)
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of such a layer, by the last part of its name."""
+        """By the last part of each tensor's name."""
         if self.weights != "nvfp4":
             return {"weight": (out_features, in_features), "weight_scale": (out_features, 1)}
         shapes: dict[str, tuple[int, ...]] = {suffix: (1,) for suffix in self.suffixes}
@@ -182,8 +179,6 @@ def parse_model_optimizer(quant_algo: str, group_size: int, excluded: Sequence[s
 
     Args:
         quant_algo: a key of ``MODEL_OPTIMIZER_SCHEMES``.
-        group_size: weights that share a scale.
-        excluded: modules that are not quantized.
 
     Raises:
         ValueError: the groups are not those of NVFP4.
@@ -200,7 +195,6 @@ def parse_model_optimizer(quant_algo: str, group_size: int, excluded: Sequence[s
 
 
 def _target(excluded: str) -> str:
-    """A target as compressed-tensors writes it, for a wildcard or a part of a name."""
     if any(sign in excluded for sign in "*?["):
         return f"re:(?:.*\\.)?{fnmatch.translate(excluded)}"
     return f"re:.*{re.escape(excluded)}"
