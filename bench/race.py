@@ -28,7 +28,6 @@ class Contestant:
     """What is measured against others.
 
     Attributes:
-        name: as it appears in tables.
         server: None for what runs without one.
         commits: how its passes are counted (``runs``).
         client_flags: of ``vllm bench serve``, beside those of the workload.
@@ -226,7 +225,6 @@ def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:
     compiles for a batch when it first sees one does so here.
 
     Raises:
-        RuntimeError: the server did not start.
         GateError: an answer has the wrong length, or two equal seeded requests differ.
     """
     server = contestant.server

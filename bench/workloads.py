@@ -66,7 +66,6 @@ class Shape:
 
     @property
     def prompt(self) -> list[int]:
-        """Token ids of a prompt of ``input_len``."""
         return [20 + position % 100 for position in range(self.input_len)]
 
 
@@ -75,7 +74,6 @@ class Workload:
     """One run.
 
     Attributes:
-        schedule: ADAPTIVE, STRUCTURED or FIXED.
         concurrency: requests in flight; each answer is followed by the next request.
         rate: instead, requests per second, arriving at random (Poisson) whatever is in flight.
         steps_per_block: what every block must take; None leaves it to the model.
@@ -94,12 +92,11 @@ class Workload:
 
     @property
     def family(self) -> str:
-        """The only one, or ``mixed``."""
+        """The only family, or ``mixed``."""
         return self.families[0] if len(self.families) == 1 else MIXED
 
     @property
     def name(self) -> str:
-        """For messages."""
         load = f"{self.rate:g} per s" if self.rate else f"{self.concurrency} at once"
         return f"{self.schedule}{f', {self.family}' * (self.schedule != FIXED)}, {load}"
 
