@@ -20,12 +20,10 @@ MISSING = f"needs diffusers in {DIFFUSERS} (make test installs it)"
 
 
 def is_installed() -> bool:
-    """Whether the folder is there."""
     return DIFFUSERS.exists()
 
 
 def diffusers() -> Any:
-    """The package."""
     if str(DIFFUSERS) not in sys.path:
         sys.path.append(str(DIFFUSERS))
     return importlib.import_module("diffusers")

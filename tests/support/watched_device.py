@@ -148,7 +148,6 @@ class DeviceWatch(TorchFunctionMode):
         return copy
 
     def of_kind(self, kind: str) -> list[Finding]:
-        """The findings of a kind."""
         return [finding for finding in self.findings if finding.kind == kind]
 
     def __torch_function__(
