@@ -32,7 +32,6 @@ TRACE_FIELD = "diffusion_trace"
 
 
 def block_trace(frame: Frame) -> dict[str, Any] | None:
-    """The trace of one block; None if the frame holds none."""
     if frame.trace is None:
         return None
     lists = {name: values for name, values in frame.trace.items() if name != "length"}
@@ -58,7 +57,6 @@ class Stream:
     """What the events of a stream have in common.
 
     Attributes:
-        request_id: as in vLLM's own events.
         is_chat: a chat completion, else a completion.
         stops: tokens that end an answer; a draft is shown up to the first of them.
     """

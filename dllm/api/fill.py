@@ -63,11 +63,7 @@ class Fill:
     one_step: Mapping[str, int] | None = None
 
     def width_range(self, min_tokens: int, max_tokens: int, room: int) -> range:
-        """The widths to try.
-
-        Args:
-            min_tokens, max_tokens: of the hole, as the client asks.
-            room: tokens between the prompt and the end of the model's context.
+        """The widths to try; ``room``: tokens between the prompt and the end of the context.
 
         Raises:
             VLLMValidationError: there is none, or there are too many.
@@ -164,7 +160,6 @@ def fill_of(
     Args:
         suffix: of the request, not empty.
         end: the token that ends an answer, if the request names no other.
-        vocab_size: of the model.
 
     Raises:
         VLLMValidationError: it describes none.

@@ -37,9 +37,6 @@ def check_length(field: str, num_chars: int, num_tokens: int, tokenizer: Any) ->
 def as_extra_args(given: Any, tokenizer: Any, canvas_length: int) -> dict[str, list[int]]:
     """The extra arguments for a list of pins.
 
-    Args:
-        given: what the client sent.
-
     Raises:
         VLLMValidationError: ``given`` is no such list, or its texts are too long.
     """

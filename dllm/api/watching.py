@@ -108,7 +108,6 @@ class Watchers:
 
     Args:
         processor: vLLM's output processor, which knows to whom an engine's request belongs.
-        limit: how many streams may be watched at once.
     """
 
     def __init__(self, processor: Any, limit: int) -> None:
@@ -128,12 +127,10 @@ class Watchers:
         return feed
 
     def start(self, request_id: str, feed: CanvasFeed) -> None:
-        """A request of the engine starts that belongs to a watched stream."""
         self._feeds[request_id] = feed
         feed.add_request(request_id)
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Take the frames out of a message of the engine core, and give them to their feeds."""
         for state, frame in frames_taken(self._processor, outputs.outputs):
             feed = self._feeds.get(state.external_req_id)
             if feed is not None:

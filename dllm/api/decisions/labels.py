@@ -27,7 +27,6 @@ class OptionLabels:
     """Labels of a question's options.
 
     Attributes:
-        texts: one for each option, in order.
         tokens: of each text; they end with the end token if any text has more than one token.
         is_code: they name options that the prompt lists; else they are the options' own texts.
     """

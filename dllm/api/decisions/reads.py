@@ -47,7 +47,6 @@ class Read(strategies.QuestionRead):
     Attributes:
         cached_tokens: of ``input_tokens``, those that were in the KV cache.
         standard_errors: of each probability; 0 for one sample.
-        samples: canvases read.
     """
 
     cached_tokens: int = 0
@@ -62,14 +61,10 @@ class Read(strategies.QuestionRead):
 
 
 class WideChoice(question_types.ChoiceQuestion):
-    """vLLM's choice, for as many options as OpenAI's."""
-
     label_set = tuple(map(str, range(MAX_OPTIONS)))  # counted only: ``Labels`` has the labels
 
 
 class WideScore(question_types.ScoreQuestion):
-    """vLLM's score, for as many levels."""
-
     label_set = tuple(map(str, range(MAX_OPTIONS)))
 
 
@@ -108,7 +103,6 @@ class CanvasReads(strategies.NextTokenStrategy):
             raise ValueError(CanvasReads.why_not) from error
 
     def limits(self) -> strategies.DecisionLimits:
-        """The limits of OpenAI's API."""
         return strategies.DecisionLimits(max_questions=MAX_QUESTIONS, max_options=MAX_OPTIONS)
 
     def num_requests(self, questions: Sequence[Any], samples: int | None = None) -> int:
@@ -349,15 +343,13 @@ class CanvasReads(strategies.NextTokenStrategy):
 
 @dataclass(frozen=True)
 class _Plan:
-    """A question with its labels and the text of its prompt."""
-
     question: question_types.Question
     labels: OptionLabels
     text: str
 
     @cached_property
     def parts(self) -> list[list[int]]:
-        """Its different label tokens, in parts for which vLLM gives log-probabilities at once."""
+        """The different label tokens, in parts for which vLLM gives log-probabilities at once."""
         tokens = sorted({token for one in self.labels.tokens for token in one})
         step = MAX_LOGPROB_TOKEN_IDS
         return [tokens[start : start + step] for start in range(0, len(tokens), step)]
