@@ -83,7 +83,6 @@ def _port_number(text: str) -> int:
 
 @contextmanager
 def _only_ours_on_stdout() -> Iterator[None]:
-    """Send what vLLM and its libraries print to the standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
