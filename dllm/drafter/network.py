@@ -42,8 +42,6 @@ Weights = Mapping[str, torch.Tensor]  # by their names in a checkpoint, without 
 
 
 class DrafterLayer(DFlashQwen3DecoderLayer):
-    """vLLM's layer, with the attention that ``checkpoint`` has read."""
-
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -77,11 +75,7 @@ class DrafterLayer(DFlashQwen3DecoderLayer):
 
 
 class DrafterNetwork(DFlashQwen3Model):
-    """Everything except the head: embedding, fc, norms and layers.
-
-    Attributes:
-        drafter: what the checkpoint says about itself.
-    """
+    """Everything except the head: embedding, fc, norms and layers."""
 
     _fused_kv_weight: torch.Tensor | None
 
@@ -162,8 +156,6 @@ class DrafterNetwork(DFlashQwen3Model):
 
 
 class DFlashDrafter(DFlashQwen3ForCausalLM):
-    """The model class of DFlash checkpoints: vLLM's loader and speculator call its methods."""
-
     model_cls = DrafterNetwork
     model: DrafterNetwork
     draft_id_to_target_id: nn.Parameter | None
@@ -202,11 +194,7 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
             finalize_layerwise_reload(parts, self.draft_model_config)
 
     def refuse_weights(self, weights: Weights) -> None:
-        """Refuse weights that cannot replace those in use.
-
-        Raises:
-            ValueError: names or shapes differ from those in use.
-        """
+        """Raises ValueError for weights whose names or shapes differ from those in use."""
         found = {name: tensor.shape for name, tensor in own_names(weights.items()).items()}
         if found != self._loaded_shapes:
             odd = sorted(found.items() ^ self._loaded_shapes.items())

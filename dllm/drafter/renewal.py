@@ -67,8 +67,6 @@ class Renewal:
 
     Args:
         folder: what the trainer publishes to; it may not exist yet.
-        initial: the checkpoint that the server was started with.
-        load: copies weights over those in use.
         refuse: raises ValueError for weights that ``load`` cannot take. A thread calls it.
 
     Attributes:
@@ -164,7 +162,6 @@ class Renewal:
         return Version(files, weights)
 
     def _reject(self, number: int) -> None:
-        """Never use this checkpoint again, and tell the trainer."""
         self._refused.add(number)
         try:
             if number in published(self.folder):

@@ -31,7 +31,6 @@ class Sample:
     """One sequence.
 
     Attributes:
-        tokens: prompt and response.
         response_start: index of the first token that the target wrote.
         group: the name under which reports count it.
         shard: the file with its hidden states; None if they are not stored.
@@ -67,7 +66,6 @@ def write_shard(
 
     Args:
         hidden: ``[tokens, features]`` of all samples, in any number of parts; None stores none.
-        more: further tensors of the file, by name.
         layers: of the target, whose outputs ``hidden`` is; empty: not noted.
     """
     lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])

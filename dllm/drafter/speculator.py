@@ -113,7 +113,6 @@ class Drafter(DFlashSpeculator):
         """vLLM's hook after every step of the target: draft for each row, now or in ``draft_late``.
 
         Args:
-            input_batch: the target's step.
             last_hidden_states: ``[tokens, hidden]``, output of the target's last layer.
             aux_hidden_states: the same for each layer that the drafter reads.
             num_sampled, num_rejected: ``[rows]``, tokens emitted, and drafts rejected in the step.
@@ -230,7 +229,6 @@ class Drafter(DFlashSpeculator):
     # --- the policy -------------------------------------------------------------------------------
 
     def _observe(self, step: TargetStep) -> None:
-        """Tell the policy and the recorder what the target's step did."""
         if self.policy.reads_outcomes:
             self.policy.observe(self._verified(step))
         if self._renewal is not None:

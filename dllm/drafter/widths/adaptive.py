@@ -50,7 +50,6 @@ class AdaptiveWidth(WidthPolicy):
     """Chooses each row's width from what was accepted so far and how long steps took.
 
     Args:
-        num_slots: requests that the server runs at once.
         reads_confidence: use the drafter's probability of each draft in the decision.
         hysteresis: drafting starts (stops) when its expected tokens per second exceed (fall below)
             those of plain decoding by this share.
@@ -246,7 +245,6 @@ class AdaptiveWidth(WidthPolicy):
         return best_widths(gain, float(self._samples.sum()), costs)
 
     def _time_step(self, drafts: bool) -> None:
-        """Tell the costs how long the step took that ends with this decision."""
         now, before = self.clock(), self._decided_at
         waited_ms, self._waited_ms = self._waited_ms, None
         self._decided_at = now

@@ -24,11 +24,7 @@ LEAST = 0.02  # no number falls below this share of its first guess, as the mach
 
 
 class StepCosts:
-    """Estimates of the five numbers.
-
-    Attributes:
-        is_first: nothing was timed yet.
-    """
+    """Estimates of the five numbers."""
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
