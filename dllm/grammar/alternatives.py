@@ -122,10 +122,6 @@ class Alternatives:
     ) -> list[Flat]:
         """Alternatives of one part of ``oneOf``, narrowed so that they have no value of the others.
 
-        Args:
-            at: the part's place.
-            given: the alternatives of each part as they are given.
-
         Raises:
             Unsupported: it is not known how.
         """
@@ -159,7 +155,6 @@ class Alternatives:
         refuse("oneOf", part.path, "two of its schemas may hold for one value; write 'anyOf'")
 
     def _have_none(self, conjunction: Conjunction) -> bool:
-        """Whether it is sure that no value is of all parts."""
         flats = self.of(tuple(dict.fromkeys(conjunction)), is_exact=False)
         return all(self._is_empty(flat, conjunction) for flat in flats)
 

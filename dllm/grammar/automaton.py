@@ -32,7 +32,6 @@ class Automaton:
 
     Args:
         serialized, kind: arguments of ``Rules``.
-        most_states: more are refused.
 
     Raises:
         Unsupported: no finite text, left recursion, too many states, or tokens in the grammar.
@@ -158,7 +157,6 @@ class Automaton:
         return frozenset(kept)
 
     def _call(self, target: int, stack: int) -> int:
-        """The stack inside a rule that returns to ``target``."""
         # Where nothing can follow but a call, the stack is that inside of the call, so that stacks
         # of equal continuations are more often equal. Left recursion would never end.
         for _ in range(MOST_FORCED_CALLS):

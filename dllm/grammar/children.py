@@ -66,7 +66,6 @@ class Children:
         """The table that a request asks for.
 
         Raises:
-            Unsupported: the grammar is refused.
             TooSlow: it took too long.
             ChildProcessError: two processes failed with it.
         """
@@ -85,7 +84,6 @@ class Children:
         raise ChildProcessError("The grammar's compiler failed twice. Change the grammar.")
 
     def _ask(self, request: Mapping[str, Any]) -> bytes:
-        """The answer of a child; empty if there is none."""
         ours, theirs = multiprocessing.Pipe()
         with ours:
             with theirs, self._starting:
@@ -217,7 +215,6 @@ def _compile(
     any_whitespace: bool,
     separators: list[str] | None,
 ) -> Any:
-    """Compile as vLLM's backend does."""
     import xgrammar
 
     if kind == "json":

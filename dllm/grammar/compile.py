@@ -77,7 +77,6 @@ class Tokens(NamedTuple):
 
     Attributes:
         words: the bytes of every token id, also of special tokens; empty for one in no text.
-        names: of the special tokens.
     """
 
     words: list[bytes]
@@ -85,12 +84,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(tokenizer: Any, vocab_size: int) -> Tokens:
-    """The bytes of every token, and the names of the special ones; takes 1 s for 262,144.
-
-    Args:
-        tokenizer: of Hugging Face.
-        vocab_size: of the model; at least the tokenizer's.
-    """
+    """The bytes of every token, and the names of the special ones; takes 1 s for 262,144."""
     import xgrammar  # here: it imports PyTorch
 
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)

@@ -31,18 +31,12 @@ class Thoughts:
 
 @dataclass(frozen=True)
 class Constraint:
-    """The grammar of one answer; thoughts in front of the answer, if there may be any."""
-
     table: Table
     thoughts: Thoughts | None = None
 
     @staticmethod
     def shipped(table: bytes, thoughts: Thoughts | None) -> bytes:
-        """A constraint as it is sent; ``from_bytes`` is the inverse.
-
-        Args:
-            table: from ``Table.to_bytes``.
-        """
+        """A constraint as it is sent; ``from_bytes`` is the inverse."""
         header = thoughts and [thoughts.end, thoughts.forbidden]
         return json.dumps(header).encode() + b"\n" + table
 

@@ -135,7 +135,6 @@ class _Writer:
             raise _too_large()
 
     def arguments(self, schema: Mapping[str, Any]) -> Format:
-        """What stands between the braces of a call."""
         self._defs: Mapping[str, Any] = schema.get("$defs", {})
         self._made: dict[tuple[int, int], Format] = {}  # of (schema, depth)
         ways = [self._members(one, 0) for one in self._objects(schema, 0)]

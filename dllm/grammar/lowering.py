@@ -39,9 +39,6 @@ MOST_MULTIPLES = 256  # that are listed; and the largest number without bounds
 def lower(schema: Any, alphabet: Alphabet = IN_JSON) -> Schema:
     """The lowered schema of a JSON schema of draft 2020-12; older forms of items are read, too.
 
-    Args:
-        alphabet: that the patterns of strings are written in.
-
     Raises:
         Unsupported: answers cannot be held to it, or it allows no value.
     """
@@ -63,7 +60,6 @@ class Lowering:
     """Lowers the schemas of one document; None is a schema without values.
 
     Attributes:
-        alphabet: that the patterns of strings are written in.
         definitions: lowered schemas that are referred to, by their names.
     """
 
@@ -284,7 +280,6 @@ def _no_json(text: str) -> Any:
 
 
 def _lower_tag(tag: Any) -> Any:
-    """A structural tag of either of xgrammar's forms."""
     if isinstance(tag, list):
         return [_lower_tag(one) for one in tag]
     if not isinstance(tag, Mapping):

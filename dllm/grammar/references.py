@@ -36,7 +36,6 @@ class Part:
         object.__setattr__(self, "_key", id(self.schema))
 
     def inner(self, *keys: str | int) -> "Part":
-        """The schema behind some keys, for instance ``("properties", "name")``."""
         schema = self.schema
         for key in keys:
             schema = schema[key]
@@ -98,7 +97,6 @@ class Document:
         )
 
     def count(self, number: int = 1) -> None:
-        """Raise Unsupported if there was too much to do."""
         self._num_steps += number
         if self._num_steps > MOST_STEPS:
             raise Unsupported(

@@ -51,7 +51,6 @@ class Rules:
     Attributes:
         edges: of each state, [low, high, target]: a range of bytes; or, with one of the kinds above
             as low, high is the rule (RULE) or the name of the repetition (REPEAT).
-        repeats: by their names.
         starts: the first state of each rule.
         ends: states in which a rule may end.
         root: the first state of the grammar.
@@ -178,7 +177,6 @@ class Rules:
 
 
 def _parse(serialized: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the grammar, the automaton of all its rules)."""
     # xgrammar repeats the automaton for every rule. It is parsed once only: 4 MB for 60 properties.
     first = serialized.index(WHOLE) + len(WHOLE)
     fsm, end = json.JSONDecoder().raw_decode(serialized, first)

@@ -65,7 +65,6 @@ class Canvas:
     """What a table allows on canvases.
 
     Args:
-        table: of the grammar.
         stops: ids that end a text.
         fillers: further ids that may stand behind the end, for instance padding.
     """

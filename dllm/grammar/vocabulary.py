@@ -29,7 +29,6 @@ class Trie:
         levels: for each length from 1 on (parents, bytes): a node for each, numbered on from those
             of the shorter length.
         end: ``[V]`` int32, the node of each word; 0 for an empty one.
-        num_nodes: in total.
     """
 
     levels: tuple[tuple[np.ndarray, np.ndarray], ...]
