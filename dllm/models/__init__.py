@@ -19,7 +19,6 @@ class Served:
     Attributes:
         architecture: as config.json names it, and the name of the class in ``backbone.py`` that
             vLLM loads. Its ``make_family`` returns an ``engine.family.Family``.
-        folder: of the family, below this one.
         settings: the class in ``settings.py``, a ``settings.denoising.DenoiseSettings`` with a
             method ``from_vllm``. That module imports no model.
         config: the class of its config.json in ``config.py``; None: transformers' own.
@@ -43,7 +42,6 @@ class Served:
         return getattr(importlib.import_module(f"{__name__}.{self.folder}.{module}"), name)
 
     def model_path(self) -> str:
-        """The class that vLLM loads in this environment, as "module:Class"."""
         if self.with_images and importlib.util.find_spec("torchvision") is not None:
             return self.path("images", self.with_images)
         return self.path("backbone", self.architecture)

@@ -187,7 +187,6 @@ def how_computed(scheme: Scheme, kernel: str | None, capability: int | None) -> 
     """How layers are computed, as "8-bit float weights and inputs, by TritonExperts".
 
     Args:
-        scheme: how the checkpoint quantizes them.
         kernel: the name of vLLM's class that computes; None: emulated (``quant.cpu_config``).
         capability: compute capability of the GPU, 90 for Hopper's 9.0; None: a CPU.
     """

@@ -260,8 +260,6 @@ def write_checkpoint(
 
     Args:
         path: created if missing.
-        config: what ``tiny_config`` returned.
-        seed: of the weights.
         generation: fields of generation_config.json to replace or to add.
         image_processor: also write the files that image requests need.
         variants: of the weights, as ``make_tensors`` takes them.

@@ -152,7 +152,6 @@ def refuse_missing(
     if one of its parts was.
 
     Args:
-        parameters: names of the model's parameters.
         filled: names that the checkpoint filled: of parameters, or of parts of stacked ones.
         stacked: part -> (stacked name, shard), as in ``WeightsMapper.orig_to_new_stacked``.
         num_experts: experts of a layer; None: the layers have none.
@@ -192,7 +191,6 @@ def _parts_of_experts(name: str, filled: Set[str], num_experts: int) -> list[str
 
 
 def _checkpoint_name(name: str) -> str:
-    """A checkpoint's name for a parameter of vLLM's model."""
     if name.startswith("lm_head."):
         return name
     if name.startswith(("vision_tower.", "embed_vision.")):

@@ -17,7 +17,6 @@ class NemotronLabsDiffusionForCausalLM(MistralForCausalLM):
     )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Checkpoints have the released names."""
         renames = WeightsMapper(orig_to_new_prefix=self.hf_to_vllm_mapper.orig_to_new_prefix)
         return super().load_weights(renames.apply(weights))
 

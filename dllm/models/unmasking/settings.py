@@ -19,7 +19,6 @@ class UnmaskingSettings:
     """What every family of this kind has.
 
     Attributes:
-        vocab_size: of the model.
         canvas_length: tokens of the widest canvas, which is a whole block.
         mask_token_id: the token that stands for "not decided yet".
         max_denoising_steps: a canvas has no masks left after this many denoise steps. The tokens
