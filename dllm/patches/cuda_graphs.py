@@ -111,8 +111,6 @@ def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens:
     the block that is in front of the canvas is computed again: multiples of a block, too.
 
     Args:
-        canvas_length: of the widest canvas; tokens.
-        max_num_seqs: requests that run at a time.
         max_num_batched_tokens: no batch is larger; at least a canvas.
     """
     most = min(2 * max_num_seqs * canvas_length, max(MOST_TOKENS, canvas_length))

@@ -65,7 +65,6 @@ def _asks_for_our_drafter(vllm_config: Any) -> bool:
 
 
 def drafts_with_ours(speculative_config: Any) -> bool:
-    """Whether a server has a drafter that our classes serve; known when it is configured."""
     return drafts_itself(speculative_config) or _names(speculative_config, OUR_DRAFTER)
 
 

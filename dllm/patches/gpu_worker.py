@@ -101,9 +101,6 @@ class LoadedTensors:
     Sleep mode of level 2 gives their memory back. After ``wake_up`` a trainer sends weights again,
     and vLLM restores the model's buffers. What else was built beside them would hold whatever is in
     that memory then, for instance the state of canvases and the tables of the sampler.
-
-    Args:
-        load: loads the model.
     """
 
     def __init__(self, load: Callable[[], None], device: torch.device) -> None:

@@ -130,7 +130,6 @@ def wait_before_the_stream(
 
 
 def needs_table(engine: Any, params: Any) -> bool:
-    """Whether a request to this engine has structured outputs that we compile."""
     from vllm.sampling_params import SamplingParams
 
     is_ours = engine.model_config.architecture in FAMILIES
@@ -148,7 +147,6 @@ async def shipped(
 
     Args:
         reasoning_ended: None: the reasoning parser says it of the prompt.
-        of_parser: arguments of the reasoning parser.
     """
     with _refusing():
         # Shielded: a client that hangs up does not end it for others.

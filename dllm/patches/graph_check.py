@@ -33,9 +33,6 @@ def drop_wrong_graphs(runner: Any) -> None:
 
     Not with data parallelism, where every engine would have to come to the same result.
 
-    Args:
-        runner: the worker's, with its graphs captured.
-
     Raises:
         RuntimeError: a step failed; the message says how to start without this comparison.
     """

@@ -132,7 +132,6 @@ def _remove_sockets() -> None:
 
 
 def _maker_of(folder: Path) -> int | None:
-    """The process that made a folder for sockets; None if it is another folder."""
     found = re.fullmatch(rf"{PREFIX}(\d+)-.*", folder.name)
     return int(found[1]) if found else None
 

@@ -94,7 +94,6 @@ def _choose_classes(vllm_config: Any) -> None:
 
 
 def run_our_speculators_on_v2() -> None:
-    """Let Model Runner V2 run targets with a speculator of ours."""
     from vllm.config import VllmConfig
 
     find = VllmConfig._get_v2_model_runner_unsupported_features

@@ -72,7 +72,6 @@ def _extended(
     """A method of a route. It waits for grammars, and counts what its request starts.
 
     Args:
-        create: vLLM's method.
         take: calls ``create`` with what our fields ask for. None: the route refuses them.
     """
 
@@ -135,7 +134,6 @@ def _thinking_of(request: Any) -> Iterator[None]:
 
 
 async def _create_chat(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    """A chat, with pins; its stream may show canvases."""
     await _write_pins(self, request)
     return await create_watched(create, self, request, raw_request)
 
@@ -205,7 +203,6 @@ async def _refuse_our_fields(raw_request: Any) -> None:
 
 
 async def _refuse_fields_of_canvases(raw_request: Any) -> None:
-    """Refuse our fields where a model is served token by token."""
     sent = await raw_request.json() if raw_request is not None else {}
     for field in ("diffusing", pins.FIELD):
         if sent.get(field):

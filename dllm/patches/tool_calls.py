@@ -86,7 +86,6 @@ def _leave_arguments_free() -> None:
 
 
 def _let_any_object(part: Any) -> None:
-    """Change the parts of a structural tag that allow any JSON value."""
     if isinstance(part, JSONSchemaFormat):
         if part.json_schema is True:
             part.json_schema = ANY_ARGUMENTS.get(part.style, ANY_OBJECT)
