@@ -152,7 +152,6 @@ def input_scales(observers: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
 
 
 def _saw_inputs(observer: Observer) -> bool:
-    """Whether the largest input was finite and not 0."""
     if not observer.has_statistics:
         return False
     largest = torch.maximum(observer.max_vals.abs().max(), observer.min_vals.abs().max())

@@ -30,7 +30,6 @@ class Group:
     Attributes:
         label: its name in lines of progress.
         kept: tensors that are copied: new name -> name in the source.
-        layers: to be quantized.
     """
 
     label: str

@@ -39,11 +39,7 @@ class Job:
 
     Attributes:
         source: the checkpoint in bf16 (or fp16, or fp32).
-        scheme: of the layers that are quantized.
-        groups: the parts of the checkpoint that become one file each.
-        out: the directory to make.
         prompts: conversations to calibrate with; empty if the scheme needs no calibration.
-        blocks, seed, device: the options of these names.
     """
 
     source: Checkpoint

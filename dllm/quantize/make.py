@@ -39,7 +39,6 @@ def make(
 
     Args:
         config: the ``quantization_config`` for its config.json.
-        quantize: turns weights into the tensors of a checkpoint.
         measure: finds the scales of inputs; called if the scheme needs them.
 
     Raises:
@@ -88,7 +87,6 @@ def _write_json(file: Path, value: Mapping[str, object]) -> None:
 
 
 def run_record(job: Job) -> dict[str, object]:
-    """What a checkpoint was made with, and why some layers are not quantized."""
     record: dict[str, object] = {
         "scheme": job.scheme.name,
         "not_quantized": dict(IGNORED),

@@ -49,7 +49,6 @@ def quantized_layers(layers: list[Linear], scheme: Scheme) -> list[Linear]:
 
 
 def quantization_config(scheme: Scheme) -> dict[str, object]:
-    """The ``quantization_config`` of config.json, as compressed-tensors writes it."""
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
     preset = preset_name_to_scheme(scheme.preset, ["Linear"])

@@ -52,8 +52,6 @@ class Report:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A quantized layer: which one, its scheme, and the names of its tensors by their last part."""
-
     linear: Linear
     scheme: Scheme
     stored: dict[str, str]
@@ -66,7 +64,6 @@ def verify(
 
     Args:
         original: the checkpoint that it was made from; None: weights are not compared.
-        on_layer: called after each quantized layer.
 
     Raises:
         CommandError: the checkpoint is not quantized, or with an unknown scheme; or the original
