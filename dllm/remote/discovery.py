@@ -149,8 +149,6 @@ class Following:
     others. While Dynamo itself is away the last list is used.
 
     Args:
-        child: lists addresses.
-        link: makes the link to a worker.
         keys: folder of keys; without it only Unix sockets are used.
     """
 

@@ -26,9 +26,6 @@ KEY, CERTIFICATE, TRUSTED = "key.pem", "certificate.pem", "trusted"
 class Keys:
     """The keys of a folder.
 
-    Args:
-        folder: of ``dllm draft-keys``.
-
     Attributes:
         contexts: what makes TLS of a socket, by whether this side is the server.
 

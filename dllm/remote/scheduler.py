@@ -44,7 +44,6 @@ class RemoteDrafter:
 
     Args:
         policy: does not read the drafter's confidence, because none comes with these drafts.
-        num_slots: requests that run at once.
         deadline_s: how long a step waits at most.
         counts: what is drafted is added to it, as for a DFlash drafter; ``drafting_seconds`` is the
             time waited, ``draft_passes`` are steps that asked.
@@ -171,8 +170,6 @@ class RemoteDrafter:
 
 
 class RemoteScheduler(DraftingScheduler):
-    """vLLM's scheduler; drafts come from ``remote``."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.remote, self.following = make_drafter(self.vllm_config, self._counts)

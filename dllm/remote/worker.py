@@ -92,8 +92,6 @@ class Asker:
 
 
 class Counts:
-    """What the worker did, since it started."""
-
     def __init__(self) -> None:
         self.asks = self.replies = self.runs = self.dropped_runs = self.drafted = 0
 
@@ -123,7 +121,6 @@ class DraftWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is drafted or waits for a reply."""
         return bool(self._runs) or any(asker.ask for asker in self._askers.values())
 
     def serve(self, server: Server, goes_on: Callable[[], bool]) -> None:
