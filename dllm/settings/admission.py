@@ -61,11 +61,7 @@ def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) 
 
 
 def admit_next_tokens(params: "SamplingParams") -> None:
-    """Check a request of a model that is served token by token, and not by canvases.
-
-    Raises:
-        VLLMValidationError: it cannot be served; the client gets HTTP 400.
-    """
+    """Check a request of a model that is served token by token. Raises as ``admit``."""
     for name in params.extra_args or ():
         if name.startswith("diffusion_"):
             refuse_without_canvases(name)
@@ -73,7 +69,6 @@ def admit_next_tokens(params: "SamplingParams") -> None:
 
 
 def refuse_without_canvases(name: str) -> NoReturn:
-    """Refuse what says how to denoise, on a server that writes token by token."""
     refuse(
         name,
         f"{name} is not served here: this server writes token by token, and has no canvas. Leave "

@@ -37,8 +37,6 @@ class FloatRange:
 
 @dataclass(frozen=True)
 class IntRange:
-    """The integers from ``low`` to ``high``."""
-
     low: int
     high: float = math.inf
 
@@ -54,8 +52,6 @@ class IntRange:
 
 @dataclass(frozen=True)
 class Choices:
-    """Some names."""
-
     names: tuple[str, ...]
 
     def __contains__(self, value: object) -> bool:
@@ -67,8 +63,6 @@ class Choices:
 
 @dataclass(frozen=True)
 class Values:
-    """The values that a function accepts, described by ``text``."""
-
     accepts: Callable[[Any], bool]
     text: str
 
@@ -94,11 +88,7 @@ def refuse_value(name: str, value: object, allowed: str) -> NoReturn:
 
 
 def check_int(name: str, value: object, at_least: int) -> None:
-    """Refuse a value that is not an integer (a bool is refused) or is less than ``at_least``.
-
-    Raises:
-        ValueError: names the value and what is allowed.
-    """
+    """Raises ValueError for what is no integer (a bool is none) or less than ``at_least``."""
     if value not in (allowed := IntRange(at_least)):
         refuse_value(name, value, str(allowed))
 

@@ -241,7 +241,6 @@ def grammar_of(params: "SamplingParams") -> bytes | None:
 
 
 def with_grammar(params: "SamplingParams", shipped: bytes) -> "SamplingParams":
-    """A copy of the request's parameters that ships a table."""
     params = params.clone()
     params.extra_args = (params.extra_args or {}) | {GRAMMAR_ARG: shipped}
     return params
@@ -310,13 +309,7 @@ def _number(parameter: Parameter, value: Any) -> float:
 
 
 def _check_pins(given: Mapping[str, Any], width: int, canvas_length: int) -> None:
-    """Refuse pins that are not one token for each of some different positions.
-
-    Args:
-        given: what the request has sent, by the names of ``PIN_ARGS``.
-        width: of the request's canvases.
-        canvas_length: the served one.
-    """
+    """Refuse pins that are not one token for each of some different positions."""
     seed_canvas = given[SEED_CANVAS]
     pinned, at, ids = (given[key] or () for key in (PINNED, PIN_AT, PIN_IDS))
     if seed_canvas is not None and len(seed_canvas) != width:
