@@ -67,7 +67,6 @@ class Chat:
 
     Attributes:
         tools: names of the tools that it lists, in this order.
-        thinking: whether the answer begins with a thought.
         style: how tools are listed and called.
     """
 
@@ -77,7 +76,6 @@ class Chat:
 
     @property
     def schemas(self) -> list[dict]:
-        """The tools as an OpenAI client sends them."""
         return [TOOLS[name] for name in self.tools]
 
     @property
@@ -172,5 +170,4 @@ def call_text(name: str, arguments: dict[str, str | int], style: Style) -> str:
 
 
 def answer_text(thought: str, answer: str, chat: Chat) -> str:
-    """The answer, behind its thought if the chat asks for one."""
     return f"{THOUGHT}{thought}{END_OF_THOUGHT}{answer}" if chat.thinking else answer
