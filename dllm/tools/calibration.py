@@ -146,7 +146,6 @@ def report(decided: Sequence[Decided]) -> dict[str, float | int | None]:
 
 
 def table(reports: dict[str, dict[str, float | int | None]], title: str) -> Table:
-    """The reports, a row each."""
     shown = Table(title=title, box=SIMPLE_HEAD)
     shown.add_column("")
     for name in next(iter(reports.values())):

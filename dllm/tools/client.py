@@ -85,7 +85,6 @@ def connect(base_url: str, model: str | None, api_key: str | None = None) -> Con
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turn the OpenAI client's exceptions into CommandErrors that name the server at ``url``."""
     try:
         yield
     except openai.APITimeoutError:

@@ -75,7 +75,6 @@ class Reference(ABC):
         return Run(answers, seconds, *((steps, blocks) if self.is_diffusion else ()))
 
     def _prompt_ids(self, question: Question) -> list[int]:
-        """A question as the chat template writes it, with the tools that it lists."""
         chat = question.chat
         options = {} if chat is None else {"tools": chat.schemas or None} | chat.template_kwargs
         ids: list[int] = self.tokenizer.apply_chat_template(
@@ -207,7 +206,7 @@ class MaskedReference(Reference):
 
 
 def refuse_other_rules(path: Path, block_size: int) -> None:
-    """Refuse fields of generation_config.json that a server obeys and the plain loop does not know.
+    """Refuse generation configs with a field that a server obeys and the plain loop does not.
 
     Raises:
         CommandError: the name of the field.

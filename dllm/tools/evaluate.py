@@ -71,7 +71,6 @@ def evaluate_decisions(given: argparse.Namespace) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; exits with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm eval", description=__doc__)
     client.add_arguments(parser)
     parser.add_argument(

@@ -81,7 +81,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; exits with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm watch", description=__doc__)
     parser.add_argument("question")
     add_arguments(parser)
