@@ -92,7 +92,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; exits with status 2 when it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm calibrate", description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")
@@ -195,7 +194,6 @@ def load_drafter(
 
 
 def _mask_token_id(target: Path) -> int | None:
-    """The mask token of the target's tokenizer, if it names one."""
     if not (target / "tokenizer.json").exists():
         return None
     mask: int | None = AutoTokenizer.from_pretrained(target).mask_token_id

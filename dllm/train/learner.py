@@ -25,7 +25,6 @@ class DraftLearner:
 
     Attributes:
         model: the network, on its device, with its initial weights.
-        samples, heldout: responses to train on, and to measure acceptance on.
         acceptance: of each group of held-out samples, at the last measurement.
         evaluates_start: whether the initial weights are evaluated, too.
     """
@@ -109,7 +108,6 @@ class DraftLearner:
         }
 
     def summary(self) -> str:
-        """Acceptance length over all held-out responses."""
         length = f"{total(self.acceptance).length:.2f}" if self.acceptance else "-"
         return f"held-out tokens a step {length}"
 

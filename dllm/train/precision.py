@@ -20,7 +20,6 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def processor(device: torch.device) -> str:
-    """The name of the device, for a model card."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     text = FACTS.read_text() if FACTS.exists() else ""

@@ -144,7 +144,6 @@ def link_shards(buffer: Path, folder: Path) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; exits with status 2 when it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm recalibrate", description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--drafter", type=Path, required=True, help="that the server started with")

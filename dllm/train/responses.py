@@ -156,11 +156,7 @@ def hidden_states(
 
 
 def usable(folder: Path) -> list[Sample]:
-    """The samples in a folder that have at least one token to draft.
-
-    Raises:
-        CommandError: there are none.
-    """
+    """Samples with at least one token to draft. Raises CommandError if there are none."""
     found = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
     if not found:
         raise CommandError(

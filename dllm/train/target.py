@@ -92,7 +92,7 @@ def read_config(path: Path) -> dict[str, object]:
     """config.json of the target's language model; ``dtype`` may stand beside that one's part.
 
     Raises:
-        CommandError: there is none.
+        CommandError: there is no config.json.
     """
     try:
         config = json.loads((path / "config.json").read_text())
