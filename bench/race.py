@@ -44,7 +44,7 @@ class Contestant:
     local: tuple[str, Path] | None = None
 
     def takes(self, load: Any) -> bool:
-        """What runs without a server answers one question after the other."""
+        """A contestant without a server answers one question after the other."""
         return not self.local or load.concurrency == 1
 
 
@@ -176,10 +176,10 @@ def run_workload(client: Client, contestant: Contestant, workload: Workload, see
 
 
 def withhold(rows: Sequence[Row]) -> list[Row]:
-    """The same, without the speeds of contestants that are right less often than the best one.
+    """The rows, without the speeds of contestants that are right less often than the best one.
 
-    All answer the same questions, so far fewer right answers, beyond chance (95% intervals) and
-    LEEWAY, are a mistake, and so is none at all.
+    All answer the same questions. So far fewer right answers than the best one's, beyond chance
+    (95% intervals) and LEEWAY, are a mistake, and so is none at all.
     """
     shares: dict[str, tuple[float, float]] = {}
     for name in dict.fromkeys(row["contestant"] for row in rows):

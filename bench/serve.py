@@ -135,7 +135,7 @@ def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:
 
 
 def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> list[Contestant]:
-    """Those that a schedule has a meaning for, their servers not started."""
+    """The contestants for which a schedule has a meaning; their servers are not started."""
     generation = folder / "generation"
     write_generation_config(options.model, generation, options.steps if schedule == FIXED else None)
     config = json.loads((options.model / "config.json").read_text())

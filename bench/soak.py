@@ -299,7 +299,7 @@ def _row(
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float, float] | None:
-    """Per hour, with its 95% interval; None with fewer than two samples a stretch.
+    """The slope per hour, with its 95% interval; None with fewer than two samples a stretch.
 
     Args:
         times: seconds, ascending.

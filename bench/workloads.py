@@ -116,7 +116,7 @@ class Workload:
         return [of_domain[at % len(of_domain)] for of_domain, at in chosen]
 
     def client_flags(self, seed: int, dataset: Path) -> list[str]:
-        """Of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.
+        """Flags of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.
 
         Args:
             seed: of random tokens and of arrival times.

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 WIDTHS, END = "diffusion_fill_widths", "diffusion_fill_end"
 DEFAULT_WIDTHS = (1, 32)
 MAX_CANDIDATES = 64
-FINALISTS = 4  # of the widths, which are read once more
-# Of the prompt, so many tokens are decoded with the hole: a first token may begin with a space.
+FINALISTS = 4  # widths whose answers are read once more
+# The hole is decoded together with so many of the prompt's last tokens, because the text of a token
+# may depend on those before it, for instance a space at its beginning.
 CONTEXT = 8
 
 T = TypeVar("T")
@@ -103,7 +104,7 @@ class Fill:
 
         def behind(ids: Sequence[int]) -> Any:
             read = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *ids]}
-            read.pop("prompt", None)  # the text, which is that of the ids before
+            read.pop("prompt", None)  # the text of the prompt without ``ids``
             return read
 
         if self.one_step is None:

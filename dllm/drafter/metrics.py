@@ -38,7 +38,7 @@ COUNTERS = {
 
 
 class Counts(dict[tuple[str, str], float]):
-    """What is new: (a key of COUNTERS, the value of its own label, if any) -> how much."""
+    """New counts: (a key of COUNTERS, the value of its own label or "") -> how much."""
 
     def add(self, name: str, amount: float = 1, label: str = "") -> None:
         self[name, label] = self.get((name, label), 0) + amount

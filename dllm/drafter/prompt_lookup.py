@@ -47,7 +47,8 @@ class Lookup(NamedTuple):
 
 
 def lookup_of(states: RequestState, slots: Tensor, longest: int, num_drafts: int) -> Lookup:
-    """What stood before behind the last tokens of the requests in ``slots`` ``[R]``; no wait.
+    """Drafts for the requests in ``slots`` ``[R]``: what followed their last tokens earlier. No
+    wait.
 
     Args:
         longest: no text has more tokens.

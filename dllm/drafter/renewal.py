@@ -82,8 +82,8 @@ class Renewal:
     ) -> None:
         self.folder, self.initial, self.load, self.refuse = folder, initial, load, refuse
         self.current = self._num_steps = 0
-        # Of the checkpoint in use. They stay open, because the trainer deletes old checkpoints, and
-        # the server has to go back to this one if a newer one fails halfway.
+        # The files of the checkpoint in use. They stay open, because the trainer deletes old
+        # checkpoints, and the server has to go back to this one if a newer one fails halfway.
         self._files = open_weights(initial)
         self._refused: set[int] = set()  # also where the folder cannot be written to
         self._reader = ThreadPoolExecutor(1, "dllm-renewal")

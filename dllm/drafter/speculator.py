@@ -237,7 +237,7 @@ class Drafter(DFlashSpeculator):
             self._recorder.observe(step)
 
     def _verified(self, step: TargetStep) -> VerifiedStep:
-        """What the target's step did, for the policy; waits for the device."""
+        """A record of the target's step for the policy; waits for the device."""
         batch, in_prompt, verified = step.batch, step.in_prompt, step.verified
         accepted = np.where(verified > 0, verified - step.rejected, 0)
         if accepted.any():
@@ -330,7 +330,7 @@ class Drafter(DFlashSpeculator):
         *others: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """vLLM's hook: the drafts ``[rows * N]``, the likeliest or sampled ones.
+        """The drafts ``[rows * N]``, the likeliest or sampled ones.
 
         Sampled drafts use the target's random numbers of their positions (``verification``).
         """
@@ -354,7 +354,7 @@ class Drafter(DFlashSpeculator):
     def _maybe_predict_acceptance(
         self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
     ) -> None:
-        """vLLM's hook: store how sure the drafter is at each place."""
+        """Store how sure the drafter is at each place."""
         super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         if self.policy.reads_confidence:
             likeliest, tokens = logits.float().softmax(-1).max(-1)

@@ -126,7 +126,7 @@ class Automaton:
         return number
 
     def _closure(self, items: Iterable[Item]) -> frozenset[Item]:
-        """What is reached without reading a byte: items that read one, and END."""
+        """All items that are reached without reading a byte: those that read one next, and END."""
         todo = list(items)
         seen, kept = set(todo), set()
         while todo:

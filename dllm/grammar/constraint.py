@@ -64,7 +64,7 @@ class Constraint:
 
 
 class Grammar:
-    """What some requests ship, unpacked.
+    """The grammar of some requests, unpacked from the bytes that these carry.
 
     Args:
         shipped: from ``Constraint.shipped``.

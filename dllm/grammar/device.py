@@ -217,7 +217,7 @@ def _chunks(table: Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Ends(NamedTuple):
-    """What stops and paddings cost in each of N rows, and what is likeliest."""
+    """For each of N rows, the likeliest token, and what stops and paddings cost."""
 
     likeliest: Tensor  # [N] int64
     peak: Tensor  # [N] fp32, its logit
@@ -228,7 +228,7 @@ class Ends(NamedTuple):
 
 
 class Searches(NamedTuple):
-    """Of R canvases, whose rows lie one behind the other, the best texts are asked for."""
+    """R canvases whose best texts are searched; their rows lie one behind the other."""
 
     first_row: Tensor  # [R] int32
     length: Tensor  # [R] int32

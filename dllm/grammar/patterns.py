@@ -294,7 +294,7 @@ def _early_ends(names: Collection[str]) -> str | None:
 
 
 def _by_first(names: Collection[str]) -> dict[str, list[str]]:
-    """What is left of names behind their first character."""
+    """Names by their first character, each without it."""
     rest: dict[str, list[str]] = {}
     for name in names:
         if name:

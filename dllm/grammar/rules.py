@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import networkx
 
-# Kinds of edges in the serialized automaton: in the place of the lowest byte of a range.
+# Kinds of edges in the serialized automaton. They stand where other edges have the lowest byte of
+# a range.
 EPSILON, RULE, REPEAT, TOKEN, NOT_TOKEN = -1, -2, -4, -5, -6
 WHOLE = '"complete_fsm":'
 NO_END = 1 << 29  # bytes to the end of a rule that has none

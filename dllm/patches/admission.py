@@ -117,7 +117,7 @@ def _admit_canvases(processor: Any, params: Any, validate: Callable[[], Any]) ->
         num_chars = sum(len(word) for word in params.bad_words)
         most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
         check_length("bad_words", num_chars, most, processor.tokenizer)
-    # Nothing else can leave no token, or come to too many.
+    # Without any of these, each position has a possible token, and the tables are large enough.
     if params.extra_args or params.min_tokens or params.bad_words or params.allowed_token_ids:
         admit_ids(constrained(with_resolved_ids(processor, params)), settings, vocab_size)
     return is_watermarked

@@ -69,7 +69,7 @@ def _check_now(llm: Any, params: Any) -> None:
 
 
 def _reasoning(options: Mapping[str, Any]) -> tuple[bool | None, Mapping[str, Any]]:
-    """What vLLM's routes say of reasoning: whether it has ended, and arguments of its parser."""
+    """From arguments of vLLM's routes: whether reasoning has ended, and arguments of its parser."""
     return options.get("reasoning_ended"), options.get("reasoning_parser_kwargs") or {}
 
 
@@ -85,7 +85,7 @@ def _count(number: int, num_samples: int) -> None:
 
 
 def _paced(tally: Tally | None, generate: Any, *args: Any, **options: Any) -> Any:
-    """What ``generate`` returns, for a request that waits for a place of its HTTP request."""
+    """The outputs of ``generate``, which wait for a place of the HTTP request (``api.tally``)."""
     outputs = generate(*args, **options)
     return outputs if tally is None else in_turn(tally.places, outputs)
 

@@ -21,8 +21,9 @@ from dllm.settings.server import PluginOptions
 logger = init_logger(LOGGER)
 
 FULL, PIECES = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-# Of the size of a row's hidden states, on average. A graph runs the kernels that run without it,
-# but padding may choose other tiles, and then a rounding another expert, which changes a few rows.
+# The largest mean error that counts as rounding, in units of the size of a row's hidden states. A
+# graph runs the same kernels as a step without it. But padding may choose other tiles, and another
+# rounding may choose another expert, which changes a few rows.
 ROUNDING = 0.1
 
 Passes = list[list[torch.Tensor]]  # of each number of requests: hidden states [R, tokens, hidden]

@@ -72,9 +72,9 @@ def _watchers_of(llm: Any) -> Watchers:
 
 
 def take_frames_out() -> None:
-    """Take frames out of what arrives, before it changes metrics: a frame is no first token.
+    """Take frames out of what arrives before metrics are updated: a frame is not a first token.
 
-    Where nobody watches there are traces alone. Those of a request go with its outputs.
+    Where nobody watches, only traces arrive. A request's traces go with its outputs.
     """
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
@@ -116,7 +116,7 @@ def refuse_route(asked: str) -> NoReturn:
 
 
 async def create_watched(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    """What a route's method ``create`` returns, with canvases and traces if it asks for them."""
+    """Call a route's method ``create``, and add canvases and traces to its answer if asked for."""
     form = form_asked(request)
     if form is None and (request.vllm_xargs or {}).get(TRACE) in (None, False):
         return await create(self, request, raw_request)

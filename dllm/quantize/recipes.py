@@ -32,7 +32,7 @@ def scheme_named(name: str) -> Scheme:
 
 
 def quantized_layers(layers: list[Linear], scheme: Scheme) -> list[Linear]:
-    """Those of the layers that get the scheme.
+    """The layers that get the scheme.
 
     Raises:
         CommandError: the inputs of a layer cannot be divided into the groups of the format.

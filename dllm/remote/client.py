@@ -23,7 +23,7 @@ MAX_RESETS = 3  # a worker that forgets a session more often is not asked for it
 
 
 class Wish(NamedTuple):
-    """What is wanted for a request: ``want`` drafts at most behind ``tokens``, all that it has."""
+    """The tokens of a request, and how many drafts (``want``) are wanted behind them at most."""
 
     tokens: Sequence[int]
     want: int
@@ -214,7 +214,7 @@ class Client:
 
 
 def choose(links: Sequence[Link], key: int) -> Link | None:
-    """Of the workers that are not out the one for a session; None if all are out."""
+    """The worker for a session, among those that are not out; None if all are out."""
 
     def weight(link: Link) -> bytes:
         return hashlib.blake2b(f"{key} {link.address}".encode(), digest_size=8).digest()

@@ -28,7 +28,7 @@ Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Told(Struct, array_like=True, forbid_unknown_fields=True):
-    """What an ask says of a session.
+    """One session's part of an ask.
 
     Attributes:
         session: its number.

@@ -242,7 +242,7 @@ class DecisionRequest(Body):
 
 
 def instructions_of(place: int, question: Predicate | Choice | Score) -> str:
-    """What a question says.
+    """The text of a question.
 
     Raises:
         VLLMValidationError: it holds an image, which only the input may, or JSON beyond the bounds.

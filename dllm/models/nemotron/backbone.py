@@ -22,4 +22,4 @@ class NemotronLabsDiffusionForCausalLM(MistralForCausalLM):
 
 
 class NemotronLabsDiffusionModel(UnmaskingModel, NemotronLabsDiffusionForCausalLM):
-    """The same as a diffusion model."""
+    """Nemotron-Labs-Diffusion as a diffusion model."""

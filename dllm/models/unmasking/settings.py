@@ -16,7 +16,7 @@ THRESHOLD = Parameter("threshold", "threshold", PROBABILITIES, "float32")
 
 @dataclass(frozen=True)
 class UnmaskingSettings:
-    """What every family of this kind has.
+    """The settings that every family of this kind has.
 
     Attributes:
         canvas_length: tokens of the widest canvas, which is a whole block.
