@@ -83,8 +83,9 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             impl.max_query_len or scheduler.max_num_batched_tokens for impl in impls
         )
         self._max_model_len = vllm_config.model_config.max_model_len
-        # Per-sequence tensors in memory that a captured CUDA graph reads again: True, False, and
-        # first keys. More sequences than max_num_seqs are no full graph's, and may lie anywhere.
+        # Tensors with an entry for each sequence: True, False, and first keys. They lie in memory
+        # that a captured CUDA graph reads again. A batch of more sequences than max_num_seqs is no
+        # full graph's, so its tensors may lie anywhere.
         self._flags = {
             flag: torch.full((scheduler.max_num_seqs,), flag, dtype=torch.int32, device=device)
             for flag in (True, False)

@@ -16,8 +16,9 @@ import torch
 
 OURS, FLASH, TRITON = "CUSTOM", "FLASH_ATTN", "TRITON_ATTN"  # vLLM's names of the backends
 BACKENDS = (OURS, FLASH, TRITON)
-# What rows see (``masks``): everything that is in front of them, or of this only what is in the
-# window, on both sides of a canvas row; keys from the first visible one on; whole blocks.
+# Which keys rows see (``masks``). UNBOUNDED: all of those in front of them. SYMMETRIC: only those
+# in the window, which reaches to both sides of a canvas row. ANCHORED: those from the first visible
+# key on. BLOCKS: whole blocks.
 UNBOUNDED, SYMMETRIC, ANCHORED, BLOCKS = "unbounded", "symmetric", "anchored", "blocks"
 CAUSAL, CANVASES, MIXED = KINDS = ("causal", "canvases", "mixed")
 HOPPER = 90

@@ -105,12 +105,12 @@ SCHEMES: dict[tuple[_Description, _Description | None], Scheme] = {
     (_NVFP4_WEIGHTS, _NVFP4_TOKENS): Scheme("nvfp4", "nvfp4", "nvfp4"),
     (_NVFP4_WEIGHTS, None): Scheme("nvfp4a16", "nvfp4", None),
 }
-# Those of NVIDIA Model Optimizer, by the quant_algo that vLLM serves a checkpoint with.
+# The schemes of NVIDIA Model Optimizer, by the quant_algo that vLLM serves a checkpoint with.
 MODEL_OPTIMIZER_SCHEMES = {
     "NVFP4": Scheme("nvfp4", "nvfp4", "nvfp4", MODEL_OPTIMIZER),
     "W4A16_NVFP4": Scheme("nvfp4a16", "nvfp4", None, MODEL_OPTIMIZER),
 }
-# What no server has in Model Optimizer's NVFP4, whatever the configuration says.
+# Modules that no server runs in Model Optimizer's NVFP4, whatever the configuration says.
 NEVER_QUANTIZED = ("vision_tower", "embed_vision", "self_conditioning")
 
 

@@ -36,7 +36,7 @@ SPEAKS_OF = {
 TYPE_OF = {keyword: kind for kind, keywords in SPEAKS_OF.items() for keyword in keywords}
 UPPER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-# Of no type, and never held.
+# Keywords that belong to no type, and that answers are never held to.
 NEVER_HELD = ("if", "not", "$dynamicRef", "$recursiveRef")
 UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
@@ -90,7 +90,7 @@ class Alternatives:
             for other in then:
                 present = self._product(present, self._of_part(other, opened, is_exact), part)
             found = self._product(found, [absent, *present], part)
-        # They hold for what no schema in this place speaks of.
+        # These keywords are about members that no other schema in this place speaks of.
         for keyword, known in UNEVALUATED.items():
             if keyword in schema:
                 found = [{known: (part.inner(keyword),)} | flat for flat in found]
@@ -192,7 +192,7 @@ def _has_no_size(fewest: str, most: str) -> Callable[[Flat], bool]:
     return lambda flat: flat.get(fewest, 0) > flat.get(most, math.inf)
 
 
-# Types whose bounds contradict each other.
+# By type, whether its bounds contradict each other, so that it has no value.
 HAS_NONE: Mapping[str, Callable[[Flat], bool]] = {
     "number": has_no_number,
     "integer": has_no_number,

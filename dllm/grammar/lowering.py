@@ -31,9 +31,9 @@ from dllm.grammar.strings import lowered_string
 
 Schema = dict[str, Any]
 
-NUM_DIGITS = 6  # behind the point, of numbers between bounds
+NUM_DIGITS = 6  # digits behind the point in numbers that have bounds
 MOST_ITEMS = 1 << 20  # a larger number limits nothing: no answer is as long
-MOST_MULTIPLES = 256  # that are listed; and the largest number without bounds
+MOST_MULTIPLES = 256  # values that are listed between two bounds; without bounds, the largest step
 
 
 def lower(schema: Any, alphabet: Alphabet = IN_JSON) -> Schema:

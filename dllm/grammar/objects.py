@@ -16,7 +16,7 @@ from dllm.grammar.strings import lowered_string
 Schema = dict[str, Any]
 Lower = Callable[[Conjunction], Schema | None]
 
-MOST_NAMES = 64  # declared, beside which free ones are written
+MOST_NAMES = 64  # with more declared names, no free names are written beside them
 
 
 def lowered_object(flat: Flat, lower: Lower, alternatives: Alternatives) -> Schema | None:

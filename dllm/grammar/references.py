@@ -13,7 +13,7 @@ from referencing.jsonschema import DRAFT202012
 from dllm.grammar.patterns import is_found
 from dllm.grammar.rules import Unsupported
 
-MOST_STEPS = 50_000  # of reading one schema: a few kilobytes could ask for hours
+MOST_STEPS = 50_000  # to read one schema; a schema of a few kilobytes could take hours
 
 
 @dataclass(frozen=True)

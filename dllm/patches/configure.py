@@ -29,8 +29,8 @@ logger = init_logger(LOGGER)
 DEFAULT_CONCURRENCY = 64
 PROMPT_CHUNK = 2048  # tokens of prompts that a step has room for beside all canvases
 GPU_PAGE_SIZE = 64  # tokens of a page of the KV cache
-# In a model with blocks that are shorter than this, asynchronous scheduling has to be asked for: a
-# short block takes few steps, and each block takes one more pass.
+# In a model with shorter blocks, asynchronous scheduling has to be asked for: it takes one more
+# pass for each block, which is much where a block takes few steps.
 LEAST_ASYNC_BLOCK = 32
 
 

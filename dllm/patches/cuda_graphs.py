@@ -25,9 +25,9 @@ from dllm import LOGGER
 
 logger = init_logger(LOGGER)
 
-# Larger batches keep a GPU busy for longer than it takes to launch their kernels.
+# Larger batches have no graph: they keep a GPU busy for longer than launching their kernels takes.
 MOST_TOKENS = 4096
-# Batches below a canvas are short prompts and narrow canvases.
+# The smallest graph. Batches with fewer tokens than a canvas are short prompts and narrow canvases.
 LEAST_TOKENS = 8
 # Up to here each number of canvases has a graph of its own; above, padding is at most an eighth.
 EACH_UP_TO = 16

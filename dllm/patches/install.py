@@ -54,7 +54,7 @@ def _serve_families() -> None:
 
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
-    # vLLM gives them to transformers when it reads a config.json of theirs, and not before.
+    # vLLM registers these classes with transformers only when it reads a config.json of theirs.
     _CONFIG_REGISTRY.update(own_configs())
     for architecture, served in FAMILIES.items():
         register_model(architecture, served.model_path())

@@ -89,7 +89,7 @@ def _extended(
         ):
             try:
                 # Subclasses (Anthropic, Cohere) call the chat's method and translate what it
-                # streams. For them it refuses.
+                # streams. Our fields are refused for them.
                 if take is not None and type(self) is route:
                     answer = await take(create, self, request, raw_request)
                 else:

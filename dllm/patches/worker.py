@@ -50,8 +50,8 @@ class Visits:
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.serves_canvases:
             self.model_runner._dummy_sampler_run = self._profile_sampler
-            # Grammars are the sampler's. A bit for each token and row is 0.5 GiB for 64 canvases of
-            # 256 rows.
+            # Our sampler applies grammars. vLLM's worker for them would take a bit for each token
+            # and row, which is 0.5 GiB for 64 canvases of 256 rows.
             self.model_runner.structured_outputs_worker = None
         if has_adapters:
             adapt_passes(self.model_runner)
@@ -71,7 +71,7 @@ class Visits:
         try:
             loading(self.model_runner.model, load)
         except BaseException:
-            config.model = served  # vLLM names the new folder before it reads it
+            config.model = served  # vLLM sets the new folder before it reads it
             raise
 
     def update_weights(self, update_info: Any) -> None:

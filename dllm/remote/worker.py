@@ -16,8 +16,8 @@ from dllm.remote.wire import MAX_GUESS, Ask, Guess, Reply, Told
 
 SHARE_OF_DEADLINE = 0.7  # the rest is for the way back
 IDLE_S = 0.05  # how long a turn waits for asks if nothing is drafted
-# Of more sessions, or tokens of all sessions together, some of the connection that has most are
-# dropped. So are those that a target did not say are over.
+# With more sessions, or more tokens of all sessions together, sessions of the connection that has
+# the most are dropped. This also ends sessions whose end a target did not tell.
 MAX_SESSIONS, MAX_TOKENS = 1024, 4_000_000
 
 

@@ -32,25 +32,26 @@ if TYPE_CHECKING:
 LOGITS_MODES = ("raw_logits", "processed_logits")
 # The table of a grammar, which structured outputs ship to the worker (``dllm.grammar``).
 GRAMMAR_ARG = "dllm_grammar"
-# How a streaming request sees its unfinished canvases (``api.events``): each position, or the text
-# that they stand for; after each denoise step, or once for each visit of the worker.
+# How a streaming request sees its unfinished canvases (``api.events``). The form: each position, or
+# the text that they stand for. How often: after each denoise step, or once for each engine step.
 STREAM, STREAM_FORMS = "diffusion_stream", ("canvas", "text")
 STREAM_EVERY, STREAM_PERIODS = "diffusion_stream_every", ("pass", "visit")
 READ_ONLY, CONSTRAINED = "diffusion_read_only", "diffusion_constrained"
 EOS_STOP = "diffusion_eos_stop"
-# When each token was decided, and how likely it was then (``engine.traces``): true, or what else is
-# wanted, as a list. "entropy" of its distribution; the tokens "behind_stop" in the last block.
+# Asks when each token was decided, and how likely it was then (``engine.traces``): true, or a list
+# of what else is wanted: the "entropy" of each token's distribution, or the tokens "behind_stop" in
+# the last block.
 TRACE, TRACE_EXTRAS = "diffusion_trace", ("entropy", "behind_stop")
 # vLLM's sampling parameter; where a route has no such field it comes as an extra argument.
 BUDGET = "thinking_token_budget"
-MODE = "diffusion_mode"  # of families that have ``DenoiseSettings.modes``
+MODE = "diffusion_mode"  # only for families that have ``DenoiseSettings.modes``
 
-# The logits of so many tokens at least are computed together. On a CPU, matrix products of fewer
-# rows add in another order, and the same request would have other logits in a crowd.
+# Logits are computed for at least so many tokens together. On a CPU, matrix products of fewer rows
+# add in another order, so that a request would have other logits alone than in a batch.
 LEAST_ROWS = 4
 
-# What a model with blocks does not take: its first canvas is as wide as the prompt leaves room in
-# its block, which the client does not know.
+# Arguments that a model with blocks does not take: its first canvas is as wide as the room that the
+# prompt leaves in its block, which the client does not know.
 WHOLE_CANVAS_ARGS = (SEED_CANVAS, PINNED, READ_ONLY)
 
 MAX_INT32 = 2**31 - 1
@@ -82,7 +83,8 @@ def _of_type(kind: type) -> Values:
     return Values(lambda one: isinstance(one, kind), f"a {kind.__name__}")
 
 
-# What the server itself puts there, of a type that no client can send: JSON has no bytes.
+# Extra arguments that the server itself sets. A client cannot send ``bytes``, because JSON has
+# none.
 OF_SERVER: dict[str, tuple[Any, Any]] = {
     "kv_transfer_params": (_of_type(dict), None),
     "ec_transfer_params": (_of_type(dict), None),

@@ -20,7 +20,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 NORMS = ("norm", "norm_f")  # in front of the head, beside the embedding
 HEAD = "lm_head.weight"
-# Parts of a checkpoint with an embedding of their own, and names inside layers.
+# Names with these parts are not those of the language model's embedding, head or last norm.
 OF_OTHERS = ("mtp.", ".layers.", "visual.", "vision")
 
 

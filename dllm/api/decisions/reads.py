@@ -31,10 +31,11 @@ from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.request import refuse
 from dllm.settings.server import PluginOptions
 
-# What one HTTP request may come to, over all of its questions.
+# The most that one HTTP request may ask for, over all of its questions.
 MAX_CANVASES = 1600  # 400 questions of 4 samples
 MAX_CHARACTERS = 8_000_000  # of all prompts, times samples
-# For a token that a model never says, as the mask: a tie of such labels has probabilities, too.
+# The log-probability of a token that a model never says, for instance the mask. It is finite, so
+# that labels of such tokens alone have probabilities, too.
 NEVER = -9999.0
 THOUGHT_BEGINS, THOUGHT_ENDS = "<|channel>", "<channel|>"
 TYPE_OF = {"noul": "predicate", "choice": "choice", "score": "score"}
