@@ -31,7 +31,6 @@ class Contestant:
         server: None for what runs without one.
         commits: how its passes are counted (``runs``).
         client_flags: of ``vllm bench serve``, beside those of the workload.
-        takes_seeds: whether a request may have one.
         local: without a server: whose answers these are, and the checkpoint's folder
             (``runs.answer_questions``).
     """

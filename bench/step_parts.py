@@ -23,7 +23,6 @@ class Step:
     """One visit of the engine, from a ``schedule()`` to the next, with all of its passes.
 
     Attributes:
-        num_new: requests whose prompts run.
         num_canvas_rows: rows of the batch that belong to canvases.
     """
 

@@ -78,7 +78,7 @@ class Workload:
         rate: instead, requests per second, arriving at random (Poisson) whatever is in flight.
         steps_per_block: what every block must take; None leaves it to the model.
         families: of the questions; with a file the domains of its prompts.
-        prompts: a file of them, instead of questions.
+        prompts: a file of prompts, instead of questions.
     """
 
     schedule: str
@@ -120,7 +120,7 @@ class Workload:
 
         Args:
             seed: of random tokens and of arrival times.
-            dataset: is written, if there are questions.
+            dataset: the file that is written, if there are questions.
         """
         shape = self.shape
         flags: dict[str, object] = {"--num-prompts": self.num_requests, "--seed": seed}

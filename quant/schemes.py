@@ -42,7 +42,7 @@ class Scheme:
     """How one linear layer is quantized.
 
     Attributes:
-        name: as users know it.
+        name: the scheme's name in options and messages.
         weights: number format of its weight; FP8 and INT8 have a scale for each output channel.
         inputs: number format of its inputs, with a scale for each token; None: not quantized.
         nvfp4_names: of the tensors, if the weight is NVFP4.

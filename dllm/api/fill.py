@@ -216,7 +216,6 @@ async def filled(
     Args:
         generate: vLLM's, with its arguments ``prompt``, ``params``, ``request_id``, ``options``.
         widths: of the hole, all of which are tried.
-        decode: ids to text.
 
     Raises:
         Exception: the first one of a candidate; all others have ended when it is raised.

@@ -51,7 +51,7 @@ class ScoreRequest(BaseModel):
     Attributes:
         prompt, text: texts, or token ids. A text is not a chat: no template is applied.
         places: of the text, from 0, whose tokens are scored in one pass for each block.
-        samples: of the estimate; its standard error needs two.
+        samples: how many for the estimate; its standard error needs two.
         seed: of the masks that are drawn. The same request has the same answer.
     """
 
@@ -73,8 +73,8 @@ class BlockRead(NamedTuple):
 
     Attributes:
         start: where the block starts in the text.
-        tokens: those of the text in it.
-        masked: which of them are masks.
+        tokens: the tokens of the text in the block.
+        masked: the indices of those that are masks.
     """
 
     start: int

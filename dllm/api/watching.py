@@ -53,14 +53,13 @@ class CanvasFeed:
     """The unread frames of a stream.
 
     Args:
-        num_choices: of each prompt.
+        num_choices: answers to each prompt.
 
     Attributes:
         request_id: of the stream, as its client sees it. Empty before a request has started.
-        traces: those that have come, by the number of the answer.
+        traces: the traces that have come, by the number of the answer.
         first_choice: of each request of the engine, by its id: one for each prompt of a completion.
         bell: set while something is unread.
-        is_open: until its stream has ended.
     """
 
     def __init__(self, pace: Pace, num_choices: int) -> None:

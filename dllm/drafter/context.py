@@ -49,7 +49,6 @@ class DeferredContext:
 
         Args:
             slots: ``[groups, tokens or more]``, cache slots in every group of the KV cache.
-            groups: indices of the drafter's groups.
         """
         num_tokens = step.batch.num_tokens
         # Not by a list of groups as the index: its copy to the device would be waited for.

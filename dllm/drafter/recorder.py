@@ -59,11 +59,11 @@ class RecordedSample:
     """A request's tokens from position ``start`` on, as far as the target computed them.
 
     Attributes:
-        prompt: length of the request's prompt.
+        prompt: tokens of the request's prompt.
         verified, accepted: for each token, drafts that were verified, and accepted, directly after
             it; -1 where none were.
         hidden: parts of ``[tokens, features]``, in order.
-        num_bytes: of host memory that ``hidden`` takes.
+        num_bytes: host memory that ``hidden`` takes.
         last_sampled: the token behind the last one; -1 in the middle of a prompt.
         seen: number of the recorder's step that last added to it.
     """

@@ -22,8 +22,6 @@ from dllm.drafter.step import TargetStep
 
 
 class SelfDrafter(Drafter):
-    """The drafter whose network and cache are the target's own."""
-
     _speculator_name = "dllm self-speculation"
     _has_own_cache = False
 

@@ -101,7 +101,6 @@ class Grammars:
     Args:
         read_tokens: called once, in the thread that makes the first table.
         children: that compile; by default those that all tables of these tokens share.
-        most_states: of a table.
     """
 
     def __init__(

@@ -54,7 +54,6 @@ class Rules:
             as low, high is the rule (RULE) or the name of the repetition (REPEAT).
         starts: the first state of each rule.
         ends: states in which a rule may end.
-        root: the first state of the grammar.
         bytes_to_end: for each state the fewest bytes to the end of its rule; at least NO_END if
             there is no way.
         recursive_returns: states that follow a recursive call: the called rule may call the calling

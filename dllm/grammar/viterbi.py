@@ -67,7 +67,7 @@ class Canvas:
     """What a table allows on canvases.
 
     Args:
-        stops: ids that end a text.
+        stops: ids of tokens that end a text.
         fillers: further ids that may stand behind the end, for instance padding.
     """
 

@@ -136,7 +136,6 @@ def copy_k_proj_entries_to_v_proj(quant_config: Any, layer_types: Sequence[str])
 
     Args:
         quant_config: vLLM's; changed in place. None, or of another method: nothing happens.
-        layer_types: of each layer, as in config.json.
     """
     full = {index for index, kind in enumerate(layer_types) if kind == "full_attention"}
     if quant_config is not None and quant_config.get_name() == MODEL_OPTIMIZER_NVFP4:

@@ -121,7 +121,6 @@ def calibration_prompts(
         file: a JSON object on each line (``tasks.prompts``). None takes the shipped general
             prompts; for our small models training questions of the task suite, equally many of
             every family.
-        model: the checkpoint that answers.
         samples: how many to take: the first ones of a file, or all if it has fewer.
         seed: of the task suite's questions.
 

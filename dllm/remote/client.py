@@ -34,10 +34,10 @@ class Session:
     """A request as the target sees it.
 
     Attributes:
-        number: of the session, on the wire.
+        number: the session's name in messages.
         link, num_ups: its worker, and which of that link's connections knows the session.
         told: how many of its tokens the worker was told.
-        is_asked: the last ask wished for drafts of it.
+        is_asked: the last ask was for drafts of this session, too.
         start: the guess stands behind so many tokens.
         guess: token ids that the worker expects there.
         resets: how often the worker said that it lacks tokens.

@@ -45,7 +45,7 @@ class Link:
         num_ups: how often it came up. Then the worker knows no session.
         step: of the last ask that has a reply.
         asked_at: when the oldest ask was sent that was not answered; None if all were.
-        over: sessions that have ended, to be told.
+        over: sessions that have ended, which the worker has yet to be told.
     """
 
     def __init__(

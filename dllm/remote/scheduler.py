@@ -142,9 +142,6 @@ class RemoteDrafter:
     def _collect(self, rows: Collection[str], wishes: Mapping[str, Wish]) -> dict[str, list[int]]:
         """The drafts that are there in time, cut to the widths that the policy chooses.
 
-        Args:
-            rows: all requests of the step.
-
         Returns:
             By request, for all of ``wishes``; nothing if nobody is there who drafts.
         """

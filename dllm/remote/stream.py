@@ -30,7 +30,7 @@ class Stream:
     """One connection; it closes itself when it breaks, or a frame is too long.
 
     Args:
-        max_bytes: of a message that is received.
+        max_bytes: the longest message that is received.
         keys: of this side; None without TLS.
 
     Attributes:
@@ -93,7 +93,7 @@ class Stream:
         It is not while the frame before is still waiting.
 
         Args:
-            replaces: then it waits, too, in place of another that does.
+            replaces: a frame that cannot be sent yet waits, in the place of another that does.
         """
         with self._closing():
             if self._get_ready():

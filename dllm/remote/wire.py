@@ -31,7 +31,6 @@ class Told(Struct, array_like=True, forbid_unknown_fields=True):
     """One session's part of an ask.
 
     Attributes:
-        session: its number.
         start: behind so many tokens come ``tokens``; what stood there before is void.
         want: drafts that are asked for behind them; 0 for none yet.
     """

@@ -25,7 +25,7 @@ class Drafts(Protocol):
     """What drafts: an engine (``engine``), or a model of a test.
 
     Attributes:
-        vocab_size: it reads token ids below.
+        vocab_size: token ids are less than this.
         max_len: tokens of the longest sequence.
     """
 

@@ -28,7 +28,7 @@ class Decided:
 
     Attributes:
         type: ``predicate``, ``choice`` or ``score``.
-        probs: of its options (of a predicate: yes, no).
+        probs: the probabilities of its options (of a predicate: yes, no).
         right: index of the right one; None if only ``odds`` are known.
         odds: the true probability of yes.
         again: the probabilities of a second run.

@@ -45,7 +45,6 @@ class Reference(ABC):
 
     Attributes:
         stops: tokens that end an answer.
-        is_diffusion: whether it has denoise steps.
     """
 
     model: Any

@@ -52,7 +52,6 @@ class Frame:
         emitted: the tokens of all blocks before (of any length).
         argmax: the most likely tokens.
         entropy: of the model's distributions, nats.
-        accepted: whether the sampled token stays.
         next_canvas: what the next step sees: the sampled token where accepted, else a random one.
         is_final: the block has converged; its argmax is emitted.
     """

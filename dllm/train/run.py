@@ -25,7 +25,6 @@ class Run:
     Attributes:
         out: the directory; None for a run without log and checkpoint.
         loss: running mean over about fifty steps.
-        average: the exponential average of the weights.
         rows: of the log, one for each evaluation: step, seconds, loss, and the learner's columns.
     """
 

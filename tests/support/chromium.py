@@ -38,7 +38,7 @@ class Page:
     """One page of a browser.
 
     Attributes:
-        hosts: that were asked for something.
+        hosts: hosts that were asked for something.
         errors: what the console said in red, scripts' exceptions included.
     """
 

@@ -34,9 +34,6 @@ class BlockMasked(torch.nn.Module):
 
     The released LLaDA2 makes its block mask by itself; the pipeline passes only which positions are
     padding (0). As in the server, a mask is never an answer.
-
-    Attributes:
-        num_passes: how often it was called.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int, mask_token_id: int) -> None:

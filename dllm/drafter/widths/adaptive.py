@@ -55,7 +55,7 @@ class AdaptiveWidth(WidthPolicy):
             those of plain decoding by this share.
 
     Attributes:
-        is_drafting: what steps do that are not trials.
+        is_drafting: whether steps draft that are not trials.
     """
 
     reads_outcomes = True

@@ -43,7 +43,6 @@ class StepCosts:
         """Learn from a step's time.
 
         Args:
-            num_rows: requests in it.
             num_verified: drafts that the target verified, summed over the rows.
             drafts: whether the drafter ran afterwards.
         """

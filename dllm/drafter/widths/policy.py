@@ -47,7 +47,7 @@ class WidthPolicy(ABC):
     ``note_wait`` is told how long that was.
 
     Attributes:
-        most: no width is larger.
+        most: the largest width.
         may_skip: the drafter does not run in steps for which ``wants_drafts`` says no.
         reads_outcomes: ``observe`` is called; it costs one wait for the device per step.
         reads_confidence: ``widths`` is given the drafter's probabilities.
