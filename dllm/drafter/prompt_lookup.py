@@ -47,8 +47,7 @@ class Lookup(NamedTuple):
 
 
 def lookup_of(states: RequestState, slots: Tensor, longest: int, num_drafts: int) -> Lookup:
-    """Drafts for the requests in ``slots`` ``[R]``: what followed their last tokens earlier. No
-    wait.
+    """Drafts of the requests in ``slots`` ``[R]``: what followed their last tokens before. No wait.
 
     Args:
         longest: no text has more tokens.

@@ -39,9 +39,7 @@ class SelfDrafter(Drafter):
         return OwnNetwork(target_model, self.parallel_drafting_token_id)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM calls this once the KV cache exists: the draft pass runs through the target's
-        layers.
-        """
+        """Called when the KV cache exists: the draft pass runs through the target's layers."""
         self.draft_attn_layer_names = self._target_layers
         super().set_attn(*args, **kwargs)
         # Metadata is built outside of CUDA graphs: slots are changed there.

@@ -97,9 +97,7 @@ class Alternatives:
         return found
 
     def _values(self, part: Part) -> list[Flat]:
-        """The values of a part with ``const`` or ``enum`` that the rest of it allows, as
-        alternatives.
-        """
+        """The values of ``const`` or ``enum`` that the rest of a part allows, as alternatives."""
         given = part.schema.get("enum", [part.schema.get("const")])
         if not isinstance(given, list):
             refuse("enum", part.path, "it is no list")

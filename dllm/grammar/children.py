@@ -105,9 +105,7 @@ class Children:
                 ) from None
 
     def _running(self) -> socket.socket:
-        """A socket to the process that forks. If there is none it is started, which takes 2 to 3
-        s.
-        """
+        """A socket to the process that forks, which is started if there is none: in 2 to 3 s."""
         if self.forking is not None and (code := self.forking.poll()) is not None:
             logger.warning("What compiles grammars ended with exit code %d; it starts again", code)
             self.close()

@@ -57,8 +57,7 @@ def check_requests_early() -> None:
 
 
 def _check_now(llm: Any, params: Any) -> None:
-    """Check parameters even if they were checked before; vLLM's next check returns the same
-    verdict.
+    """Check parameters again, whatever was found before; vLLM's next check uses the result.
 
     Raises:
         VLLMValidationError: the request cannot be served.
@@ -133,9 +132,7 @@ def start_in_turn() -> None:
     turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
 
     async def headers_after_others(self: Any, headers: Any) -> Any:
-        """Let other requests run: vLLM's routes await this, and nothing else, between two
-        prompts.
-        """
+        """Let other requests run. vLLM's routes await this, and nothing else, between prompts."""
         if self.model_config.architecture in FAMILIES:
             await asyncio.sleep(0)
         return await headers_of(self, headers)

@@ -38,9 +38,7 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
         return super()._make_model_runner()
 
     def load_model(self, **options: Any) -> None:
-        """Test the kernels first. With --enable-sleep-mode, note which tensors lie beside the
-        weights.
-        """
+        """Test the kernels first. For sleep mode, note which tensors lie beside the weights."""
         speculative = self.vllm_config.speculative_config
         if self.serves_canvases:
             replace_wrong_kernels(self.vllm_config, self.device)

@@ -26,9 +26,7 @@ from dllm.patches.remote import drafts_remotely
 
 
 class Visits:
-    """A base class in front of a worker of vLLM: tells the denoise loop when an engine step
-    begins.
-    """
+    """A base class in front of a worker of vLLM: tells the denoise loop when a visit begins."""
 
     vllm_config: VllmConfig
     model_runner: Any

@@ -97,9 +97,7 @@ def _masked(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Res
             )
 
     def own_name(module: str) -> str:
-        """A layer's name in transformers; that of the queries, where q, k and v are one layer in
-        the checkpoint.
-        """
+        """A layer's name in transformers; of fused q, k and v in the checkpoint, that of q."""
         name = f"{module}."
         for released, own in TO_TRANSFORMERS.items():
             name = re.sub(released, own, name)

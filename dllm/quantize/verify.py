@@ -150,9 +150,7 @@ class _Checker:
                 self.problems.append(f"{name} is missing; the original has it")
 
     def check_layer(self, layer: _Layer) -> bool:
-        """Check tensors, shapes and scales of a layer; returns whether nothing is wrong with
-        them.
-        """
+        """Check tensors, shapes and scales of a layer; returns whether all of them are right."""
         shapes = {suffix: self.checkpoint.shapes[name] for suffix, name in layer.stored.items()}
         found = layer_problems(layer.linear.module, shapes, layer.scheme)
         codes = layer.scheme.weight_suffix

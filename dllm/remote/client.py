@@ -180,9 +180,7 @@ class Client:
         return session
 
     def _home(self, session: Session) -> Link | None:
-        """The session's worker. If that is out it is another worker, which knows nothing of the
-        session.
-        """
+        """The session's worker; if that is out, another one, which has to be told everything."""
         link = session.link
         if link is None or link.is_out or link not in self.links:
             link = choose(self.links, session.number)

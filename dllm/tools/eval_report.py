@@ -100,9 +100,7 @@ def total(scores: Sequence[Score]) -> Score:
 
 
 def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, Any]]:
-    """For each wrong answer: place, family and prompt of its question, a right answer, and
-    itself.
-    """
+    """For each wrong answer: its question's place, family and prompt, a right answer, itself."""
     return [
         {
             "place": place,

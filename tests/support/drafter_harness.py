@@ -36,9 +36,7 @@ def plain_engine(target: Path, **options: Any) -> Engine:
 def drafting_engine(
     target: Path, drafter: Path, num_drafts: int, options: dict[str, Any] | None = None, **more: Any
 ) -> Engine:
-    """``options`` are the plugin's; ``speculative`` in ``more`` is added to
-    ``speculative_config``.
-    """
+    """``options`` are the plugin's; ``speculative`` in ``more`` adds to ``speculative_config``."""
     speculative = {
         "method": "dflash",
         "model": str(drafter),

@@ -117,9 +117,7 @@ class CanvasReads(strategies.NextTokenStrategy):
 
     @cached_property
     def thought(self) -> list[int]:
-        """An empty thought, if the model thinks and its template leaves the thought to the
-        model.
-        """
+        """The tokens of an empty thought, if the model thinks and its template writes none."""
         tokenizer = self._tokenizer()
         if THOUGHT_BEGINS not in tokenizer.get_added_vocab():
             return []

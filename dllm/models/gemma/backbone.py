@@ -156,9 +156,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         )
 
     def complete_adapter(self, loras: dict[str, LoRALayerWeights]) -> None:
-        """Where keys are also the values, let an adapter of the keys change the values, too. In
-        place.
-        """
+        """Let an adapter of keys change the values, too, where they are the keys. In place."""
         for index, kind in enumerate(self.model.config.layer_types):
             keys = f"model.layers.{index}.self_attn.k_proj"
             if kind == "full_attention" and keys in loras:

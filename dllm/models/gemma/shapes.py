@@ -11,9 +11,7 @@ Config = dict[str, object]
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Without experts (``num_experts``) or a vision tower (``vision_config``) there are none of
-    theirs.
-    """
+    """Tensors of experts and of the vision tower are there only if the config describes these."""
     text: dict = config["text_config"]  # type: ignore[assignment]
     hidden, inner = text["hidden_size"], text["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {

@@ -59,9 +59,7 @@ class TinyA2DSettings(SDARSettings):
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> Self:
-        """Raises ValueError as ``UnmaskingSettings.from_vllm``, and for a checkpoint without
-        blocks.
-        """
+        """Raises ValueError as ``UnmaskingSettings`` does, and for a checkpoint without blocks."""
         name = PurePath(vllm_config.model_config.model).name
         if "mdlm" in name.lower():
             raise ValueError(

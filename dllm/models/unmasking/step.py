@@ -133,9 +133,7 @@ class Unmasking(Family):
         filters: RowFilters | None,
         part: slice,
     ) -> torch.Tensor:
-        """The logits, with noise if the request is sampled; at a token that stays no other has a
-        chance.
-        """
+        """Logits, noisy if the request is sampled, which leave no choice where a token stays."""
         of, place = rows.row_of[part], rows.place[part]
         temperature, is_greedy = canvases.temperature[of], canvases.is_greedy[of]
         keys = _row_keys(canvases, rows, self.settings.canvas_length)[of, place]
