@@ -1,10 +1,12 @@
 """Admits a request, or refuses it with HTTP 400: the message says what to do.
 
-``patches.admission`` calls these functions where vLLM checks the parameters of a request: ``admit``
-first, then ``check_sizes`` and, when stop tokens and bad words are ids, ``admit_ids``. A model that
-is served token by token has ``admit_next_tokens`` in the place of ``admit``. A value that vLLM's
-worker cannot hold would raise there, and end the server; and vLLM does not check that a request
-leaves at least one token to emit.
+``patches.admission`` calls these functions where vLLM checks the parameters of a request:
+
+    canvases          ``admit``, and when stop tokens and bad words are ids, ``admit_ids``
+    token by token    ``admit_next_tokens``, and when they are ids, ``check_sizes``
+
+A value that vLLM's worker cannot hold would raise there, and end the server; and vLLM does not
+check that a request leaves at least one token to emit.
 """
 
 from typing import TYPE_CHECKING, NoReturn
