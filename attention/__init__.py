@@ -11,12 +11,14 @@ Read the files in this order; each uses only the ones before it:
     online_softmax.py    the inner loop: a running softmax over tiles of keys
     canvas_attention.py  the Triton kernel and its wrapper
     cache_write.py       writes K and V into cache pages, as fp8 if the cache is fp8
+    choice.py            which kernel computes a layer: ours or vLLM's FlashAttention
 
-None of these imports vLLM, and the first five do not import Triton. Four files connect them, or
-vLLM's own CPU kernel, to a server:
+None of these imports vLLM, and the first five and the last do not import Triton. Five files connect
+them, or vLLM's own kernels, to a server:
 
     layers.py            what a model says of its layers: the anchored window, blocks, most rows
-    backend.py           vLLM's attention backend on CUDA: runs the Triton kernel
+    flash.py             calls vLLM's FlashAttention 4 with the arguments of our kernel
+    backend.py           vLLM's attention backend on CUDA: runs our kernel or FlashAttention
     cpu_backend.py       vLLM's attention backend on a CPU, plus the anchored window and blocks
     cpu_fp8_cache.py     an FP8 KV cache on a CPU that is rounded as on a GPU
 """

@@ -83,8 +83,9 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             impl.max_query_len or scheduler.max_num_batched_tokens for impl in impls
         )
         self._max_model_len = vllm_config.model_config.max_model_len
-        # Per-sequence tensors in memory that a captured CUDA graph reads again: True, False, and
-        # first keys. More sequences than max_num_seqs are no full graph's, and may lie anywhere.
+        # Tensors with an entry for each sequence: True, False, and first keys. They lie in memory
+        # that a captured CUDA graph reads again. A batch of more sequences than max_num_seqs is no
+        # full graph's, so its tensors may lie anywhere.
         self._flags = {
             flag: torch.full((scheduler.max_num_seqs,), flag, dtype=torch.int32, device=device)
             for flag in (True, False)
@@ -97,13 +98,13 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CanvasAttentionMetadata:
-        """Metadata of a step. max_seq_len is of this step: it only says if any can be split."""
+        """max_seq_len is of this step: it decides only whether any sequence can be split."""
         return self._metadata(common_attn_metadata, common_attn_metadata.max_seq_len)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> CanvasAttentionMetadata:
-        """Metadata for capturing a CUDA graph: its bounds hold for every replay."""
+        """The bounds hold for every replay of the graph."""
         return self._metadata(common_attn_metadata, self._max_model_len)
 
     def _metadata(
@@ -147,7 +148,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
 
 
 def _kind_of(common: CommonAttentionMetadata) -> str:
-    """What the host knows of a batch's flags: is_prefilling says which sequences are heads."""
+    """What the host knows of a batch's kind: is_prefilling is True for causal sequences."""
     if isinstance(common.causal, bool):
         return CAUSAL if common.causal else CANVASES
     heads = common.is_prefilling
@@ -300,8 +301,6 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
 
 
 class CanvasAttentionBackend(AttentionBackend):
-    """What vLLM asks a backend: which classes implement it, and what the kernel supports."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [  # type: ignore[assignment]
         "auto",
@@ -319,17 +318,14 @@ class CanvasAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[CanvasAttentionImpl]:
-        """The implementation of one layer."""
         return CanvasAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[CanvasAttentionMetadataBuilder]:
-        """The builder of one KV cache group."""
         return CanvasAttentionMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
-        """Page sizes: any multiple of 16 keys."""
         return [MultipleOf(16)]
 
     @classmethod
@@ -339,12 +335,10 @@ class CanvasAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Yes: bidirectional rows."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Yes: symmetric and anchored windows."""
         return True
 
     @classmethod
@@ -359,5 +353,4 @@ class CanvasAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Only decoder self-attention over a paged cache."""
         return attn_type == AttentionType.DECODER

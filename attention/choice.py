@@ -16,15 +16,15 @@ import torch
 
 OURS, FLASH, TRITON = "CUSTOM", "FLASH_ATTN", "TRITON_ATTN"  # vLLM's names of the backends
 BACKENDS = (OURS, FLASH, TRITON)
-# What rows see (``masks``): everything that is in front of them, or of this only what is in the
-# window, on both sides of a canvas row; keys from the first visible one on; whole blocks.
+# Which keys rows see (``masks``). UNBOUNDED: all of those in front of them. SYMMETRIC: only those
+# in the window, which reaches to both sides of a canvas row. ANCHORED: those from the first visible
+# key on. BLOCKS: whole blocks.
 UNBOUNDED, SYMMETRIC, ANCHORED, BLOCKS = "unbounded", "symmetric", "anchored", "blocks"
 CAUSAL, CANVASES, MIXED = KINDS = ("causal", "canvases", "mixed")
 HOPPER = 90
 
 
 def mask_of(window: int | None, is_anchored: bool, block_size: int) -> str:
-    """The name of what a layer's rows see."""
     if block_size > 1:
         return BLOCKS
     if window is None:
@@ -45,9 +45,6 @@ def choose_kernel(
 
     Args:
         arch: compute capability, for instance 90 for 9.0.
-        dtype: of the keys in the cache.
-        mask: what ``mask_of`` returned for the layer.
-        kind: of the batch, one of ``KINDS``.
         has_flash: whether FlashAttention 4 is installed and runs on this GPU.
         option: the backend that the user asks for, for all batches; None: the fastest.
 
@@ -94,6 +91,5 @@ def flash_kinds(
 
 
 def _has_head(arch: int, head_size: int, dtype: torch.dtype) -> bool:
-    """Whether FlashAttention 4 has a kernel for heads of this size."""
     largest = {9: 512, 10: 128}.get(arch // 10, 0)
     return dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= largest

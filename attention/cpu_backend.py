@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 
 def translate(layer: Attention, *, is_anchored: bool = False, block_size: int = 1) -> None:
-    """Let the backend of one layer translate its batches, for one of the two."""
+    """Let the backend of one layer translate its batches, for an anchored window or for blocks."""
     impl = layer.impl
     assert type(impl) is CPUAttentionBackendImpl, f"expected vLLM's CPU attention, got {type(impl)}"
     assert not is_anchored or impl.sliding_window > 0, "only sliding-window layers can be anchored"
@@ -46,7 +46,6 @@ class Part:
         tokens: where the part's query rows are on the batch's flat token axis: a slice if they are
             neighbours, so that nothing is copied, else ``[rows]`` int64.
         window: of the call, in keys; -1 for none.
-        metadata: of these rows alone.
     """
 
     tokens: slice | torch.Tensor
@@ -181,12 +180,10 @@ class TranslatingBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[TranslatingImpl]:
-        """The implementation of one layer."""
         return TranslatingImpl
 
     @staticmethod
     def get_builder_cls() -> type[TranslatingBuilder]:
-        """The builder of one KV cache group."""
         return TranslatingBuilder
 
 

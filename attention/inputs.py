@@ -81,12 +81,11 @@ class PagedKV:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether keys and values are 8-bit numbers."""
         return self.key.dtype in FP8_DTYPES
 
     @property
     def dtypes(self) -> Sequence[torch.dtype]:
-        """Those that queries and new keys may have."""
+        """The dtypes that queries and new keys may have."""
         return QUERY_DTYPES if self.is_fp8 else [self.key.dtype]
 
 

@@ -25,8 +25,11 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def _pages_of_tile(table, tile, low, high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages of a tile's keys in [low, high): one number if the tile lies in one page, else one
-    for each key. Of a tile without such keys nothing is read."""
+    """The pages of a tile's keys in [low, high).
+
+    One number if the tile lies in one page, else one for each key. Of a tile without such keys
+    nothing is read.
+    """
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + tile * BLOCK_N // PAGE_SIZE, mask=tile * BLOCK_N < high, other=0)
     else:

@@ -90,7 +90,6 @@ class AttentionPlan:
 
 
 def ceil_div(value: int, divisor: int) -> int:
-    """``value / divisor``, rounded up."""
     return -(-value // divisor)
 
 

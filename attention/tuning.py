@@ -79,11 +79,9 @@ class TileConfig:
     min_keys_in_window: int = 640
 
     def keys_per_split(self, window: int | None) -> int:
-        """The fewest keys of a part in a layer with this window."""
         return self.min_keys_per_split if window is None else self.min_keys_in_window
 
     def columns(self, head_size: int) -> int:
-        """Output columns of a program for this head size, a power of two."""
         return min(self.block_v, max(16, next_power_of_2(head_size)))
 
 

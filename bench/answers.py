@@ -60,7 +60,6 @@ SERVERS: dict[str, tuple[str, ...]] = {
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the servers, ask, print, and write the CSV."""
     options, flags = parse(arguments)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Of the command line: options, and flags of the servers."""
+    """The options of this command, and flags that go to the servers."""
     parser = command_line(__doc__)
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     return parser.parse_known_args(arguments)

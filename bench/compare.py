@@ -28,7 +28,6 @@ SHORT = "--rounds 4 --num-requests 30 --concurrency 1 8 --rates --minutes 60"
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure both and print the tables."""
     parser = command_line(__doc__, writes=False)
     parser.add_argument("base", help="commit, branch or tag to compare with")
     parser.add_argument("--head", default="HEAD", help="(HEAD)")
@@ -77,11 +76,7 @@ def worktree(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def git(*arguments: str) -> str:
-    """What a git command prints about this repository.
-
-    Raises:
-        RuntimeError: it failed; with what it says.
-    """
+    """What a git command prints about this repository. Raises RuntimeError if it fails."""
     done = subprocess.run(
         ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
     )

@@ -65,7 +65,7 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Of what the numbers depend on, as far as it is installed."""
+    """The versions of what the numbers depend on, as far as it is installed."""
     found = []
     for name in ("vllm", "torch", "triton", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -77,7 +77,7 @@ def versions() -> str:
 
 
 def publish(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write the rows, each with where it comes from."""
+    """Write the rows with the columns of ``provenance``."""
     write_csv(path, [{**row, **provenance()} for row in rows])
 
 
@@ -98,7 +98,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def read_csv(path: Path) -> Rows:
-    """The rows of a CSV file, or none if there is no such file."""
+    """No rows if there is no such file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

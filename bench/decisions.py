@@ -34,7 +34,6 @@ PATH = "/v1/systemone"
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the CSV."""
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-decisions")
     parser.add_argument("--rounds", type=int, default=5)
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def contestants(model: str, folder: Path) -> list[Contestant]:
-    """Their servers, not started."""
+    """None of their servers is started."""
     # The strategy for causal models needs labels of one token, which tiny-ar's own tokenizer lacks.
     # Only its speed is compared.
     causal = Server(

@@ -55,7 +55,6 @@ NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write the CSV after each load."""
     options = parse(arguments)
     path = options.results / options.file
     rows: list[Row] = []
@@ -113,7 +112,6 @@ def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
 
 
 def speculate(num_drafts: int, speculative: dict[str, Any]) -> tuple[str, ...]:
-    """The flags of a server that drafts."""
     full = {**speculative, "num_speculative_tokens": num_drafts}
     return "--speculative-config", json.dumps(full)
 
@@ -122,7 +120,6 @@ def speculate(num_drafts: int, speculative: dict[str, Any]) -> tuple[str, ...]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; exits with a message when it is wrong."""
     parser = command_line(__doc__)
     parser.add_argument("--target", type=Path, default=TARGET, help="a checkpoint's folder")
     parser.add_argument("--drafter", type=Path, default=DRAFTER, help="likewise, made for it")

@@ -58,10 +58,10 @@ class Part(NamedTuple):
     """One process.
 
     Attributes:
-        command: arguments of ``python -m``, with OUT for the part's folder, MODEL for that of the
-            model without weights, and a tilde for a blank inside of an argument.
-        toy: more of them, which make it small.
-        weights: of the model without weights: fp8, bf16, or nothing.
+        command: arguments of ``python -m``, with OUT for the part's folder, MODEL for the folder of
+            the model without weights, and a tilde for a blank inside of an argument.
+        toy: more arguments, which make it small.
+        weights: fp8 or bf16, for a part with a model without weights.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Part(NamedTuple):
     weights: str = ""
 
     def arguments(self, out: Path, models: Path, *, is_toy: bool) -> list[str]:
-        """Of ``python -m``."""
+        """The arguments of ``python -m``."""
         words = f"{self.command} {self.toy if is_toy else ''}".split()
         places = (("OUT", out / self.name), ("MODEL", models / self.weights), ("~", " "))
         for name, place in places:
@@ -127,7 +127,6 @@ def _serve(weights: str, call: int, budget_s: float, contestants: str) -> Part:
 
 
 def _profile(name: str, call: int, budget_s: float, more: dict[str, object]) -> Part:
-    """Where the time of a denoise step goes: ours and the built-in, in turns."""
     return Part(
         name,
         call,
@@ -199,7 +198,6 @@ def run(arguments: Sequence[str], budget_s: float) -> str:
 
 
 def run_part(part: Part, out: Path, models: Path, options: argparse.Namespace) -> str:
-    """Make the part's model, and run it; says how it went."""
     has_gpu, is_toy = torch.cuda.is_available(), options.toy
     if not has_gpu and not is_toy:
         return "NOT RUN: no GPU"
@@ -219,7 +217,6 @@ def run_part(part: Part, out: Path, models: Path, options: argparse.Namespace) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what can be run, and say what was not."""
     parser = command_line(__doc__, writes=False)
     names = [part.name for part in PARTS]
     parser.add_argument("--call", nargs="+", type=int, choices=CALLS, default=list(CALLS))

@@ -55,8 +55,6 @@ class Case(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Heads and window of one kind of layer."""
-
     name: str
     num_heads: int
     num_kv_heads: int
@@ -301,7 +299,7 @@ CASES = {"attention": attention_cases, "sampler": sampler_cases}
 
 
 def milliseconds(run: Callable[[], object], device: str) -> float:
-    """Of a call; on a GPU as a CUDA graph, with a cold L2 before each."""
+    """The time of a call; on a GPU as a CUDA graph, with a cold L2 before each."""
     if device == "cpu":
         start = time.perf_counter()
         run()
@@ -359,7 +357,6 @@ def sampler_table(rows: Rows) -> str:
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, time, print and write every shape."""
     parser = command_line(__doc__)
     parser.add_argument("kernels", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=5)

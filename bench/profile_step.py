@@ -69,7 +69,6 @@ RANDOM_60M = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables and write the CSV."""
     options = parse(arguments)
     shown = CONTEXT if options.random_60m else STEP_TIME
     if torch.cuda.is_available():
@@ -93,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def results(options: argparse.Namespace) -> Iterator[Callable[[], list[Row]]]:
-    """For each server what waits for its rows: one after the other, or all at once."""
+    """For each server a function that waits for its rows: one after the other, or all at once."""
     num_servers = len(options.server)
     with ExitStack() as stack:
         turns = None
@@ -117,7 +116,6 @@ def results(options: argparse.Namespace) -> Iterator[Callable[[], list[Row]]]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
     parser.add_argument("--random-60m", action="store_true", help="instead of --model")
@@ -205,11 +203,7 @@ class Engine:
         self._passes = passes_of(server, options.steps, bool(is_async))
 
     def profile(self, concurrency: int, length: int) -> list[Step]:
-        """The steps of some work.
-
-        Raises:
-            ValueError: they do not account for what the client saw; the message says why.
-        """
+        """Raises ValueError if the steps do not account for what the client saw; says why."""
         recorder = Recorder(torch.cuda.is_available())
         with recorder.watching(step_functions(self._llm)):
             wall_ms = self.work(concurrency, length)
@@ -252,7 +246,7 @@ def check_steps(
 
     Args:
         wall_ms: until all answers were there.
-        canvas_rows: that the requests' passes have.
+        canvas_rows: in all passes of the requests.
         allowed: which share of the time the parts have to cover, at least and at most.
 
     Raises:
@@ -287,7 +281,6 @@ def mean_parts(visits: Sequence[Step]) -> dict[str, float]:
 
 
 def shares(rows: Rows) -> str:
-    """The shares of the parts: a line for each server and load."""
     lines = []
     for (server, load, ms), here in grouped(rows, "server", "concurrency", "step_ms").items():
         sums = (sum(float(r["share"]) for r in here if r["group"] == part) for part in PARTS)

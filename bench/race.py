@@ -28,11 +28,9 @@ class Contestant:
     """What is measured against others.
 
     Attributes:
-        name: as it appears in tables.
         server: None for what runs without one.
         commits: how its passes are counted (``runs``).
         client_flags: of ``vllm bench serve``, beside those of the workload.
-        takes_seeds: whether a request may have one.
         local: without a server: whose answers these are, and the checkpoint's folder
             (``runs.answer_questions``).
     """
@@ -45,7 +43,7 @@ class Contestant:
     local: tuple[str, Path] | None = None
 
     def takes(self, load: Any) -> bool:
-        """What runs without a server answers one question after the other."""
+        """A contestant without a server answers one question after the other."""
         return not self.local or load.concurrency == 1
 
 
@@ -177,10 +175,10 @@ def run_workload(client: Client, contestant: Contestant, workload: Workload, see
 
 
 def withhold(rows: Sequence[Row]) -> list[Row]:
-    """The same, without the speeds of contestants that are right less often than the best one.
+    """The rows, without the speeds of contestants that are right less often than the best one.
 
-    All answer the same questions, so far fewer right answers, beyond chance (95% intervals) and
-    LEEWAY, are a mistake, and so is none at all.
+    All answer the same questions. So far fewer right answers than the best one's, beyond chance
+    (95% intervals) and LEEWAY, are a mistake, and so is none at all.
     """
     shares: dict[str, tuple[float, float]] = {}
     for name in dict.fromkeys(row["contestant"] for row in rows):
@@ -226,7 +224,6 @@ def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:
     compiles for a batch when it first sees one does so here.
 
     Raises:
-        RuntimeError: the server did not start.
         GateError: an answer has the wrong length, or two equal seeded requests differ.
     """
     server = contestant.server

@@ -108,7 +108,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrite the pages, or check them."""
     parser = command_line(__doc__)
     parser.add_argument("pages", type=Path, nargs="*", default=pages(ROOT))
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if they disagree")
@@ -126,7 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def pages(root: Path) -> list[Path]:
-    """README.md and docs/*.md."""
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 

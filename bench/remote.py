@@ -57,7 +57,6 @@ WORKERS = ("known", KNOWN_AHEAD)
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the CSV."""
     parser = command_line(__doc__)
     add_options(parser, rounds=5, minutes=50, num_requests=24, concurrency=[1, 4])
     parser.add_argument("--drafts", type=int, default=8, help="K, the most drafts of a request")
@@ -143,7 +142,6 @@ class KnownDrafts:
         self._number = 0
 
     def start(self, tokens: list[int], count: int) -> str:
-        """Begin to write what follows these tokens; zeros behind a text's end."""
         found = next((text for text in self._texts if text[: len(tokens)] == tokens), tokens)
         known = found[len(tokens) : len(tokens) + count]
         self._number += 1
@@ -151,11 +149,9 @@ class KnownDrafts:
         return str(self._number)
 
     def stop(self, run: str) -> None:
-        """Give up a run."""
         del self._runs[run]
 
     def step(self) -> list[tuple[str, list[int], bool]]:
-        """One token of each run."""
         time.sleep(self._step_s)
         found = [(run, [left.pop(0)], not left) for run, left in self._runs.items()]
         self._runs = {run: left for run, left in self._runs.items() if left}
@@ -175,7 +171,6 @@ def serve_known(listen: str, texts: str, ahead: str) -> None:
 
 
 def socket(worker: str, folder: Path) -> Path:
-    """Where a worker listens."""
     return folder / f"{worker}.sock".replace(", ", "-")
 
 

@@ -74,12 +74,12 @@ class Work(NamedTuple):
     is_low: bool = False
 
     def times_ms(self) -> tuple[float, float]:
-        """Of moving the bytes, and of the operations; the floor is the larger of the two."""
+        """The times of moving the bytes and of the operations; the floor is the larger one."""
         peak = FP8_PEAK if self.is_low else BF16_PEAK
         return 1e3 * self.num_bytes / COPY, 1e3 * self.flops / peak
 
     def times(self, count: int) -> Work:
-        """The same in so many layers."""
+        """The same work in ``count`` layers."""
         return self._replace(num_bytes=count * self.num_bytes, flops=count * self.flops)
 
 
@@ -103,11 +103,7 @@ def products(name: str, rows: int, weight_bytes: float, *shapes: tuple[int, int]
 
 
 def components(text: dict[str, Any], one: Pass) -> list[Work]:
-    """The work of a pass, in its order.
-
-    Args:
-        text: the text_config of config.json.
-    """
+    """The work of a pass, in its order."""
     hidden, vocab, inner = text["hidden_size"], text["vocab_size"], text["intermediate_size"]
     rows, weight = one.batch * one.canvas, WEIGHT_BYTES[one.weights]
     gated = (hidden, 2 * inner), (inner, hidden)  # gate and up in one product, then down
@@ -178,7 +174,6 @@ SECTION = Section("roofline.csv", "python -m bench.roofline", floors)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the floors by component, and write the CSV."""
     parser = command_line(__doc__)
     parser.add_argument("--weights", nargs="+", choices=list(WEIGHT_BYTES), default=[*WEIGHT_BYTES])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])

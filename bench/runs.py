@@ -112,7 +112,6 @@ class Client:
 
 
 def run_vllm(line: list[str]) -> None:
-    """The ``vllm`` command, with the command line of a user."""
     sys.argv = line
     from vllm.entrypoints.cli.main import main
 
@@ -120,7 +119,7 @@ def run_vllm(line: list[str]) -> None:
 
 
 def _logged(log: Path, function: Callable[..., None], arguments: Sequence[object]) -> None:
-    """Run with everything that is printed in a file."""
+    """Run a function with its output in a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -76,7 +76,6 @@ class Spec:
 
     @property
     def commits(self) -> str:
-        """How its passes are counted."""
         if self.kind != OURS:
             return NO_CANVAS if self.kind == AUTOREGRESSIVE else BUILTIN_PASSES
         given = re.sub(r'[\s":.]+', " ", " ".join(self.flags))  # --a.b.KEY VALUE, or JSON
@@ -86,7 +85,6 @@ class Spec:
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write the CSV files."""
     options = parse(arguments)
     path = options.results / options.file
     measure(options, lambda rows: publish(path, rows))
@@ -101,8 +99,6 @@ def measure(options: argparse.Namespace, save: Callable[[list[Row]], None]) -> N
 
     Raises:
         CommandError: no contestant takes any of the loads.
-        GateError: outputs are wrong.
-        RuntimeError: a server or client failed.
     """
     rows: list[Row] = []
     deadline = time.monotonic() + 60 * options.minutes
@@ -139,7 +135,7 @@ def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:
 
 
 def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> list[Contestant]:
-    """Those that a schedule has a meaning for, their servers not started."""
+    """The contestants for which a schedule has a meaning; their servers are not started."""
     generation = folder / "generation"
     write_generation_config(options.model, generation, options.steps if schedule == FIXED else None)
     config = json.loads((options.model / "config.json").read_text())
@@ -187,7 +183,6 @@ def write_generation_config(model: Path, folder: Path, steps: int | None) -> Non
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; exits with a message when it is wrong."""
     parser = command_line(__doc__)
     everybody = [Spec.parse(kind) for kind in (*KINDS, *LOCAL)]
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-dllm")
@@ -230,7 +225,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _leave_out(given: argparse.Namespace, kinds: tuple[str, ...], why: str) -> None:
-    """Take contestants out, and say so."""
     left_out = [spec.name for spec in given.contestants if spec.kind in kinds]
     if left_out:
         progress(f"{why}: no column of {', '.join(left_out)}")

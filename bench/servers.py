@@ -54,13 +54,7 @@ class Server:
     Several may load at the same time: only ``wait_until_ready`` waits.
 
     Args:
-        name: in messages.
-        model: path or name of the checkpoint.
-        flags: of ``vllm serve``, without host and port.
         environment: beside the inherited one.
-
-    Attributes:
-        process: the API server.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -79,12 +73,10 @@ class Server:
 
     @property
     def url(self) -> str:
-        """``http://127.0.0.1:<port>``."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def command(self) -> list[str]:
-        """The command line, as a user would type it."""
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
         return [vllm_command(), "serve", self.model, *address, *self.flags]
 
@@ -162,7 +154,6 @@ class Server:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let its processes go on."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:

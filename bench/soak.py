@@ -90,7 +90,6 @@ class Sample(NamedTuple):
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the campaign, print the table, write the CSV."""
     parser = command_line(__doc__)
     parser.add_argument("--minutes", type=float, default=10, help="of load, for each model")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
@@ -127,7 +126,6 @@ class Campaign:
         latencies: of good requests, seconds, by phase.
         sent, failed: requests, by phase and kind.
         shadows: good requests that are sent again, with their answers.
-        problems: what was wrong, one line each.
     """
 
     def __init__(self, model: str, kinds: Kinds, seed: int) -> None:
@@ -142,7 +140,6 @@ class Campaign:
         self.num_different = self.num_tracebacks = 0
 
     async def run(self, url: str, pid: int, seconds: float) -> None:
-        """All phases, then the replays."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # the server: 5 s
         patience = aiohttp.ClientTimeout(TIMEOUT_S)
         async with aiohttp.ClientSession(url, connector=connector, timeout=patience) as self._http:
@@ -247,7 +244,6 @@ class Campaign:
                 self.problems.append(f"log: {next(last, line)}"[:300])
 
     def rows(self) -> list[Row]:
-        """What the CSV file holds."""
         rows = [_row("requests", ": ".join(part), n) for part, n in self.sent.items()]
         rows += [_row("failed", ": ".join(part), n) for part, n in self.failed.items() if n]
         for phase, seconds in self.latencies.items():
@@ -261,7 +257,6 @@ class Campaign:
         return [*rows, _row("tracebacks", "log", self.num_tracebacks)]
 
     def _held(self, process: str) -> list[Row]:
-        """Median and slope of each measure of a process."""
         mine = [one for one in self.samples if one.process == process]
         rows = []
         for index, (measure, unit) in enumerate(MEASURES.items()):
@@ -304,7 +299,7 @@ def _row(
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float, float] | None:
-    """Per hour, with its 95% interval; None with fewer than two samples a stretch.
+    """The slope per hour, with its 95% interval; None with fewer than two samples a stretch.
 
     Args:
         times: seconds, ascending.
@@ -319,7 +314,6 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
 
 
 def tables(rows: Rows) -> str:
-    """The tables of each model, behind its name."""
     of_models = grouped(rows, "model").items()
     return "\n\n".join(f"**{name}**\n\n{_of_model(rows)}" for (name,), rows in of_models)
 

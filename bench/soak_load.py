@@ -46,7 +46,6 @@ class Answer(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether it is a complete answer."""
         return self.status == 200 and bool(self.choices) and not self.problem
 
 
@@ -187,7 +186,6 @@ def turn(dice: Random, before: list[Body]) -> Request:
 
 
 async def ask(session: aiohttp.ClientSession, model: str, request: Request) -> Answer:
-    """Send a good request and read all of its answer."""
     try:
         async with session.post(request.path, json={"model": model} | request.body) as reply:
             if reply.status != 200:

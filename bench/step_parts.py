@@ -23,7 +23,6 @@ class Step:
     """One visit of the engine, from a ``schedule()`` to the next, with all of its passes.
 
     Attributes:
-        num_new: requests whose prompts run.
         num_canvas_rows: rows of the batch that belong to canvases.
     """
 
@@ -35,7 +34,7 @@ class Step:
 
     @property
     def wall_ms(self) -> float:
-        """Until the next ``schedule()``."""
+        """Milliseconds until the next ``schedule()``."""
         return sum(self.parts_ms.values())
 
     @property
@@ -55,7 +54,6 @@ class Recorder:
 
     @contextmanager
     def watching(self, functions: Iterable[Named]) -> Iterator[None]:
-        """These functions are timed while the context lasts."""
         with ExitStack() as stack:
             for owner, attribute, part in functions:
                 timed = self._timed(part, getattr(owner, attribute))
@@ -105,7 +103,7 @@ class Recorder:
 
 
 def step_functions(llm: Any) -> list[Named]:
-    """Those of an ``LLM`` whose engine core and worker run in this process."""
+    """The functions of an ``LLM`` whose engine core and worker run in this process."""
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner  # V2, of our model or another
     found = [

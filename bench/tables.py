@@ -38,7 +38,6 @@ def ratios(rows: Rows, others: Rows, column: str) -> str:
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:
-    """A table: a heading and lines of cells."""
     text = [f"| {' | '.join(cells)} |" for cells in (header, *lines)]
     return "\n".join([text[0], "|---" * len(header) + "|", *text[1:]])
 
@@ -52,7 +51,6 @@ def grouped(rows: Rows, *columns: str) -> dict[tuple[str, ...], Rows]:
 
 
 def of(rows: Rows, contestant: str) -> Rows:
-    """The rows of a contestant."""
     return [row for row in rows if row["contestant"] == contestant]
 
 

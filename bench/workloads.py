@@ -66,7 +66,6 @@ class Shape:
 
     @property
     def prompt(self) -> list[int]:
-        """Token ids of a prompt of ``input_len``."""
         return [20 + position % 100 for position in range(self.input_len)]
 
 
@@ -75,12 +74,11 @@ class Workload:
     """One run.
 
     Attributes:
-        schedule: ADAPTIVE, STRUCTURED or FIXED.
         concurrency: requests in flight; each answer is followed by the next request.
         rate: instead, requests per second, arriving at random (Poisson) whatever is in flight.
         steps_per_block: what every block must take; None leaves it to the model.
         families: of the questions; with a file the domains of its prompts.
-        prompts: a file of them, instead of questions.
+        prompts: a file of prompts, instead of questions.
     """
 
     schedule: str
@@ -94,12 +92,11 @@ class Workload:
 
     @property
     def family(self) -> str:
-        """The only one, or ``mixed``."""
+        """The only family, or ``mixed``."""
         return self.families[0] if len(self.families) == 1 else MIXED
 
     @property
     def name(self) -> str:
-        """For messages."""
         load = f"{self.rate:g} per s" if self.rate else f"{self.concurrency} at once"
         return f"{self.schedule}{f', {self.family}' * (self.schedule != FIXED)}, {load}"
 
@@ -119,11 +116,11 @@ class Workload:
         return [of_domain[at % len(of_domain)] for of_domain, at in chosen]
 
     def client_flags(self, seed: int, dataset: Path) -> list[str]:
-        """Of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.
+        """Flags of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.
 
         Args:
             seed: of random tokens and of arrival times.
-            dataset: is written, if there are questions.
+            dataset: the file that is written, if there are questions.
         """
         shape = self.shape
         flags: dict[str, object] = {"--num-prompts": self.num_requests, "--seed": seed}

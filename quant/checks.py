@@ -29,7 +29,6 @@ SMALLEST_MAGNITUDE, LARGEST_MAGNITUDE = 1e-9, 1e9
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor of this name holds scales."""
     return name.rpartition(".")[2] in SCALE_SUFFIXES
 
 
@@ -81,9 +80,7 @@ def layer_problems(module: str, shapes: Mapping[str, tuple[int, ...]], scheme: S
     """Which tensors a quantized layer misses, and which of its shapes contradict each other.
 
     Args:
-        module: the layer's name in the checkpoint.
         shapes: the shape of each of its tensors, by the last part of the tensor's name.
-        scheme: how config.json says that the layer is quantized.
     """
     missing = [suffix for suffix in scheme.suffixes if suffix not in shapes]
     if missing:
@@ -105,7 +102,7 @@ def layer_problems(module: str, shapes: Mapping[str, tuple[int, ...]], scheme: S
 
 
 def _same_shape(given: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Whether the shapes are equal; a single scale may be written as [] or as [1]."""
+    """A single scale may be written as [] or as [1]."""
     return tuple(given) == expected or (expected == (1,) and tuple(given) == ())
 
 

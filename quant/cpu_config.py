@@ -30,30 +30,20 @@ from dllm.quant.schemes import Plan, parse_plan
 
 
 class EmulatingConfig(CompressedTensorsConfig):
-    """vLLM's compressed-tensors configuration, with emulation of what a CPU has no kernel for.
-
-    Made by ``from_config``, as vLLM's. Attribute ``plan``: the scheme of every layer.
-    """
+    """vLLM's compressed-tensors configuration, with emulation of what a CPU has no kernel for."""
 
     plan: Plan
 
     @classmethod
     def from_config(cls, config: dict[str, object]) -> "EmulatingConfig":
-        """Parse the ``quantization_config`` of a config.json.
-
-        Raises:
-            ValueError: from ``parse_plan``: a scheme that neither vLLM nor the emulation serves.
-        """
+        """Raises ValueError for a scheme that neither vLLM nor the emulation serves."""
         made = super().from_config(config)
         assert isinstance(made, EmulatingConfig)
         made.plan = parse_plan(config)
         return made
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """vLLM's hook: the object that creates, fills and applies the weights of a layer.
-
-        Experts get an emulation; for linear layers vLLM calls ``_get_scheme_from_parts``.
-        """
+        """Experts get an emulation; for linear layers vLLM calls ``_get_scheme_from_parts``."""
         if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
         # vLLM's: lets get_scheme_dict below find experts under the target "Linear".
@@ -99,7 +89,6 @@ class Int8Linear(CompressedTensorsW8A8Int8):
     """
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """vLLM's hook: packs the weights for the product that will read them."""
         if layer.params_dtype != torch.float32:
             super().process_weights_after_loading(layer)
             return
@@ -123,7 +112,7 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
         self.kernel = self
 
     def input_quant_key(self) -> None:
-        """vLLM asks a kernel how its inputs come quantized. None: they come unquantized."""
+        """None: vLLM passes inputs that are not quantized."""
         return None
 
     def create_weights(
@@ -135,7 +124,6 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
         weight_loader: Callable[..., None],
         **kwargs: object,
     ) -> None:
-        """Create vLLM's own parameters, with its own loaders, for the quantized tensors."""
         layer.params_dtype = params_dtype
         super().create_weights(
             layer,
@@ -174,7 +162,7 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
     def apply_weights(
         self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the layer: ``[..., in]`` to ``[..., out]``."""
+        """``[..., in]`` to ``[..., out]``."""
         outputs = [
             F.linear(x if divisor is None else round_inputs(x, divisor), weight)
             for divisor, weight in layer.parts

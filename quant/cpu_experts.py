@@ -48,7 +48,6 @@ class Experts:
         inputs: number format of the inputs of all three projections; None leaves them as they are.
         gate_up_divisors: global scales of the inputs of gate and up, ``[experts, 2]``; NVFP4 only.
         down_divisors: global scales of the inputs of down, ``[experts]``; NVFP4 only.
-        activation: applied to the gate's output.
     """
 
     gate_up: torch.Tensor
@@ -109,7 +108,6 @@ class EmulatedExperts(CompressedTensorsMoEMethod):
         self.group_size = NVFP4_GROUP
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Replace the quantized parameters by ``layer.experts``."""
         # vLLM's names: w13 holds gate and up, one above the other, and w2 holds down.
         w13, w2 = _take_parameters(layer, "w13_"), _take_parameters(layer, "w2_")
         # Gate and up have global scales of their own, so they are taken apart: [experts, 2, rows,
@@ -130,7 +128,7 @@ class EmulatedExperts(CompressedTensorsMoEMethod):
         )
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
-        """vLLM's hook to configure a kernel: there is none."""
+        """There is no kernel to configure."""
         return None
 
     def apply(
@@ -171,7 +169,6 @@ def _(
 
 
 def _take_parameters(layer: torch.nn.Module, prefix: str) -> dict[str, torch.Tensor]:
-    """Remove the parameters with this prefix from the layer; return them by the rest of a name."""
     parameters = dict(layer.named_parameters(recurse=False))
     names = [name for name in parameters if name.startswith(prefix)]
     for name in names:

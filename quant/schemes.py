@@ -42,7 +42,7 @@ class Scheme:
     """How one linear layer is quantized.
 
     Attributes:
-        name: as users know it.
+        name: the scheme's name in options and messages.
         weights: number format of its weight; FP8 and INT8 have a scale for each output channel.
         inputs: number format of its inputs, with a scale for each token; None: not quantized.
         nvfp4_names: of the tensors, if the weight is NVFP4.
@@ -55,7 +55,6 @@ class Scheme:
 
     @property
     def preset(self) -> str:
-        """compressed-tensors' name of the scheme."""
         return self.name.upper().replace("-", "_")
 
     @property
@@ -70,12 +69,10 @@ class Scheme:
 
     @property
     def weight_suffix(self) -> str:
-        """The last part of the name of the tensor that holds the weight's codes."""
         return self.nvfp4_names.codes if self.weights == "nvfp4" else "weight"
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The last parts of the names of all tensors that such a layer has in a checkpoint."""
         if self.weights != "nvfp4":
             return ("weight", "weight_scale")
         names = self.nvfp4_names
@@ -83,7 +80,7 @@ class Scheme:
         return (names.codes, "weight_scale", names.weight_scale, *static_inputs)
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of such a layer, by the last part of its name."""
+        """By the last part of each tensor's name."""
         if self.weights != "nvfp4":
             return {"weight": (out_features, in_features), "weight_scale": (out_features, 1)}
         shapes: dict[str, tuple[int, ...]] = {suffix: (1,) for suffix in self.suffixes}
@@ -108,12 +105,12 @@ SCHEMES: dict[tuple[_Description, _Description | None], Scheme] = {
     (_NVFP4_WEIGHTS, _NVFP4_TOKENS): Scheme("nvfp4", "nvfp4", "nvfp4"),
     (_NVFP4_WEIGHTS, None): Scheme("nvfp4a16", "nvfp4", None),
 }
-# Those of NVIDIA Model Optimizer, by the quant_algo that vLLM serves a checkpoint with.
+# The schemes of NVIDIA Model Optimizer, by the quant_algo that vLLM serves a checkpoint with.
 MODEL_OPTIMIZER_SCHEMES = {
     "NVFP4": Scheme("nvfp4", "nvfp4", "nvfp4", MODEL_OPTIMIZER),
     "W4A16_NVFP4": Scheme("nvfp4a16", "nvfp4", None, MODEL_OPTIMIZER),
 }
-# What no server has in Model Optimizer's NVFP4, whatever the configuration says.
+# Modules that no server runs in Model Optimizer's NVFP4, whatever the configuration says.
 NEVER_QUANTIZED = ("vision_tower", "embed_vision", "self_conditioning")
 
 
@@ -182,8 +179,6 @@ def parse_model_optimizer(quant_algo: str, group_size: int, excluded: Sequence[s
 
     Args:
         quant_algo: a key of ``MODEL_OPTIMIZER_SCHEMES``.
-        group_size: weights that share a scale.
-        excluded: modules that are not quantized.
 
     Raises:
         ValueError: the groups are not those of NVFP4.
@@ -200,7 +195,6 @@ def parse_model_optimizer(quant_algo: str, group_size: int, excluded: Sequence[s
 
 
 def _target(excluded: str) -> str:
-    """A target as compressed-tensors writes it, for a wildcard or a part of a name."""
     if any(sign in excluded for sign in "*?["):
         return f"re:(?:.*\\.)?{fnmatch.translate(excluded)}"
     return f"re:.*{re.escape(excluded)}"

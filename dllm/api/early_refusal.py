@@ -11,13 +11,13 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic_core import SchemaValidator, core_schema
 
-# Items of a list of objects in a body, and names in an object whose names are known. An item of a
-# response's input takes 70 us.
+# The most items of a list of objects in a body, and the most names of an object whose names are
+# known. An item of a response's input takes 70 us.
 LONGEST = 1024
 LONGEST_OF_FIELD = {"messages": 4096, "input": 512}
-# Parts of the contents of all messages together. One takes 13 us.
+# The most parts of the contents of all messages together. A part takes 13 us.
 MOST_PARTS = 4096
-# Lists of these are read fast, and have bounds of their own.
+# Lists of these types are not bounded here: they are read fast, and have bounds of their own.
 PLAIN = {"int", "float", "str", "bool"}
 
 
@@ -36,7 +36,7 @@ def bounded_validator(schema: Any) -> SchemaValidator:
 
 
 def bounded_type(model: Any) -> Any:
-    """A type for whoever makes a validator of their own: ``model``, read with bounds."""
+    """The type ``model``, read with bounds, for callers that make a validator of their own."""
     read = bounded_validator(TypeAdapter(model).core_schema).validate_python
     schema = core_schema.no_info_plain_validator_function(read)
     of_class = classmethod(lambda cls, source, handler: schema)
@@ -44,7 +44,6 @@ def bounded_type(model: Any) -> Any:
 
 
 def _bounded(schema: Any, longest: int) -> Any:
-    """A copy of a part of a schema, whose lists have bounds."""
     if isinstance(schema, list):
         return [_bounded(part, longest) for part in schema]
     if isinstance(schema, tuple):
@@ -62,7 +61,8 @@ def _bounded(schema: Any, longest: int) -> Any:
     for field in LONGEST_OF_FIELD:
         part = copy.get(field)
         if isinstance(part, dict) and part.get("type") == "model-field":
-            # Within a default: pydantic takes a field for required if it does not see one.
+            # The check goes inside of a default: a field whose outermost part is not its default
+            # counts as required in pydantic.
             outer = part["schema"] if part["schema"].get("type") == "default" else part
             outer["schema"] = core_schema.no_info_before_validator_function(
                 _with_few_parts, outer["schema"]
@@ -71,21 +71,22 @@ def _bounded(schema: Any, longest: int) -> Any:
     if is_list and not _is_plain(copy.get("items_schema") or {}):
         copy.setdefault("max_length", longest)
     if copy.get("config", {}).get("extra_fields_behavior") == "forbid":
-        # Each unknown name is an error. What others refer to by a name is the outermost part.
+        # Each unknown name would be an error of its own. The outermost part takes the name ("ref")
+        # by which other parts refer to this one.
         name = copy.pop("ref", None)
         return core_schema.no_info_before_validator_function(_with_few_names, copy, ref=name)
     return copy
 
 
 def _with_few_names(given: Any) -> Any:
-    """What should be an object, as it came. Raises ValueError: it has many names."""
+    """Return what should be an object as it came. Raises ValueError if it has too many names."""
     if isinstance(given, dict) and len(given) > LONGEST:
         raise ValueError(f"{len(given)} names; allowed: at most {LONGEST}.")
     return given
 
 
 def _with_few_parts(messages: Any) -> Any:
-    """The messages, or lists of them, as they came. Raises ValueError: they have many parts.
+    """Return messages, or lists of them, as they came. Raises ValueError for too many parts.
 
     Parts are not counted in a list that is too long itself: the validator behind this refuses it.
     """
@@ -99,6 +100,5 @@ def _with_few_parts(messages: Any) -> Any:
 
 
 def _is_plain(schema: Any) -> bool:
-    """Whether all values of a schema are numbers or texts."""
     choices = schema.get("choices", ()) if schema.get("type") == "union" else (schema,)
     return bool(choices) and all(choice.get("type") in PLAIN for choice in choices)

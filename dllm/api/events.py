@@ -32,7 +32,6 @@ TRACE_FIELD = "diffusion_trace"
 
 
 def block_trace(frame: Frame) -> dict[str, Any] | None:
-    """The trace of one block; None if the frame holds none."""
     if frame.trace is None:
         return None
     lists = {name: values for name, values in frame.trace.items() if name != "length"}
@@ -58,7 +57,6 @@ class Stream:
     """What the events of a stream have in common.
 
     Attributes:
-        request_id: as in vLLM's own events.
         is_chat: a chat completion, else a completion.
         stops: tokens that end an answer; a draft is shown up to the first of them.
     """
@@ -103,23 +101,19 @@ class TraceWriter:
         self._stream = stream
 
     def frame(self, choice: int, frame: Frame) -> str:
-        """An event that a client without interest reads as empty."""
+        """An event that a client which does not know frames reads as empty."""
         return self._stream.event(frame, {}, choice, "")
 
     def own(self, line: str) -> str:
-        """vLLM's line as it is."""
         return line
 
 
 class CanvasWriter(TraceWriter):
-    """The form "canvas"."""
-
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
         self._text_of = token_texts(stream.tokenizer)
 
     def frame(self, choice: int, frame: Frame) -> str:
-        """An event that a client without interest reads as empty."""
         ids = (frame.argmax if frame.is_final else frame.canvas).tolist()
         entropy = np.fmin(frame.entropy * 1000 + 0.5, MAX_ENTROPY).astype(np.int32)
         canvas = {
@@ -137,15 +131,12 @@ class CanvasWriter(TraceWriter):
 
 
 class TextWriter(TraceWriter):
-    """The form "text"."""
-
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
         self._said: dict[int, str] = {}  # by choice: the emitted text
         self._shown: dict[int, tuple[str, float]] = {}  # by choice: the last event
 
     def frame(self, choice: int, frame: Frame) -> str:
-        """The emitted text and the canvas as it stands."""
         text = self._said.get(choice, "") + self._stream.draft(frame)
         progress = min(round(float(frame.accepted.mean()), 3), ALMOST)
         self._shown[choice] = text, progress

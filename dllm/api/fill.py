@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 WIDTHS, END = "diffusion_fill_widths", "diffusion_fill_end"
 DEFAULT_WIDTHS = (1, 32)
 MAX_CANDIDATES = 64
-FINALISTS = 4  # of the widths, which are read once more
-# Of the prompt, so many tokens are decoded with the hole: a first token may begin with a space.
+FINALISTS = 4  # widths whose answers are read once more
+# The hole is decoded together with so many of the prompt's last tokens, because the text of a token
+# may depend on those before it, for instance a space at its beginning.
 CONTEXT = 8
 
 T = TypeVar("T")
@@ -62,11 +63,7 @@ class Fill:
     one_step: Mapping[str, int] | None = None
 
     def width_range(self, min_tokens: int, max_tokens: int, room: int) -> range:
-        """The widths to try.
-
-        Args:
-            min_tokens, max_tokens: of the hole, as the client asks.
-            room: tokens between the prompt and the end of the model's context.
+        """The widths to try; ``room``: tokens between the prompt and the end of the context.
 
         Raises:
             VLLMValidationError: there is none, or there are too many.
@@ -93,7 +90,7 @@ class Fill:
 
     @property
     def _where(self) -> str:
-        """What has to hold all three, as a refusal calls it."""
+        """The name, in a refusal, of what has to hold hole, suffix and end."""
         if self.one_step is None:
             return "the canvas"
         return "the rest of the block in which the prompt ends (with blocks all are in one)"
@@ -106,7 +103,7 @@ class Fill:
 
         def behind(ids: Sequence[int]) -> Any:
             read = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *ids]}
-            read.pop("prompt", None)  # the text, which is that of the ids before
+            read.pop("prompt", None)  # the text of the prompt without ``ids``
             return read
 
         if self.one_step is None:
@@ -158,11 +155,7 @@ def fill_of(
 
     Args:
         suffix: of the request, not empty.
-        extra: its extra arguments.
-        tokenizer: vLLM's.
         end: the token that ends an answer, if the request names no other.
-        canvas: the served canvas length.
-        vocab_size: of the model.
 
     Raises:
         VLLMValidationError: it describes none.
@@ -200,7 +193,6 @@ def fill_of(
 
 
 def refuse_beside_suffix(field: str) -> NoReturn:
-    """Refuse what cannot stand beside a suffix."""
     refuse(field, f"{field} beside suffix; allowed: one of them. Leave one out.")
 
 
@@ -218,8 +210,7 @@ async def filled(
 
     Args:
         generate: vLLM's, with its arguments ``prompt``, ``params``, ``request_id``, ``options``.
-        widths: to try.
-        decode: gives the text of ids.
+        widths: of the hole, all of which are tried.
 
     Raises:
         Exception: the first one of a candidate; all others have ended when it is raised.
@@ -272,7 +263,7 @@ async def at_once(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def finished(results: AsyncIterable[Any]) -> Any:
-    """The finished request, which is all that is sent.
+    """The last output of a request.
 
     Raises:
         HTTPException: it was aborted, as ``/pause`` does by default; the client gets HTTP 503.
@@ -292,7 +283,7 @@ def _canvas_score(output: "RequestOutput") -> float:
 
 
 def _summed(tokens: Sequence[int], logprobs: Any) -> float:
-    """Of the tokens, place by place."""
+    """The summed logprob of the tokens, one at each place."""
     return sum(of[token].logprob for token, of in zip(tokens, logprobs, strict=True))
 
 

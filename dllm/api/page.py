@@ -24,7 +24,6 @@ class CanvasPage:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Add ``GET /canvas`` and ``GET /decisions``."""
         from fastapi import Request
         from fastapi.responses import HTMLResponse
 

@@ -37,11 +37,6 @@ def check_length(field: str, num_chars: int, num_tokens: int, tokenizer: Any) ->
 def as_extra_args(given: Any, tokenizer: Any, canvas_length: int) -> dict[str, list[int]]:
     """The extra arguments for a list of pins.
 
-    Args:
-        given: what the client sent.
-        tokenizer: vLLM's.
-        canvas_length: the served one.
-
     Raises:
         VLLMValidationError: ``given`` is no such list, or its texts are too long.
     """
@@ -66,7 +61,6 @@ def as_extra_args(given: Any, tokenizer: Any, canvas_length: int) -> dict[str, l
 
 
 def _tokens(pin: Any, tokenizer: Any) -> list[int]:
-    """The ids of one pin."""
     keys = set(pin) if isinstance(pin, dict) else set()
     if keys not in ({"at", "text"}, {"at", "ids"}) or type(pin["at"]) is not int or pin["at"] < 0:
         _refuse(pin)

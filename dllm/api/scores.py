@@ -51,7 +51,7 @@ class ScoreRequest(BaseModel):
     Attributes:
         prompt, text: texts, or token ids. A text is not a chat: no template is applied.
         places: of the text, from 0, whose tokens are scored in one pass for each block.
-        samples: of the estimate; its standard error needs two.
+        samples: how many for the estimate; its standard error needs two.
         seed: of the masks that are drawn. The same request has the same answer.
     """
 
@@ -73,8 +73,8 @@ class BlockRead(NamedTuple):
 
     Attributes:
         start: where the block starts in the text.
-        tokens: those of the text in it.
-        masked: which of them are masks.
+        tokens: the tokens of the text in the block.
+        masked: the indices of those that are masks.
     """
 
     start: int
@@ -82,7 +82,6 @@ class BlockRead(NamedTuple):
     masked: Sequence[int]
 
     def params(self, settings: DenoiseSettings) -> SamplingParams:
-        """Parameters of the request that reads it."""
         given = [at for at in range(len(self.tokens)) if at not in set(self.masked)]
         extra: dict[str, Any] = dict(settings.one_step)
         if given:
@@ -98,19 +97,13 @@ class BlockRead(NamedTuple):
         )
 
     def logprobs(self, output: RequestOutput) -> list[float]:
-        """Of the masked tokens, in order."""
+        """The log-probabilities of the masked tokens, in order."""
         found = output.outputs[0].logprobs
         assert found is not None, "they are asked for"
         return [found[at][self.tokens[at]].logprob for at in self.masked]
 
 
 def attach(app: FastAPI, settings: DenoiseSettings) -> None:
-    """Serve the route.
-
-    Args:
-        settings: of the served model.
-    """
-
     @app.post("/v1/scores", dependencies=[Depends(validate_json_request)])
     @with_cancellation
     @load_aware_call
@@ -127,11 +120,7 @@ def attach(app: FastAPI, settings: DenoiseSettings) -> None:
 async def scored(
     serving: Any, request: ScoreRequest, raw_request: Request, settings: DenoiseSettings
 ) -> dict[str, Any]:
-    """The answer.
-
-    Raises:
-        VLLMValidationError: this text cannot be scored here.
-    """
+    """Raises VLLMValidationError if the text cannot be scored here."""
     engine = serving.engine_client
     if engine.errored:
         raise engine.dead_error
@@ -186,11 +175,7 @@ async def _ids(serving: Any, request: ScoreRequest) -> tuple[list[int], list[int
 def check(
     prompt: Sequence[int], text: Sequence[int], settings: DenoiseSettings, max_model_len: int
 ) -> None:
-    """Refuse what cannot be scored.
-
-    Raises:
-        VLLMValidationError: the client gets HTTP 400.
-    """
+    """Raises VLLMValidationError for what cannot be scored; the client gets HTTP 400."""
     if not settings.never_emitted:
         refuse(
             "model",
@@ -276,10 +261,10 @@ def drawn(
 
 
 def estimate(reads: Sequence[BlockRead], scores: Sequence[list[float]], samples: int) -> Any:
-    """(mean, standard error) of the samples' sums; the error of a single sample is unknown.
+    """(mean, standard error) of the samples' sums; None for the error of a single sample.
 
     Args:
-        scores: of each read, the log-probabilities of its masks.
+        scores: for each read, the log-probabilities of its masks.
     """
     terms = [
         len(read.tokens) / len(read.masked) * math.fsum(found)
@@ -294,7 +279,7 @@ def estimate(reads: Sequence[BlockRead], scores: Sequence[list[float]], samples:
 def token_logprobs(
     text: Sequence[int], reads: Sequence[BlockRead], scores: Sequence[list[float]]
 ) -> list[float | None]:
-    """Of each token of a text its log-probability, and None where it was given."""
+    """The log-probability of each token of a text; None where the token was given."""
     found: list[float | None] = [None] * len(text)
     for read, of_masks in zip(reads, scores, strict=True):
         for place, score in zip(read.masked, of_masks, strict=True):

@@ -51,14 +51,13 @@ class CanvasFeed:
     """The unread frames of a stream.
 
     Args:
-        num_choices: of each prompt.
+        num_choices: answers to each prompt.
 
     Attributes:
         request_id: of the stream, as its client sees it. Empty before a request has started.
-        traces: those that have come, by the number of the answer.
+        traces: the traces that have come, by the number of the answer.
         first_choice: of each request of the engine, by its id: one for each prompt of a completion.
         bell: set while something is unread.
-        is_open: until its stream has ended.
     """
 
     def __init__(self, pace: Pace, num_choices: int) -> None:
@@ -72,7 +71,6 @@ class CanvasFeed:
         self._unread: list[tuple[int, Frame]] = []
 
     def add_request(self, request_id: str) -> None:
-        """The next request of the engine starts."""
         self.first_choice[request_id] = len(self.first_choice) * self._num_choices
 
     def put(self, choice: int, frame: Frame) -> None:
@@ -96,7 +94,6 @@ class Watchers:
 
     Args:
         processor: vLLM's output processor, which knows to whom an engine's request belongs.
-        limit: how many streams may be watched at once.
     """
 
     def __init__(self, processor: Any, limit: int) -> None:
@@ -116,12 +113,10 @@ class Watchers:
         return feed
 
     def start(self, request_id: str, feed: CanvasFeed) -> None:
-        """A request of the engine starts that belongs to a watched stream."""
         self._feeds[request_id] = feed
         feed.add_request(request_id)
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Take the frames out of a message of the engine core, and give them to their feeds."""
         for state, frame in frames_taken(self._processor, outputs.outputs):
             feed = self._feeds.get(state.external_req_id)
             if feed is not None:
@@ -152,7 +147,6 @@ def frames_taken(processor: Any, arrived: list[EngineCoreOutput]) -> Iterator[tu
 
 
 def has_frames(arrived: list[EngineCoreOutput]) -> bool:
-    """Whether there are frames among the outputs of the engine core."""
     return bool(arrived) and is_frame(arrived[-1])
 
 

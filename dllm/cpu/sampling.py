@@ -141,5 +141,4 @@ def _num_nans_kernel(
     vocab_size: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Count the NaNs of each logits row."""
     num_nans_ptr.copy_(logits_ptr.isnan().sum(1))

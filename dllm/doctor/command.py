@@ -46,7 +46,7 @@ LEAST_SHARED, LEAST_DISK = 64 << 20, 2 * GIB
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, whether it is as it should be, and what there is."""
+    """``name``: what was looked at. ``text``: what was found."""
 
     name: str
     status: Literal["ok", "note", "fail"]
@@ -83,7 +83,6 @@ def _port_number(text: str) -> int:
 
 @contextmanager
 def _only_ours_on_stdout() -> Iterator[None]:
-    """What vLLM and its libraries print goes to the standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -96,7 +95,6 @@ def _only_ours_on_stdout() -> Iterator[None]:
 
 
 def _server_arguments(model: str, flags: Sequence[str]) -> argparse.Namespace:
-    """As ``vllm serve`` reads its command line; ends the process if that is wrong."""
     from vllm.plugins import load_general_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -175,7 +173,6 @@ def _device() -> Finding:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver, or that there is none."""
     from vllm.third_party import pynvml
 
     try:
@@ -237,7 +234,6 @@ def _model(served: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _served(config: Any) -> str:
-    """How a server of this configuration would run."""
     scheduler, canvas = config.scheduler_config, config.diffusion_config
     backend = config.attention_config.backend
     parts = [

@@ -20,11 +20,7 @@ OWN_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def refuse_cache_dtype(speculative: SpeculativeConfig) -> None:
-    """Refuse a ``kv_cache_dtype`` of ``--speculative-config`` that the drafter cannot keep.
-
-    Raises:
-        ValueError: the message names the value and the allowed ones.
-    """
+    """Raises ValueError for a ``kv_cache_dtype`` of ``--speculative-config`` that is not kept."""
     dtype, backend = speculative.kv_cache_dtype, speculative.attention_backend
     if dtype in (None, *OWN_DTYPES) or (backend is not None and backend.name != "CUSTOM"):
         return

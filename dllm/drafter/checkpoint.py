@@ -56,10 +56,8 @@ class DrafterConfig:
         vocab_size: of its input, the same as the target's.
         draft_vocab_size: number of different tokens that it can draft.
         target_layer_ids: 0-based layers of the target whose outputs it reads, ascending.
-        target_hidden_size: size of each of these outputs.
         num_target_layers: layers of the target that it was trained for; None if it does not say.
         mask_token_id: the token at positions that are not decided yet.
-        layers: one entry for each drafter layer.
     """
 
     hidden_size: int
@@ -132,7 +130,7 @@ def check_pair(drafter: DrafterConfig, target: TargetFacts) -> None:
     """Refuse a drafter that was made for another target.
 
     Raises:
-        ValueError: names the first property in which they differ, with both values.
+        ValueError: names the first property in which they differ.
     """
     hidden, layers, vocab = target.hidden_size, target.num_layers, target.vocab_size
     for what, given, name, expected in (

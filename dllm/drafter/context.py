@@ -32,7 +32,7 @@ class Context(NamedTuple):
 
 
 class DeferredContext:
-    """The kept steps, oldest first; ``len`` counts their tokens."""
+    """The steps whose context is not stored yet, oldest first; ``len`` counts their tokens."""
 
     def __init__(self) -> None:
         self._steps: list[Context] = []
@@ -42,7 +42,6 @@ class DeferredContext:
         return self._num_tokens
 
     def admits(self, num_tokens: int) -> bool:
-        """Whether there is room for a step of ``num_tokens`` more tokens."""
         return self._num_tokens + num_tokens <= MAX_DEFERRED
 
     def append(self, step: TargetStep, slots: torch.Tensor, groups: Sequence[int]) -> None:
@@ -50,7 +49,6 @@ class DeferredContext:
 
         Args:
             slots: ``[groups, tokens or more]``, cache slots in every group of the KV cache.
-            groups: indices of the drafter's groups.
         """
         num_tokens = step.batch.num_tokens
         # Not by a list of groups as the index: its copy to the device would be waited for.

@@ -38,14 +38,12 @@ COUNTERS = {
 
 
 class Counts(dict[tuple[str, str], float]):
-    """What is new: (a key of COUNTERS, the value of its own label, if any) -> how much."""
+    """New counts: (a key of COUNTERS, the value of its own label or "") -> how much."""
 
     def add(self, name: str, amount: float = 1, label: str = "") -> None:
-        """Count something."""
         self[name, label] = self.get((name, label), 0) + amount
 
     def merge(self, other: "Counts") -> None:
-        """Add all of the other counts."""
         for (name, label), amount in other.items():
             self.add(name, amount, label)
 
@@ -69,18 +67,14 @@ def send_drafting(
     """Put what is new into a step's statistics. Runs in the engine core.
 
     Args:
-        workers: all draft workers: whether each is asked.
+        workers: for each draft worker, whether it is asked.
     """
     new = [(name, label, amount) for (name, label), amount in counts.items()]
     put_into(stats, KEY, {"counts": new, "workers": workers})
 
 
 def record_drafting(stats: SchedulerStats, labels: Sequence[str]) -> None:
-    """Move the counts from a step's statistics to the metrics. Runs in the front end.
-
-    Args:
-        labels: values of LABELS.
-    """
+    """Move the counts from a step's statistics to the metrics. Runs in the front end."""
     sent = take_out(stats, KEY)
     if sent is None:
         return
@@ -96,7 +90,7 @@ def record_drafting(stats: SchedulerStats, labels: Sequence[str]) -> None:
 
 @functools.cache
 def _counter(name: str) -> prometheus_client.Counter:
-    """Made once in a process: Prometheus registers a name only once."""
+    """Made once in a process: Prometheus refuses a name that is registered again."""
     label, text = COUNTERS[name]
     return prometheus_client.Counter(f"dllm:{name}", text, (*LABELS, *[label] * bool(label)))
 

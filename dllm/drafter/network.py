@@ -42,8 +42,6 @@ Weights = Mapping[str, torch.Tensor]  # by their names in a checkpoint, without 
 
 
 class DrafterLayer(DFlashQwen3DecoderLayer):
-    """vLLM's layer, with the attention that ``checkpoint`` has read."""
-
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -77,11 +75,7 @@ class DrafterLayer(DFlashQwen3DecoderLayer):
 
 
 class DrafterNetwork(DFlashQwen3Model):
-    """Everything except the head: embedding, fc, norms and layers.
-
-    Attributes:
-        drafter: what the checkpoint says about itself.
-    """
+    """Everything except the head: embedding, fc, norms and layers."""
 
     _fused_kv_weight: torch.Tensor | None
 
@@ -92,10 +86,10 @@ class DrafterNetwork(DFlashQwen3Model):
         self.drafter = drafter
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """vLLM's; all but the embedding, which may be the target's, and the mask's row is needed.
+        """Load as vLLM does. The embedding (perhaps the target's) and the mask's row may be absent.
 
         Raises:
-            ValueError: a tensor is missing.
+            ValueError: another tensor is missing.
         """
         loaded: set[str] = super().load_weights(weights)
         optional = {"embed_tokens.weight", "mask_embedding"}
@@ -105,7 +99,7 @@ class DrafterNetwork(DFlashQwen3Model):
         return loaded
 
     def _build_fused_kv_buffers(self) -> None:
-        """vLLM's hook behind loading, before its CPU kernels pack the weights.
+        """vLLM calls this after loading, and before its CPU kernels pack the weights.
 
         The buffers are made once: CUDA graphs know where they lie.
         """
@@ -117,7 +111,6 @@ class DrafterNetwork(DFlashQwen3Model):
 
     @property
     def has_context_weights(self) -> bool:
-        """Whether ``_build_fused_kv_buffers`` was called."""
         return hasattr(self, "_num_attn_layers")
 
     def renew_context_weights(self, weights: Weights) -> None:
@@ -148,7 +141,9 @@ class DrafterNetwork(DFlashQwen3Model):
                     own.view(layers, 2, len(rows), *whole.shape[1:])[index, part].copy_(rows)
 
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
-        """vLLM's; on a CPU, where its kernel takes the first layer's weight for all layers, torch.
+        """Normalize each layer's keys by the weight of that layer.
+
+        vLLM's CPU kernel takes the first layer's weight for all layers, so torch does it on a CPU.
 
         Args:
             all_k: ``[layers, tokens, kv_heads, head_dim]``.
@@ -161,18 +156,16 @@ class DrafterNetwork(DFlashQwen3Model):
 
 
 class DFlashDrafter(DFlashQwen3ForCausalLM):
-    """The model class of DFlash checkpoints: vLLM's loader and speculator call its methods."""
-
     model_cls = DrafterNetwork
     model: DrafterNetwork
     draft_id_to_target_id: nn.Parameter | None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load the drafter's weights. Embedding and head may be absent: the target's are used then.
+        """Embedding and head may be absent: the target's are used then.
 
         Raises:
             ValueError: a tensor is missing.
-            AssertionError: of vLLM: a tensor has a shape that contradicts config.json.
+            AssertionError: from vLLM: a tensor has a shape that contradicts config.json.
         """
         own = own_names(weights)
         self._loaded_shapes = {name: tensor.shape for name, tensor in own.items()}
@@ -201,11 +194,7 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
             finalize_layerwise_reload(parts, self.draft_model_config)
 
     def refuse_weights(self, weights: Weights) -> None:
-        """Refuse weights that cannot replace those in use.
-
-        Raises:
-            ValueError: other names or shapes.
-        """
+        """Raises ValueError for weights whose names or shapes differ from those in use."""
         found = {name: tensor.shape for name, tensor in own_names(weights.items()).items()}
         if found != self._loaded_shapes:
             odd = sorted(found.items() ^ self._loaded_shapes.items())
@@ -214,11 +203,12 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
     def refuse_renewal(self) -> None:
         """Refuse a drafter whose weights cannot be replaced while a server runs.
 
-        An own embedding or head may be the target's tensors (vLLM shares equal ones), which must
-        not be written to. A reduced vocabulary and a mask row lie where CUDA graphs look for them.
+        A drafter's own embedding or head is refused: vLLM shares it with the target if the two are
+        equal, and the target's must not be written to. A reduced vocabulary and a mask row are
+        refused: captured CUDA graphs read their tensors where they lie.
 
         Raises:
-            ValueError: names what the drafter has.
+            ValueError: it has one of these; the message says which.
         """
         found = {
             "an embedding": self.has_own_embed_tokens,

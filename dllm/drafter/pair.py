@@ -20,16 +20,11 @@ from dllm.settings.server import PluginOptions
 
 
 def drafter_options(vllm_config: VllmConfig) -> DrafterOptions:
-    """The ``drafter`` object of a server's options."""
     return PluginOptions.from_vllm(vllm_config).drafter
 
 
 def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
-    """What the config.json of a server's drafter says.
-
-    Raises:
-        ValueError: as ``DrafterConfig.from_config``.
-    """
+    """Raises ValueError as ``DrafterConfig.from_config`` does."""
     speculative = vllm_config.speculative_config
     assert speculative is not None, "no drafter"
     hf_config = speculative.draft_model_config.hf_config
@@ -48,11 +43,7 @@ def end_ids(vllm_config: VllmConfig) -> set[int]:
 
 
 def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
-    """The drafter's configuration, checked against the target and the server's options.
-
-    Raises:
-        ValueError: two values do not fit; the message names both.
-    """
+    """The drafter's configuration. Raises ValueError if target or options do not fit it."""
     speculative, target = vllm_config.speculative_config, vllm_config.model_config
     assert speculative is not None, "no drafter"
     options, num_drafts = drafter_options(vllm_config), speculative.num_speculative_tokens
@@ -99,11 +90,7 @@ def refuse_renewal_of(drafter: str) -> None:
 
 
 def refuse_other_rules(speculative: SpeculativeConfig, has_watermark: bool) -> None:
-    """Refuse options of verification that give another text than plain decoding (``verification``).
-
-    Raises:
-        ValueError: names the value and what is allowed.
-    """
+    """Raises ValueError for options of verification that give another text than plain decoding."""
     if speculative.rejection_sample_method != "standard":
         raise ValueError(
             f"rejection_sample_method = {speculative.rejection_sample_method!r}; allowed: "

@@ -47,7 +47,7 @@ class Lookup(NamedTuple):
 
 
 def lookup_of(states: RequestState, slots: Tensor, longest: int, num_drafts: int) -> Lookup:
-    """What stood before behind the last tokens of the requests in ``slots`` ``[R]``; no wait.
+    """Drafts of the requests in ``slots`` ``[R]``: what followed their last tokens before. No wait.
 
     Args:
         longest: no text has more tokens.

@@ -59,11 +59,11 @@ class RecordedSample:
     """A request's tokens from position ``start`` on, as far as the target computed them.
 
     Attributes:
-        prompt: length of the request's prompt.
+        prompt: tokens of the request's prompt.
         verified, accepted: for each token, drafts that were verified, and accepted, directly after
             it; -1 where none were.
         hidden: parts of ``[tokens, features]``, in order.
-        num_bytes: of host memory that ``hidden`` takes.
+        num_bytes: host memory that ``hidden`` takes.
         last_sampled: the token behind the last one; -1 in the middle of a prompt.
         seen: number of the recorder's step that last added to it.
     """
@@ -80,7 +80,6 @@ class RecordedSample:
 
     @property
     def end(self) -> int:
-        """The position after its last token."""
         return self.start + len(self.tokens)
 
     @property
@@ -109,7 +108,7 @@ class RecordedSample:
             self.extend([self.last_sampled], torch.zeros_like(self.hidden[-1][:1]))
 
     def sample(self) -> Sample:
-        """As training reads it, without the hidden states."""
+        """The sample as training reads it, without the hidden states."""
         # At least 1: a draft block needs at least one token of context before it.
         return Sample(tuple(self.tokens), max(1, self.prompt - self.start), GROUP)
 
@@ -144,7 +143,7 @@ class Recorder:
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def observe(self, step: TargetStep) -> None:
-        """Add one step to the samples of its requests; close those of finished requests."""
+        """Add one step to the samples of its requests; close samples of finished requests."""
         self._num_steps += 1
         self._close_finished(set(step.batch.req_ids))
         skipped = self._rows(step)
@@ -216,7 +215,6 @@ class Recorder:
     def _extend(
         self, step: TargetStep, row: int, start: int, tokens: np.ndarray, hidden: Tensor
     ) -> None:
-        """Add a row's tokens, from position ``start`` on, and hidden states to its sample."""
         begun = RecordedSample(start, int(step.batch.prefill_len_np[row]))
         sample = self._open.setdefault(step.batch.req_ids[row], begun)
         verified, rejected = int(step.verified[row]), int(step.rejected[row])
@@ -227,7 +225,6 @@ class Recorder:
         sample.seen = self._num_steps
 
     def _end(self, name: str) -> None:
-        """Close a request's sample."""
         sample = self._open.pop(name)
         self._open_bytes -= sample.num_bytes
         sample.close()
@@ -281,13 +278,12 @@ class ShardRing:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process changes the folder inside the ``with`` block."""
+        """Hold the lock of the folder, so that no other process changes it."""
         with (self.folder / LOCK).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def shards(self) -> list[Path]:
-        """The shards in the folder, oldest first."""
         return sorted(self.folder.glob(f"{'[0-9]' * DIGITS}-*{SUFFIX}"))
 
     def write(self, samples: Sequence[RecordedSample]) -> None:

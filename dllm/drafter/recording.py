@@ -33,11 +33,7 @@ def layers_without_drafter(vllm_config: VllmConfig) -> Sequence[int]:
 
 
 def refuse_unrecordable(vllm_config: VllmConfig) -> None:
-    """Refuse to record a target without a drafter, if its layers are not named or not there.
-
-    Raises:
-        ValueError: names both values.
-    """
+    """Raises ValueError if a target without a drafter does not name its layers, or lacks them."""
     options, parallel = drafter_options(vllm_config), vllm_config.parallel_config
     if options.record_layers is None:
         raise ValueError(
@@ -58,11 +54,7 @@ def refuse_unrecordable(vllm_config: VllmConfig) -> None:
 
 
 def refuse_target_without_hidden_states(vllm_config: VllmConfig) -> None:
-    """Refuse a target whose class in vLLM gives no hidden states of its layers.
-
-    Raises:
-        ValueError: names the class.
-    """
+    """Raises ValueError for a target whose class in vLLM gives no hidden states of its layers."""
     kind = get_model_cls(vllm_config.model_config)
     if not supports_eagle3(kind):
         raise ValueError(

@@ -40,12 +40,10 @@ def published(folder: Path) -> list[int]:
 
 
 def checkpoint(folder: Path, number: int) -> Path:
-    """The folder of a published checkpoint."""
     return folder / f"{number:0{DIGITS}}"
 
 
 def open_weights(path: Path) -> list[BinaryIO]:
-    """A checkpoint's files of weights."""
     return [part.open("rb") for part in sorted(path.glob(WEIGHTS))]
 
 
@@ -58,7 +56,7 @@ def read_weights(files: Iterable[BinaryIO]) -> Weights:
 
 
 class Version(NamedTuple):
-    """A checkpoint that was read."""
+    """A checkpoint that was read; its files stay open."""
 
     files: list[BinaryIO]
     weights: Weights
@@ -69,8 +67,6 @@ class Renewal:
 
     Args:
         folder: what the trainer publishes to; it may not exist yet.
-        initial: the checkpoint that the server was started with.
-        load: copies weights over those in use.
         refuse: raises ValueError for weights that ``load`` cannot take. A thread calls it.
 
     Attributes:
@@ -86,8 +82,8 @@ class Renewal:
     ) -> None:
         self.folder, self.initial, self.load, self.refuse = folder, initial, load, refuse
         self.current = self._num_steps = 0
-        # Of the checkpoint in use. They stay open, because the trainer deletes old checkpoints, and
-        # the server has to go back to this one if a newer one fails halfway.
+        # The files of the checkpoint in use. They stay open, because the trainer deletes old
+        # checkpoints, and the server has to go back to this one if a newer one fails halfway.
         self._files = open_weights(initial)
         self._refused: set[int] = set()  # also where the folder cannot be written to
         self._reader = ThreadPoolExecutor(1, "dllm-renewal")
@@ -105,7 +101,7 @@ class Renewal:
             self._look()
 
     def _look(self) -> None:
-        """Begin to read a newer checkpoint; use one whose reading is over."""
+        """Start to read a newer checkpoint, or use one that has been read."""
         if self._reading is None:
             newest = answer_of_first_rank(self._newest())
             if newest > self.current:
@@ -155,11 +151,7 @@ class Renewal:
         return checkpoint(self.folder, number) if number else self.initial
 
     def _read(self, number: int, files: list[BinaryIO] | None = None) -> Version | None:
-        """A checkpoint; None and a warning if it cannot be read, or does not fit.
-
-        Args:
-            files: if they are open.
-        """
+        """A checkpoint; None and a warning if it cannot be read, or does not fit."""
         try:
             files = open_weights(self._path(number)) if files is None else files
             weights = read_weights(files)
@@ -170,7 +162,6 @@ class Renewal:
         return Version(files, weights)
 
     def _reject(self, number: int) -> None:
-        """Never use this checkpoint again, and tell the trainer."""
         self._refused.add(number)
         try:
             if number in published(self.folder):

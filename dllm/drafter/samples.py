@@ -31,7 +31,6 @@ class Sample:
     """One sequence.
 
     Attributes:
-        tokens: prompt and response.
         response_start: index of the first token that the target wrote.
         group: the name under which reports count it.
         shard: the file with its hidden states; None if they are not stored.
@@ -67,7 +66,6 @@ def write_shard(
 
     Args:
         hidden: ``[tokens, features]`` of all samples, in any number of parts; None stores none.
-        more: further tensors of the file, by name.
         layers: of the target, whose outputs ``hidden`` is; empty: not noted.
     """
     lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])
@@ -91,7 +89,7 @@ def write_shard(
 
 
 def read_shard(path: Path) -> list[Sample]:
-    """The samples of a shard, without their hidden states (``Sample.hidden`` reads those)."""
+    """The samples without their hidden states (``Sample.hidden`` reads those)."""
     with safe_open(path, "pt") as file:
         tokens, starts = file.get_tensor("tokens").tolist(), file.get_tensor("starts").tolist()
         response_starts = file.get_tensor("response_starts").tolist()
@@ -107,7 +105,6 @@ def read_shard(path: Path) -> list[Sample]:
 
 
 def read_shards(folder: Path) -> list[Sample]:
-    """All samples of a folder, its shards in the order of their names."""
     return [sample for path in sorted(folder.glob(f"*{SUFFIX}")) for sample in read_shard(path)]
 
 

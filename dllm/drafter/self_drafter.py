@@ -22,8 +22,6 @@ from dllm.drafter.step import TargetStep
 
 
 class SelfDrafter(Drafter):
-    """The drafter whose network and cache are the target's own."""
-
     _speculator_name = "dllm self-speculation"
     _has_own_cache = False
 
@@ -36,19 +34,19 @@ class SelfDrafter(Drafter):
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
-        """The target, as vLLM calls a drafter's network."""
+        """The target itself, behind the interface of a drafter's network."""
         self._target_layers = target_attn_layer_names
         return OwnNetwork(target_model, self.parallel_drafting_token_id)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's hook once the KV cache exists: the draft pass runs through the target's layers."""
+        """Called when the KV cache exists: the draft pass runs through the target's layers."""
         self.draft_attn_layer_names = self._target_layers
         super().set_attn(*args, **kwargs)
         # Metadata is built outside of CUDA graphs: slots are changed there.
         self.supports_decode_metadata_update = False
 
     def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's. Before it, tokens behind the model's length lose their slots.
+        """Before vLLM builds the metadata, take the slots from tokens beyond the model's length.
 
         vLLM gives them slots of the last page, which hold the context's keys here.
         """
@@ -66,11 +64,11 @@ class SelfDrafter(Drafter):
         """Nothing: the context is the target's own."""
 
     def _store_context(self) -> None:
-        """Nothing, for the same reason."""
+        """Nothing: the context is the target's own."""
 
 
 class OwnNetwork(torch.nn.Module):
-    """A target as vLLM's speculator of DFlash calls a network.
+    """The target behind the interface that vLLM's speculator of DFlash asks of a network.
 
     Args:
         target: whose weights it shares.

@@ -39,7 +39,6 @@ DraftPass = Callable[[], torch.Tensor]  # stores a step's context and drafts: [r
 
 
 def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> WidthPolicy:
-    """The policy that the options name, for so many requests at once."""
     if options.policy == "adaptive":
         return AdaptiveWidth(num_drafts, num_slots, hysteresis=options.hysteresis)
     assert options.policy == "fixed", options.policy
@@ -47,8 +46,6 @@ def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> Wid
 
 
 class Drafter(DFlashSpeculator):
-    """vLLM's speculator with our network and a width policy."""
-
     _speculator_name = "dllm drafter"
     _has_own_cache = True  # of another dtype and window than the target's
 
@@ -66,10 +63,12 @@ class Drafter(DFlashSpeculator):
         self.draft_logits = None  # vLLM's copy of the drafter's distributions: nobody reads it here
         self._end_ids = torch.tensor(sorted(end_ids(vllm_config)), device=device)
         parallel = vllm_config.parallel_config
-        # Replicas that decode together, and ranks that share a prompt, all run every draft pass.
+        # With data parallelism all replicas take part in every draft pass, and with prefill context
+        # parallelism all ranks of a prompt. Then no single one of them may leave a pass out.
         may_skip = self.dp_size == parallel.prefill_context_parallel_size == 1
-        # On a CPU the draft pass runs after the tokens were sent (`draft_late`). Not where other
-        # ranks take part in the pass, or another server reads the pages, right after the step.
+        # On a CPU the draft pass runs after the tokens were sent (`draft_late`), unless somebody
+        # waits for it right after the step: other replicas or pipeline stages, which take part in
+        # the pass, or another server, which reads the pages.
         self._drafts_late = (
             device.type == "cpu"
             and self.dp_size == parallel.pipeline_parallel_size == 1
@@ -92,7 +91,6 @@ class Drafter(DFlashSpeculator):
 
     @property
     def attn_vllm_config(self) -> VllmConfig:
-        """vLLM's hook: the configuration of the drafter's attention metadata."""
         config: VllmConfig = super().attn_vllm_config
         return with_own_cache(config) if self._has_own_cache else config
 
@@ -115,7 +113,6 @@ class Drafter(DFlashSpeculator):
         """vLLM's hook after every step of the target: draft for each row, now or in ``draft_late``.
 
         Args:
-            input_batch: the target's step.
             last_hidden_states: ``[tokens, hidden]``, output of the target's last layer.
             aux_hidden_states: the same for each layer that the drafter reads.
             num_sampled, num_rejected: ``[rows]``, tokens emitted, and drafts rejected in the step.
@@ -212,11 +209,11 @@ class Drafter(DFlashSpeculator):
     # --- context ----------------------------------------------------------------------------------
 
     def _keep_context(self, step: TargetStep) -> None:
-        """Keep the context of a step without a draft pass, to be stored later if nobody needs it.
+        """Keep the context of a step that is not drafted for, until a draft pass needs it.
 
-        Stored at once where KV transfer may copy the pages. Also with several KV cache groups (a
-        draft window, sliding layers): a page that is freed while its context is kept may become a
-        page of the target, and the late write would destroy it.
+        It is stored at once where KV transfer may copy the pages, and where there are several KV
+        cache groups (a draft window, sliding layers). There, a page that is freed while its context
+        waits may become a page of the target, and the late write would destroy it.
         """
         if not self._context.admits(step.batch.num_tokens):
             self._store_context()
@@ -241,7 +238,6 @@ class Drafter(DFlashSpeculator):
     # --- the policy -------------------------------------------------------------------------------
 
     def _observe(self, step: TargetStep) -> None:
-        """Tell the policy and the recorder what the target's step did."""
         if self.policy.reads_outcomes:
             self.policy.observe(self._verified(step))
         if self._renewal is not None:
@@ -250,7 +246,7 @@ class Drafter(DFlashSpeculator):
             self._recorder.observe(step)
 
     def _verified(self, step: TargetStep) -> VerifiedStep:
-        """What the target's step did, for the policy; waits for the device."""
+        """A record of the target's step for the policy; waits for the device."""
         batch, in_prompt, verified = step.batch, step.in_prompt, step.verified
         accepted = np.where(verified > 0, verified - step.rejected, 0)
         if accepted.any():
@@ -304,7 +300,7 @@ class Drafter(DFlashSpeculator):
         return CountedDrafts(drafts.req_ids, kept, self._counts.take())
 
     def _count(self, batch: InputBatch, is_drafting: bool, seconds: float) -> None:
-        """Add a step to the counts. vLLM discards drafts of unfinished prompts: not counted."""
+        """Count a step, without drafts of unfinished prompts, which vLLM discards."""
         self._counts.add("drafting_seconds", seconds)
         if is_drafting:
             self._counts.add("draft_passes")
@@ -317,18 +313,17 @@ class Drafter(DFlashSpeculator):
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
-        """Load the network. It shares the target's embedding and head unless it has its own."""
+        """The network shares the target's embedding and head unless it has its own."""
         model = super().load_draft_model(target_model, target_attn_layer_names)
         if self._renewal is not None:
             model.refuse_renewal()
         return model
 
     def _refuse(self, weights: dict[str, torch.Tensor]) -> None:
-        """Refuse weights that ``_reload`` cannot take."""
         self.model.refuse_weights(weights)
 
     def _reload(self, weights: dict[str, torch.Tensor]) -> None:
-        """Use the weights of another checkpoint. What waits is projected by the ones before."""
+        """Use another checkpoint's weights; the context kept so far is stored with the old ones."""
         self._store_context()
         self.model.reload_weights(weights)
         self.policy.forget_drafter()
@@ -344,7 +339,7 @@ class Drafter(DFlashSpeculator):
         *others: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """vLLM's hook: the drafts ``[rows * N]``, the likeliest or sampled ones.
+        """The drafts ``[rows * N]``, the likeliest or sampled ones.
 
         Sampled drafts use the target's random numbers of their positions (``verification``).
         """
@@ -368,7 +363,7 @@ class Drafter(DFlashSpeculator):
     def _maybe_predict_acceptance(
         self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
     ) -> None:
-        """vLLM's hook: store how sure the drafter is at each place."""
+        """Store how sure the drafter is at each place."""
         super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         if self.policy.reads_confidence:
             likeliest, tokens = logits.float().softmax(-1).max(-1)

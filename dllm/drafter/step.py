@@ -74,13 +74,12 @@ class TargetStep:
 
     @cached_property
     def followers(self) -> np.ndarray:
-        """``[rows]``: the token behind the kept ones; -1 in the middle of a prompt. Waits, too."""
+        """``[rows]``: the token behind the kept ones; -1 in a prompt. Waits for the device."""
         last = self.last_sampled.view(-1)[self.batch.idx_mapping].cpu().numpy()
         return np.where(self.samples, last, -1)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's ``features``."""
         return sum(hidden[:1].nbytes for hidden in self._hidden_states)
 
     def features(self, chosen: torch.Tensor | None = None) -> torch.Tensor:

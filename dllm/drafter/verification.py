@@ -55,7 +55,7 @@ class DrafterInvariantSampler(RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """vLLM's hook: sample the rows of some requests.
+        """Sample the rows of some requests.
 
         Args:
             logits: ``[num_logits, vocab]``: for each request a row behind its last token and one

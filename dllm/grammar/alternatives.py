@@ -36,7 +36,7 @@ SPEAKS_OF = {
 TYPE_OF = {keyword: kind for kind, keywords in SPEAKS_OF.items() for keyword in keywords}
 UPPER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-# Of no type, and never held.
+# Keywords that belong to no type, and that answers are never held to.
 NEVER_HELD = ("if", "not", "$dynamicRef", "$recursiveRef")
 UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
@@ -46,13 +46,13 @@ DEEPEST = 64  # references, and alternatives of alternatives, one inside the oth
 
 
 class Alternatives:
-    """Of one document."""
+    """The alternatives of the schemas in one document."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
 
     def of(self, conjunction: Conjunction, is_exact: bool = True) -> list[Flat]:
-        """Those of values that are of all parts.
+        """Alternatives of the values that are of all parts.
 
         Args:
             is_exact: otherwise ``oneOf`` is read as ``anyOf``: they have all values of the parts,
@@ -90,14 +90,14 @@ class Alternatives:
             for other in then:
                 present = self._product(present, self._of_part(other, opened, is_exact), part)
             found = self._product(found, [absent, *present], part)
-        # They hold for what no schema in this place speaks of.
+        # These keywords are about members that no other schema in this place speaks of.
         for keyword, known in UNEVALUATED.items():
             if keyword in schema:
                 found = [{known: (part.inner(keyword),)} | flat for flat in found]
         return found
 
     def _values(self, part: Part) -> list[Flat]:
-        """Of a part with ``const`` or ``enum``: those of its values that the rest of it allows."""
+        """The values of ``const`` or ``enum`` that the rest of a part allows, as alternatives."""
         given = part.schema.get("enum", [part.schema.get("const")])
         if not isinstance(given, list):
             refuse("enum", part.path, "it is no list")
@@ -119,10 +119,6 @@ class Alternatives:
         self, at: int, flats: list[Flat], given: list[list[Flat]], parts: list[Part]
     ) -> list[Flat]:
         """Alternatives of one part of ``oneOf``, narrowed so that they have no value of the others.
-
-        Args:
-            at: the part's place.
-            given: the alternatives of each part as they are given.
 
         Raises:
             Unsupported: it is not known how.
@@ -157,7 +153,6 @@ class Alternatives:
         refuse("oneOf", part.path, "two of its schemas may hold for one value; write 'anyOf'")
 
     def _have_none(self, conjunction: Conjunction) -> bool:
-        """Whether it is sure that no value is of all parts."""
         flats = self.of(tuple(dict.fromkeys(conjunction)), is_exact=False)
         return all(self._is_empty(flat, conjunction) for flat in flats)
 
@@ -178,7 +173,7 @@ class Alternatives:
 
 
 def _num_members(flat: Flat) -> int:
-    """How much is looked at where an alternative is merged."""
+    """A measure of the work of merging an alternative."""
     patterns = len(flat.get("patternProperties", ()))
     return 1 + sum(len(flat.get(key, ())) for key in MEMBERS) * (1 + patterns)
 
@@ -195,7 +190,7 @@ def _has_no_size(fewest: str, most: str) -> Callable[[Flat], bool]:
     return lambda flat: flat.get(fewest, 0) > flat.get(most, math.inf)
 
 
-# Types whose bounds contradict each other.
+# By type, whether its bounds contradict each other, so that it has no value.
 HAS_NONE: Mapping[str, Callable[[Flat], bool]] = {
     "number": has_no_number,
     "integer": has_no_number,
@@ -242,7 +237,6 @@ def _is_whole(value: Any) -> bool:
 
 
 def _bound(part: Part, keyword: str) -> float | None:
-    """The number of a bound; None if there is none."""
     value = part.schema[keyword]
     if isinstance(value, bool) and keyword.startswith("exclusive"):  # as in draft 4
         value = part.schema.get(keyword.removeprefix("exclusive").lower()) if value else None
@@ -275,7 +269,7 @@ def _asks_nothing(keyword: str, part: Part) -> bool:
 
 
 def _beside(part: Part, document: Document) -> Iterator[Part]:
-    """Parts that hold together with one."""
+    """Parts whose values a value of ``part`` has to be one of as well."""
     if "$ref" in part.schema:
         yield document.referenced(part)
     for at in range(len(part.schema.get("allOf", ()))):
@@ -293,7 +287,7 @@ def _dependencies(part: Part) -> Iterator[tuple[str, list[str], list[Part]]]:
 
 
 def _merged(one: Flat, other: Flat) -> Flat | None:
-    """What is of both; None if that is nothing."""
+    """The values of both; None if there are none."""
     merged: Flat = {"unheld": [*one.get("unheld", ()), *other.get("unheld", ())]}
     for key in {**one, **other}:
         x, y = one.get(key), other.get(key)
@@ -342,7 +336,6 @@ def _merge_members(one: Flat, other: Flat, merged: Flat) -> None:
 
 
 def property_of(flat: Flat, name: str) -> Conjunction:
-    """What a flat schema asks of the property of a name."""
     patterns: Mapping[str, Conjunction] = flat.get("patternProperties", {})
     found = [flat["properties"][name]] if name in flat.get("properties", ()) else []
     found += [asked for pattern, asked in patterns.items() if is_found(pattern, name)]

@@ -31,8 +31,7 @@ class Automaton:
     """The states that were asked for so far.
 
     Args:
-        serialized, kind: as of ``Rules``.
-        most_states: more are refused.
+        serialized, kind: arguments of ``Rules``.
 
     Raises:
         Unsupported: no finite text, left recursion, too many states, or tokens in the grammar.
@@ -59,11 +58,9 @@ class Automaton:
             raise Unsupported("The grammar allows no finite text. Give another one.")
 
     def __len__(self) -> int:
-        """States so far."""
         return len(self._states)
 
     def accepts(self, state: int) -> bool:
-        """Whether the text may end in this state."""
         return END in self._states[state]
 
     def level(self, state: int) -> int:
@@ -86,7 +83,7 @@ class Automaton:
         return state
 
     def _make_row(self, state: int) -> None:
-        """One closure for each range of bytes that all edges treat alike."""
+        """Make a closure for each range of bytes that all edges treat alike."""
         moves = [
             (low, high, (target, stack))
             for at, stack in self._states[state]
@@ -129,7 +126,7 @@ class Automaton:
         return number
 
     def _closure(self, items: Iterable[Item]) -> frozenset[Item]:
-        """What is reached without reading a byte: items that read one, and END."""
+        """All items that are reached without reading a byte: those that read one next, and END."""
         todo = list(items)
         seen, kept = set(todo), set()
         while todo:
@@ -160,7 +157,6 @@ class Automaton:
         return frozenset(kept)
 
     def _call(self, target: int, stack: int) -> int:
-        """The stack inside a rule that returns to ``target``."""
         # Where nothing can follow but a call, the stack is that inside of the call, so that stacks
         # of equal continuations are more often equal. Left recursion would never end.
         for _ in range(MOST_FORCED_CALLS):
@@ -191,7 +187,6 @@ class Automaton:
         return reached
 
     def _push(self, frame: Frame) -> int:
-        """The number of a stack with this frame on top."""
         if frame not in self._frame_numbers:
             target, stack = frame[:2]
             to_end = self._bytes_to_end[target] + self._stack_bytes[stack]

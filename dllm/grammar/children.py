@@ -45,7 +45,7 @@ TABLE, REFUSAL, OUT_OF_MEMORY = b"T", b"R", b"M"  # kinds of answers
 
 
 class Children:
-    """Of one vocabulary; for any number of threads.
+    """The processes that compile grammars for one vocabulary; for any number of threads.
 
     Args:
         seconds: of a processor, for one grammar; PATIENCE times as long by the clock.
@@ -66,7 +66,6 @@ class Children:
         """The table that a request asks for.
 
         Raises:
-            Unsupported: the grammar is refused.
             TooSlow: it took too long.
             ChildProcessError: two processes failed with it.
         """
@@ -85,7 +84,6 @@ class Children:
         raise ChildProcessError("The grammar's compiler failed twice. Change the grammar.")
 
     def _ask(self, request: Mapping[str, Any]) -> bytes:
-        """The answer of a child; empty if there is none."""
         ours, theirs = multiprocessing.Pipe()
         with ours:
             with theirs, self._starting:
@@ -107,7 +105,7 @@ class Children:
                 ) from None
 
     def _running(self) -> socket.socket:
-        """The way to the process that forks, which is started when there is none: in 2 to 3 s."""
+        """A socket to the process that forks, which is started if there is none: in 2 to 3 s."""
         if self.forking is not None and (code := self.forking.poll()) is not None:
             logger.warning("What compiles grammars ended with exit code %d; it starts again", code)
             self.close()
@@ -131,7 +129,6 @@ class Children:
         return self._control
 
     def close(self) -> None:
-        """End them all."""
         if self._control is not None and self.forking is not None:
             self._control.close()
             self.forking.wait()
@@ -216,7 +213,6 @@ def _compile(
     any_whitespace: bool,
     separators: list[str] | None,
 ) -> Any:
-    """As vLLM's backend does it."""
     import xgrammar
 
     if kind == "json":

@@ -23,7 +23,7 @@ NOTHING = -(2**63)
 
 
 class ClassMaxima(NamedTuple):
-    """Of N rows; K is that of the largest table."""
+    """The class maxima of N rows; K is the number of classes of the largest table."""
 
     best: Tensor  # [N, K] fp32; -inf for classes that a row's table does not have
     token: Tensor  # [N, K] int32, the lowest id with it; -1 there

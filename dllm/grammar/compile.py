@@ -61,7 +61,7 @@ class Spec:
 
 
 def check_length(text: str) -> None:
-    """Raise Unsupported for a text of a grammar that nothing must even be asked to read."""
+    """Raise Unsupported for a text that is too long to be read at all."""
     try:
         length = len(text.encode())
     except UnicodeEncodeError:
@@ -77,7 +77,6 @@ class Tokens(NamedTuple):
 
     Attributes:
         words: the bytes of every token id, also of special tokens; empty for one in no text.
-        names: of the special tokens.
     """
 
     words: list[bytes]
@@ -85,12 +84,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(tokenizer: Any, vocab_size: int) -> Tokens:
-    """The bytes of every token, and the names of the special ones; a second for 262,144.
-
-    Args:
-        tokenizer: of Hugging Face.
-        vocab_size: of the model; at least the tokenizer's.
-    """
+    """The bytes of every token, and the names of the special ones; takes 1 s for 262,144."""
     import xgrammar  # here: it imports PyTorch
 
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
@@ -107,7 +101,6 @@ class Grammars:
     Args:
         read_tokens: called once, in the thread that makes the first table.
         children: that compile; by default those that all tables of these tokens share.
-        most_states: of a table.
     """
 
     def __init__(
@@ -130,7 +123,7 @@ class Grammars:
         )
 
     def begin(self, spec: Spec, stops: Collection[int]) -> Future[bytes]:
-        """The table (``Table.to_bytes``) of a grammar, in whose texts the tokens ``stops`` are not.
+        """The table (``Table.to_bytes``) of a grammar whose texts do not have the tokens ``stops``.
 
         A thread makes it; equal requests share what it makes. What is in memory is there at once.
 
@@ -191,12 +184,12 @@ class Grammars:
 
 @functools.cache
 def _children_of(words: tuple[bytes, ...]) -> Children:
-    """One process that forks, of 200 MB, for all engines of a vocabulary."""
+    """One process of 200 MB, which forks others, for all engines with this vocabulary."""
     return Children(Vocabulary(words))
 
 
 def _spoken(tag: Any, key: str = "") -> Iterator[str]:
-    """The texts that a structural tag has answers written with; no names or descriptions."""
+    """The texts that a structural tag writes into answers, without its names and descriptions."""
     if isinstance(tag, str) and key in SPOKEN:
         yield tag
     elif isinstance(tag, list):

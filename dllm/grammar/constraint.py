@@ -31,29 +31,17 @@ class Thoughts:
 
 @dataclass(frozen=True)
 class Constraint:
-    """The grammar of one answer.
-
-    Attributes:
-        table: of the grammar.
-        thoughts: in front of the answer; None: the answer starts at once.
-    """
-
     table: Table
     thoughts: Thoughts | None = None
 
     @staticmethod
     def shipped(table: bytes, thoughts: Thoughts | None) -> bytes:
-        """A constraint as it is sent; ``from_bytes`` is the inverse.
-
-        Args:
-            table: from ``Table.to_bytes``.
-        """
+        """A constraint as it is sent; ``from_bytes`` is the inverse."""
         header = thoughts and [thoughts.end, thoughts.forbidden]
         return json.dumps(header).encode() + b"\n" + table
 
     @classmethod
     def from_bytes(cls, shipped: bytes) -> "Constraint":
-        """The inverse of ``shipped``."""
         header, _, packed = shipped.partition(b"\n")
         found = json.loads(header)
         thoughts = found and Thoughts(found[0], tuple(found[1]))
@@ -61,7 +49,6 @@ class Constraint:
 
     @staticmethod
     def has_thoughts(shipped: bytes) -> bool:
-        """Whether thoughts stand in front of the answer of a constraint that was ``shipped``."""
         return not shipped.startswith(b"null\n")
 
     def with_start(self, stops: Collection[int], fillers: Collection[int]) -> tuple[Table, int]:
@@ -77,7 +64,7 @@ class Constraint:
 
 
 class Grammar:
-    """What some requests ship, unpacked.
+    """The grammar of some requests, unpacked from the bytes that these carry.
 
     Args:
         shipped: from ``Constraint.shipped``.
@@ -96,7 +83,6 @@ class SlotGrammar:
     """The grammar of one request.
 
     Attributes:
-        grammar: what it allows.
         state: of the text in front of the request's canvas.
         end: the position in the sequence at which the answer ends at the latest.
         thoughts_end: likewise, of the token that ends its thoughts.

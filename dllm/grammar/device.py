@@ -54,7 +54,7 @@ class PackedTables(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What tables take, or the room for them: how many there are of each part."""
+    """Numbers of tables and of their parts: what tables take, or what there is room for."""
 
     tables: int
     cells: int  # states times classes
@@ -64,26 +64,22 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, table: Table) -> "Sizes":
-        """Of one table."""
         members, starts = table.members
         num_chunks = int((-(-np.diff(np.append(starts, len(members))) // CHUNK)).sum())
         return cls(1, table.next.size, len(table.accepts), len(table.edges[0]), num_chunks)
 
     def plus(self, other: "Sizes") -> "Sizes":
-        """Both together."""
         return Sizes(*(one + more for one, more in zip(self, other, strict=True)))
 
     def minus(self, other: "Sizes") -> "Sizes":
-        """What is left without the other."""
         return Sizes(*(one - less for one, less in zip(self, other, strict=True)))
 
     def fits(self, room: "Sizes") -> bool:
-        """Whether there is room for all of them."""
         return all(one <= most for one, most in zip(self, room, strict=True))
 
 
 class NoRoom(ValueError):
-    """Tables that do not fit into a pool together."""
+    """Raised for tables that do not fit into a pool together."""
 
 
 class TablePool:
@@ -150,7 +146,7 @@ class TablePool:
         return self._packed, [number[id(table)] for table in tables]
 
     def _missing(self, tables: Sequence[Table]) -> list[Table]:
-        """Those that are not in the pool, each once."""
+        """The tables that are not in the pool, each once."""
         placed = {id(table) for table in self._placed}
         return [one for key, one in {id(one): one for one in tables}.items() if key not in placed]
 
@@ -221,7 +217,7 @@ def _chunks(table: Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Ends(NamedTuple):
-    """What stops and paddings cost in each of N rows, and what is likeliest."""
+    """For each of N rows, the likeliest token, and what stops and paddings cost."""
 
     likeliest: Tensor  # [N] int64
     peak: Tensor  # [N] fp32, its logit
@@ -232,7 +228,7 @@ class Ends(NamedTuple):
 
 
 class Searches(NamedTuple):
-    """Of R canvases, whose rows lie one behind the other, the best texts are asked for."""
+    """R canvases whose best texts are searched; their rows lie one behind the other."""
 
     first_row: Tensor  # [R] int32
     length: Tensor  # [R] int32

@@ -111,7 +111,7 @@ def _length(part: Any, known: dict[int, int]) -> int:
     """About the length of a format as JSON, where a part is written as often as it is used.
 
     Args:
-        known: lengths of the parts, each of which is looked at once.
+        known: lengths of parts, so that each is computed once.
     """
     if id(part) not in known:
         inner = [*getattr(part, "elements", ()), *filter(None, [getattr(part, "content", None)])]
@@ -135,7 +135,6 @@ class _Writer:
             raise _too_large()
 
     def arguments(self, schema: Mapping[str, Any]) -> Format:
-        """What stands between the braces of a call."""
         self._defs: Mapping[str, Any] = schema.get("$defs", {})
         self._made: dict[tuple[int, int], Format] = {}  # of (schema, depth)
         ways = [self._members(one, 0) for one in self._objects(schema, 0)]
@@ -144,7 +143,6 @@ class _Writer:
         return _one_of(ways)
 
     def _objects(self, schema: Mapping[str, Any], depth: int) -> list[Mapping[str, Any]]:
-        """The alternatives of a schema that are objects."""
         _check_depth(depth)
         if "$ref" in schema:
             return self._objects(self._referenced(schema), depth + 1)
@@ -294,7 +292,7 @@ def _one_of(formats: Sequence[Format]) -> Format:
 
 
 def _repeated(content: Format, least: int, most: int) -> Format:
-    """Args: most: -1 for any number."""
+    """``most`` is -1 for any number."""
     return _text("") if most == 0 else RepeatFormat(min=least, max=most, content=content)
 
 
@@ -319,7 +317,6 @@ def _string(schema: Mapping[str, Any]) -> Format:
 
 
 def _constant(value: Any) -> str:
-    """A value in the syntax of a call."""
     if isinstance(value, Mapping):
         for name in value:
             _check_name(name)

@@ -31,16 +31,13 @@ from dllm.grammar.strings import lowered_string
 
 Schema = dict[str, Any]
 
-NUM_DIGITS = 6  # behind the point, of numbers between bounds
+NUM_DIGITS = 6  # digits behind the point in numbers that have bounds
 MOST_ITEMS = 1 << 20  # a larger number limits nothing: no answer is as long
-MOST_MULTIPLES = 256  # that are listed; and the largest number without bounds
+MOST_MULTIPLES = 256  # values that are listed between two bounds; without bounds, the largest step
 
 
 def lower(schema: Any, alphabet: Alphabet = IN_JSON) -> Schema:
     """The lowered schema of a JSON schema of draft 2020-12; older forms of items are read, too.
-
-    Args:
-        alphabet: that the patterns of strings are written in.
 
     Raises:
         Unsupported: answers cannot be held to it, or it allows no value.
@@ -60,10 +57,9 @@ def lower(schema: Any, alphabet: Alphabet = IN_JSON) -> Schema:
 
 
 class Lowering:
-    """Of one document; None is a schema without values.
+    """Lowers the schemas of one document; None is a schema without values.
 
     Attributes:
-        alphabet: that the patterns of strings are written in.
         definitions: lowered schemas that are referred to, by their names.
     """
 
@@ -77,7 +73,7 @@ class Lowering:
         self._open: dict[Conjunction, bool] = {}  # being lowered; whether something refers to it
 
     def conjunction(self, asked: Conjunction) -> Schema | None:
-        """What is of all the parts."""
+        """The lowered schema of the values of all parts."""
         asked = tuple(dict.fromkeys(asked))
         self.document.count()
         if asked in self._open:
@@ -284,7 +280,6 @@ def _no_json(text: str) -> Any:
 
 
 def _lower_tag(tag: Any) -> Any:
-    """A structural tag of either of xgrammar's forms."""
     if isinstance(tag, list):
         return [_lower_tag(one) for one in tag]
     if not isinstance(tag, Mapping):

@@ -16,7 +16,7 @@ from dllm.grammar.strings import lowered_string
 Schema = dict[str, Any]
 Lower = Callable[[Conjunction], Schema | None]
 
-MOST_NAMES = 64  # declared, beside which free ones are written
+MOST_NAMES = 64  # with more declared names, no free names are written beside them
 
 
 def lowered_object(flat: Flat, lower: Lower, alternatives: Alternatives) -> Schema | None:
@@ -113,7 +113,6 @@ def _others(
 
 
 def _named(flat: Flat, value: Schema, alternatives: Alternatives) -> Schema | None:
-    """Names that ``propertyNames`` limits, each with a value."""
     found: list[Schema] = []
     for one in alternatives.of(flat["propertyNames"]):
         for kind, keyword, path in one.get("unheld", ()):

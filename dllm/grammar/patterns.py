@@ -92,7 +92,7 @@ def _written(pattern: str, tree: Any, alphabet: Alphabet) -> str:
 def in_string(
     pattern: str, alphabet: Alphabet = IN_JSON, fewest: float = 0, most: float = math.inf
 ) -> str | None:
-    """As ``rewritten``, for a ``pattern`` of strings or a name in ``patternProperties``.
+    """Rewrite (``rewritten``) a ``pattern`` of strings or a name in ``patternProperties``.
 
     Args:
         fewest, most: characters of the texts.
@@ -294,7 +294,7 @@ def _early_ends(names: Collection[str]) -> str | None:
 
 
 def _by_first(names: Collection[str]) -> dict[str, list[str]]:
-    """What is left of names behind their first character."""
+    """Names by their first character, each without it."""
     rest: dict[str, list[str]] = {}
     for name in names:
         if name:
@@ -309,7 +309,6 @@ def _both(one: Ranges, other: Ranges) -> Ranges:
 
 
 def _others(ranges: Ranges) -> Ranges:
-    """All characters that are in none of the ranges."""
     found, start = [], 0
     for low, high in sorted(ranges):
         if low > start:

@@ -13,7 +13,7 @@ from referencing.jsonschema import DRAFT202012
 from dllm.grammar.patterns import is_found
 from dllm.grammar.rules import Unsupported
 
-MOST_STEPS = 50_000  # of reading one schema: a few kilobytes could ask for hours
+MOST_STEPS = 50_000  # to read one schema; a schema of a few kilobytes could take hours
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class Part:
         object.__setattr__(self, "_key", id(self.schema))
 
     def inner(self, *keys: str | int) -> "Part":
-        """The schema behind some keys, for instance ``("properties", "name")``."""
         schema = self.schema
         for key in keys:
             schema = schema[key]
@@ -70,7 +69,7 @@ def part_at(schema: Any, path: str, resolver: Any) -> Part:
 
 
 def refuse(keyword: str, path: str, why: str = "answers cannot be held to it") -> NoReturn:
-    """Raise what names a keyword of a schema and where it stands."""
+    """Raise Unsupported, with the keyword of a schema and where it stands."""
     raise Unsupported(f"The schema uses {keyword!r} at '{path or '#'}': {why}. Leave it out.")
 
 
@@ -98,7 +97,6 @@ class Document:
         )
 
     def count(self, number: int = 1) -> None:
-        """Raise Unsupported if there was too much to do."""
         self._num_steps += number
         if self._num_steps > MOST_STEPS:
             raise Unsupported(
@@ -107,7 +105,6 @@ class Document:
             )
 
     def referenced(self, part: Part) -> Part:
-        """What the ``$ref`` of a part names."""
         reference = part.schema["$ref"]
         try:
             found = part.resolver.lookup(reference)
@@ -132,7 +129,7 @@ class Document:
             refuse("$ref", part.path, f"{error.ref!r} is not in the schema")
 
     def _enum(self, validator: Any, values: Any, instance: Any, schema: Any) -> Iterator[Any]:
-        """As the package's, in one look-up."""
+        """Check ``enum`` as the ``jsonschema`` package does, but by one look-up."""
         if id(values) not in self._listed:
             self._listed[id(values)] = {canonical(value) for value in values}
         if canonical(instance) not in self._listed[id(values)]:

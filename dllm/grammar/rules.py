@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import networkx
 
-# Kinds of edges in the serialized automaton: in the place of the lowest byte of a range.
+# Kinds of edges in the serialized automaton. They stand where other edges have the lowest byte of
+# a range.
 EPSILON, RULE, REPEAT, TOKEN, NOT_TOKEN = -1, -2, -4, -5, -6
 WHOLE = '"complete_fsm":'
 NO_END = 1 << 29  # bytes to the end of a rule that has none
@@ -51,10 +52,8 @@ class Rules:
     Attributes:
         edges: of each state, [low, high, target]: a range of bytes; or, with one of the kinds above
             as low, high is the rule (RULE) or the name of the repetition (REPEAT).
-        repeats: by their names.
         starts: the first state of each rule.
         ends: states in which a rule may end.
-        root: the first state of the grammar.
         bytes_to_end: for each state the fewest bytes to the end of its rule; at least NO_END if
             there is no way.
         recursive_returns: states that follow a recursive call: the called rule may call the calling
@@ -145,11 +144,10 @@ class Rules:
         return to_end
 
     def _called(self, low: int, high: int) -> int | None:
-        """The rule that an edge calls, if it calls one."""
         return high if low == RULE else self.repeats[high].rule if low == REPEAT else None
 
     def _returns_of_recursion(self) -> set[int]:
-        """The states that follow recursive calls (see ``recursive_returns``)."""
+        """See ``recursive_returns``."""
         calls: list[set[int]] = [set() for _ in self.starts]
         returns: list[tuple[int, int, int]] = []  # (calling rule, called rule, state behind)
         for rule, start in enumerate(self.starts):
@@ -168,7 +166,6 @@ class Rules:
         return {behind for rule, called, behind in returns if circle_of[rule] == circle_of[called]}
 
     def _edge_bytes(self, low: int, high: int, to_end: list[int]) -> int:
-        """Fewest bytes that an edge reads."""
         if low >= 0:
             return 1
         if low == EPSILON:
@@ -180,7 +177,6 @@ class Rules:
 
 
 def _parse(serialized: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the grammar, the automaton of all its rules)."""
     # xgrammar repeats the automaton for every rule. It is parsed once only: 4 MB for 60 properties.
     first = serialized.index(WHOLE) + len(WHOLE)
     fsm, end = json.JSONDecoder().raw_decode(serialized, first)

@@ -47,9 +47,6 @@ KNOWN = ", ".join(sorted([*FORMATS, *OF_XGRAMMAR]))
 def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] | None:
     """The lowered schema of an alternative's strings (``alternatives``); None if there are none.
 
-    Args:
-        alphabet: that patterns are written in.
-
     Raises:
         Unsupported: a format that is not known, or a combination that answers cannot be held to.
     """

@@ -56,7 +56,6 @@ class Table:
 
     @property
     def num_classes(self) -> int:
-        """K."""
         return self.next.shape[1]
 
     def read(self, state: int, tokens: Sequence[int]) -> int:
@@ -69,7 +68,7 @@ class Table:
         return state
 
     def without(self, tokens: Collection[int]) -> "Table":
-        """The texts in which these tokens do not come.
+        """The table of the texts that have none of these tokens.
 
         Raises:
             Unsupported: there is none.
@@ -89,14 +88,13 @@ class Table:
         return replace(self, class_of=class_of, next=following, left=left)
 
     def to_bytes(self) -> bytes:
-        """For another process: `from_bytes` reads it."""
+        """Bytes for another process; `from_bytes` reads them."""
         narrow = np.int16 if self.num_classes < 1 << 15 else np.int32
         small = [self.class_of.astype(narrow), self.next.astype(np.int16)]
         return pack([*small, self.accepts, self.left])
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> "Table":
-        """What `to_bytes` wrote."""
         class_of, following, accepts, left = unpack(packed)
         return cls(class_of.astype(np.int32), following.astype(np.int32), accepts, left)
 

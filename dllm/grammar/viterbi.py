@@ -20,14 +20,16 @@ from dllm.grammar.automaton import DEAD
 from dllm.grammar.reach import NEVER
 from dllm.grammar.table import Table
 
-STOPPED = -2  # in the place of a state: the text is over
-# In the place of a score of -inf: a text made of impossible tokens is still one of the grammar.
+STOPPED = -2  # stands for a state behind the end of a text
+# Stands for a score of -inf, so that texts with impossible tokens can be compared, too: the best
+# allowed text may be one of these.
 WORST = -1e30
-# The score of all other tokens where one is fixed, which has 0. A whole canvas of WORST is better.
+# Where a token is fixed it has the score 0, and all others have this one. It is less than a whole
+# canvas of WORST.
 OTHER_THAN_FIXED = -1e33
-LOWEST = 10 * OTHER_THAN_FIXED  # of a score; what is not above it, or NaN, counts as WORST
+LOWEST = 10 * OTHER_THAN_FIXED  # a score that is not above this, or NaN, counts as WORST
 UNLIMITED = NEVER - 1  # a budget
-KEPT_MASK_BYTES = 4 << 20  # what states allow, kept for each table
+KEPT_MASK_BYTES = 4 << 20  # for each table, of masks of what its states allow
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Path:
 def budget_of(table: Table, state: int, tokens_left: int) -> int:
     """How many tokens a text may still have.
 
-    All that are left but one, for the token that ends it; all of them if the shortest text needs
-    them; any number if it cannot end in time.
+    One of the tokens that are left is kept for the token that ends the text. All of them count if
+    the shortest text needs them, and there is no limit if the text cannot end in time.
     """
     if state == STOPPED:
         return tokens_left
@@ -65,8 +67,7 @@ class Canvas:
     """What a table allows on canvases.
 
     Args:
-        table: of the grammar.
-        stops: ids that end a text.
+        stops: ids of tokens that end a text.
         fillers: further ids that may stand behind the end, for instance padding.
     """
 

@@ -1,7 +1,7 @@
 """The families of diffusion language models that are served, one folder each.
 
 ``FAMILIES`` maps the architecture in a checkpoint's config.json to its family. This room imports
-engine, ops, settings, tasks, ``attention`` and ``quant``.
+engine, grammar, ops, settings, tasks, ``attention`` and ``quant``.
 """
 
 import importlib
@@ -19,7 +19,6 @@ class Served:
     Attributes:
         architecture: as config.json names it, and the name of the class in ``backbone.py`` that
             vLLM loads. Its ``make_family`` returns an ``engine.family.Family``.
-        folder: of the family, below this one.
         settings: the class in ``settings.py``, a ``settings.denoising.DenoiseSettings`` with a
             method ``from_vllm``. That module imports no model.
         config: the class of its config.json in ``config.py``; None: transformers' own.
@@ -37,29 +36,24 @@ class Served:
     autoregressive: str | None = None
 
     def path(self, module: str, name: str) -> str:
-        """A class or function of the family, as vLLM names one: "module:Class"."""
         return f"{__name__}.{self.folder}.{module}:{name}"
 
     def load(self, module: str, name: str) -> Any:
-        """A class or function of the family."""
         return getattr(importlib.import_module(f"{__name__}.{self.folder}.{module}"), name)
 
     def model_path(self) -> str:
-        """The class that vLLM loads in this environment, as "module:Class"."""
         if self.with_images and importlib.util.find_spec("torchvision") is not None:
             return self.path("images", self.with_images)
         return self.path("backbone", self.architecture)
 
     def settings_class(self) -> Any:
-        """The class of its settings."""
         return self.load("settings", self.settings)
 
     def config_class(self) -> Any:
-        """The class of its config.json; None: transformers' own."""
+        """None: transformers' own class."""
         return None if self.config is None else self.load("config", self.config)
 
     def tensor_shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of a checkpoint, from the contents of its config.json."""
         shapes: dict[str, tuple[int, ...]] = self.load("shapes", "tensor_shapes")(config)
         return shapes
 
@@ -123,7 +117,7 @@ def settings_of(vllm_config: Any) -> DenoiseSettings:
 
 
 def own_configs() -> dict[str, type]:
-    """The classes of our config.json files whose model_type transformers does not know, by it."""
+    """Our classes of config.json by their model_type, for those that transformers does not know."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     classes = (served.config_class() for served in FAMILIES.values() if served.config)

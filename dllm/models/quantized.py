@@ -68,7 +68,7 @@ def checked_weights(
 
 
 def finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same names and tensors; those with less than 16 bits are not looked at.
+    """Pass tensors on; those with less than 16 bits are not looked at.
 
     Raises:
         ValueError: one holds NaN or infinity: the model would emit one token for ever, or noise.
@@ -136,7 +136,6 @@ def copy_k_proj_entries_to_v_proj(quant_config: Any, layer_types: Sequence[str])
 
     Args:
         quant_config: vLLM's; changed in place. None, or of another method: nothing happens.
-        layer_types: of each layer, as in config.json.
     """
     full = {index for index, kind in enumerate(layer_types) if kind == "full_attention"}
     if quant_config is not None and quant_config.get_name() == MODEL_OPTIMIZER_NVFP4:
@@ -187,7 +186,6 @@ def how_computed(scheme: Scheme, kernel: str | None, capability: int | None) -> 
     """How layers are computed, as "8-bit float weights and inputs, by TritonExperts".
 
     Args:
-        scheme: how the checkpoint quantizes them.
         kernel: the name of vLLM's class that computes; None: emulated (``quant.cpu_config``).
         capability: compute capability of the GPU, 90 for Hopper's 9.0; None: a CPU.
     """

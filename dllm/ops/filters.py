@@ -38,7 +38,6 @@ class RowFilters(NamedTuple):
     min_p: Tensor  # [N] fp32, in [0, 1]; 0.0 = off
 
     def rows(self, index: Tensor | slice) -> "RowFilters":
-        """The filters of the rows that `index` selects."""
         return RowFilters(self.top_k[index], self.top_p[index], self.min_p[index])
 
 
@@ -92,7 +91,7 @@ class _Histogram(NamedTuple):
 
     @classmethod
     def of_rows(cls, x: Tensor, peak: Tensor, temperature: Tensor) -> "_Histogram":
-        """Of `x` [F, V] with the largest logits `peak` [F], which are finite."""
+        """The largest logits ``peak`` [F] of ``x`` [F, V] are finite."""
         d = (x - peak[:, None]) / temperature[:, None]
         weights = torch.exp(d)
         bins = (d * -BINS_PER_NAT).clamp(max=NUM_BINS - 1).long()
@@ -166,6 +165,5 @@ def _ordinal(x: Tensor) -> Tensor:
 
 
 def _from_ordinal(ordinal: Tensor) -> Tensor:
-    """The inverse of `_ordinal`."""
     bits = ordinal.to(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)

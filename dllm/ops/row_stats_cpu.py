@@ -215,7 +215,6 @@ def _may_reach(tokens: _Tokens, value: Tensor) -> Tensor:
 
 
 def _write_probs(tile: RowTile, log_z: Tensor, out: Tensor, is_compiled: bool) -> None:
-    """Write the probabilities to `out` [R, V]."""
     probs = fused(_probs, is_compiled)(tile.x, tile.peak, tile.temperature, log_z, out.dtype)
     out.copy_(probs.view(len(out), -1)[:, : out.shape[-1]])
 

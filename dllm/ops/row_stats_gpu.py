@@ -326,7 +326,6 @@ def _ordinal(x):
 
 @triton.jit
 def _from_ordinal(ordinal):
-    """The inverse of `_ordinal`."""
     bits = ordinal.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

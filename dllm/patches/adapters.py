@@ -13,7 +13,7 @@ from dllm.models import FAMILIES
 def adapted_layers(runner: Any) -> Iterator[None]:
     """While a model is loaded: experts keep their kernels, linear layers get adapters.
 
-    What is replaced in vLLM's classes is put back: other models of this process have vLLM's own.
+    vLLM's classes are changed meanwhile, and restored: other models of this process need them.
     """
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.platforms import current_platform
@@ -45,7 +45,7 @@ def adapted_layers(runner: Any) -> Iterator[None]:
 
 
 def adapt_passes(runner: Any) -> None:
-    """Called when the model is loaded: passes over canvases alone have the right adapters."""
+    """Let passes over canvases alone use the right adapters. Called when the model is loaded."""
     from dllm.engine.adapters import map_rows
 
     runner.model_state.map_adapters = functools.partial(map_rows, runner)

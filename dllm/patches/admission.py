@@ -82,12 +82,7 @@ def _parse_requests() -> None:
 
 
 def _admit_next_tokens(processor: Any, params: Any, validate: Callable[[], Any]) -> Any:
-    """What vLLM's check returns for a request of an autoregressive model.
-
-    Args:
-        processor: vLLM's InputProcessor.
-        validate: vLLM's check.
-    """
+    """What vLLM's check (``validate``) returns for a request of an autoregressive model."""
     from dllm.settings.admission import admit_next_tokens, check_sizes
 
     admit_next_tokens(params)
@@ -97,7 +92,7 @@ def _admit_next_tokens(processor: Any, params: Any, validate: Callable[[], Any])
 
 
 def _admit_canvases(processor: Any, params: Any, validate: Callable[[], Any]) -> Any:
-    """What vLLM's check returns for a request of a diffusion model; arguments as above."""
+    """What vLLM's check (``validate``) returns for a request of a diffusion model."""
     from vllm import envs
 
     from dllm.api.pins import check_length
@@ -122,18 +117,14 @@ def _admit_canvases(processor: Any, params: Any, validate: Callable[[], Any]) ->
         num_chars = sum(len(word) for word in params.bad_words)
         most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
         check_length("bad_words", num_chars, most, processor.tokenizer)
-    # Nothing else can leave no token, or come to too many.
+    # Without any of these, each position has a possible token, and the tables are large enough.
     if params.extra_args or params.min_tokens or params.bad_words or params.allowed_token_ids:
         admit_ids(constrained(with_resolved_ids(processor, params)), settings, vocab_size)
     return is_watermarked
 
 
 def with_resolved_ids(processor: Any, params: Any) -> Any:
-    """A copy with stop tokens and bad words as ids; vLLM makes these ids only later.
-
-    Args:
-        processor: vLLM's InputProcessor.
-    """
+    """A copy with stop tokens and bad words as ids; vLLM makes these ids only later."""
     params = params.clone()
     params.update_from_generation_config(
         processor.generation_config_fields, processor.renderer.get_eos_token_id()

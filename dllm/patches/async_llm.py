@@ -57,7 +57,7 @@ def check_requests_early() -> None:
 
 
 def _check_now(llm: Any, params: Any) -> None:
-    """Check parameters, whatever was said of them before; vLLM's next check takes the verdict.
+    """Check parameters again, whatever was found before; vLLM's next check uses the result.
 
     Raises:
         VLLMValidationError: the request cannot be served.
@@ -68,7 +68,7 @@ def _check_now(llm: Any, params: Any) -> None:
 
 
 def _reasoning(options: Mapping[str, Any]) -> tuple[bool | None, Mapping[str, Any]]:
-    """What vLLM's routes say of reasoning: whether it has ended, and arguments of its parser."""
+    """From arguments of vLLM's routes: whether reasoning has ended, and arguments of its parser."""
     return options.get("reasoning_ended"), options.get("reasoning_parser_kwargs") or {}
 
 
@@ -133,7 +133,7 @@ def start_in_turn() -> None:
     turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
 
     async def headers_after_others(self: Any, headers: Any) -> Any:
-        """vLLM's; its routes wait for it between two prompts, and for nothing else."""
+        """Let other requests run. vLLM's routes await this, and nothing else, between prompts."""
         if self.model_config.architecture in FAMILIES:
             await asyncio.sleep(0)
         return await headers_of(self, headers)

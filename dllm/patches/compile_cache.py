@@ -114,11 +114,7 @@ def write_checksums(vllm_config: Any) -> None:
 
 
 def delete_damaged_files(folder: Path) -> None:
-    """Delete the files of a cache that are not as they were when this rank noted their checksums.
-
-    Args:
-        folder: the rank's folder in the cache.
-    """
+    """Delete files of a cache that have changed since this rank noted their checksums."""
     try:
         lines = (folder / CHECKSUMS).read_text().splitlines()
     except (OSError, ValueError):  # no start has come this far; or damaged itself

@@ -29,8 +29,8 @@ logger = init_logger(LOGGER)
 DEFAULT_CONCURRENCY = 64
 PROMPT_CHUNK = 2048  # tokens of prompts that a step has room for beside all canvases
 GPU_PAGE_SIZE = 64  # tokens of a page of the KV cache
-# In a model with blocks that are shorter than this, asynchronous scheduling has to be asked for: a
-# short block takes few steps, and each block takes one more pass.
+# In a model with shorter blocks, asynchronous scheduling has to be asked for: it takes one more
+# pass for each block, which is much where a block takes few steps.
 LEAST_ASYNC_BLOCK = 32
 
 
@@ -155,7 +155,7 @@ def _set_scheduler(vllm_config: Any, settings: DenoiseSettings) -> None:
 
 
 def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
-    """Whether visits are scheduled asynchronously: where vLLM does so, unless something forbids it.
+    """Whether engine steps are scheduled asynchronously: as vLLM does, unless something forbids it.
 
     Models with short blocks only do so if the user asks for it.
 
@@ -189,7 +189,6 @@ def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
 
 
 def _platform_is_synchronous() -> bool:
-    """Whether vLLM turns asynchronous scheduling off on this platform."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()

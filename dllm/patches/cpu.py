@@ -164,7 +164,6 @@ def enable_cpu_runtime() -> None:
 
 
 def _is_on_cpu_runtime(vllm_config: Any) -> bool:
-    """Whether our CPU worker runs this server."""
     return vllm_config.parallel_config.worker_cls == CPU_WORKER or (
         vllm_config.model_config is not None and vllm_config.model_config.architecture in FAMILIES
     )

@@ -48,14 +48,13 @@ class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
-        """vLLM's; the runner of a diffusion model then pads its batches."""
+        """The runner of a diffusion model pads its batches."""
         super().init_device()
         if self.serves_canvases:
             assert type(self.model_runner) is CPUModelRunner
             self.model_runner.__class__ = PaddingRunner
 
     def determine_available_memory(self) -> int:
-        """vLLM's, which compiles the model and runs it."""
         self._compiler_is_ready()
         return super().determine_available_memory()
 
@@ -68,7 +67,7 @@ class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
         return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM's. Once a minute what is free in the heap goes back to the system, in about 8 ms.
+        """Once a minute, return what is free in the heap to the system, which takes about 8 ms.
 
         Tensors of changing sizes leave gaps between what oneDNN keeps. glibc returns the end of the
         heap alone, and the heap grows for days.
@@ -79,7 +78,7 @@ class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
         return super().execute_model(scheduler_output)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's, which leaves some weights in another layout than its CPU kernels read.
+        """vLLM leaves some new weights in another layout than its CPU kernels read: pack them.
 
         Raises:
             ValueError: the model's layers cannot take new weights (``refuse_new_int8_weights``).
@@ -89,12 +88,11 @@ class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
         pack_new_weights(self.model_runner.model)
 
     def start_weight_update(self) -> None:
-        """vLLM's; what it sends in pieces is treated, and refused, as by ``reload_weights``."""
+        """Weights that come in pieces are packed, and refused, as in ``reload_weights``."""
         refuse_new_int8_weights(self.model_runner.model)
         super().start_weight_update()
 
     def finish_weight_update(self) -> None:
-        """vLLM's; see ``start_weight_update``."""
         super().finish_weight_update()
         pack_new_weights(self.model_runner.model)
 
@@ -120,7 +118,7 @@ class PaddingRunner(CPUModelRunner):
         batch_desc: BatchExecutionDescriptor,
         num_active_loras: int,
     ) -> InputBatch:
-        """vLLM's, with padding as for a CUDA graph; ``batch_req_state``: a ``BatchReqState``."""
+        """Pad as for a CUDA graph. ``batch_req_state``: a ``BatchReqState``."""
         size = min(padded_size(batch_desc.num_tokens), self.max_num_tokens)
         padded = replace(batch_desc, num_tokens=size)
         return super().prepare_inputs(scheduler_output, batch_req_state, padded, num_active_loras)

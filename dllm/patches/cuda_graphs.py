@@ -25,9 +25,9 @@ from dllm import LOGGER
 
 logger = init_logger(LOGGER)
 
-# Larger batches keep a GPU busy for longer than it takes to launch their kernels.
+# Larger batches have no graph: they keep a GPU busy for longer than launching their kernels takes.
 MOST_TOKENS = 4096
-# Batches below a canvas are short prompts and narrow canvases.
+# The smallest graph. Batches with fewer tokens than a canvas are short prompts and narrow canvases.
 LEAST_TOKENS = 8
 # Up to here each number of canvases has a graph of its own; above, padding is at most an eighth.
 EACH_UP_TO = 16
@@ -71,13 +71,14 @@ def keep_mixed_batches_out(vllm_config: Any) -> None:
 
 
 def canvas_runner(check: Callable[[Any], None]) -> Any:
-    """The class of vLLM's runner of a diffusion model: a full graph is for canvases alone.
+    """vLLM's runner of a diffusion model, with full graphs for canvases alone.
 
-    vLLM takes one where all requests have as many tokens as the widest canvas. That may be a head
-    and a narrower canvas behind it. With blocks it is always one block, which is one sequence.
+    vLLM uses a full graph where all requests have as many tokens as the widest canvas. That may be
+    a head and a narrower canvas behind it. With blocks it is always one block, which is one
+    sequence.
 
     Args:
-        check: of a runner whose graphs were captured (``graph_check``).
+        check: is called with a runner whose graphs were captured (``graph_check``).
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -93,7 +94,6 @@ def canvas_runner(check: Callable[[Any], None]) -> Any:
             return state, num_tokens_each
 
         def capture_model(self, *, profile_only: bool = False) -> int:
-            """vLLM's; what was captured is checked."""
             taken: int = super().capture_model(profile_only=profile_only)
             if not profile_only:
                 check(self)
@@ -111,8 +111,6 @@ def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens:
     the block that is in front of the canvas is computed again: multiples of a block, too.
 
     Args:
-        canvas_length: of the widest canvas; tokens.
-        max_num_seqs: requests that run at a time.
         max_num_batched_tokens: no batch is larger; at least a canvas.
     """
     most = min(2 * max_num_seqs * canvas_length, max(MOST_TOKENS, canvas_length))

@@ -16,7 +16,6 @@ SPECULATOR = "dllm.drafter.self_drafter.SelfDrafter"
 
 
 def serve_decodings() -> None:
-    """Let this process serve such models in each of the ways that they can decode."""
     for architecture, path in AUTOREGRESSIVE.items():
         register_model(architecture, path)
     _choose_model_config()
@@ -24,7 +23,6 @@ def serve_decodings() -> None:
 
 
 def drafts_itself(speculative_config: Any) -> bool:
-    """Whether the model of a server drafts for itself."""
     return (
         speculative_config is not None
         and speculative_config.method == "custom_class"
@@ -33,11 +31,7 @@ def drafts_itself(speculative_config: Any) -> bool:
 
 
 def configure_self_drafting(vllm_config: Any) -> None:
-    """Check the options of a server whose model drafts for itself.
-
-    Raises:
-        ValueError: an option or a flag does not work with it.
-    """
+    """Raises ValueError if an option or a flag does not work with a self-drafting model."""
     from dllm.drafter.pair import drafter_options, refuse_other_rules
     from dllm.settings.drafting import WHERE
 
@@ -121,11 +115,7 @@ def _choose_model_config() -> None:
 
 
 def _choose_speculator(arguments: Any, config: Any, decoding: str) -> None:
-    """With ``self_speculation``, let the model draft for itself.
-
-    Raises:
-        ValueError: the model or a flag does not fit the option.
-    """
+    """With ``self_speculation``, let the model draft for itself. Raises ValueError if it cannot."""
     if config.architecture not in AUTOREGRESSIVE:
         both = ", ".join(name for name, served in FAMILIES.items() if served.autoregressive)
         raise ValueError(

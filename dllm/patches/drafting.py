@@ -65,12 +65,10 @@ def _asks_for_our_drafter(vllm_config: Any) -> bool:
 
 
 def drafts_with_ours(speculative_config: Any) -> bool:
-    """Whether a server has a drafter that our classes serve; known when it is configured."""
     return drafts_itself(speculative_config) or _names(speculative_config, OUR_DRAFTER)
 
 
 def _names(speculative_config: Any, architecture: str) -> bool:
-    """Whether a server has a DFlash drafter of this architecture."""
     if speculative_config is None or speculative_config.method != "dflash":
         return False
     return architecture in (speculative_config.draft_model_config.architectures or ())
@@ -98,11 +96,6 @@ def _configure_drafting(vllm_config: Any) -> None:
 
 
 def _choose_classes(vllm_config: Any) -> None:
-    """Choose worker and scheduler of a server that drafts.
-
-    Raises:
-        ValueError: a flag does not work with drafting.
-    """
     from vllm.platforms import current_platform
 
     from dllm.drafter.pair import drafter_options
@@ -144,7 +137,7 @@ def _schedule_synchronously(vllm_config: Any, why: str, options: str) -> None:
 
 
 def _record_synchronously(vllm_config: Any) -> None:
-    """Else a step more would be recorded of a text that has ended."""
+    """With asynchronous scheduling one step too many would be recorded of a text that has ended."""
     _schedule_synchronously(
         vllm_config, "whether a text has ended is known after each step", '"record"'
     )

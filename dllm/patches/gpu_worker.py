@@ -31,17 +31,14 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
     loaded: "LoadedTensors | None" = None  # where sleep mode is enabled
 
     def _make_model_runner(self) -> Any:
-        """vLLM's; of a diffusion model, one that knows which batches can be a full graph."""
+        """For a diffusion model, a runner that knows which batches can be a full graph."""
         if self.serves_canvases:
             keep_mixed_batches_out(self.vllm_config)
             return canvas_runner(drop_wrong_graphs)(self.vllm_config, self.device)
         return super()._make_model_runner()
 
     def load_model(self, **options: Any) -> None:
-        """vLLM's, with kernels that have passed a test.
-
-        With --enable-sleep-mode it is noted what lies beside the weights.
-        """
+        """Test the kernels first. For sleep mode, note which tensors lie beside the weights."""
         speculative = self.vllm_config.speculative_config
         if self.serves_canvases:
             replace_wrong_kernels(self.vllm_config, self.device)
@@ -54,7 +51,7 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
             load()
 
     def sleep(self, level: int = 1) -> None:
-        """vLLM's, which at level 2 saves the buffers of the models alone."""
+        """At level 2 vLLM saves the buffers of the models alone: save the other tensors, too."""
         if level == 2 and self.loaded is not None:
             draft = self.get_draft_model()
             models = [self.model_runner.model] + ([] if draft is None else [draft])
@@ -62,15 +59,15 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """vLLM's; with the weights' memory comes what lay beside them."""
+        """When the weights' memory comes back, restore the tensors that lay beside them."""
         super().wake_up(tags)
         if self.loaded is not None and (tags is None or "weights" in tags):
             self.loaded.restore()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """vLLM's; before it, canvases are emitted and scored, so that no request waits for it.
+        """First emit and score canvases, so that no request waits for it.
 
-        Before, because CUDA graphs are captured at its end: a workspace that grew later would take
+        First, because vLLM captures CUDA graphs at the end: a workspace that grew later would take
         its memory from under them. ``--enforce-eager`` does without, as with vLLM's own kernels.
         """
         if not self.serves_canvases:
@@ -87,9 +84,10 @@ class CanvasGPUWorker(Records, Visits, Drafts, Worker):
 def _made_up_requests_of_vllm(
     model_runner: Any, worker_execute_model: Callable[..., Any], worker_sample_tokens: Any
 ) -> None:
-    """Those of its warm-up, unless the model is too short; ours visit all kinds of batches.
+    """Run vLLM's warm-up, unless the longest request of the model is too short for it.
 
     vLLM counts each canvas as if it were emitted, and would read pages behind the longest request.
+    Our own warm-up runs all kinds of batches in any case.
     """
     if model_runner.max_model_len > 6 * model_runner.decode_query_len:
         warmup_kernels(model_runner, worker_execute_model, worker_sample_tokens)
@@ -101,9 +99,6 @@ class LoadedTensors:
     Sleep mode of level 2 gives their memory back. After ``wake_up`` a trainer sends weights again,
     and vLLM restores the model's buffers. What else was built beside them would hold whatever is in
     that memory then, for instance the state of canvases and the tables of the sampler.
-
-    Args:
-        load: loads the model.
     """
 
     def __init__(self, load: Callable[[], None], device: torch.device) -> None:

@@ -120,7 +120,6 @@ def wait_before_the_stream(
 
 
 def needs_table(engine: Any, params: Any) -> bool:
-    """Whether a request to this engine has structured outputs that we compile."""
     from vllm.sampling_params import SamplingParams
 
     is_ours = engine.model_config.architecture in FAMILIES
@@ -138,7 +137,6 @@ async def shipped(
 
     Args:
         reasoning_ended: None: the reasoning parser says it of the prompt.
-        of_parser: arguments of the reasoning parser.
     """
     with _refusing():
         # Shielded: a client that hangs up does not end it for others.
@@ -149,7 +147,6 @@ async def shipped(
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Refuse a request whose grammar is refused; the client gets HTTP 400."""
     try:
         yield
     except (Unsupported, ChildProcessError) as reason:
@@ -157,7 +154,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _begin(engine: Any, params: Any) -> Future[bytes]:
-    """The table of a request's grammar, which a thread makes. Raises as ``Grammars.begin``."""
+    """The table of a request's grammar, which a thread makes. Raises as ``Grammars.begin`` does."""
     processor = engine.input_processor
     stops = frozenset(with_resolved_ids(processor, params).all_stop_token_ids)
     if not stops:
@@ -213,7 +210,7 @@ _grammars: weakref.WeakKeyDictionary[Any, Grammars] = weakref.WeakKeyDictionary(
 
 
 def _grammars_of(processor: Any) -> Grammars:
-    """One for each engine: it keeps what it has compiled."""
+    """One ``Grammars`` for each engine: it keeps what it has compiled."""
     if processor not in _grammars:
         vocab_size = processor.model_config.get_vocab_size()
         _grammars[processor] = Grammars(partial(tokens_of, processor.tokenizer, vocab_size))

@@ -21,8 +21,9 @@ from dllm.settings.server import PluginOptions
 logger = init_logger(LOGGER)
 
 FULL, PIECES = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-# Of the size of a row's hidden states, on average. A graph runs the kernels that run without it,
-# but padding may choose other tiles, and then a rounding another expert, which changes a few rows.
+# The largest mean error that counts as rounding, in units of the size of a row's hidden states. A
+# graph runs the same kernels as a step without it. But padding may choose other tiles, and another
+# rounding may choose another expert, which changes a few rows.
 ROUNDING = 0.1
 
 Passes = list[list[torch.Tensor]]  # of each number of requests: hidden states [R, tokens, hidden]
@@ -32,9 +33,6 @@ def drop_wrong_graphs(runner: Any) -> None:
     """Serve made-up requests with graphs and without; graphs that differ are not used.
 
     Not with data parallelism, where every engine would have to come to the same result.
-
-    Args:
-        runner: the worker's, with its graphs captured.
 
     Raises:
         RuntimeError: a step failed; the message says how to start without this comparison.
@@ -78,7 +76,7 @@ def drop_wrong_graphs(runner: Any) -> None:
 
 
 def _is_same(mode: CUDAGraphMode, found: Passes, expected: Passes) -> bool:
-    """Whether graphs give what steps without give; if not, it is said."""
+    """Whether graphs give what steps without them give; a difference is logged."""
     pairs = zip(chain(*found), chain(*expected), strict=True)
     error = max((error_of(ours, theirs) for ours, theirs in pairs), default=0.0)
     if all_ranks_say_yes(error <= ROUNDING):

@@ -54,7 +54,7 @@ def _serve_families() -> None:
 
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
-    # vLLM gives them to transformers when it reads a config.json of theirs, and not before.
+    # vLLM registers these classes with transformers only when it reads a config.json of theirs.
     _CONFIG_REGISTRY.update(own_configs())
     for architecture, served in FAMILIES.items():
         register_model(architecture, served.model_path())
@@ -88,8 +88,9 @@ def _keep_builtin() -> None:
 def _config_hook(configure: Any, config: Any = None) -> Any:
     """A class as MODELS_CONFIG_MAP holds it, whose method calls ``configure``.
 
-    config: the class of config.json. transformers chooses one by ``model_type``, which an
-        architecture of ours may share with one of its own.
+    Args:
+        config: the class of config.json. transformers chooses one by ``model_type``, which an
+            architecture of ours may share with one of its own.
     """
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
 

@@ -33,13 +33,14 @@ from dllm import LOGGER
 logger = init_logger(LOGGER)
 
 LOOK_EVERY_S = 0.5
-GRACE_S = 2.5  # to end in order
+GRACE_S = 2.5  # in which a process may end in order, before it is killed
 SOCKETS, PROCESSES = "VLLM_RPC_BASE_PATH", "VLLM_ENABLE_V1_MULTIPROCESSING"
 PREFIX = "dllm-sockets-"
-MOST_PATH = 107 - 37  # bytes, of a folder: a socket's path has at most 107, and its name takes 37
+# Bytes of the folder's path: a socket's path has at most 107, and its name takes 37 of them.
+MOST_PATH = 107 - 37
 RANDOM = 8  # characters that mkdtemp adds
 
-_engine_core = EngineCoreProc.run_engine_core  # vLLM's own; this module is imported before
+_engine_core = EngineCoreProc.run_engine_core  # vLLM's own, because it is not replaced yet
 
 
 def end_together() -> None:
@@ -52,7 +53,8 @@ def end_together() -> None:
 def _bind_processes() -> None:
     if multiprocessing.current_process().name.startswith("ApiServer_"):
         end_without_parent()  # one of --api-server-count
-    # Started later, it would be a child of the engine core, and vLLM kills those with it.
+    # The tracker is started here. Started later, it would be a child of the engine core, and vLLM
+    # kills these when the engine core ends.
     resource_tracker.ensure_running()
     EngineCoreProc.run_engine_core = staticmethod(engine_core_main)  # type: ignore[method-assign]
 
@@ -61,14 +63,15 @@ def _bind_processes() -> None:
 
 
 def engine_core_main(*args: Any, **options: Any) -> None:
-    """vLLM's, in a process that ends with its parent.
+    """Run vLLM's engine core in a process that ends with its parent.
 
     multiprocessing sends the main function to a spawned process as the names of a module and of a
     function in it, and the process imports this module to find it. So a spawned process runs this
     function, as a forked one does.
     """
-    # A forked process's signals would wake up its parent's event loop, too. Not in an API server,
-    # which has an event loop of its own by now.
+    # Signals of a forked process would wake up its parent's event loop, too. (An API server of
+    # --api-server-count has an event loop of its own by now, so that only an engine core needs
+    # this.)
     signal.set_wakeup_fd(-1)
     end_without_parent()
     _engine_core(*args, **options)
@@ -95,7 +98,6 @@ def _watch(parent: int | None) -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """End this process and its children, if it has not ended by then."""
     time.sleep(seconds)
     for child in multiprocessing.active_children():
         child.kill()
@@ -133,7 +135,6 @@ def _remove_sockets() -> None:
 
 
 def _maker_of(folder: Path) -> int | None:
-    """The process that made a folder for sockets; None if it is another folder."""
     found = re.fullmatch(rf"{PREFIX}(\d+)-.*", folder.name)
     return int(found[1]) if found else None
 

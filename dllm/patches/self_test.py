@@ -24,10 +24,10 @@ OFF = f"{OPTION} serves without this test."
 
 
 def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
-    """Run the checks of ``engine.kernel_checks``; something else takes the place of what is wrong.
+    """Run the checks of ``engine.kernel_checks``, and replace kernels that are wrong.
 
-    Of our attention kernel: vLLM's Triton backend. Of FlashAttention: our kernel. Of row
-    statistics: their definition. Of the kernels of grammars: the CPU's version.
+    Our attention kernel is replaced by vLLM's Triton backend, FlashAttention by our kernel, row
+    statistics by their definition, and the kernels of grammars by the CPU's version.
 
     Raises:
         RuntimeError: our attention kernel is wrong, and vLLM's backends cannot serve this model.
@@ -57,7 +57,7 @@ def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
 
 
 def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> None:
-    """The same for a drafter, whose one kernel is attention: vLLM chooses another.
+    """Check a drafter's one kernel, attention; if it is wrong, vLLM chooses another.
 
     Raises:
         RuntimeError: our attention kernel is wrong, and no other has the drafter's window.
@@ -89,7 +89,7 @@ def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> Non
 
 
 def _run(trials: Any, replace: Callable[[str, str], str], device: torch.device) -> None:
-    """``replace`` puts something in the place of a wrong kernel, and says what."""
+    """``replace`` replaces a wrong kernel, and returns a text that says by what."""
     from dllm.engine.kernel_checks import checks  # needs Triton
 
     for name, wrong in checks(trials):

@@ -37,7 +37,6 @@ def prepare_front_end() -> None:
 
 @functools.cache
 def _read_statistics() -> None:
-    """Record what our schedulers count (``metrics`` of ``drafter`` and ``engine``)."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
     from dllm.drafter.metrics import record_drafting

@@ -64,7 +64,6 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
 
 
 def _watchers_of(llm: Any) -> Watchers:
-    """The watchers of vLLM's AsyncLLM."""
     if llm.engine_core not in _watchers:
         limit = PluginOptions.from_vllm(llm.vllm_config).canvas_watchers
         _watchers[llm.engine_core] = Watchers(llm.output_processor, limit)
@@ -72,9 +71,9 @@ def _watchers_of(llm: Any) -> Watchers:
 
 
 def take_frames_out() -> None:
-    """Take frames out of what arrives, before it changes metrics: a frame is no first token.
+    """Take frames out of what arrives before metrics are updated: a frame is not a first token.
 
-    Where nobody watches there are traces alone. Those of a request go with its outputs.
+    Where nobody watches, only traces arrive. A request's traces go with its outputs.
     """
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
@@ -107,7 +106,6 @@ def take_frames_out() -> None:
 
 
 def refuse_route(asked: str) -> NoReturn:
-    """Refuse a request whose route does not show canvases, or traces."""
     how = ', with "stream": true' if asked == STREAM else ""
     refuse(
         asked,
@@ -117,7 +115,7 @@ def refuse_route(asked: str) -> NoReturn:
 
 
 async def create_watched(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    """What a route's method ``create`` returns, with canvases and traces if it asks for them."""
+    """Call a route's method ``create``, and add canvases and traces to its answer if asked for."""
     form = form_asked(request)
     if form is None and (request.vllm_xargs or {}).get(TRACE) in (None, False):
         return await create(self, request, raw_request)
@@ -148,7 +146,6 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
 
 
 def _write_traces(answer: Any, feed: CanvasFeed) -> None:
-    """Put the traces of its requests into the choices of an answer."""
     for choice in getattr(answer, "choices", ()):
         if choice.index in feed.traces:
             setattr(choice, TRACE_FIELD, feed.traces[choice.index])
@@ -184,7 +181,6 @@ def _refuse_what_is_not_shown(self: Any, request: Any, form: str) -> None:
 
 
 def _writer(self: Any, form: str | None, request_id: str, request: Any) -> TraceWriter:
-    """Writes the events of a stream of this route."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 
     is_chat = isinstance(self, OpenAIServingChat)
@@ -202,7 +198,6 @@ def _writer(self: Any, form: str | None, request_id: str, request: Any) -> Trace
 
 
 def _stops(llm: Any, request: Any) -> frozenset[int]:
-    """The tokens that end an answer to this request."""
     asked = request.stop_token_ids or ()
     if request.ignore_eos:
         return frozenset(asked)

@@ -21,9 +21,9 @@ from dllm.grammar.rules import Unsupported
 from dllm.settings.request import refuse
 
 GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
-MARK = "\0"  # in front of what stood between quotes
-# Arguments of tools that are not strict. Forms that write strings without quotes have room for any
-# value in a string.
+MARK = "\0"  # stands in front of an argument that was written between quotes
+# Arguments of tools that are not strict. Forms that write strings without quotes can write any
+# value as a string.
 ANY_OBJECT = {"type": "object"}
 ANY_TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 ANY_ARGUMENTS = {"qwen_xml": ANY_TEXTS, "minimax_xml": ANY_TEXTS}
@@ -86,7 +86,6 @@ def _leave_arguments_free() -> None:
 
 
 def _let_any_object(part: Any) -> None:
-    """Change the parts of a structural tag that allow any JSON value."""
     if isinstance(part, JSONSchemaFormat):
         if part.json_schema is True:
             part.json_schema = ANY_ARGUMENTS.get(part.style, ANY_OBJECT)

@@ -39,7 +39,7 @@ class Visits:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's. Memory profiling then runs the denoise step that needs the most memory.
+        """Let memory profiling run the denoise step that needs the most memory.
 
         vLLM profiles its sampler with a batch that holds no canvas.
         """
@@ -48,14 +48,14 @@ class Visits:
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.serves_canvases:
             self.model_runner._dummy_sampler_run = self._profile_sampler
-            # Grammars are the sampler's. A bit for each token and row is 0.5 GiB for 64 canvases of
-            # 256 rows.
+            # Our sampler applies grammars. vLLM's worker for them would take a bit for each token
+            # and row, which is 0.5 GiB for 64 canvases of 256 rows.
             self.model_runner.structured_outputs_worker = None
         if has_adapters:
             adapt_passes(self.model_runner)
 
     def reload_weights(self, *args: Any, **options: Any) -> None:
-        """vLLM's; after an error the server goes on, and says so.
+        """After an error the server goes on, and says so.
 
         Raises:
             ValueError: the folder ``weights_path`` has other tensors than the model
@@ -69,11 +69,11 @@ class Visits:
         try:
             loading(self.model_runner.model, load)
         except BaseException:
-            config.model = served  # vLLM names the new folder before it reads it
+            config.model = served  # vLLM sets the new folder before it reads it
             raise
 
     def update_weights(self, update_info: Any) -> None:
-        """vLLM's; after an error the server goes on with the weights that it has."""
+        """After an error the server goes on with the weights that it has."""
         load = partial(super().update_weights, update_info)  # type: ignore[misc]
         loading(self.model_runner.model, load)
 
@@ -87,16 +87,16 @@ class Visits:
         runner.sampler.profile(runner.model.compute_logits(hidden), batch)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM's; before it, the loop learns what the scheduler allows."""
+        """First tell the loop what the scheduler allows."""
         if self.serves_canvases:
             loop = self.model_runner.model_state.loop
             loop.begin_visit(getattr(scheduler_output, "allows_more_passes", False))
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's, whose answer then holds the number of passes, and frames of watched canvases.
+        """Add the number of passes, and frames of watched canvases, to vLLM's answer.
 
-        It may still be copied from the device.
+        They may still be on their way from the device.
         """
         if self.serves_canvases:
             self._begin_canvases()
@@ -109,7 +109,7 @@ class Visits:
 
     @torch.inference_mode()
     def _begin_canvases(self) -> None:
-        """Before canvases are denoised: first tokens, where the family asks for them."""
+        """Decide first tokens before canvases are denoised, where the family asks for them."""
         first_tokens = self.model_runner.model_state.first_tokens
         step = self.model_runner.execute_model_state
         if first_tokens is not None and step is not None:
@@ -131,7 +131,7 @@ class Drafts:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, **options: Any) -> None:
-        """vLLM's. Drafts of ours are then kept if they are the target's own tokens.
+        """Let drafts of ours be kept if they are the target's own tokens.
 
         On a CPU also those of other methods: vLLM's rule needs Triton.
         """
@@ -151,7 +151,7 @@ class Drafts:
             )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM's; before it, drafts that ride in the schedule go to where the runner reads them."""
+        """First copy drafts that come with the schedule to where the runner reads them."""
         if self._drafts_remotely:
             from dllm.remote.speculator import take_scheduled
 
@@ -159,7 +159,7 @@ class Drafts:
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def take_draft_token_ids(self) -> Any:
-        """vLLM's, for drafts that are made late, and cut to the widths that the policy chose."""
+        """Make late drafts, and cut all drafts to the widths that the policy chose."""
         from dllm.drafter.speculator import Drafter
 
         runner = self.model_runner
@@ -189,7 +189,7 @@ class Records:
     recorder: Recorder | None = None
 
     def load_model(self, **options: Any) -> None:
-        """vLLM's; then the target returns hidden states of the layers to record."""
+        """Let the target return the hidden states of the layers to record."""
         layers = layers_without_drafter(self.vllm_config)
         if layers:
             refuse_target_without_hidden_states(self.vllm_config)
@@ -200,14 +200,14 @@ class Records:
             self.model_runner.use_aux_hidden_state_outputs = True
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """vLLM's, whose steps are not recorded; those after it are."""
+        """The steps of the warm-up are not recorded; those after it are."""
         times: CompilationTimes = super().compile_or_warm_up_model()  # type: ignore[misc]
         if layers_without_drafter(self.vllm_config):
             self.recorder = make_recorder(self.vllm_config)
         return times
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's; then the step is recorded. It waits for the copy of its hidden states."""
+        """Record the step when vLLM has sampled. Waits for the copy of the step's hidden states."""
         if self.recorder is None:
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
         state = self.model_runner.execute_model_state

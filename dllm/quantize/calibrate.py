@@ -83,7 +83,7 @@ def _diffusion_gemma(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Mod
 
 
 def _masked(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Respond]:
-    """The same of a model that fills in masks; its answers are greedy."""
+    """The layers of a model that fills in masks, and what answers a prompt with it, greedily."""
     rule = DecodingRule.of_checkpoint(job.source.path)
     with torch.device(job.device):
         model = load_model(job.source.path)
@@ -97,7 +97,7 @@ def _masked(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Res
             )
 
     def own_name(module: str) -> str:
-        """In transformers; of the queries, where q, k and v are one layer in the checkpoint."""
+        """A layer's name in transformers; of fused q, k and v in the checkpoint, that of q."""
         name = f"{module}."
         for released, own in TO_TRANSFORMERS.items():
             name = re.sub(released, own, name)
@@ -125,13 +125,12 @@ def share_halves(model: DiffusionGemmaForBlockDiffusion) -> None:
 
 
 def observe_inputs(layers: Mapping[str, nn.Module], preset: str) -> dict[str, Observer]:
-    """Put an observer on each layer's inputs; returns them by the same names."""
     scheme = preset_name_to_scheme(preset, ["Linear"]).input_activations
     assert scheme is not None and scheme.observer is not None
     observers = {}
     for name, layer in layers.items():
         observer = Observer.load_from_registry(scheme.observer, base_name="input", args=scheme)
-        # "and None": what a hook returns would replace the inputs.
+        # PyTorch would replace the layer's inputs by what a hook returns, unless that is None.
         layer.register_forward_pre_hook(
             lambda _, inputs, observer=observer: observer(inputs[0]) and None
         )
@@ -140,7 +139,7 @@ def observe_inputs(layers: Mapping[str, nn.Module], preset: str) -> dict[str, Ob
 
 
 def input_scales(observers: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
-    """The scales that follow from the observed inputs; raises as ``measure_inputs``."""
+    """Raises CommandError as ``measure_inputs`` does."""
     bad = [name for name, observer in observers.items() if not _saw_inputs(observer)]
     if bad:
         raise CommandError(
@@ -151,7 +150,6 @@ def input_scales(observers: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
 
 
 def _saw_inputs(observer: Observer) -> bool:
-    """Whether the largest input was finite and not 0."""
     if not observer.has_statistics:
         return False
     largest = torch.maximum(observer.max_vals.abs().max(), observer.min_vals.abs().max())

@@ -19,7 +19,7 @@ LISTED = 20  # outliers and problems that are printed; JSON has all
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check a checkpoint; returns 0 if it has no problem, else 1."""
+    """The exit status is 0 if the checkpoint has no problem, else 1."""
     parser = argparse.ArgumentParser(
         prog="dllm check-quant",
         description="Check a quantized checkpoint.",
@@ -44,7 +44,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def in_words(path: Path, report: Report) -> list[str]:
-    """The findings as lines to print."""
     layers = ", ".join(f"{count} layers {name}" for name, count in report.schemes.items())
     size = in_units(report.num_bytes)
     if report.original_bytes is not None:

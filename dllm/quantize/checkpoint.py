@@ -38,9 +38,6 @@ class Checkpoint:
     """The tensors of a directory in Hugging Face's layout, by name.
 
     Attributes:
-        path: the directory.
-        config: its config.json.
-        shapes, dtypes: the shape and dtype of every tensor, by its name.
         files: the file that holds a tensor, by its name.
 
     Raises:
@@ -112,7 +109,6 @@ class Checkpoint:
         return self._open[file]
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, as it is stored."""
         return self._handle(self.files[name]).get_tensor(name)
 
     def read_part(self, name: str, index: int, rows: tuple[int, int]) -> torch.Tensor:
@@ -120,7 +116,6 @@ class Checkpoint:
         return self._handle(self.files[name]).get_slice(name)[index, rows[0] : rows[1]]
 
     def num_bytes(self, name: str) -> int:
-        """The size of a tensor in bytes."""
         return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
 
     def release(self) -> None:
@@ -129,11 +124,7 @@ class Checkpoint:
 
 
 def open_file(file: Path) -> safe_open:
-    """Open a safetensors file.
-
-    Raises:
-        CommandError: it cannot be read: it is incomplete, damaged or another kind of file.
-    """
+    """Raises CommandError if it cannot be read: incomplete, damaged or another kind of file."""
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -18,7 +18,6 @@ PYTHON, READY = ROOT / ".venv-quant/bin/python", ROOT / ".venv-quant/.locked"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Quantize a checkpoint; returns an exit status."""
     _, args = prepare(argv)
     # sys.exit unwinds through subprocess.run, which ends the process that does the work.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -30,7 +30,6 @@ class Group:
     Attributes:
         label: its name in lines of progress.
         kept: tensors that are copied: new name -> name in the source.
-        layers: linear layers that are quantized.
     """
 
     label: str
@@ -113,8 +112,6 @@ def quantize_group(
     """Quantize a group; returns the tensors of its file, by name.
 
     Args:
-        scheme: of the quantized layers.
-        quantize: turns weights into the tensors of a checkpoint.
         input_scales: the result of ``calibrate``, by module; empty without calibration.
 
     Raises:

@@ -39,11 +39,7 @@ class Job:
 
     Attributes:
         source: the checkpoint in bf16 (or fp16, or fp32).
-        scheme: of the layers that are quantized.
-        groups: the parts of the checkpoint that become one file each.
-        out: the directory to make.
         prompts: conversations to calibrate with; empty if the scheme needs no calibration.
-        blocks, seed, device: the options of these names.
     """
 
     source: Checkpoint
@@ -57,7 +53,6 @@ class Job:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of ``dllm quantize``."""
     found = argparse.ArgumentParser(
         prog="dllm quantize",
         description="Quantize a checkpoint with LLM Compressor.",
@@ -86,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
-    """Parse and check a command line; returns the job and the parsed options.
+    """Parse and check a command line.
 
     Raises:
         CommandError: it cannot be done; says why and what to do.
@@ -112,11 +107,7 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuse an output path at which something exists.
-
-    Raises:
-        CommandError: it exists.
-    """
+    """Raises CommandError if something exists at the output path."""
     if out.exists() or out.is_symlink():
         raise CommandError(f"--out {out} exists, and nothing is overwritten; name another one.")
 
@@ -130,7 +121,6 @@ def calibration_prompts(
         file: a JSON object on each line (``tasks.prompts``). None takes the shipped general
             prompts; for our small models training questions of the task suite, equally many of
             every family.
-        model: the checkpoint that answers.
         samples: how many to take: the first ones of a file, or all if it has fewer.
         seed: of the task suite's questions.
 

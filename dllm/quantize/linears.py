@@ -33,7 +33,6 @@ class Linear:
 
     Attributes:
         module: its name in a quantized checkpoint.
-        shape: (out, in) of its weight.
         source: the tensor that holds its weight in an unquantized checkpoint.
         expert: the index of its matrix in that tensor, if it belongs to an expert.
         first_row: the first of its rows in that matrix (gate and up are one above the other).

@@ -39,8 +39,7 @@ def make(
 
     Args:
         config: the ``quantization_config`` for its config.json.
-        quantize: turns weights into the tensors of a checkpoint.
-        measure: calibrates: finds the scales of inputs. Called if the scheme needs it.
+        measure: finds the scales of inputs; called if the scheme needs them.
 
     Raises:
         CommandError: says why it cannot be done; ``job.out`` is not whole then.
@@ -59,7 +58,6 @@ def make(
 
 
 def _write_groups(job: Job, quantize: QuantizeFused, input_scales: Tensors) -> None:
-    """Write a file for each group, and their index."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, group in enumerate(job.groups, 1):
@@ -89,7 +87,6 @@ def _write_json(file: Path, value: Mapping[str, object]) -> None:
 
 
 def run_record(job: Job) -> dict[str, object]:
-    """What a checkpoint was made with, and why some layers are not quantized."""
     record: dict[str, object] = {
         "scheme": job.scheme.name,
         "not_quantized": dict(IGNORED),
@@ -121,7 +118,6 @@ def peak_memory() -> str:
 
 
 def _measure(job: Job) -> Tensors:
-    """Calibrate with LLM Compressor's observers."""
     from dllm.quantize.calibrate import measure_inputs
 
     modules = [layer.module for group in job.groups for layer in group.layers]
@@ -139,7 +135,6 @@ def _measure(job: Job) -> Tensors:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``dllm quantize`` was asked to; returns an exit status."""
     # Set before LLM Compressor is imported: it would log a line for every module that it touches.
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     torch.set_grad_enabled(False)

@@ -23,11 +23,7 @@ MADE = {name: _BY_NAME[name] for name in ("fp8-dynamic", "nvfp4")}
 
 
 def scheme_named(name: str) -> Scheme:
-    """The scheme that ``--scheme`` asks for.
-
-    Raises:
-        CommandError: there is none of this name.
-    """
+    """Raises CommandError if there is no scheme of this name."""
     if name not in MADE:
         raise CommandError(
             f"--scheme {name}: unknown{did_you_mean(name, list(MADE))}; allowed: {', '.join(MADE)}."
@@ -36,7 +32,7 @@ def scheme_named(name: str) -> Scheme:
 
 
 def quantized_layers(layers: list[Linear], scheme: Scheme) -> list[Linear]:
-    """Those of the layers that get the scheme.
+    """The layers that get the scheme.
 
     Raises:
         CommandError: the inputs of a layer cannot be divided into the groups of the format.
@@ -53,7 +49,6 @@ def quantized_layers(layers: list[Linear], scheme: Scheme) -> list[Linear]:
 
 
 def quantization_config(scheme: Scheme) -> dict[str, object]:
-    """The ``quantization_config`` of config.json, as compressed-tensors writes it."""
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
     preset = preset_name_to_scheme(scheme.preset, ["Linear"])

@@ -52,8 +52,6 @@ class Report:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A quantized layer: which one, its scheme, and the names of its tensors by their last part."""
-
     linear: Linear
     scheme: Scheme
     stored: dict[str, str]
@@ -66,7 +64,6 @@ def verify(
 
     Args:
         original: the checkpoint that it was made from; None: weights are not compared.
-        on_layer: called after each quantized layer.
 
     Raises:
         CommandError: the checkpoint is not quantized, or with an unknown scheme; or the original
@@ -80,8 +77,6 @@ def verify(
 
 
 class _Checker:
-    """Fills in the report about a checkpoint."""
-
     def __init__(self, checkpoint: Checkpoint, original: Checkpoint | None) -> None:
         self.checkpoint, self.original = checkpoint, original
         self.report = Report(num_bytes=_total(checkpoint))
@@ -100,7 +95,6 @@ class _Checker:
         ]
 
     def run(self, on_layer: Callable[[], None]) -> None:
-        """Make all checks, layer by layer."""
         for stored in self.copies.values():
             if len(stored) > 1:
                 self.problems.append(f"{' and '.join(stored)} are two copies of one weight")
@@ -148,7 +142,6 @@ class _Checker:
             self.report.notes.append(f"{len(unknown)} unknown tensors: {few(sorted(unknown))}")
 
     def check_companions(self) -> None:
-        """Check that the files beside the weights are there."""
         path = self.checkpoint.path
         if not any((path / name).is_file() for name in TOKENIZERS):
             self.problems.append(f"there is no {' or '.join(TOKENIZERS)}")
@@ -157,7 +150,7 @@ class _Checker:
                 self.problems.append(f"{name} is missing; the original has it")
 
     def check_layer(self, layer: _Layer) -> bool:
-        """Check tensors, shapes and scales of a layer; whether nothing is wrong with them."""
+        """Check tensors, shapes and scales of a layer; returns whether all of them are right."""
         shapes = {suffix: self.checkpoint.shapes[name] for suffix, name in layer.stored.items()}
         found = layer_problems(layer.linear.module, shapes, layer.scheme)
         codes = layer.scheme.weight_suffix

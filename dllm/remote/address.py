@@ -39,7 +39,7 @@ class Address(NamedTuple):
 
     @property
     def is_numeric(self) -> bool:
-        """Whether no name server has to be asked where it is."""
+        """False if a name server has to be asked."""
         try:
             return bool(self.path or ipaddress.ip_address(self.host))
         except ValueError:

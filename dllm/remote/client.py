@@ -23,7 +23,7 @@ MAX_RESETS = 3  # a worker that forgets a session more often is not asked for it
 
 
 class Wish(NamedTuple):
-    """What is wanted for a request: ``want`` drafts at most behind ``tokens``, all that it has."""
+    """The tokens of a request, and how many drafts (``want``) are wanted behind them at most."""
 
     tokens: Sequence[int]
     want: int
@@ -34,10 +34,10 @@ class Session:
     """A request as the target sees it.
 
     Attributes:
-        number: of the session, on the wire.
+        number: the session's name in messages.
         link, num_ups: its worker, and which of that link's connections knows the session.
         told: how many of its tokens the worker was told.
-        is_asked: the last ask wished for drafts of it.
+        is_asked: the last ask was for drafts of this session, too.
         start: the guess stands behind so many tokens.
         guess: token ids that the worker expects there.
         resets: how often the worker said that it lacks tokens.
@@ -54,11 +54,9 @@ class Session:
 
     @property
     def is_known(self) -> bool:
-        """Whether the worker may know it."""
         return self.link is not None and self.link.is_up and self.link.num_ups == self.num_ups
 
     def take(self, row: Guess) -> None:
-        """Take a reply's row."""
         if row.is_unknown:
             self.told, self.is_asked = 0, False
             self.resets += 1
@@ -170,7 +168,7 @@ class Client:
         return is_coming and not session.usable(wish)
 
     def keep(self, names: Container[str]) -> None:
-        """All other requests are over; their workers hear of it with the next ask."""
+        """End the sessions of all other requests; their workers hear of it with the next ask."""
         for name in [name for name in self.sessions if name not in names]:
             self._leave(self.sessions.pop(name))
 
@@ -182,7 +180,7 @@ class Client:
         return session
 
     def _home(self, session: Session) -> Link | None:
-        """The session's worker; another one, which knows nothing of it, if that is out."""
+        """The session's worker; if that is out, another one, which has to be told everything."""
         link = session.link
         if link is None or link.is_out or link not in self.links:
             link = choose(self.links, session.number)
@@ -214,7 +212,7 @@ class Client:
 
 
 def choose(links: Sequence[Link], key: int) -> Link | None:
-    """Of the workers that are not out the one for a session; None if all are out."""
+    """The worker for a session, among those that are not out; None if all are out."""
 
     def weight(link: Link) -> bytes:
         return hashlib.blake2b(f"{key} {link.address}".encode(), digest_size=8).digest()

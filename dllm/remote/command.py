@@ -105,7 +105,10 @@ def _listed(address: str) -> Child:
 
 
 def _prepare(engine_args: Any) -> None:
-    """Token ids come and go: no tokenizer. Prefix caching finds what a session's runs share."""
+    """Load no tokenizer, because only token ids are exchanged; keep prefixes for later runs.
+
+    Prefix caching finds what the runs of a session have in common.
+    """
     engine_args.skip_tokenizer_init = True
     engine_args.enable_prefix_caching = True
     engine_args.disable_log_stats = True

@@ -32,7 +32,6 @@ class Places:
         self._number = 0
 
     def next(self) -> Place:
-        """The one to try now."""
         is_idle = self._thread is None or not self._thread.is_alive()
         is_due = self._clock() >= self._looked_up_at + LOOK_UP_S
         if is_idle and is_due and not self._address.is_numeric:
@@ -53,7 +52,7 @@ class Places:
 
 
 def dialer(address: Address, keys: Keys | None, max_bytes: int) -> Callable[[], Stream]:
-    """What begins a connection to a worker; the call raises OSError if nobody listens there.
+    """A function that begins a connection to a worker; it raises OSError if nobody listens there.
 
     Raises:
         ValueError: its host is not known.

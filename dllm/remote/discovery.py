@@ -133,12 +133,12 @@ class Child:
 
 
 def watch_dynamo() -> Child:
-    """Lists the draft workers that Dynamo knows."""
+    """A child that lists the draft workers that Dynamo knows."""
     return Child([find_python(), "-I", dynamo_process.__file__, "watch"])
 
 
 def list_with_dynamo(address: str) -> Child:
-    """Puts a draft worker onto Dynamo's list, for as long as it runs."""
+    """A child that puts a draft worker onto Dynamo's list, for as long as the child runs."""
     return Child([find_python(), "-I", dynamo_process.__file__, "serve", address])
 
 
@@ -149,8 +149,6 @@ class Following:
     others. While Dynamo itself is away the last list is used.
 
     Args:
-        child: lists addresses.
-        link: makes the link to a worker.
         keys: folder of keys; without it only Unix sockets are used.
     """
 

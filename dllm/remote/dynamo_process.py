@@ -36,7 +36,6 @@ ANSWER_WITHIN_S = 2.0
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run until standard input ends."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if os.environ["DYN_FILE_KV"] == str(FOLDER):
@@ -85,7 +84,6 @@ async def _serve(endpoint: Any, address: str) -> None:
 
 
 async def _watch(endpoint: Any) -> None:
-    """Print who is listed."""
     client = await endpoint.client()
     known: dict[int, str] = {}  # instance -> address
     failed: set[int] = set()  # did not say; asked again
@@ -112,7 +110,6 @@ async def _watch(endpoint: Any) -> None:
 
 
 async def _ask(client: Any, instance: int) -> Any:
-    """What a worker says that its address is."""
     async for each in await client.direct({}, instance, annotated=False):
         return each["address"]
 

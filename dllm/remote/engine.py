@@ -24,7 +24,6 @@ class EngineDrafts:
         self._numbers = itertools.count()
 
     def start(self, tokens: list[int], count: int) -> str:
-        """Begin to write ``count`` tokens behind these; one canvas of them at most."""
         run = f"draft-{next(self._numbers)}"
         params = SamplingParams(
             temperature=0.0,
@@ -37,11 +36,10 @@ class EngineDrafts:
         return run
 
     def stop(self, run: str) -> None:
-        """Give up a run."""
         self._engine.abort_request([run])
 
     def step(self) -> list[tuple[str, list[int], bool]]:
-        """One step of all runs: (run, new tokens, whether it has ended)."""
+        """(run, new tokens, whether it has ended) of every run."""
         return [
             (output.request_id, list(output.outputs[0].token_ids), output.finished)
             for output in self._engine.step()

@@ -26,9 +26,6 @@ KEY, CERTIFICATE, TRUSTED = "key.pem", "certificate.pem", "trusted"
 class Keys:
     """The keys of a folder.
 
-    Args:
-        folder: of ``dllm draft-keys``.
-
     Attributes:
         contexts: what makes TLS of a socket, by whether this side is the server.
 
@@ -73,7 +70,7 @@ class Keys:
 
 
 def _read(file: Path) -> bytes:
-    """The certificate of a file, in DER."""
+    """The certificate in DER."""
     try:
         return ssl.PEM_cert_to_DER_cert(file.read_text())
     except (OSError, ValueError) as error:
@@ -120,7 +117,6 @@ def write_keys(folder: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """``dllm draft-keys DIR``."""
     parser = argparse.ArgumentParser(
         prog="dllm draft-keys", description="Make a key pair for a draft worker or a target."
     )

@@ -26,7 +26,7 @@ CONNECT_WITHIN_S = 3.0  # the greeting included
 
 
 class State(Enum):
-    """Of a link; as above."""
+    """The state of a link; the module describes them."""
 
     DOWN, CONNECTING, UP, LATE = range(4)
 
@@ -45,7 +45,7 @@ class Link:
         num_ups: how often it came up. Then the worker knows no session.
         step: of the last ask that has a reply.
         asked_at: when the oldest ask was sent that was not answered; None if all were.
-        over: sessions that have ended, to be told.
+        over: sessions that have ended, which the worker has yet to be told.
     """
 
     def __init__(
@@ -137,14 +137,13 @@ class Link:
             self.state = State.CONNECTING
 
     def _lose(self, why: str) -> None:
-        """Go down; what the worker knew and owed is void."""
+        """Go down. What the worker knew, and the replies that it owes, are void."""
         if self.state is State.CONNECTING:
             why = f"it does not let this target in: {why}"
         self._why = why
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
         if self.connection is not None:
             self.connection.close()
         self.connection, self.asked_at, self.over = None, None, []

@@ -12,17 +12,16 @@ logger = logging.getLogger(LOGGER)
 
 
 class Report:
-    """Says what holds when that has changed; what holds for less than EVERY_S may go unsaid.
+    """Logs what holds when that has changed. What holds for less than EVERY_S may not be logged.
 
     Args:
-        said: what holds now, and nobody has to be told.
+        said: what holds at the beginning and needs no log line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, said: str = "") -> None:
         self._clock, self._said, self._said_at = clock, said, float("-inf")
 
     def __call__(self, what: str, level: int = logging.INFO) -> None:
-        """Log what holds now."""
         if what == self._said or self._clock() < self._said_at + EVERY_S:
             return
         logger.log(level, what)

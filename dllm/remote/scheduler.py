@@ -44,7 +44,6 @@ class RemoteDrafter:
 
     Args:
         policy: does not read the drafter's confidence, because none comes with these drafts.
-        num_slots: requests that run at once.
         deadline_s: how long a step waits at most.
         counts: what is drafted is added to it, as for a DFlash drafter; ``drafting_seconds`` is the
             time waited, ``draft_passes`` are steps that asked.
@@ -143,9 +142,6 @@ class RemoteDrafter:
     def _collect(self, rows: Collection[str], wishes: Mapping[str, Wish]) -> dict[str, list[int]]:
         """The drafts that are there in time, cut to the widths that the policy chooses.
 
-        Args:
-            rows: all requests of the step.
-
         Returns:
             By request, for all of ``wishes``; nothing if nobody is there who drafts.
         """
@@ -171,14 +167,12 @@ class RemoteDrafter:
 
 
 class RemoteScheduler(DraftingScheduler):
-    """Schedules as vLLM's; drafts come from ``remote``."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.remote, self.following = make_drafter(self.vllm_config, self._counts)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """vLLM's schedule; prompts that begin are sent to the workers."""
+        """Send prompts that begin to the workers."""
         if self.following is not None:
             self.following.update(self.remote.client)
         output = super().schedule(throttle_prefills)
@@ -189,7 +183,7 @@ class RemoteScheduler(DraftingScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """vLLM's; then drafts behind the new tokens are asked for."""
+        """Ask for drafts behind the new tokens."""
         in_prompt = self._in_prompt(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.remote.client.keep(self.requests)
@@ -226,11 +220,11 @@ class RemoteScheduler(DraftingScheduler):
         return Wish(tokens, max(0, min(self.num_spec_tokens, left - 1)))
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Takes the place of the worker's drafts, which are nothing: those of the draft workers."""
+        """Use the drafts of the draft workers. The target's own worker has none."""
         super().update_draft_token_ids(DraftTokenIds(*self.remote.take()))
 
     def _send_counts(self, stats: SchedulerStats) -> None:
-        """The counts of every drafter, and which draft workers are asked."""
+        """Send the counts of every drafter, and which draft workers are asked."""
         workers = {link.address: not link.is_out for link in self.remote.client.links}
         send_drafting(stats, self._counts.take(), workers)
 
@@ -241,7 +235,7 @@ def _is_text(request: Request) -> bool:
 
 
 def make_drafter(vllm_config: VllmConfig, counts: Counts) -> tuple[RemoteDrafter, Following | None]:
-    """What a server's options ask for, connected to its workers; and what follows Dynamo's list.
+    """The drafter of a server's options, connected to its workers; and what follows Dynamo's list.
 
     Raises:
         ValueError: the folder of keys is not as it should be, a worker's host is not known, or

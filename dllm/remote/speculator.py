@@ -27,13 +27,13 @@ class RemoteDrafts(BaseSpeculator):
         self._nothing = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """vLLM's hook: there is no graph."""
+        """There is no graph."""
 
     def capture(self) -> None:
-        """vLLM's hook: there is no graph."""
+        """There is no graph."""
 
     def propose(self, input_batch: InputBatch, *others: Any, **options: Any) -> torch.Tensor:
-        """vLLM's hook after every step: places for drafts, ``[rows, N]``."""
+        """Places for drafts, ``[rows, N]``; nothing is proposed."""
         return self._nothing[: input_batch.num_reqs]
 
 

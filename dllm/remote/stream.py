@@ -30,12 +30,10 @@ class Stream:
     """One connection; it closes itself when it breaks, or a frame is too long.
 
     Args:
-        connection: a socket that is connected, or is about to be.
-        max_bytes: of a message that is received.
+        max_bytes: the longest message that is received.
         keys: of this side; None without TLS.
 
     Attributes:
-        is_open: not closed.
         is_ready: connected, and the handshake of this side is over. With TLS a worker may still
             refuse its target then: the target hears of it when it reads.
         error: what closed it; None as long as nothing failed. By a ValueError or an SSLError one
@@ -64,7 +62,6 @@ class Stream:
 
     @property
     def events(self) -> int:
-        """What to poll for."""
         is_writing = self._is_writing or (self.is_ready and self._out)
         return select.POLLIN | (select.POLLOUT if is_writing else 0)
 
@@ -96,7 +93,7 @@ class Stream:
         It is not while the frame before is still waiting.
 
         Args:
-            replaces: then it waits, too, in place of another that does.
+            replaces: a frame that cannot be sent yet waits, in the place of another that does.
         """
         with self._closing():
             if self._get_ready():
@@ -113,7 +110,6 @@ class Stream:
         return self.is_open
 
     def close(self, error: Exception | None = None) -> None:
-        """Close the connection, because of an error if there is one."""
         self.error = self.error or error
         self.is_open = self.is_ready = self._is_writing = False
         self._in = bytearray()
@@ -121,7 +117,6 @@ class Stream:
         self._socket.close()
 
     def _frame_end(self) -> int | None:
-        """Where the first frame ends; None if it is incomplete."""
         if len(self._in) < LENGTH_BYTES:
             return None
         size = int.from_bytes(self._in[:LENGTH_BYTES], "big")
@@ -132,7 +127,7 @@ class Stream:
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
-        """What would block is left for later; every other error closes the connection."""
+        """Leave for later what would block; close the connection on any other error."""
         try:
             yield
         except WOULD_BLOCK:
@@ -316,7 +311,6 @@ class Server:
             stream.send(frame(message), replaces=True)
 
     def close(self) -> None:
-        """Stop listening."""
         for stream in self._streams.values():
             stream.close()
         self._socket.close()

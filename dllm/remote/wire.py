@@ -16,11 +16,11 @@ from msgspec import Meta, Struct
 from dllm.settings.remote import MAX_DRAFTS
 from dllm.settings.request import MAX_INT32
 
-MAX_WANT = MAX_DRAFTS + 1  # drafts of a session; at admission it is one more
+MAX_WANT = MAX_DRAFTS + 1  # drafts of a session; an ask for a new prompt wants one more
 MAX_GUESS = 2 * MAX_WANT  # tokens of a guess: those asked for, and some of a run ahead
 MAX_ROWS = 1024  # sessions of a message
 MAX_TOLD = 150_000  # new tokens of an ask, all sessions together; the rest is told with later asks
-MAX_ASK_BYTES = 1 << 20  # more than such an ask has
+MAX_ASK_BYTES = 1 << 20  # more than an ask within these limits has
 LENGTH_BYTES = 4  # in front of each message
 
 Int32 = Annotated[int, Meta(ge=0, le=MAX_INT32)]
@@ -28,10 +28,9 @@ Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Told(Struct, array_like=True, forbid_unknown_fields=True):
-    """What an ask says of a session.
+    """One session's part of an ask.
 
     Attributes:
-        session: its number.
         start: behind so many tokens come ``tokens``; what stood there before is void.
         want: drafts that are asked for behind them; 0 for none yet.
     """

@@ -16,8 +16,8 @@ from dllm.remote.wire import MAX_GUESS, Ask, Guess, Reply, Told
 
 SHARE_OF_DEADLINE = 0.7  # the rest is for the way back
 IDLE_S = 0.05  # how long a turn waits for asks if nothing is drafted
-# Of more sessions, or tokens of all sessions together, some of the connection that has most are
-# dropped. So are those that a target did not say are over.
+# With more sessions, or more tokens of all sessions together, sessions of the connection that has
+# the most are dropped. This also ends sessions whose end a target did not tell.
 MAX_SESSIONS, MAX_TOKENS = 1024, 4_000_000
 
 
@@ -25,7 +25,7 @@ class Drafts(Protocol):
     """What drafts: an engine (``engine``), or a model of a test.
 
     Attributes:
-        vocab_size: it reads token ids below.
+        vocab_size: token ids are less than this.
         max_len: tokens of the longest sequence.
     """
 
@@ -88,13 +88,10 @@ class Asker:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sessions."""
         return sum(len(work.tokens) for work in self.works.values())
 
 
 class Counts:
-    """What the worker did, since it started."""
-
     def __init__(self) -> None:
         self.asks = self.replies = self.runs = self.dropped_runs = self.drafted = 0
 
@@ -116,26 +113,21 @@ class DraftWorker:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are kept."""
         return sum(len(asker.works) for asker in self._askers.values())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of these sessions."""
         return sum(asker.num_tokens for asker in self._askers.values())
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is drafted or waits for a reply."""
         return bool(self._runs) or any(asker.ask for asker in self._askers.values())
 
     def serve(self, server: Server, goes_on: Callable[[], bool]) -> None:
-        """Serve as long as ``goes_on()``."""
         while goes_on():
             self.turn(server)
 
     def turn(self, server: Server) -> None:
-        """Hear what is there, draft one step, reply what is ready."""
         for peer, ask in server.receive(0.0 if self.is_busy else IDLE_S):
             if ask is None:
                 self.leave(peer)
@@ -230,7 +222,6 @@ class DraftWorker:
     # --- drafts -----------------------------------------------------------------------------------
 
     def draft(self) -> None:
-        """One step of all runs."""
         for run, tokens, has_ended in self._drafts.step():
             work = self._runs.get(run)
             if work is None:

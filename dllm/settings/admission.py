@@ -1,8 +1,12 @@
 """Admits a request, or refuses it with HTTP 400: the message says what to do.
 
-vLLM calls the two functions for each request: ``admit`` at once, and ``admit_ids`` when stop tokens
-and bad words are ids. What vLLM's worker cannot hold would raise there, and end the server; and
-vLLM does not check that a request leaves at least one token to emit.
+``patches.admission`` calls these functions where vLLM checks the parameters of a request:
+
+    canvases          ``admit``, and when stop tokens and bad words are ids, ``admit_ids``
+    token by token    ``admit_next_tokens``, and when they are ids, ``check_sizes``
+
+A value that vLLM's worker cannot hold would raise there, and end the server; and vLLM does not
+check that a request leaves at least one token to emit.
 """
 
 from typing import TYPE_CHECKING, NoReturn
@@ -38,9 +42,6 @@ GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structura
 def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) -> RequestOptions:
     """The options of a new request, after a check that it can be served.
 
-    Args:
-        settings, vocab_size: of the served model.
-
     Raises:
         VLLMValidationError: it cannot be served; the client gets HTTP 400.
     """
@@ -62,11 +63,7 @@ def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) 
 
 
 def admit_next_tokens(params: "SamplingParams") -> None:
-    """Check a request of a model that is served token by token, and not by canvases.
-
-    Raises:
-        VLLMValidationError: it cannot be served; the client gets HTTP 400.
-    """
+    """Check a request of a model that is served token by token. Raises as ``admit``."""
     for name in params.extra_args or ():
         if name.startswith("diffusion_"):
             refuse_without_canvases(name)
@@ -74,7 +71,6 @@ def admit_next_tokens(params: "SamplingParams") -> None:
 
 
 def refuse_without_canvases(name: str) -> NoReturn:
-    """Refuse what says how to denoise, on a server that writes token by token."""
     refuse(
         name,
         f"{name} is not served here: this server writes token by token, and has no canvas. Leave "
@@ -87,7 +83,6 @@ def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: i
 
     Args:
         params: admitted, with stop tokens and bad words as ids, as the worker will get them.
-        settings, vocab_size: of the served model.
 
     Raises:
         VLLMValidationError: the client gets HTTP 400.

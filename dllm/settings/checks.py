@@ -15,7 +15,7 @@ def did_you_mean(given: str, known: list[str]) -> str:
 
 @dataclass(frozen=True)
 class FloatRange:
-    """The numbers from ``low`` to ``high``; ``str`` gives the text for "allowed: ..."."""
+    """The numbers from ``low`` to ``high``. As texts, this and its like complete "allowed: "."""
 
     low: float
     high: float
@@ -37,8 +37,6 @@ class FloatRange:
 
 @dataclass(frozen=True)
 class IntRange:
-    """The integers from ``low`` to ``high``; its text completes "allowed: "."""
-
     low: int
     high: float = math.inf
 
@@ -54,8 +52,6 @@ class IntRange:
 
 @dataclass(frozen=True)
 class Choices:
-    """Some names; the text completes "allowed: "."""
-
     names: tuple[str, ...]
 
     def __contains__(self, value: object) -> bool:
@@ -67,8 +63,6 @@ class Choices:
 
 @dataclass(frozen=True)
 class Values:
-    """The values that a function accepts; ``text`` completes "allowed: "."""
-
     accepts: Callable[[Any], bool]
     text: str
 
@@ -90,16 +84,11 @@ def is_list_of(kind: type, value: object) -> bool:
 
 
 def refuse_value(name: str, value: object, allowed: str) -> NoReturn:
-    """Raise a ValueError that names the field, its value and what is allowed."""
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
 
 
 def check_int(name: str, value: object, at_least: int) -> None:
-    """Refuse a value that is not an integer (a bool is refused) or is less than ``at_least``.
-
-    Raises:
-        ValueError: names the value and what is allowed.
-    """
+    """Raises ValueError for what is no integer (a bool is none) or less than ``at_least``."""
     if value not in (allowed := IntRange(at_least)):
         refuse_value(name, value, str(allowed))
 

@@ -110,7 +110,6 @@ def refuse_unknown(
     Args:
         generation: of generation_config.json; transformers may read what it names.
         known: the names of the model's settings.
-        hint: ends the message.
 
     Raises:
         ValueError: names what is unknown and what is allowed.

@@ -85,7 +85,6 @@ class DrafterOptions:
         """Refuse options that do not fit the server's speculative config.
 
         Args:
-            num_drafts: num_speculative_tokens.
             is_trimmed_by_vllm: vLLM chooses how many drafts are verified
                 (enable_adaptive_verification).
 

@@ -51,7 +51,6 @@ def held_length(pins: Mapping[int, int], stops: Collection[int]) -> int:
 
     Args:
         pins: token by position, in order.
-        stops: tokens that end an answer.
     """
     end = next((place for place, token in pins.items() if token in stops), None)
     return max(pins, default=0) if end is None else end

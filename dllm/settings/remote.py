@@ -58,11 +58,7 @@ class RemoteOptions:
             )
 
     def check_against(self, num_drafts: int) -> None:
-        """Refuse more drafts than can be asked for, and a width above num_speculative_tokens.
-
-        Raises:
-            ValueError: names the value and what is allowed.
-        """
+        """Raises ValueError for too many drafts, or for a width above num_speculative_tokens."""
         if num_drafts > MAX_DRAFTS:
             refuse_value("num_speculative_tokens", num_drafts, f"at most {MAX_DRAFTS} with {WHERE}")
         if self.width is not None and self.width > num_drafts:

@@ -32,25 +32,26 @@ if TYPE_CHECKING:
 LOGITS_MODES = ("raw_logits", "processed_logits")
 # The table of a grammar, which structured outputs ship to the worker (``dllm.grammar``).
 GRAMMAR_ARG = "dllm_grammar"
-# How a streaming request sees its unfinished canvases (``api.events``): each position, or the text
-# that they stand for; after each denoise step, or once for each visit of the worker.
+# How a streaming request sees its unfinished canvases (``api.events``). The form: each position, or
+# the text that they stand for. How often: after each denoise step, or once for each engine step.
 STREAM, STREAM_FORMS = "diffusion_stream", ("canvas", "text")
 STREAM_EVERY, STREAM_PERIODS = "diffusion_stream_every", ("pass", "visit")
 READ_ONLY, CONSTRAINED = "diffusion_read_only", "diffusion_constrained"
 EOS_STOP = "diffusion_eos_stop"
-# When each token was decided, and how likely it was then (``engine.traces``): true, or what else is
-# wanted, as a list. "entropy" of its distribution; the tokens "behind_stop" in the last block.
+# Asks when each token was decided, and how likely it was then (``engine.traces``): true, or a list
+# of what else is wanted: the "entropy" of each token's distribution, or the tokens "behind_stop" in
+# the last block.
 TRACE, TRACE_EXTRAS = "diffusion_trace", ("entropy", "behind_stop")
 # vLLM's sampling parameter; where a route has no such field it comes as an extra argument.
 BUDGET = "thinking_token_budget"
-MODE = "diffusion_mode"  # of families that have ``DenoiseSettings.modes``
+MODE = "diffusion_mode"  # only for families that have ``DenoiseSettings.modes``
 
-# The logits of so many tokens at least are computed together. On a CPU, matrix products of fewer
-# rows add in another order, and the same request would have other logits in a crowd.
+# Logits are computed for at least so many tokens together. On a CPU, matrix products of fewer rows
+# add in another order, so that a request would have other logits alone than in a batch.
 LEAST_ROWS = 4
 
-# What a model with blocks does not take: its first canvas is as wide as the prompt leaves room in
-# its block, which the client does not know.
+# Arguments that a model with blocks does not take: its first canvas is as wide as the room that the
+# prompt leaves in its block, which the client does not know.
 WHOLE_CANVAS_ARGS = (SEED_CANVAS, PINNED, READ_ONLY)
 
 MAX_INT32 = 2**31 - 1
@@ -82,7 +83,8 @@ def _of_type(kind: type) -> Values:
     return Values(lambda one: isinstance(one, kind), f"a {kind.__name__}")
 
 
-# What the server itself puts there, of a type that no client can send: JSON has no bytes.
+# Extra arguments that the server itself sets. A client cannot send ``bytes``, because JSON has
+# none.
 OF_SERVER: dict[str, tuple[Any, Any]] = {
     "kv_transfer_params": (_of_type(dict), None),
     "ec_transfer_params": (_of_type(dict), None),
@@ -231,7 +233,6 @@ def constrained(params: "SamplingParams") -> "SamplingParams":
 
 
 def has_structured_outputs(params: "SamplingParams") -> bool:
-    """Whether the request asks for structured outputs."""
     asked = params.structured_outputs
     return asked is not None and not asked.all_constraints_none()
 
@@ -242,7 +243,6 @@ def grammar_of(params: "SamplingParams") -> bytes | None:
 
 
 def with_grammar(params: "SamplingParams", shipped: bytes) -> "SamplingParams":
-    """A copy of the request's parameters that ships a table."""
     params = params.clone()
     params.extra_args = (params.extra_args or {}) | {GRAMMAR_ARG: shipped}
     return params
@@ -271,7 +271,7 @@ def check_integers(name: str, values: Any, at_least: int, at_most: int) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as it appears in a message; a long one is cut."""
+    """A value as it appears in a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -311,13 +311,7 @@ def _number(parameter: Parameter, value: Any) -> float:
 
 
 def _check_pins(given: Mapping[str, Any], width: int, canvas_length: int) -> None:
-    """Refuse pins that are not one token for each of some different positions.
-
-    Args:
-        given: what the request has sent, by the names of ``PIN_ARGS``.
-        width: of the request's canvases.
-        canvas_length: the served one.
-    """
+    """Refuse pins that are not one token for each of some different positions."""
     seed_canvas = given[SEED_CANVAS]
     pinned, at, ids = (given[key] or () for key in (PINNED, PIN_AT, PIN_IDS))
     if seed_canvas is not None and len(seed_canvas) != width:

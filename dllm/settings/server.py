@@ -86,11 +86,7 @@ class PluginOptions:
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "PluginOptions":
-        """The options of a server.
-
-        Raises:
-            ValueError: as ``from_additional_config``.
-        """
+        """Raises ValueError as ``from_additional_config`` does."""
         return cls.from_additional_config(vllm_config.additional_config)
 
     @classmethod

@@ -31,14 +31,7 @@ def marks_of(vllm_config: Any) -> Marks | None:
 
 
 def admit_budget(params: "SamplingParams", vllm_config: Any) -> None:
-    """Refuse a thinking budget that cannot be kept.
-
-    Args:
-        vllm_config: of the server.
-
-    Raises:
-        VLLMValidationError: the client gets HTTP 400.
-    """
+    """Raises VLLMValidationError for a thinking budget that cannot be kept."""
     extra = params.extra_args or {}
     sent, in_extra = params.thinking_token_budget, extra.get(BUDGET)
     if sent is None and in_extra in (None, -1):

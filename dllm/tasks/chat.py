@@ -67,7 +67,6 @@ class Chat:
 
     Attributes:
         tools: names of the tools that it lists, in this order.
-        thinking: whether the answer begins with a thought.
         style: how tools are listed and called.
     """
 
@@ -77,7 +76,6 @@ class Chat:
 
     @property
     def schemas(self) -> list[dict]:
-        """The tools as an OpenAI client sends them."""
         return [TOOLS[name] for name in self.tools]
 
     @property
@@ -91,7 +89,6 @@ class Chat:
 
     @property
     def template_kwargs(self) -> dict[str, object]:
-        """Arguments of the chat template."""
         return {"enable_thinking": self.thinking, "tool_style": self.style}
 
 
@@ -112,7 +109,7 @@ class Decision:
 
     @property
     def question(self) -> dict[str, Any]:
-        """As a client sends it."""
+        """The question as a client sends it."""
         asked: dict[str, Any] = {"type": self.type, "instructions": self.instructions}
         if self.type == "choice":
             asked["choices"] = [{"value": text} for text in self.options]
@@ -132,7 +129,7 @@ class Decision:
 
     @property
     def prompt(self) -> str:
-        """As a server writes it."""
+        """The prompt as a server writes it."""
         labels = self.labels
         if labels == self.options:
             lines, reply = list(labels), "one option"
@@ -173,5 +170,4 @@ def call_text(name: str, arguments: dict[str, str | int], style: Style) -> str:
 
 
 def answer_text(thought: str, answer: str, chat: Chat) -> str:
-    """The answer, behind its thought if the chat asks for one."""
     return f"{THOUGHT}{thought}{END_OF_THOUGHT}{answer}" if chat.thinking else answer

@@ -50,7 +50,6 @@ class Choice(DecisionFamily[tuple[str, str]]):
     """Which of two to six things somebody has, as a letter: the option has to be found."""
 
     def num_options(self, rng: Random) -> int:
-        """How many things are listed."""
         return rng.randint(1, 5) + 1
 
     def draw(self, rng: Random) -> tuple[str, str]:

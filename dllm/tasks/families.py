@@ -77,7 +77,6 @@ class Family(ABC, Generic[Content]):
 
     @property
     def name(self) -> str:
-        """The class name in lower case."""
         return type(self).__name__.lower()
 
     @abstractmethod

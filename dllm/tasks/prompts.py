@@ -28,7 +28,7 @@ class Conversation(NamedTuple):
 
 
 def asked(prompt: str) -> Conversation:
-    """A user's only message."""
+    """A conversation of one message."""
     return Conversation([{"role": "user", "content": prompt}])
 
 

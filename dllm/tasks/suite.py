@@ -51,7 +51,7 @@ class Question:
         return text.strip() in self.accepted
 
     def in_style(self, style: str | None) -> "Question":
-        """The same question, whose right answers are those of a style (``STYLES``; None: as is)."""
+        """The same question with the right answers of a style (``STYLES``); None: unchanged."""
         if style is None:
             return self
         write = STYLES[style]

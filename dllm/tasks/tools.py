@@ -23,11 +23,7 @@ ADULT_FROM = 18  # years
 
 
 class ToolFamily(Family[Content]):
-    """Questions for one tool, asked with it and, now and then, without it.
-
-    Attributes:
-        tool: its name.
-    """
+    """Questions for one tool, asked with it and, now and then, without it."""
 
     tool: str
 

@@ -28,7 +28,7 @@ class Decided:
 
     Attributes:
         type: ``predicate``, ``choice`` or ``score``.
-        probs: of its options (of a predicate: yes, no).
+        probs: the probabilities of its options (of a predicate: yes, no).
         right: index of the right one; None if only ``odds`` are known.
         odds: the true probability of yes.
         again: the probabilities of a second run.
@@ -44,7 +44,6 @@ class Decided:
 
     @property
     def said(self) -> int:
-        """The most probable option."""
         return int(np.argmax(self.probs))
 
 
@@ -147,7 +146,6 @@ def report(decided: Sequence[Decided]) -> dict[str, float | int | None]:
 
 
 def table(reports: dict[str, dict[str, float | int | None]], title: str) -> Table:
-    """The reports, a row each."""
     shown = Table(title=title, box=SIMPLE_HEAD)
     shown.add_column("")
     for name in next(iter(reports.values())):

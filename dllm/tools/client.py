@@ -38,7 +38,6 @@ class Connection:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options ``--base-url``, ``--model`` and ``--api-key``."""
     parser.add_argument(
         "--base-url", default=DEFAULT_URL, help="of the server, with or without /v1 (%(default)s)"
     )
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--api-key``."""
     parser.add_argument("--api-key", metavar="KEY", help=f"of the server ({KEY}, if it is set)")
 
 
@@ -87,7 +85,6 @@ def connect(base_url: str, model: str | None, api_key: str | None = None) -> Con
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turn the OpenAI client's exceptions into CommandErrors that name the server at ``url``."""
     try:
         yield
     except openai.APITimeoutError:

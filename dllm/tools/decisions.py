@@ -56,11 +56,7 @@ def bundled(split: str, num: int, seed: int) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file.
-
-    Raises:
-        CommandError: it cannot be read, or a line is not as the module says.
-    """
+    """Raises CommandError if the file cannot be read, or a line is not as the module says."""
     try:
         lines = json_lines(path)
     except ValueError as error:

@@ -44,9 +44,7 @@ class Reference(ABC):
     """A checkpoint in transformers.
 
     Attributes:
-        model: the loaded model.
         stops: tokens that end an answer.
-        is_diffusion: whether it has denoise steps.
     """
 
     model: Any
@@ -76,7 +74,6 @@ class Reference(ABC):
         return Run(answers, seconds, *((steps, blocks) if self.is_diffusion else ()))
 
     def _prompt_ids(self, question: Question) -> list[int]:
-        """A question as the chat template writes it, with the tools that it lists."""
         chat = question.chat
         options = {} if chat is None else {"tools": chat.schemas or None} | chat.template_kwargs
         ids: list[int] = self.tokenizer.apply_chat_template(
@@ -167,7 +164,6 @@ class GenerateReference(Reference):
         self.stops = eos if isinstance(eos, list) else [eos]
 
     def _temperature(self, temperature: float) -> dict[str, object]:
-        """The arguments of ``generate`` for a request's temperature."""
         if not self.is_diffusion:
             return {"do_sample": temperature > 0, "temperature": temperature or None}
         if temperature == 0:
@@ -180,7 +176,6 @@ class GenerateReference(Reference):
 
     @torch.inference_mode()
     def generate(self, ids: list[int], index: int) -> Generated:
-        """Sample an answer."""
         torch.manual_seed(self.seed + index)
         counter = StepCounter()
         streamer = {"streamer": counter} if self.is_diffusion else {}
@@ -205,13 +200,12 @@ class MaskedReference(Reference):
         refuse_other_rules(path, self.rule.canvas_length or self.rule.block_size)
 
     def generate(self, ids: list[int], index: int) -> Generated:
-        """The most probable answer."""
         found = generate_blocks(self.model, [ids], self.rule, self.max_tokens)
         return Generated(found.answers[0], found.num_steps, found.num_blocks)
 
 
 def refuse_other_rules(path: Path, block_size: int) -> None:
-    """Refuse fields of generation_config.json that a server obeys and the plain loop does not know.
+    """Refuse generation configs with a field that a server obeys and the plain loop does not.
 
     Raises:
         CommandError: the name of the field.

@@ -21,8 +21,6 @@ Z_95 = 1.959963984540054  # of the standard normal distribution: 2.5% lie above 
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to one question."""
-
     text: str
     num_tokens: int | None  # None if the server does not report it
 
@@ -32,7 +30,6 @@ class Run:
     """The answers to a list of questions, which were asked one after the other or concurrently.
 
     Attributes:
-        answers: in the order of the questions.
         seconds: wall time of all of them.
         denoise_steps, blocks: sums over all; None if the model has none or does not report them.
     """
@@ -60,7 +57,6 @@ class Score:
         return self.num_correct / self.num_questions
 
     def to_mapping(self) -> dict[str, Any]:
-        """All numbers of the table as plain data, for JSON."""
         return {
             "num_questions": self.num_questions,
             "num_correct": self.num_correct,
@@ -85,7 +81,6 @@ def wilson_interval(num_correct: int, num_questions: int) -> tuple[float, float]
 
 
 def score(name: str, questions: Sequence[Question], run: Run) -> Score:
-    """Check the answers to the questions of one family; returns their score."""
     pairs = list(zip(questions, run.answers, strict=True))
     return Score(
         name,
@@ -105,7 +100,7 @@ def total(scores: Sequence[Score]) -> Score:
 
 
 def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, Any]]:
-    """Of each wrong answer its question's place, family and prompt, a right answer, and itself."""
+    """For each wrong answer: its question's place, family and prompt, a right answer, itself."""
     return [
         {
             "place": place,

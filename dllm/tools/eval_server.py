@@ -29,7 +29,6 @@ class ServedModel:
 
     Attributes:
         max_tokens: of each answer.
-        concurrency: number of requests at a time.
         temperature, seed: sent with each request; None leaves them to the server. The seed of
             question i is ``seed + i``.
     """

@@ -22,8 +22,6 @@ KNOWN = [family for group in GROUPS.values() for family in group]
 
 
 class Model(Protocol):
-    """Something that answers questions: a served model, or a checkpoint in this process."""
-
     @property
     def name(self) -> str: ...
 
@@ -31,7 +29,7 @@ class Model(Protocol):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: score, print a table, write JSON if asked to; returns the exit status."""
+    """Score, print a table, and write JSON if asked to."""
     given = parse(argv)
     if given.decisions:
         return evaluate_decisions(given)
@@ -73,7 +71,6 @@ def evaluate_decisions(given: argparse.Namespace) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; exits with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm eval", description=__doc__)
     client.add_arguments(parser)
     parser.add_argument(
@@ -146,11 +143,7 @@ def chosen_families(tasks: str) -> list[str]:
 
 
 def open_model(given: argparse.Namespace) -> Model:
-    """The server or the checkpoint that the command line names.
-
-    Raises:
-        CommandError: the server does not answer, or there is no such checkpoint.
-    """
+    """Raises CommandError if the server does not answer, or there is no such checkpoint."""
     if given.reference is None:
         connection = client.connect(given.base_url, given.model, given.api_key)
         return ServedModel(

@@ -68,7 +68,7 @@ def _frame(shown: dict[str, Any], block: int, emitted: tuple[int, ...]) -> Frame
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``dllm watch``: draw in the terminal and, with ``--svg``, into a file."""
+    """Draw in the terminal and, with ``--svg``, into a file."""
     given = parse(argv)
     texts = Texts()
     connection = connect(given.base_url, given.model, given.api_key)
@@ -81,7 +81,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; exits with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm watch", description=__doc__)
     parser.add_argument("question")
     add_arguments(parser)

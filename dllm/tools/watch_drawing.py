@@ -52,7 +52,6 @@ class Frame:
         emitted: the tokens of all blocks before (of any length).
         argmax: the most likely tokens.
         entropy: of the model's distributions, nats.
-        accepted: whether the sampled token stays.
         next_canvas: what the next step sees: the sampled token where accepted, else a random one.
         is_final: the block has converged; its argmax is emitted.
     """
@@ -82,7 +81,7 @@ class Texts:
     """The texts of the tokens that a stream has shown; a stream needs no tokenizer here.
 
     Attributes:
-        by_id: of each token.
+        by_id: the text of each token.
         ends: tokens that ended an answer.
     """
 
@@ -90,7 +89,6 @@ class Texts:
     ends: set[int] = field(default_factory=set)
 
     def learn(self, canvas: dict[str, Any]) -> None:
-        """Note what a frame of the stream shows."""
         self.by_id |= zip(canvas["ids"], canvas["tokens"], strict=True)
         length = canvas["length"]
         if length < len(canvas["argmax"]):  # it ends in front of the canvas's end
@@ -117,7 +115,6 @@ class Texts:
 
 
 def cells(frame: Frame, texts: Texts) -> list[Text]:
-    """The canvas after a step, one cell for each position."""
     if not frame.is_final:
         held = zip(frame.next_canvas, frame.accepted, frame.entropy, strict=True)
         return [
@@ -150,7 +147,6 @@ def picture(frame: Frame, texts: Texts, width: int) -> RenderableType:
 
 
 def legend() -> Text:
-    """Explains the colours and styles, for a terminal."""
     limits = [limit for limit, _ in ENTROPY_COLORS[:-1]]
     ranges = [_cell(f"≤ {limit:g}", "accepted", limit) for limit in limits]
     ranges.append(_cell(f"> {limits[-1]:g}", "accepted", float("inf")))

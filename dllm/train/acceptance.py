@@ -71,7 +71,6 @@ class Acceptance:
 
 
 def total(groups: dict[str, Acceptance]) -> Acceptance:
-    """All groups together."""
     found = Acceptance()
     for one in groups.values():
         found.tokens += one.tokens

@@ -37,7 +37,7 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each sample, ``[B]``."""
+        """``[B]``."""
         lengths = [len(sample.tokens) for sample in self.samples]
         return torch.tensor(lengths, device=self.tokens.device)
 

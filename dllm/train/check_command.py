@@ -60,7 +60,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; exits with status 2 when it is wrong."""
     parser = argparse.ArgumentParser(
         prog="dllm check-drafter",
         description="Measure what a target accepts of a drafter.",

@@ -92,7 +92,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; exits with status 2 when it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm calibrate", description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")
@@ -141,7 +140,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def load_settings(given: argparse.Namespace) -> CalibrateSettings:
-    """From ``--config``, else of a run from a drafter or of a new one; flags override them.
+    """The settings of ``--config``, or the defaults of a new run or of one from a drafter.
+
+    Flags override them.
 
     Raises:
         CommandError: a setting is out of range.
@@ -193,7 +194,6 @@ def load_drafter(
 
 
 def _mask_token_id(target: Path) -> int | None:
-    """The mask token of the target's tokenizer, if it names one."""
     if not (target / "tokenizer.json").exists():
         return None
     mask: int | None = AutoTokenizer.from_pretrained(target).mask_token_id
@@ -218,7 +218,6 @@ def inputs_of(
 
 
 def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Log and model card beside the weights."""
     model = given.out / MODEL
     write_log(model / LOG, run.rows)
     counts = f"{len(run.learner.samples)} samples, {len(run.learner.heldout)} more held out"

@@ -20,7 +20,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 NORMS = ("norm", "norm_f")  # in front of the head, beside the embedding
 HEAD = "lm_head.weight"
-# Parts of a checkpoint with an embedding of their own, and names inside layers.
+# Names with these parts are not those of the language model's embedding, head or last norm.
 OF_OTHERS = ("mtp.", ".layers.", "visual.", "vision")
 
 
@@ -77,7 +77,6 @@ def head_norm(norm: nn.Module | None) -> Tensor | None:
 
 
 def _files(path: Path) -> dict[str, str]:
-    """The file of each tensor."""
     if (path / INDEX).exists():
         files: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
         return files
@@ -91,7 +90,6 @@ def _files(path: Path) -> dict[str, str]:
 
 
 def _only(path: Path, what: str, names: Iterable[str], endings: tuple[str, ...]) -> str:
-    """The one tensor with such a name, in the language model."""
     found = [
         name
         for name in names
@@ -110,7 +108,6 @@ def _only(path: Path, what: str, names: Iterable[str], endings: tuple[str, ...])
 
 
 def _read(path: Path, files: dict[str, str], name: str) -> Tensor:
-    """One tensor."""
     with safe_open(path / files[name], "pt") as file:
         tensor: Tensor = file.get_tensor(name)
     if not tensor.is_floating_point() or tensor.element_size() < 2:

@@ -47,14 +47,14 @@ class Drafter:
 
     @classmethod
     def load(cls, path: Path, facts: TargetFacts) -> "Drafter":
-        """A checkpoint; raises as ``of``, ``read_checkpoint`` and ``network``."""
+        """Raises as ``of``, ``read_checkpoint`` and ``network``."""
         config, weights = read_checkpoint(path)
         found = cls.of(config, facts, weights)
         found.network()
         return found
 
     def network(self) -> DraftNetwork:
-        """The network; raises CommandError if its config.json does not fit the weights."""
+        """Raises CommandError if config.json does not fit the weights."""
         network = DraftNetwork(self.read)
         if self.weights is not None:
             try:

@@ -25,7 +25,6 @@ class DraftLearner:
 
     Attributes:
         model: the network, on its device, with its initial weights.
-        samples, heldout: responses to train on, and to measure acceptance on.
         acceptance: of each group of held-out samples, at the last measurement.
         evaluates_start: whether the initial weights are evaluated, too.
     """
@@ -38,7 +37,6 @@ class DraftLearner:
         samples: Sequence[Sample],
         heldout: Sequence[Sample],
     ) -> None:
-        """Build the network."""
         self.settings, self.drafter, self.target = settings, drafter, target
         self.samples, self.heldout = samples, heldout
         self.acceptance: dict[str, Acceptance] = {}
@@ -58,7 +56,7 @@ class DraftLearner:
 
     @property
     def gamma(self) -> float:
-        """Of the loss: draft k weighs exp(-(k - 1) / gamma)."""
+        """In the loss, draft k weighs exp(-(k - 1) / gamma)."""
         return self.settings.gamma or self.drafter.block / 2
 
     def loss(self, step: int) -> Tensor:
@@ -110,12 +108,10 @@ class DraftLearner:
         }
 
     def summary(self) -> str:
-        """Acceptance length over all held-out responses."""
         length = f"{total(self.acceptance).length:.2f}" if self.acceptance else "-"
         return f"held-out tokens a step {length}"
 
     def write(self, average: DraftNetwork, path: Path) -> None:
-        """In z-lab's format."""
         write_checkpoint(path, self.drafter.config, average.state_dict())
 
     def state(self) -> dict[str, Any]:
@@ -123,5 +119,4 @@ class DraftLearner:
         return {"acceptance": {name: vars(one) for name, one in self.acceptance.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned."""
         self.acceptance = {name: Acceptance(**one) for name, one in state["acceptance"].items()}

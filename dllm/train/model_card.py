@@ -17,7 +17,6 @@ def write_model_card(run: Run, path: Path, command: str, data: str) -> None:
     """Write ``README.md`` beside the weights.
 
     Args:
-        command: the command line that made them.
         data: what they were trained on, in a sentence.
     """
     learner, drafter = run.learner, run.learner.drafter
@@ -43,7 +42,6 @@ def write_model_card(run: Run, path: Path, command: str, data: str) -> None:
 
 
 def _training(run: Run, command: str, data: str) -> list[str]:
-    """The section on the training, settings included."""
     settings = run.settings
     return [
         "## Training\n",

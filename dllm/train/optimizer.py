@@ -23,7 +23,6 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum, for matrices.
 
     Args:
-        params: the matrices.
         lr: spectral norm of an update, before it is multiplied by sqrt(max(1, rows / columns)).
     """
 
@@ -32,7 +31,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient, in place."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:

@@ -15,13 +15,11 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """A context in which matrix products have that type."""
     dtype = product_dtype(device)
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
 def processor(device: torch.device) -> str:
-    """The name of the device, for a model card."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     text = FACTS.read_text() if FACTS.exists() else ""

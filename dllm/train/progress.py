@@ -49,7 +49,6 @@ class Shown:
 
 @contextmanager
 def progress(what: str, total: int, done: int = 0) -> Iterator[Shown]:
-    """Show progress inside the ``with`` block."""
     console = Console()
     with Progress(*COLUMNS, console=console, disable=not console.is_terminal) as bar:
         yield Shown(what, total, done, bar)

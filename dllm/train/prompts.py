@@ -34,7 +34,7 @@ def default_file(target: Path) -> Path | None:
 
 
 def load_prompts(target: Path, file: Path | None, settings: CalibrateSettings) -> list[Prompt]:
-    """Those of a file, or the questions of the task suite if there is none.
+    """The prompts of a file, or the questions of the task suite if there is none.
 
     Of ``SHIPPED`` at most one prompt of each domain is held out.
     """

@@ -34,8 +34,8 @@ from dllm.train.settings import CONTINUED
 from dllm.train.target import read_config, target_facts
 
 MIN_GAIN = 0.01  # share by which a published drafter's tokens a step exceed those of its base
-# Published drafters that stay on disk: what a server looks at should not be gone when it reads it.
-# The one in use it keeps open (``Renewal``).
+# How many published drafters stay on disk, so that one which a server has found is still there when
+# it reads it. (The server keeps the files of the drafter in use open: ``Renewal``.)
 KEPT = 3
 LOWEST_PRIORITY = 19
 SECONDS_BETWEEN_LOOKS = 5.0
@@ -144,7 +144,6 @@ def link_shards(buffer: Path, folder: Path) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; exits with status 2 when it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm recalibrate", description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--drafter", type=Path, required=True, help="that the server started with")

@@ -72,7 +72,6 @@ def check_disk(
 
 
 def from_target(target: Target, max_tokens: int) -> Respond:
-    """Responses generated in this process."""
     return lambda prompts, temperature, seed: target.respond(prompts, max_tokens, temperature, seed)
 
 
@@ -147,7 +146,7 @@ def collect(
 def hidden_states(
     samples: Sequence[Sample], target: Target, layer_ids: tuple[int, ...]
 ) -> list[Tensor]:
-    """Of each sample ``[tokens, features]``."""
+    """For each sample ``[tokens, features]``."""
     found = []
     for some in (samples[at : at + 8] for at in range(0, len(samples), 8)):
         features = load_batch(some, target, layer_ids).features.cpu()
@@ -157,11 +156,7 @@ def hidden_states(
 
 
 def usable(folder: Path) -> list[Sample]:
-    """The samples in a folder that have at least one token to draft.
-
-    Raises:
-        CommandError: there are none.
-    """
+    """Samples with at least one token to draft. Raises CommandError if there are none."""
     found = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
     if not found:
         raise CommandError(

@@ -24,14 +24,11 @@ class Run:
 
     Attributes:
         out: the directory; None for a run without log and checkpoint.
-        step: optimizer steps taken.
         loss: running mean over about fifty steps.
-        average: the exponential average of the weights.
         rows: of the log, one for each evaluation: step, seconds, loss, and the learner's columns.
     """
 
     def __init__(self, learner: DraftLearner, out: Path | None) -> None:
-        """Begin with the learner's weights."""
         self.learner, self.out = learner, out
         self.settings = learner.settings
         torch.set_num_threads(self.settings.threads)
@@ -65,7 +62,6 @@ class Run:
             yield self.step
 
     def _train_step(self) -> float:
-        """One batch, one step of every optimizer, one update of the average."""
         settings = self.settings
         set_learning_rates(self.optimizers, self.step, settings)
         self.model.train()

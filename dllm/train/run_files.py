@@ -52,7 +52,6 @@ def begin(out: Path, given: Mapping[str, object], resume: bool) -> None:
 
 
 def write_log(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write the rows of a log, which have the same columns, as CSV."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -65,7 +64,6 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """SHA-256 of the weights of a checkpoint directory."""
     with (checkpoint / WEIGHTS).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

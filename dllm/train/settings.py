@@ -109,11 +109,7 @@ class CalibrateSettings:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a TOML file.
-
-        Raises:
-            CommandError: no such file, no TOML, or a field is unknown or out of range.
-        """
+        """Raises CommandError: no such file, no TOML, or a field is unknown or out of range."""
         try:
             return cls.from_mapping(tomllib.loads(path.read_text()))
         except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
@@ -133,7 +129,6 @@ class CalibrateSettings:
             raise ValueError(in_words(cls, error)) from None
 
     def to_mapping(self) -> dict[str, object]:
-        """Plain data, for a checkpoint and its model card."""
         return dataclasses.asdict(self)
 
 

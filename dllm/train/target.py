@@ -18,11 +18,7 @@ from dllm.train.ends import NORMS, TargetEnds, head_norm
 
 
 class Target(TargetEnds):
-    """A causal language model with its weights frozen.
-
-    Attributes:
-        eos: ids that end a response.
-    """
+    """A causal language model with its weights frozen; the tokens ``eos`` end a response."""
 
     def __init__(self, path: Path, device: str) -> None:
         try:
@@ -96,7 +92,7 @@ def read_config(path: Path) -> dict[str, object]:
     """config.json of the target's language model; ``dtype`` may stand beside that one's part.
 
     Raises:
-        CommandError: there is none.
+        CommandError: there is no config.json.
     """
     try:
         config = json.loads((path / "config.json").read_text())

@@ -57,5 +57,5 @@ def merged(base: Path, adapter: Path, out: Path) -> Path:
 
 
 def asked(adapter: Path, number: int) -> LoRARequest:
-    """What names an adapter in a request; each has a number of its own."""
+    """The request of an adapter; each adapter has a number of its own."""
     return LoRARequest(adapter.name, number, str(adapter))

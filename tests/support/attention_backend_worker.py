@@ -144,7 +144,6 @@ def run_drafts(
     """The tokens, and the drafts of every step, of three held-out questions.
 
     Args:
-        drafter: more arguments of the engine.
         graphs: as of ``run``.
     """
     options = {"max_model_len": 256, "max_num_batched_tokens": 128, "block_size": 32}

@@ -70,7 +70,6 @@ class Case:
     magnitude: list[Tensor]
 
     def poisoned_out(self) -> Tensor:
-        """An output full of NaN."""
         return torch.full_like(self.query, float("nan"))
 
 

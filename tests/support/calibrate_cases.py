@@ -45,7 +45,6 @@ def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(target_path: Path) -> Target:
-    """The same, loaded."""
     return Target(target_path, "cpu")
 
 
@@ -55,7 +54,6 @@ def read_config(**overrides: Any) -> DrafterConfig:
 
 
 def small_settings(**more: Any) -> CalibrateSettings:
-    """Few steps, each on all of a few samples."""
     few = dict(steps=6, batch_size=4, anchors=4, evaluate_every=3, checkpoint_every=3)
     return CalibrateSettings(**(few | dict(warmup_steps=2) | more))
 
@@ -90,7 +88,7 @@ def calibration(
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:
-    """Of the network and of its average."""
+    """The weights of the network and of its average."""
     network = {f"network {name}": tensor for name, tensor in run.model.state_dict().items()}
     return network | {
         f"average {name}": tensor for name, tensor in run.average.state_dict().items()

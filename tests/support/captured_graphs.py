@@ -92,11 +92,7 @@ class Graph:
         self._captured = self._operations()
 
     def replay(self) -> None:
-        """Run it once more.
-
-        Raises:
-            AssertionError: a GPU would run something else.
-        """
+        """Raises AssertionError if a GPU would run something else."""
         for now, captured in zip(self._operations(), self._captured, strict=True):
             assert now == captured, f"{now} in a replay, {captured} in the capture"
 

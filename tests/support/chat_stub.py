@@ -17,10 +17,8 @@ class Stub:
 
     Attributes:
         reply: makes the text of an answer from the messages of a request.
-        models: ids of the served models.
         num_tokens: completion tokens that every answer reports.
         passes: forward passes that the metrics count for every answer; None: no such metrics.
-        key: that a request under /v1 has to bring; None: none.
         status: HTTP status of chat requests; anything but 200 is an error.
         complete: makes the answer to a body that is sent to /v1/completions.
         requests: bodies of the chat requests so far.
@@ -119,7 +117,6 @@ def serve(stub: Stub) -> Iterator[Stub]:
 
 
 def completion(text: str, num_tokens: int) -> dict[str, Any]:
-    """A chat completion."""
     message = {"role": "assistant", "content": text}
     return {
         "id": "0",

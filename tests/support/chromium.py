@@ -38,7 +38,7 @@ class Page:
     """One page of a browser.
 
     Attributes:
-        hosts: that were asked for something.
+        hosts: hosts that were asked for something.
         errors: what the console said in red, scripts' exceptions included.
     """
 
@@ -72,7 +72,6 @@ class Page:
             self.errors.append(params["entry"]["text"])
 
     def run(self, script: str) -> Any:
-        """The value of an expression; fails if it throws."""
         result = self.command(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -95,7 +94,6 @@ class Page:
         self.wait_until(f"location.href == {url!r} && document.readyState == 'complete'")
 
     def click(self, selector: str, number: int = 0) -> None:
-        """A real click into the middle of an element."""
         element = f"document.querySelectorAll({json.dumps(selector)})[{number}]"
         self.run(f"{element}.scrollIntoView({{block: 'center'}})")
         x, y = self.run(
@@ -108,7 +106,6 @@ class Page:
             )
 
     def press(self, key: str) -> None:
-        """A key of the keyboard: one of KEYS, or a character."""
         code = KEYS.get(key)
         text = "\r" if key == "Enter" else key if code is None else None
         about = {"key": key, "windowsVirtualKeyCode": code or ord(key.upper())}
@@ -117,7 +114,6 @@ class Page:
         self.command("Input.dispatchKeyEvent", type="keyUp", **about)
 
     def type(self, text: str) -> None:
-        """The keys of a text, one after the other."""
         for key in text:
             self.press(key)
 
@@ -146,7 +142,6 @@ class Page:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """A browser with one page."""
     folder = tmp_path_factory.mktemp("chromium")
     command = [
         str(EXECUTABLE),

@@ -59,7 +59,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Of the kernel."""
+        """The kernel's name."""
         return str(self.kernel.fn.__name__)
 
     def compiled(self, arch: int) -> Compiled:

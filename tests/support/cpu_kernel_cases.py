@@ -30,7 +30,6 @@ class Case:
 
     @property
     def id(self) -> str:
-        """What pytest calls the case."""
         return f"{self.kernel.rsplit('.', 1)[1].strip('_')}-{self.label}"
 
 
@@ -45,22 +44,18 @@ def case(kernel: str, label: str, grid: tuple[int, ...], rtol: float = 0.0, **ar
 
 
 def i32(values: Any) -> torch.Tensor:
-    """An int32 tensor."""
     return torch.as_tensor(np.asarray(values), dtype=torch.int32).clone()
 
 
 def i64(values: Any) -> torch.Tensor:
-    """An int64 tensor."""
     return torch.as_tensor(np.asarray(values), dtype=torch.int64).clone()
 
 
 def f32(values: Any) -> torch.Tensor:
-    """An fp32 tensor."""
     return torch.as_tensor(np.asarray(values), dtype=torch.float32).clone()
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """An output that nothing has been written to."""
     return torch.full(shape, torch.nan if dtype.is_floating_point else POISON, dtype=dtype)
 
 

@@ -41,7 +41,6 @@ def rehearse(gpu: str, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """See the module's docstring."""
     install(GPUS[sys.argv[1]])
 
     from vllm.plugins import load_general_plugins
@@ -87,7 +86,6 @@ def report(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def choices(config: Any) -> dict[str, Any]:
-    """What the configuration says."""
     compilation, scheduler, cache = (
         config.compilation_config,
         config.scheduler_config,

@@ -49,7 +49,6 @@ class WorkerProcess:
             )
 
     def wait_until_ready(self) -> "WorkerProcess":
-        """Wait for the line that says where it listens."""
         end = time.monotonic() + HANG_S
         while True:
             said = self.log.read_text(errors="replace")
@@ -62,15 +61,12 @@ class WorkerProcess:
             time.sleep(0.1)
 
     def pause(self) -> None:
-        """SIGSTOP."""
         self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.process.kill()
         self.process.wait()
 

@@ -30,20 +30,13 @@ def prompt(length: int, salt: int = 0, vocab: int = 450) -> list[int]:
 
 
 def plain_engine(target: Path, **options: Any) -> Engine:
-    """An engine with the target alone."""
     return get_engine(target, worker_cls=CPU_WORKER, **(LIMITS | options))
 
 
 def drafting_engine(
     target: Path, drafter: Path, num_drafts: int, options: dict[str, Any] | None = None, **more: Any
 ) -> Engine:
-    """An engine with a target and a drafter.
-
-    Args:
-        num_drafts: draft tokens per step.
-        options: of the plugin: ``{"dllm": {"drafter": options}}``.
-        more: of the engine. ``speculative`` among them is added to ``speculative_config``.
-    """
+    """``options`` are the plugin's; ``speculative`` in ``more`` adds to ``speculative_config``."""
     speculative = {
         "method": "dflash",
         "model": str(drafter),
@@ -132,8 +125,6 @@ def policy_of(engine: Engine, policy: WidthPolicy) -> Iterator[WidthPolicy]:
 
 @dataclass
 class Draft:
-    """The drafts of one request in one step."""
-
     tokens: list[int]  # of the request so far; the target has not read the last one yet
     drafts: list[int]
     logits: torch.Tensor  # [N, vocab], of the last pass over the block
@@ -224,7 +215,6 @@ def assert_greedy(target: Path, prompt: list[int], output: list[int]) -> None:
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
-    """Greedy sampling of exactly so many tokens."""
     return SamplingParams(**(dict(temperature=0, max_tokens=max_tokens, ignore_eos=True) | more))
 
 

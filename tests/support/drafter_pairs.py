@@ -180,7 +180,6 @@ def write_repeating_target(path: Path, noise: float = 0.008) -> Path:
 
 
 def repeating_config() -> dict[str, Any]:
-    """config.json of the drafter of that target."""
     dflash = {"mask_token_id": SMALL_MASK, "target_layer_ids": [1, 3]}
     return drafter_config(vocab_size=SMALL_VOCAB, num_hidden_layers=1, dflash_config=dflash)
 
@@ -208,5 +207,4 @@ def repeating_drafter() -> dict[str, torch.Tensor]:
 
 
 def write_repeating_drafter(path: Path) -> Path:
-    """Write that drafter to a folder."""
     return write_drafter(path, repeating_config(), repeating_drafter())

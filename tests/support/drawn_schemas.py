@@ -120,5 +120,4 @@ def free_schemas() -> st.SearchStrategy[Any]:
 
 
 def openai_schemas() -> st.SearchStrategy[Any]:
-    """Schemas of clients."""
     return from_schema(_schema_of_openai_schemas(2))

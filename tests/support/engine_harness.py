@@ -113,22 +113,18 @@ class Engine:
 
     @property
     def core(self) -> Any:
-        """vLLM's EngineCore."""
         return self.llm.llm_engine.engine_core.engine_core
 
     @property
     def scheduler(self) -> Any:
-        """Our CanvasScheduler."""
         return self.core.scheduler
 
     @property
     def runner(self) -> Any:
-        """Model Runner V2."""
         return self.core.model_executor.driver_worker.worker.model_runner
 
     @property
     def loop(self) -> Any:
-        """The worker's DenoiseLoop."""
         return self.runner.model_state.loop
 
     @contextmanager
@@ -156,7 +152,6 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams],
         adapters: Adapters | None = None,
     ) -> list[Any]:
-        """vLLM's own request outputs, in the order of the prompts."""
         many = params if isinstance(params, Sequence) else [params] * len(prompts)
         adapters = adapters or [None] * len(prompts)
         ids = [self.add(*one) for one in zip(prompts, many, adapters, strict=True)]
@@ -210,7 +205,6 @@ class Engine:
         raise AssertionError(f"requests unfinished after {max_steps} engine steps")
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache."""
         assert self.llm.reset_prefix_cache(), "blocks are still in use"
 
     @contextmanager

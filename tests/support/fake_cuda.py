@@ -20,10 +20,8 @@ class Gpu:
     """What vLLM asks about a GPU.
 
     Attributes:
-        name: as its driver reports it.
         capability: compute capability, (major, minor).
         memory: GiB.
-        multiprocessors: how many it has.
     """
 
     name: str

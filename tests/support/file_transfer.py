@@ -26,8 +26,6 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the weights are."""
-
     folder: str
 
 

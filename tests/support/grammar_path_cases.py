@@ -44,7 +44,7 @@ SIZES = ((1, 1, 1.0), (5, 4, 0.5), (40, 17, 0.3), (130, 6, 0.9))
 
 
 def tables_of(seed: int) -> list[Table]:
-    """Of very different sizes."""
+    """Tables of very different sizes."""
     found = [random_table(seed + number, *size) for number, size in enumerate(SIZES)]
     thinking, _ = Constraint(found[2], Thoughts(30, (31, 32))).with_start((STOP,), (PADDING,))
     return [*found, thinking]

@@ -22,7 +22,6 @@ def write_paths(
     stops: Tensor,
     fillers: Tensor,
 ) -> Paths:
-    """As `kernels.write_paths`."""
     paths = Paths(
         tokens=scores.argmax(dim=1),
         states=torch.full((len(logits),), STOPPED, dtype=torch.int32),
@@ -48,7 +47,6 @@ def write_paths(
 
 
 def unpacked(tables: PackedTables, number: int) -> Table:
-    """One of the tables of a pool."""
     states = slice(int(tables.first_state[number]), int(tables.first_state[number + 1]))
     cells = slice(int(tables.first_next[number]), int(tables.first_next[number + 1]))
     return Table(

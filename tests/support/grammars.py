@@ -24,7 +24,7 @@ VOCABULARY = Vocabulary(WORDS)
 
 @cache
 def compiler() -> xgrammar.GrammarCompiler:
-    """xgrammar's, for this vocabulary."""
+    """xgrammar's compiler, for this vocabulary."""
     info = xgrammar.TokenizerInfo(
         list(WORDS),
         vocab_type=xgrammar.VocabType.RAW,
@@ -48,7 +48,6 @@ def automaton(kind: str, text: str) -> tuple[Automaton, Any]:
 def build(
     made: Automaton, vocabulary: Vocabulary = VOCABULARY, most_states: int = MOST_STATES
 ) -> Table:
-    """The table of an automaton."""
     return by_tokens(nearest(made, most_states), vocabulary)
 
 

@@ -20,12 +20,10 @@ MISSING = f"needs diffusers in {DIFFUSERS} (make test installs it)"
 
 
 def is_installed() -> bool:
-    """Whether the folder is there."""
     return DIFFUSERS.exists()
 
 
 def diffusers() -> Any:
-    """The package."""
     if str(DIFFUSERS) not in sys.path:
         sys.path.append(str(DIFFUSERS))
     return importlib.import_module("diffusers")
@@ -36,9 +34,6 @@ class BlockMasked(torch.nn.Module):
 
     The released LLaDA2 makes its block mask by itself; the pipeline passes only which positions are
     padding (0). As in the server, a mask is never an answer.
-
-    Attributes:
-        num_passes: how often it was called.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int, mask_token_id: int) -> None:

@@ -10,7 +10,6 @@ UNKNOWN = None  # in place of a token that is not decided yet
 
 
 def completes(word: Sequence[int], tokens: Sequence[int | None]) -> bool:
-    """Whether ``tokens`` end with ``word``."""
     return len(tokens) >= len(word) and list(tokens[len(tokens) - len(word) :]) == list(word)
 
 

@@ -62,7 +62,6 @@ class PageWorker:
         windows: for each KV cache group, how many keys a row sees; None: all.
         page_size: tokens of a page.
         block_size: of the model; 1 means that a token sees those up to it.
-        texts: by request id.
         taken: how often each kind of row was seen.
         denoised: the requests of which the last visit denoised a canvas.
     """

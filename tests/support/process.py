@@ -36,8 +36,6 @@ def run_python(
     Args:
         environment: variables to set in addition to this process's; None removes one.
         timeout: seconds.
-        status: the expected exit status.
-        given: standard input.
     """
     finished = subprocess.run(
         [sys.executable, *arguments],

@@ -345,7 +345,7 @@ def _decoder_name(name: str) -> str:
 
 
 def _fused(name: str) -> str:
-    """One key for layers that vLLM fuses: q, k, v; gate, up."""
+    """The same name for all layers that vLLM fuses into one: q, k, v; gate, up."""
     for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
         for projection in group:
             name = name.replace(projection, group[0])

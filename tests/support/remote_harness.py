@@ -80,7 +80,6 @@ class Net:
         return due
 
     def turn(self) -> None:
-        """What the worker does at this time."""
         if self.is_hung or not self.is_open:
             return
         for data in self._due(self._out):
@@ -101,14 +100,12 @@ class Net:
         return self._due(self._back)
 
     def close(self) -> None:
-        """The connection breaks."""
         self.is_open = False
         self._out.clear()
         self._back.clear()
         self.worker.leave(self.peer)
 
     def kill(self) -> None:
-        """The worker's process ends."""
         self.is_there = False
         self.close()
 
@@ -228,7 +225,6 @@ class Target:
         self.steps.append(self.clock.now - start)
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Until no request is left."""
         while self.requests:
             self.step()
             assert len(self.steps) < max_steps

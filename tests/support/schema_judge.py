@@ -65,7 +65,6 @@ def compiled(schema: Any, children: Children) -> Table | None:
 
 
 def accepts(table: Table, text: str) -> bool:
-    """Whether a text is one of a table's."""
     state = table.read(0, list(text.encode()))
     return state >= 0 and bool(table.accepts[state])
 
@@ -77,7 +76,6 @@ def spelled(value: Any) -> str:
 
 
 def is_valid_schema(schema: Any) -> bool:
-    """Whether ``jsonschema`` takes it for one."""
     return VALIDATOR(VALIDATOR.META_SCHEMA).is_valid(schema)
 
 

@@ -73,8 +73,6 @@ ENVIRONMENT = {
 
 
 class Reply(NamedTuple):
-    """An HTTP response."""
-
     status: int
     text: str
 
@@ -130,7 +128,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """``http://127.0.0.1:PORT``."""
         return f"http://127.0.0.1:{self.port}"
 
     def wait_until_ready(self) -> None:
@@ -156,7 +153,6 @@ class Server:
             return False
 
     def client(self) -> openai.OpenAI:
-        """An OpenAI client that does not retry."""
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG_S
         )
@@ -174,7 +170,6 @@ class Server:
             return Reply(error.code, error.read().decode(errors="replace"))
 
     def get(self, path: str) -> Reply:
-        """GET a path that answers 200."""
         with urllib.request.urlopen(self.url + path, timeout=HANG_S) as response:
             return Reply(response.status, response.read().decode())
 
@@ -194,7 +189,6 @@ class Server:
         return connection
 
     def stop(self) -> None:
-        """End the process and every process that it started."""
         if self.process.poll() is None:
             self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -234,7 +228,6 @@ def server(
 
 @pytest.fixture(scope="session")
 def client(server: Server) -> openai.OpenAI:
-    """OpenAI's, of that server."""
     return server.client()
 
 

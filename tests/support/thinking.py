@@ -44,5 +44,4 @@ def full_thoughts(prompt: Sequence[int], answer: Sequence[int], budget: int) -> 
 
 
 def ends_of(answer: Sequence[int]) -> list[int]:
-    """Where thoughts end."""
     return [place for place, token in enumerate(answer) if token == END]

@@ -55,7 +55,6 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 @functools.cache
 def file_of(module: str) -> Path | None:
-    """A module's file; None if there is none."""
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:

@@ -17,8 +17,6 @@ from tests.support.hf_reference import generate_with_noise, load_hf
 
 
 class Watched:
-    """A checkpoint of a DiffusionGemma."""
-
     def __init__(self, path: Path) -> None:
         config, generation = (
             json.loads((path / name).read_text())

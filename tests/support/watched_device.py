@@ -148,7 +148,6 @@ class DeviceWatch(TorchFunctionMode):
         return copy
 
     def of_kind(self, kind: str) -> list[Finding]:
-        """The findings of a kind."""
         return [finding for finding in self.findings if finding.kind == kind]
 
     def __torch_function__(
@@ -222,7 +221,10 @@ class DeviceWatch(TorchFunctionMode):
     def _copy_cost(
         self, source: torch.Tensor, into: torch.Tensor | None, target: Any, kwargs: Any
     ) -> str | None:
-        """Of a copy to ``target``, which may be where the source is; None: of its dtype only."""
+        """The cost of a copy to ``target``, which may be the device of the source.
+
+        None: the copy changes the dtype only.
+        """
         if target in (None, _device_of(source)) or source.numel() == 0:
             return None
         on_host = source if target == DEVICE else into

@@ -70,7 +70,6 @@ class WorkerWatch(DeviceWatch):
         return run
 
     def count_pass(self, denoise: Callable[..., Any], *args: Any) -> Any:
-        """A denoise step."""
         before = self.num_calls.total()
         output = denoise(*args)
         self.passes.append(self.num_calls.total() - before)

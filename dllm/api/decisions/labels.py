@@ -27,8 +27,7 @@ class OptionLabels:
     """Labels of a question's options.
 
     Attributes:
-        texts: one for each option, in order.
-        tokens: of each text; they end with the end token if one has more than one token.
+        tokens: of each text; they end with the end token if any text has more than one token.
         is_code: they name options that the prompt lists; else they are the options' own texts.
     """
 
@@ -46,7 +45,7 @@ class Labels:
     """The labels of a tokenizer.
 
     Args:
-        encode: of a reply's beginning.
+        encode: the tokens of a text with which a reply begins.
         end: the token that ends a reply.
         words: further texts that may be labels, for a model whose labels are one token each; they
             are read only where letters are too few. None: options may be spelled.
@@ -63,20 +62,19 @@ class Labels:
         self._yes_no = next((pair for pair in pairs if pair), None) or self._pair()
 
     def yes_no(self) -> OptionLabels:
-        """Of a question with two answers, yes first."""
+        """Labels of a question with two answers, yes first."""
         return self._yes_no
 
     def levels(self, names: Sequence[str]) -> OptionLabels:
-        """Of the levels of a scale."""
         if self._digits is not None and len(names) <= len(self._digits.texts):
             return _first(self._digits, len(names))
         return self.choices(names)
 
     def choices(self, names: Sequence[str]) -> OptionLabels:
-        """Of options: letters, codes of two letters, or else the options themselves.
+        """Labels of options: letters, codes of two letters, or else the options themselves.
 
         Raises:
-            ValueError: two of them have the same tokens, or they are more than there are labels.
+            ValueError: two options have the same tokens, or there are more options than labels.
         """
         most = len(self._letters.texts)
         if len(names) <= most:
@@ -89,12 +87,12 @@ class Labels:
         return self._spelled(YES_NO[0]) if self._may_spell else self.choices(YES_NO[0])
 
     def _codes(self, texts: Sequence[str]) -> OptionLabels | None:
-        """The texts as labels, if each is one token of its own."""
+        """The texts as labels; None unless each is one token, and no two the same."""
         found = self._distinct(texts)
         return found if len(found.texts) == len(texts) else None
 
     def _distinct(self, texts: Sequence[str]) -> OptionLabels:
-        """Those of the texts that are one token, each another one."""
+        """The texts that are one token, each another one."""
         by_token: dict[int, str] = {}
         for text in texts:
             tokens = self._encode(text)

@@ -123,7 +123,7 @@ class CallOutput(Body):
 
 
 def _kind(item: Any) -> str:
-    """Of an item: so that an error is about what it was meant as. ``message`` may be left out."""
+    """The type of an item, so that errors are about that type; ``message`` may be left out."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind in ("function_call", "custom_tool_call"):
         return "call"
@@ -195,7 +195,7 @@ class DecisionRequest(Body):
 
     Attributes:
         samples: canvases for each question; default: the server's.
-        priority: as of vLLM's other routes.
+        priority: as in vLLM's other routes.
     """
 
     model: str
@@ -242,7 +242,7 @@ class DecisionRequest(Body):
 
 
 def instructions_of(place: int, question: Predicate | Choice | Score) -> str:
-    """What a question says.
+    """The text of a question.
 
     Raises:
         VLLMValidationError: it holds an image, which only the input may, or JSON beyond the bounds.

@@ -31,10 +31,11 @@ from dllm.settings.request import refuse
 from dllm.settings.server import PluginOptions
 from dllm.settings.vllm_names import question_types, strategies
 
-# What one HTTP request may come to, over all of its questions.
+# The most that one HTTP request may ask for, over all of its questions.
 MAX_CANVASES = 1600  # 400 questions of 4 samples
 MAX_CHARACTERS = 8_000_000  # of all prompts, times samples
-# For a token that a model never says, as the mask: a tie of such labels has probabilities, too.
+# The log-probability of a token that a model never says, for instance the mask. It is finite, so
+# that labels of such tokens alone have probabilities, too.
 NEVER = -9999.0
 THOUGHT_BEGINS, THOUGHT_ENDS = "<|channel>", "<channel|>"
 TYPE_OF = {"noul": "predicate", "choice": "choice", "score": "score"}
@@ -47,7 +48,6 @@ class Read(strategies.QuestionRead):
     Attributes:
         cached_tokens: of ``input_tokens``, those that were in the KV cache.
         standard_errors: of each probability; 0 for one sample.
-        samples: canvases read.
     """
 
     cached_tokens: int = 0
@@ -62,14 +62,10 @@ class Read(strategies.QuestionRead):
 
 
 class WideChoice(question_types.ChoiceQuestion):
-    """vLLM's choice, for as many options as OpenAI's."""
-
     label_set = tuple(map(str, range(MAX_OPTIONS)))  # counted only: ``Labels`` has the labels
 
 
 class WideScore(question_types.ScoreQuestion):
-    """vLLM's score, for as many levels."""
-
     label_set = tuple(map(str, range(MAX_OPTIONS)))
 
 
@@ -79,7 +75,7 @@ class CanvasReads(strategies.NextTokenStrategy):
     why_not: ClassVar[str | None] = None  # there is none; vLLM logs it at the level DEBUG
 
     def __init__(self, context: strategies.ReadContext, settings: DenoiseSettings) -> None:
-        """``settings``: of the served model. Raises ValueError if it cannot be asked."""
+        """Raises ValueError if the served model cannot be asked."""
         strategies.ReadStrategy.__init__(self, context)
         if settings.begins_causally:
             CanvasReads.why_not = (
@@ -108,13 +104,12 @@ class CanvasReads(strategies.NextTokenStrategy):
             raise ValueError(CanvasReads.why_not) from error
 
     def limits(self) -> strategies.DecisionLimits:
-        """OpenAI's."""
         return strategies.DecisionLimits(max_questions=MAX_QUESTIONS, max_options=MAX_OPTIONS)
 
     def num_requests(
         self, questions: Sequence[Any], joint: bool = False, samples: int | None = None
     ) -> int:
-        """Canvases of some questions; where there is no noise, one each is enough.
+        """How many canvases some questions take; one each is enough where canvases have no noise.
 
         Args:
             joint: vLLM's; several questions never share one of our canvases.
@@ -125,7 +120,7 @@ class CanvasReads(strategies.NextTokenStrategy):
 
     @cached_property
     def thought(self) -> list[int]:
-        """An empty thought, where the model thinks and the template leaves it to the model."""
+        """The tokens of an empty thought, if the model thinks and its template writes none."""
         tokenizer = self._tokenizer()
         if THOUGHT_BEGINS not in tokenizer.get_added_vocab():
             return []
@@ -136,7 +131,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         )
 
     def _labels(self) -> Labels:
-        """As the model's tokenizer writes them behind a prompt."""
+        """The labels in the tokens that the model's tokenizer writes behind a prompt."""
         tokenizer = self._tokenizer()
         tail = strategies.prompt_tail(tokenizer, [*self._prompt_end, *self.thought])
         before = tokenizer.decode(tail)
@@ -155,10 +150,10 @@ class CanvasReads(strategies.NextTokenStrategy):
         return Labels(encode, self.end, (text for text in texts if _is_word(text)))
 
     def labels_of(self, question: question_types.Question) -> OptionLabels:
-        """What stands for each of its options.
+        """The labels of a question's options.
 
         Raises:
-            VLLMValidationError: nothing can.
+            VLLMValidationError: there are none.
         """
         names = [option.name for option in question.options]
         try:
@@ -223,7 +218,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         return in_turn(places, self.context.engine_client.generate(*given, **options))
 
     async def _image_parts(self, urls: Sequence[str]) -> list[dict[str, Any]]:
-        """vLLM's, which lets what cannot be fetched end as an error of the server."""
+        """As in vLLM, but an image that cannot be fetched is an error of the client."""
         try:
             return await super()._image_parts(urls)
         except Exception as error:  # of the client's URL: of the network, or of what is there
@@ -232,7 +227,6 @@ class CanvasReads(strategies.NextTokenStrategy):
     async def _answer(
         self, plan: "_Plan", engine_input: Any, samples: int, name: str, generate: Any
     ) -> Read:
-        """Read a question's canvases."""
         params = self._params(plan, engine_input["prompt_token_ids"], samples)
         results = await at_once(
             finished(generate(engine_input, one, f"{name}-{part}"))
@@ -277,11 +271,7 @@ class CanvasReads(strategies.NextTokenStrategy):
             )
 
     def _check_room(self, question: question_types.Question, num_tokens: int) -> None:
-        """Refuse a prompt behind which the context has no room for the canvas.
-
-        Args:
-            num_tokens: of the prompt.
-        """
+        """Refuse a prompt behind which the context has no room for the canvas."""
         width = self.width
         if self.block_size > 1:
             width = self.block_size - num_tokens % self.block_size
@@ -295,7 +285,7 @@ class CanvasReads(strategies.NextTokenStrategy):
     def _params(
         self, plan: "_Plan", prompt_ids: list[int], samples: int
     ) -> Iterator[SamplingParams]:
-        """For each sample, and for each part of the label tokens.
+        """The parameters for each sample, and within a sample for each part of the label tokens.
 
         The parts of a sample have the same canvas, and so the same logits.
         """
@@ -324,7 +314,6 @@ class CanvasReads(strategies.NextTokenStrategy):
             )
 
     def _result(self, plan: "_Plan", results: list[RequestOutput]) -> Read:
-        """What the canvases of a question say."""
         temperature = self.options.temperature.get(TYPE_OF[plan.question.type.name], 1.0)
         probs, masses, found = [], [], False
         for start in range(0, len(results), len(plan.parts)):
@@ -356,15 +345,13 @@ class CanvasReads(strategies.NextTokenStrategy):
 
 @dataclass(frozen=True)
 class _Plan:
-    """A question with its labels and the text of its prompt."""
-
     question: question_types.Question
     labels: OptionLabels
     text: str
 
     @cached_property
     def parts(self) -> list[list[int]]:
-        """Its different label tokens, in parts for which vLLM gives log-probabilities at once."""
+        """The different label tokens, in parts for which vLLM gives log-probabilities at once."""
         tokens = sorted({token for one in self.labels.tokens for token in one})
         step = MAX_LOGPROB_TOKEN_IDS
         return [tokens[start : start + step] for start in range(0, len(tokens), step)]

@@ -55,7 +55,6 @@ def attach(app: FastAPI) -> None:
 
 
 def why_not(state: Any) -> str:
-    """Why this server does not answer decisions."""
     try:
         strategies.select_read_strategy(state.engine_client.model_config, ("generate",))
     except ValueError as error:
@@ -66,11 +65,7 @@ def why_not(state: Any) -> str:
 async def answered(
     handler: ServingStructuredDecisions, request: DecisionRequest, raw_request: Request
 ) -> bytes | ErrorResponse:
-    """The response, as JSON.
-
-    Raises:
-        VLLMValidationError: a question cannot be asked.
-    """
+    """Raises VLLMValidationError if a question cannot be asked."""
     error = await handler._check_model(request)  # type: ignore[arg-type]
     if error is not None:
         return error
@@ -112,7 +107,6 @@ def asked_of(request: DecisionRequest) -> tuple[list[question_types.Question], s
 
 
 def vllm_question(place: int, asked: AskedQuestion) -> question_types.Question:
-    """A question as vLLM's strategies take it."""
     described: list[str | None] = [None, None]
     if isinstance(asked, Predicate):
         kind, texts = "noul", ["yes", "no"]
@@ -132,7 +126,7 @@ def vllm_question(place: int, asked: AskedQuestion) -> question_types.Question:
 
 
 def _distinct_texts(values: list[str | bool]) -> list[str]:
-    """Values as texts; as JSON, where true would be the same as "true"."""
+    """The values as texts; as JSON if true would otherwise be the same as "true"."""
     texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
     if len(set(texts)) < len(texts):
         texts = [json.dumps(value, ensure_ascii=False) for value in values]
@@ -185,7 +179,6 @@ def written(request: DecisionRequest, reads: list[Read], least_mass: float) -> b
 
 
 def answer(asked: AskedQuestion, read: Read) -> dict[str, Any]:
-    """An answer in OpenAI's shape."""
     head = {"type": asked.type, "name": asked.name}
     if isinstance(asked, Predicate):
         return {**head, "probability": read.probs[0]}

@@ -50,13 +50,12 @@ class AdaptiveWidth(WidthPolicy):
     """Chooses each row's width from what was accepted so far and how long steps took.
 
     Args:
-        num_slots: requests that the server runs at once.
         reads_confidence: use the drafter's probability of each draft in the decision.
         hysteresis: drafting starts (stops) when its expected tokens per second exceed (fall below)
             those of plain decoding by this share.
 
     Attributes:
-        is_drafting: what steps do that are not trials.
+        is_drafting: whether steps draft that are not trials.
     """
 
     reads_outcomes = True
@@ -92,7 +91,7 @@ class AdaptiveWidth(WidthPolicy):
         self._decided_at: float | None = None  # when the last step was decided, by the clock
 
     def forget_drafter(self) -> None:
-        """Draft as a server does that was started with this drafter; costs stay known."""
+        """Draft as if the server had just started with this drafter; costs stay known."""
         self.survival = Survival(self.num_slots, self.num_drafts)
         self.is_drafting = True
         self._until_trial = self._trial_after = FIRST_TRIAL  # steps left; steps before the next one
@@ -216,7 +215,7 @@ class AdaptiveWidth(WidthPolicy):
             self._until_trial = max(self._until_trial, int(share))
 
     def _judge(self, slots: np.ndarray) -> None:
-        """Decide anew which of the two is faster; what begins to draft is soon tried without."""
+        """Decide again whether drafting is faster; if it begins now, soon try a step without."""
         self._has_news = False
         widths, drafting = self._best_widths(slots, bins=None)
         num_rows = len(slots)
@@ -246,7 +245,6 @@ class AdaptiveWidth(WidthPolicy):
         return best_widths(gain, float(self._samples.sum()), costs)
 
     def _time_step(self, drafts: bool) -> None:
-        """Tell the costs how long the step took that ends with this decision."""
         now, before = self.clock(), self._decided_at
         waited_ms, self._waited_ms = self._waited_ms, None
         self._decided_at = now

@@ -11,24 +11,21 @@ proportion; this is usual and quick. And their proportions change, which is rare
 
 import numpy as np
 
-# Before anything is timed, in units of the step's fixed part. Only the proportions matter.
+# The first guesses, before anything is timed, in units of the step's fixed part. Only their
+# proportions matter.
 EACH_STEP, PER_REQUEST, PER_BLOCK, DRAFT_PASS, DRAFT_PER_REQUEST = 1.0, 0.1, 0.3, 0.3, 0.03
 # Standard deviations, as shares of a step's time or of a number.
 NOISE = 0.2  # of a measured time
 FIRST_DOUBT = 0.7  # of each number before anything is measured
 SPEED_DRIFT, SHAPE_DRIFT = 0.01, 0.01  # from one step to the next
-# Times that differ by more than so many standard deviations count as differing by so many: the
-# server was idle, or something else had the processor.
+# A time that differs by more standard deviations counts as one that differs by so many: the server
+# was idle, or something else had the processor.
 MOST_SURPRISING = 2.5
-LEAST = 0.02  # no number falls below this share of its first guess, as the machine's speed goes
+LEAST = 0.02  # a number is at least this share of its first guess, scaled to the machine's speed
 
 
 class StepCosts:
-    """Estimates of the five numbers.
-
-    Attributes:
-        is_first: nothing was timed yet.
-    """
+    """Estimates of the five numbers."""
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
@@ -46,8 +43,7 @@ class StepCosts:
         """Learn from a step's time.
 
         Args:
-            num_rows: requests in it.
-            num_verified: drafts that the target verified, over all of them.
+            num_verified: drafts that the target verified, summed over the rows.
             drafts: whether the drafter ran afterwards.
         """
         work = self._guess * np.array([1, num_rows, num_verified, drafts, drafts * num_rows])

@@ -47,7 +47,7 @@ class WidthPolicy(ABC):
     ``note_wait`` is told how long that was.
 
     Attributes:
-        most: no width is larger.
+        most: the largest width.
         may_skip: the drafter does not run in steps for which ``wants_drafts`` says no.
         reads_outcomes: ``observe`` is called; it costs one wait for the device per step.
         reads_confidence: ``widths`` is given the drafter's probabilities.
@@ -114,9 +114,7 @@ class FixedWidth(WidthPolicy):
         self.width = self.most = num_drafts if width is None else width
 
     def wants_drafts(self, slots: np.ndarray) -> bool:
-        """Always, unless the width is 0."""
         return self.width > 0
 
     def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        """The same width for every row."""
         return np.full(len(slots), self.width)

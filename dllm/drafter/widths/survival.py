@@ -59,13 +59,12 @@ class Survival:
         self._position = self._position_rates()
 
     def reset(self, slots: np.ndarray) -> None:
-        """Forget what is known of these requests."""
         self._by_request[:, slots] = 0.0
 
     def exposure(self, slots: np.ndarray) -> np.ndarray:
         """``[rows]``: how much was verified of each request.
 
-        In rejections that an average request would have had; earlier steps count less.
+        The unit is rejections that an average request would have had; earlier steps count less.
         """
         return self._by_request[1, slots]
 

@@ -85,8 +85,6 @@ class CanvasBackbone(Gemma4Model):
 
 
 class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
-    """DiffusionGemma without its vision tower: the class that vLLM loads for text."""
-
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
             "model.decoder.self_conditioning.": "self_conditioning.",
@@ -107,7 +105,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
 
     @staticmethod
     def get_model_state_cls() -> "type[DiffusionModelState]":
-        """vLLM's hook that selects the model state of this model."""
         from dllm.engine.model_state import DiffusionModelState
 
         return DiffusionModelState
@@ -144,7 +141,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
             write_rounded(layer.self_attn.attn)
 
     def make_family(self, vllm_config: VllmConfig) -> Gemma:
-        """This model's implementation of the engine's interface."""
         vocab_size = vllm_config.model_config.get_vocab_size()
         embedding = self.model.embed_tokens
         # The exact product needs all probabilities; the sparse one computes the few that it needs.
@@ -160,7 +156,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         )
 
     def complete_adapter(self, loras: dict[str, LoRALayerWeights]) -> None:
-        """Let an adapter of keys change the values, too, where they are the keys, in place."""
+        """Let an adapter of keys change the values, too, where they are the keys. In place."""
         for index, kind in enumerate(self.model.config.layer_types):
             keys = f"model.layers.{index}.self_attn.k_proj"
             if kind == "full_attention" and keys in loras:

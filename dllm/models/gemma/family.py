@@ -18,7 +18,6 @@ class Gemma(Family):
     Args:
         probs_dtype: of the probabilities that ``denoise`` computes for ``look_back``. None: it
             computes none, and ``look_back`` computes the few that it needs.
-        self_conditioning: the model's MLP.
         embedding: the token embedding; with tensor parallelism, this rank's part.
         normalizer: what token embeddings are multiplied by.
     """
@@ -42,13 +41,11 @@ class Gemma(Family):
         self.normalizer = normalizer
 
     def fresh_canvas(self, seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Canvases of random tokens."""
         return noise.initial_canvas(seeds, starts, self.settings.canvas_length, self.vocab_size)
 
     def denoise(
         self, logits: torch.Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
     ) -> Denoised:
-        """The denoise step: ``step.denoise``."""
         return step.denoise(logits, rows, canvases, self.settings, self.probs_dtype, filters)
 
     def look_back(self, logits: torch.Tensor, denoised: Denoised) -> torch.Tensor:

@@ -40,11 +40,10 @@ class ImageProcessingInfo(Gemma4ProcessingInfo):
     """Tells vLLM what a prompt may hold: images, if the checkpoint has a vision tower."""
 
     def get_hf_config(self) -> DiffusionGemmaConfig:
-        """The checkpoint's config.json."""
         return self.ctx.get_hf_config(DiffusionGemmaConfig)
 
     def has_audio(self) -> bool:
-        """False: no DiffusionGemma has an audio tower."""
+        """No DiffusionGemma has an audio tower."""
         return False
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
@@ -54,7 +53,6 @@ class ImageProcessingInfo(Gemma4ProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """The number of soft tokens of the largest image."""
         if not self.get_supported_mm_limits():
             return {}
         return {"image": super().get_mm_max_tokens_per_item(seq_len, mm_counts)["image"]}
@@ -76,7 +74,6 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
 
     @staticmethod
     def get_model_state_cls() -> "type[ImageModelState]":
-        """vLLM's hook that selects the model state of this model."""
         return ImageModelState
 
     @classmethod
@@ -99,7 +96,7 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
             )
 
     def get_mm_mapping(self) -> MultiModelKeys:
-        """vLLM's hook that says which modules an adapter may change: those of the text model."""
+        """The modules that an adapter may change: those of the text model."""
         return MultiModelKeys.from_string_field(language_model="model")
 
     def embed_multimodal(
@@ -139,7 +136,6 @@ class ImageModelState(DiffusionModelState):
             self.execute_mm_encoder(scheduled_encoder_inputs)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """The inputs of the text model, with the embeddings of images in their rows."""
         inputs = super().prepare_inputs(input_batch, req_states)
         if self.supports_mm_inputs:
             embeds, is_image = self.gather_mm_embeddings(input_batch)

@@ -40,7 +40,6 @@ def denoise_step(
     converged canvas is returned like any other; the caller starts the next one.
 
     Args:
-        rows: where the canvases are.
         stats: of each row of logits at ``temperature`` ``[N]``; sample and argmax are what may be
             kept and emitted.
         drawn: of this step; its tokens stand where the sample is not accepted.

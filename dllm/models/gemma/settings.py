@@ -110,7 +110,7 @@ class GemmaSettings:
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "GemmaSettings":
-        """The settings of a server: the checkpoint's values, changed by the command line.
+        """The checkpoint's values, changed by the command line.
 
         Raises:
             ValueError: as ``from_mappings``.

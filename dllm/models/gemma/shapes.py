@@ -11,11 +11,7 @@ Config = dict[str, object]
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint.
-
-    config: the contents of config.json. Without experts (``num_experts``) or without a vision tower
-    (``vision_config``) their tensors are left out.
-    """
+    """Tensors of experts and of the vision tower are there only if the config describes these."""
     text: dict = config["text_config"]  # type: ignore[assignment]
     hidden, inner = text["hidden_size"], text["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {

@@ -37,8 +37,6 @@ def denoise(
 
     Args:
         logits: ``[N, V]`` fp32, soft-capped and edited.
-        rows: which rows of logits belong to which canvas.
-        canvases: the state before this step.
         settings: of the model; what a request can change is in ``canvases.numbers``.
         probs_dtype: of ``stats.probs`` in the result; None: no probabilities are returned.
         filters: top-k, top-p and min-p of each row of logits; None: no filters.
@@ -76,7 +74,6 @@ def first_canvases(
     Args:
         seeds: ``[R]`` int64, the seed of each canvas's noise.
         starts: ``[R]`` int64, the position of each canvas's first token in its sequence.
-        settings: the values of all parameters.
         stops: ids of tokens that end an answer.
     """
     num_rows, length = len(seeds), settings.canvas_length

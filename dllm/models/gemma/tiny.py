@@ -259,15 +259,10 @@ def write_checkpoint(
     """Write a whole checkpoint directory; the same arguments give the same bytes.
 
     Args:
-        path: the directory, created if missing.
-        config: what ``tiny_config`` returned.
-        seed: of the weights.
+        path: created if missing.
         generation: fields of generation_config.json to replace or to add.
         image_processor: also write the files that image requests need.
         variants: of the weights, as ``make_tensors`` takes them.
-
-    Returns:
-        The directory.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -315,7 +310,6 @@ def _write_json(path: Path, value: Config) -> None:
 
 
 def main() -> None:
-    """Write the checkpoint that the command line names, and print its path."""
     parser = argparse.ArgumentParser(description="Write the bundled random-weight checkpoint.")
     parser.add_argument("path", nargs="?", default="checkpoints/tiny-random")
     parser.add_argument("--seed", type=int, default=0)

@@ -71,7 +71,6 @@ class LayerScalars:
         self._came: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a scalar, by its name in the checkpoint."""
         self._came[name] = tensor.reshape(())
 
     def take(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,7 +87,7 @@ class LayerScalars:
         self._came = {}
 
     def _stacked(self, *prefixes: str) -> torch.Tensor:
-        """Of the first prefix that has it."""
+        """The scalars of all layers, each by the first of the prefixes that has one."""
         device = next((scalar.device for scalar in self._came.values()), None)
         one = torch.ones((), device=device)
         rows = []
@@ -108,7 +107,6 @@ def merge_shared_copies(
     Args:
         weights: (checkpoint name, tensor) pairs. Pairs that belong to neither encoder nor decoder
             are passed on unchanged.
-        scalars: of the model.
         names: of all tensors that will come, if known. Then only weights that come twice are read
             for comparison. Without them all are, which takes 14 s for 52 GB.
 
@@ -154,7 +152,6 @@ def refuse_missing(
     if one of its parts was.
 
     Args:
-        parameters: names of the model's parameters.
         filled: names that the checkpoint filled: of parameters, or of parts of stacked ones.
         stacked: part -> (stacked name, shard), as in ``WeightsMapper.orig_to_new_stacked``.
         num_experts: experts of a layer; None: the layers have none.
@@ -194,7 +191,6 @@ def _parts_of_experts(name: str, filled: Set[str], num_experts: int) -> list[str
 
 
 def _checkpoint_name(name: str) -> str:
-    """A checkpoint's name for a parameter of vLLM's model."""
     if name.startswith("lm_head."):
         return name
     if name.startswith(("vision_tower.", "embed_vision.")):

@@ -18,7 +18,6 @@ class LLaDA2MoeModelLM(UnmaskingModel, BailingMoeV2ForCausalLM):
     settings: LLaDA2Settings
 
     def make_family(self, vllm_config: VllmConfig) -> Unmasking:
-        """As described; says what a server of a LLaDA2.1 may want to set."""
         if not self.settings.editing:
             logger.info(
                 "Tokens are not edited. LLaDA2.1 was trained for it, and config.json does not say "

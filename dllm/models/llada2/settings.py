@@ -66,11 +66,7 @@ class LLaDA2Settings(UnmaskingSettings):
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "LLaDA2Settings":
-        """The settings of a server.
-
-        Raises:
-            ValueError: as ``UnmaskingSettings.from_vllm``, or the checkpoint is a LLaDA2.2.
-        """
+        """Raises ValueError as ``UnmaskingSettings.from_vllm``, and for a LLaDA2.2."""
         config = vllm_config.model_config.hf_config
         found = [key for key in BLOCK_ROUTING if getattr(config, key, None) is not None]
         if found:

@@ -35,10 +35,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint, under the released names.
-
-    config: the contents of config.json. With ``tie_word_embeddings`` there is no ``lm_head``.
-    """
+    """Released names; with ``tie_word_embeddings`` there is no ``lm_head``."""
     config = {**DEFAULTS, **config}
     hidden, vocab, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

@@ -17,10 +17,9 @@ class NemotronLabsDiffusionForCausalLM(MistralForCausalLM):
     )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """vLLM's, under the released names."""
         renames = WeightsMapper(orig_to_new_prefix=self.hf_to_vllm_mapper.orig_to_new_prefix)
         return super().load_weights(renames.apply(weights))
 
 
 class NemotronLabsDiffusionModel(UnmaskingModel, NemotronLabsDiffusionForCausalLM):
-    """The same as a diffusion model."""
+    """Nemotron-Labs-Diffusion as a diffusion model."""

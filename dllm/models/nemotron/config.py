@@ -48,7 +48,7 @@ class NemotronLabsDiffusionConfig(Ministral3Config):
 
     @property
     def llama_4_scaling(self) -> dict[str, float] | None:
-        """How vLLM's class of the backbone reads the scaling of queries by their positions."""
+        """The scaling of queries by their positions, as vLLM's class of the backbone reads it."""
         rope = self.rope_parameters
         if rope.get("llama_4_scaling_beta") is None:
             return None

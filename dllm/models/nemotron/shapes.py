@@ -6,10 +6,7 @@ from dllm.models.sdar import shapes as sdar
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint: Llama's under released names.
-
-    config: the contents of config.json.
-    """
+    """Llama's tensors under released names."""
     shapes = sdar.tensor_shapes({**config, "model_type": sdar.LLAMA})
     return {released_name(name): shape for name, shape in shapes.items()}
 

@@ -25,14 +25,10 @@ class _Blocks:
 
 
 class SDARConfig(_Blocks, Qwen3Config):
-    """config.json of a dense SDAR."""
-
     model_type = "sdar"
 
 
 class SDARMoeConfig(_Blocks, Qwen3MoeConfig):
-    """config.json of an SDAR with experts."""
-
     model_type = "sdar_moe"
 
 
@@ -44,7 +40,7 @@ class A2DQwen3Config(_Blocks, Qwen3Config):
 
 
 class A2DQwen2Config(_Blocks, Qwen2Config):
-    """config.json of Tiny-A2D 0.5B; as above."""
+    """config.json of Tiny-A2D 0.5B; that of its siblings without blocks ("mdlm") is the same."""
 
     model_type = "a2d-qwen2"
     block_size = 32

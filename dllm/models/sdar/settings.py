@@ -59,11 +59,7 @@ class TinyA2DSettings(SDARSettings):
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> Self:
-        """The settings of a server.
-
-        Raises:
-            ValueError: as ``UnmaskingSettings.from_vllm``, or the checkpoint has no blocks.
-        """
+        """Raises ValueError as ``UnmaskingSettings`` does, and for a checkpoint without blocks."""
         name = PurePath(vllm_config.model_config.model).name
         if "mdlm" in name.lower():
             raise ValueError(

@@ -10,10 +10,7 @@ LLAMA, QWEN2 = "llama", "a2d-qwen2"  # of Stable-DiffCoder and Tiny-A2D 0.5B; ot
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint.
-
-    config: the contents of config.json. With ``tie_word_embeddings`` there is no ``lm_head``.
-    """
+    """With ``tie_word_embeddings`` there is no ``lm_head``."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head = config.get("head_dim") or hidden // heads
@@ -50,7 +47,6 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def gated_mlp(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the three matrices of an MLP or of an expert."""
     return {
         f"{prefix}gate_proj.weight": (inner, hidden),
         f"{prefix}up_proj.weight": (inner, hidden),

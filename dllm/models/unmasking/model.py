@@ -31,7 +31,6 @@ class UnmaskingModel:
 
     @staticmethod
     def get_model_state_cls() -> "type[DiffusionModelState]":
-        """vLLM's hook that selects the model state of this model."""
         from dllm.engine.model_state import DiffusionModelState
 
         return DiffusionModelState
@@ -46,7 +45,6 @@ class UnmaskingModel:
                 write_rounded(layer)
 
     def make_family(self, vllm_config: VllmConfig) -> Unmasking:
-        """This model's implementation of the engine's interface."""
         return Unmasking(self.settings)
 
     def forward(
@@ -90,7 +88,7 @@ class UnmaskingModel:
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """vLLM's; a quantized checkpoint is checked, and its kernels are logged.
+        """Load as vLLM does; a quantized checkpoint is checked, and its kernels are logged.
 
         Raises:
             ValueError: a tensor is not finite, or a quantized layer would compute NaN.

@@ -40,11 +40,7 @@ BACKBONES: Mapping[object, type[PreTrainedModel]] = {
 
 
 def backbone_of(config: Mapping[str, object]) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class of a model in transformers, and its config; not of LLaDA2.
-
-    Args:
-        config: the contents of config.json.
-    """
+    """The class of a model in transformers, and its config; not of LLaDA2."""
     qwen3 = Qwen3MoeForCausalLM if "num_experts" in config else Qwen3ForCausalLM
     kind = BACKBONES.get(config["model_type"], qwen3)
     own = kind.config_class
@@ -75,10 +71,10 @@ class DecodingRule:
         block_size: B, tokens; a token sees its own block and those in front of it.
         mask_token_id: what a canvas starts as.
         stop_ids: tokens that end an answer.
-        threshold: a mask is replaced when its token's probability is above this; at least the one
-            with the most probable token is.
-        editing_threshold: a token becomes another when that one's probability is above this; None:
-            it stays.
+        threshold: a mask is replaced when its token's probability is above this. The mask whose
+            token is the most probable is replaced in any case.
+        editing_threshold: a token is replaced by another whose probability is above this; None:
+            tokens are never replaced.
         max_post_steps: steps that edit, after the first one without a mask.
         canvas_length: tokens of a canvas that starts with a block. None: B.
     """

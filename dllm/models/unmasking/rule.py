@@ -44,8 +44,6 @@ class Proposal(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The canvases after a step."""
-
     canvas: Tensor  # [R, C] int64: the input of the next step
     post_steps: Tensor  # [R] int: steps that began without a mask
     converged: Tensor  # [R] bool

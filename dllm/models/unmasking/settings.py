@@ -16,10 +16,9 @@ THRESHOLD = Parameter("threshold", "threshold", PROBABILITIES, "float32")
 
 @dataclass(frozen=True)
 class UnmaskingSettings:
-    """What every family of this kind has.
+    """The settings that every family of this kind has.
 
     Attributes:
-        vocab_size: of the model.
         canvas_length: tokens of the widest canvas, which is a whole block.
         mask_token_id: the token that stands for "not decided yet".
         max_denoising_steps: a canvas has no masks left after this many denoise steps. The tokens
@@ -62,7 +61,6 @@ class UnmaskingSettings:
 
     @property
     def never_emitted(self) -> tuple[int, ...]:
-        """The mask."""
         return (self.mask_token_id,)
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
@@ -71,7 +69,7 @@ class UnmaskingSettings:
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> Self:
-        """The settings of a server: the checkpoint's values, changed by the command line.
+        """The checkpoint's values, changed by the command line.
 
         Raises:
             ValueError: a key is missing or its value is not allowed.

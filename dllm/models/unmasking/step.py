@@ -39,7 +39,7 @@ ROWS_AT_ONCE = 64  # of noise, which takes several times their memory
 
 
 class Unmasking(Family):
-    """What the engine asks of an SDAR or a LLaDA2: nothing is looked back at or conditioned."""
+    """What the engine asks of an SDAR or a LLaDA2. They have no self-conditioning."""
 
     decides_for_good = True
     carried = (Column("post_steps", (), torch.int32),)
@@ -49,14 +49,13 @@ class Unmasking(Family):
         self.begins_causally = settings.begins_causally
 
     def fresh_canvas(self, seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Canvases of masks."""
         shape = (len(seeds), self.settings.canvas_length)
         return torch.full(shape, self.settings.mask_token_id, device=seeds.device)
 
     def denoise(
         self, logits: torch.Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
     ) -> Denoised:
-        """The denoise step. The logits of the mask are -inf."""
+        """The logits of the mask are -inf."""
         mask_token_id = self.settings.mask_token_id
         # What is held on the canvas is proposed where it stands, so that editing never changes it.
         canvases = canvases.holding_ends(canvases.ids[rows.padded].long())
