@@ -167,8 +167,9 @@ class Drafter(DFlashSpeculator):
         self._leave_out_drafts(step)
 
     def _leave_out_drafts(self, step: TargetStep) -> None:
-        """Nobody needs drafts of this step, so none are counted."""
+        """Nobody needs drafts of this step: none are counted, and its time teaches nothing."""
         self._observe(step)
+        self.policy.note_wait(None)
         self._keep_context(step)
         self._widths = np.zeros(step.batch.num_reqs, dtype=np.int64)
 

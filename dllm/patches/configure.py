@@ -269,8 +269,7 @@ def _choose_pages(cache: Any, block_size: int) -> None:
                 f"{block_size}. Leave the flag out."
             )
     default = 128 if current_platform.is_cpu() else GPU_PAGE_SIZE
-    is_vllms = current_platform.is_cpu() and default % block_size == 0
-    if not cache.user_specified_block_size and not is_vllms:
+    if not cache.user_specified_block_size:
         cache.block_size = math.lcm(default, block_size)
         cache.user_specified_block_size = True  # or vLLM sets its default later
 

@@ -60,6 +60,9 @@ class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Compile everything that a request will run, before the server reports ready."""
+        # Made-up requests of vLLM would compile Triton kernels, which there are none of here. They
+        # are longer than some models.
+        self.vllm_config.kernel_config.enable_jit_warmup = False
         times = super().compile_or_warm_up_model()
         if self.serves_canvases and self._should_warm_up_model():
             warm_up(self.model_runner, self.execute_model)

@@ -13,6 +13,7 @@ from vllm.exceptions import VLLMValidationError
 
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.pair import drafter_config as read_config
+from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import (
@@ -26,6 +27,7 @@ from tests.support.drafter_harness import (
     plain_engine,
     policy_of,
     prompt,
+    unused_drafts,
     watch_drafts,
 )
 from tests.support.drafter_pairs import (
@@ -203,6 +205,45 @@ def test_nobody_drafts_behind_a_step_in_which_all_end_and_its_context_is_not_los
         drafting.generate([tokens + [5] for tokens in whole], greedy(4))
     assert len(later) > 1
     assert_definition(target, drafting, later)
+
+
+def test_steps_whose_drafts_nobody_uses_count_nothing_and_keep_their_context(target, drafting):
+    drafting.reset_prefix_cache()
+    given = prompt(150, 11)
+    with watch_drafts(drafting) as seen:
+        assert not unused_drafts(drafting, given)
+    assert not seen
+    with watch_drafts(drafting) as later:
+        (output,) = drafting.outputs([[*given, 5]], greedy(8))
+    assert output.num_cached_tokens >= 64
+    assert len(later) > 1
+    assert_definition(target, drafting, later)
+
+
+def test_the_time_of_such_a_step_is_no_drafting_time(drafting):
+    """A request ends in it while another waits for room; the next step is that one's alone."""
+    drafting.reset_prefix_cache()
+    now, times = [0.0], []
+    policy = AdaptiveWidth(NUM_DRAFTS, 4, clock=lambda: now[0])
+    policy.costs.observe = lambda *observed: times.append(observed[-1])  # type: ignore[method-assign]
+    scheduler = drafting.scheduler
+
+    def step() -> None:
+        drafting.step()
+        now[0] += 1
+
+    with policy_of(drafting, policy):
+        drafting.add(prompt(5, 12), greedy(2))
+        drafting.add(prompt(6, 13), greedy(12))
+        step()
+        requests, limit = list(scheduler.running), scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = 1 + len(requests[0].spec_token_ids)
+        step()
+        scheduler.max_num_scheduled_tokens = limit
+        assert [one.num_output_tokens for one in requests] == [2, 1]
+        while drafting.llm.llm_engine.has_unfinished_requests():
+            step()
+    assert set(times) == {1000.0}
 
 
 def test_pages_behind_the_window_are_freed(windowed):

@@ -17,6 +17,7 @@ from tests.support.drafter_harness import (
     make_policy,
     plain_engine,
     policy_of,
+    unused_drafts,
 )
 from tests.support.drafter_pairs import (
     write_repeating_drafter,
@@ -137,6 +138,14 @@ def test_prompts_in_chunks_preemptions_and_the_models_end(target, tmp_path):
     engine = drafting_engine(target, folder, N, options, **limits)
     with policy_of(engine, Any()):
         assert engine.generate(asked, params) == plain.generate(asked, params)
+
+
+def test_steps_whose_drafts_nobody_uses_look_nothing_up(engine, plain):
+    policy, given = make_policy("adaptive", engine), [2, 5] * 70
+    with policy_of(engine, policy):
+        assert not unused_drafts(engine, given)
+        assert not policy._looked_up
+        assert engine.generate([given], greedy(20)) == plain.generate([given], greedy(20))
 
 
 def test_text_that_repeats_itself_is_drafted_without_the_drafter(engine, plain):

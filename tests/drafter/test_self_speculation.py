@@ -16,7 +16,13 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.unmasking.reference import load_model
 from tests.engine.test_engine import scheduler_watch
-from tests.support.drafter_harness import greedy, make_policy, policy_of, watch_drafts
+from tests.support.drafter_harness import (
+    greedy,
+    make_policy,
+    policy_of,
+    unused_drafts,
+    watch_drafts,
+)
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK, NEMOTRON
 from tests.support.masked_pass import logits_of
@@ -124,6 +130,14 @@ def test_the_text_is_the_one_token_by_token(plain, drafting, kind, monkeypatch) 
         assert list(ours) == list(theirs)
         values = [each.logprob for each in ours.values()]
         assert values == pytest.approx([each.logprob for each in theirs.values()], abs=1e-4)
+
+
+def test_steps_whose_drafts_nobody_uses_count_nothing(plain: Engine, drafting: Engine) -> None:
+    drafting.reset_prefix_cache()
+    given = prompts()[5]
+    assert not unused_drafts(drafting, given)
+    behind = [*given, 30]
+    assert drafting.generate([behind], greedy(20)) == plain.generate([behind], greedy(20))
 
 
 def test_the_context_stays_exact_up_to_the_end_of_the_model(

@@ -217,8 +217,11 @@ class Simulation:
             self._check_counters(request)
 
     def _check_counters(self, request: Request) -> None:
-        """Nothing but canvases in flight is a placeholder; the device agrees when none is."""
-        assert request.num_output_placeholders <= request.num_in_flight_tokens
+        """The canvases in flight are its placeholders; the device agrees when none is."""
+        if request.status == RequestStatus.RUNNING and not request.num_stale_output_tokens:
+            canvases = [m.scheduled_spec_decode_tokens for m, *_ in self._in_flight]
+            in_flight = sum(len(widths.get(request.request_id, ())) for widths in canvases)
+            assert request.num_output_placeholders == in_flight
         slot = self.worker.slots.get(request.request_id)
         if slot and request.status == RequestStatus.RUNNING and not request.num_in_flight_tokens:
             assert request.num_computed_tokens == slot.computed

@@ -23,7 +23,7 @@ from dllm.patches.worker import Records
 from dllm.settings.request import LEAST_ROWS
 from tests.support.engine_harness import Engine, Run, assert_same_runs, get_engine
 from tests.support.patience import HANG_S
-from tests.support.process import printed_json, run_python
+from tests.support.process import ROOT, printed_json, run_python
 
 pytestmark = pytest.mark.slow
 
@@ -242,6 +242,15 @@ def test_made_up_requests_fit_a_short_model(checkpoint, max_model_len, lengths) 
     served = [serve_made_up(engine.runner, worker.execute_model, count) for count in (1, 2)]
     assert [hidden.shape[1] for hidden in served[0]] == lengths
     assert not engine.runner.req_states.req_id_to_index
+
+
+@pytest.mark.parametrize("name", ["tiny-dllm", "tiny-sdar"])
+def test_a_cpu_serves_a_model_as_short_as_a_canvas(name: str) -> None:
+    """vLLM's made-up requests, for kernels that a CPU does not have, would be longer."""
+    options: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 0}}
+    engine = get_engine(ROOT / "checkpoints" / name, max_model_len=CANVAS, **options)
+    (tokens,) = engine.generate([[20, 21, 22]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert len(tokens) == 20
 
 
 @pytest.mark.parametrize(

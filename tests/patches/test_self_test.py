@@ -35,7 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(
             type(current_platform),
             "get_device_capability",
-            classmethod(lambda cls: DeviceCapability(9, 0)),
+            classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)),
         )
         found = {"attention, full layers": "", ROW_STATISTICS: "", GRAMMAR_PATHS: ""}
         found |= {wrong: "off by up to 0.3"}

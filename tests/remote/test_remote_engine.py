@@ -256,6 +256,20 @@ def test_hostile_replies_change_no_token(alone, small):
     assert seen.num("drafts") > 100 and seen.num("refused") > 0
 
 
+def test_nobody_is_asked_behind_steps_whose_drafts_nobody_uses(alone, small):
+    """A prompt in chunks, and the last token. vLLM leaves out no drafts without KV of their own."""
+    assert not getattr(small.scheduler, "can_skip_drafts", False)  # from 0.33 on
+    small.reset_prefix_cache()
+    counts = small.scheduler.remote.counts
+    counts.take()
+    given = prompt(150, 8)
+    with drafted_by(small, Liar()):
+        assert small.generate([given], greedy(2)) == alone.generate([given], greedy(2))
+        assert not {"draft_passes", "draft_widths"} & {name for name, _ in counts}
+        assert small.generate([given], greedy(9)) == alone.generate([given], greedy(9))
+    assert counts["draft_passes", ""] > 0
+
+
 def test_preempted_requests_lose_nothing(alone, small, monkeypatch):
     """Nor their seeds and grammars: a request reads its own answer again, and goes on."""
     small.reset_prefix_cache()

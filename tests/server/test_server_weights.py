@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
+from dllm.settings import vllm_names
 from dllm.tasks.suite import questions
 from tests.support.engine_harness import get_engine
-from tests.support.server_harness import CHECKPOINTS, FLAGS, MODEL, Server, serving
+from tests.support.server_harness import CHECKPOINTS, FLAGS, MODEL, Reply, Server, serving
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +31,25 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 MAX_TOKENS = 192  # of a request that runs while the weights change
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+# Requests that come while the server is paused, in each way that starts requests of the engine.
+TEXT: dict[str, Any] = {"model": MODEL, "prompt": "Sort: 3 1 2", "max_tokens": 8, "seed": 1}
+QUESTION = {"type": "predicate", "instructions": "Ann has more than Bob"}
+ARRIVALS: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": ("/v1/completions", TEXT),
+    "several": ("/v1/completions", TEXT | {"n": 3, "temperature": 1.0}),
+    "infilling": ("/v1/completions", TEXT | {"suffix": " and go"}),
+    "stream": ("/v1/completions", TEXT | {"stream": True}),
+    "canvases": (
+        "/v1/completions",
+        TEXT | {"stream": True, "vllm_xargs": {"diffusion_stream": "canvas"}},
+    ),
+    "decisions": (
+        "/v1/decisions",
+        {"model": MODEL, "input": "Ann has 34, Bob has 51.", "questions": [QUESTION]},
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +107,22 @@ def fresh(other: Path) -> list[str]:
 def test_weights_change_under_load(
     server: Server, other: Path, fresh: list[str], mode: str
 ) -> None:
-    """``abort`` tells those that are running, ``wait`` lets them finish, ``keep`` holds them."""
+    """``abort`` tells those that are running, ``wait`` lets them finish, ``keep`` holds them.
+
+    Those that come later wait for the new weights, or are told to come again.
+    """
+    refuses = mode != "keep" and not vllm_names.is_0_32()
     load(server, TINY_DLLM)
     post(server, "/reset_prefix_cache")
     before = answers(server)
     assert before != fresh
     streams = [started(server, seed) for seed in range(4)]
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4 + len(ARRIVALS)) as pool:
         running = [pool.submit(end, stream) for stream in streams]
         post(server, f"/pause?mode={mode}")
+        late = {name: pool.submit(server.post, *asked) for name, asked in ARRIVALS.items()}
+        if refuses:
+            wait(late.values())
         load(server, other)
         # Those that were held go on from their text, read with the new weights.
         held = "true" if mode == "keep" else "false"
@@ -103,6 +130,8 @@ def test_weights_change_under_load(
         assert done == {"success": True}
         post(server, "/resume")
         ends = [each.result() for each in running]
+        told = {name: status_of(each.result()) for name, each in late.items()}
+    assert told == dict.fromkeys(ARRIVALS, 503 if refuses else 200)
     expected = "abort" if mode == "abort" else "length"
     assert ends[-1][0] == expected
     # The first one may have ended before.
@@ -112,6 +141,14 @@ def test_weights_change_under_load(
     load(server, TINY_DLLM)
     post(server, "/reset_prefix_cache")
     assert answers(server) == before
+
+
+def status_of(reply: Reply) -> int:
+    """The HTTP status of an answer; in a stream, that of an error in it."""
+    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if '"error"' in line]
+    if reply.status != 200 or not events:
+        return reply.status
+    return int(json.loads(events[0])["error"]["code"])
 
 
 def started(server: Server, seed: int) -> Any:

@@ -143,6 +143,8 @@ def run_drafts(
 ) -> dict[str, Any]:
     """The tokens, and the drafts of every step, of three held-out questions.
 
+    ``holds_context``: a graph has projected the target's hidden states.
+
     Args:
         graphs: as of ``run``.
     """
@@ -168,7 +170,14 @@ def run_drafts(
     ]
     with mock.patch.object(speculator, "_follow", spy):
         tokens = engine.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0))
-    return {"tokens": tokens, "drafts": drafts, "replayed": replayed}
+    staged = getattr(speculator, "_aux_staging", None)
+    holds_context = staged is not None and bool(staged.any())
+    return {
+        "tokens": tokens,
+        "drafts": drafts,
+        "replayed": replayed,
+        "holds_context": holds_context,
+    }
 
 
 if __name__ == "__main__":

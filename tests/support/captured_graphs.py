@@ -138,6 +138,7 @@ def use_graphs(runner: Any, sizes: list[int]) -> dict[str, list[tuple[int, int]]
             use_aux_hidden_state_outputs=runner.use_aux_hidden_state_outputs,
         )
         if speculator is not None:
+            _make_staging(speculator)
             speculator.init_cudagraph_manager(MODE)
             speculator.capture()
     runner.cudagraph_manager = graphs
@@ -149,6 +150,18 @@ def use_graphs(runner: Any, sizes: list[int]) -> dict[str, list[tuple[int, int]]
         runner.__class__ = type("CanvasCPUModelRunner", (of_canvases, type(runner)), {})
         runner.model_state.loop.replay_graphs_of(graphs)
     return replayed
+
+
+def _make_staging(speculator: Any) -> None:
+    """Make what a speculator of DFlash has from vLLM 0.33 on if its server captures full graphs.
+
+    The target's hidden states are copied there; the graph projects them and stores the context.
+    """
+    network = getattr(speculator.model, "model", None)  # a target that drafts for itself has none
+    if hasattr(speculator, "_aux_staging") and network is not None:
+        rows = speculator._num_graph_context_tokens(speculator.max_num_reqs)
+        size = network.fc.input_size
+        speculator._aux_staging = torch.zeros(rows, size, dtype=speculator.dtype)
 
 
 def _watched(graphs: Any) -> list[tuple[int, int]]:

@@ -13,10 +13,12 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.drafter.checkpoint import DrafterConfig
+from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
+from dllm.settings import vllm_names
 from tests.support.drafter_pairs import random_drafter
 from tests.support.drafter_reference import GivenContext
 from tests.support.engine_harness import Engine, get_engine
@@ -121,6 +123,33 @@ def policy_of(engine: Engine, policy: WidthPolicy) -> Iterator[WidthPolicy]:
         yield policy
     finally:
         speculator.policy, speculator._trims = before
+
+
+def unused_drafts(engine: Engine, given: list[int]) -> Counts:
+    """Serve one token behind a prompt in chunks; what was counted, times aside.
+
+    No step of it has drafts that anybody can use. vLLM then asks for none, from 0.33 on.
+    """
+    speculator, asked = engine.runner.speculator, []
+
+    def spy(*args: Any, **options: Any) -> torch.Tensor:
+        asked.append(options["num_speculative_tokens"])
+        return propose(*args, **options)
+
+    engine.scheduler._counts.take()  # without statistics nobody else does
+    speculator._counts.take()
+    propose, speculator.propose = speculator.propose, spy
+    try:
+        engine.generate([given], greedy(1))
+    finally:
+        del speculator.propose
+    num_chunks = -(-len(given) // engine.scheduler.max_num_scheduled_tokens)
+    expected = speculator.num_speculative_steps if vllm_names.is_0_32() else 0
+    assert asked == [expected] * num_chunks and num_chunks > 1
+    counts = engine.scheduler._counts.take()
+    counts.merge(speculator._counts.take())  # of the last step, which no report has followed
+    counts.pop(("drafting_seconds", ""), None)
+    return counts
 
 
 @dataclass

@@ -55,7 +55,9 @@ class WorkerWatch(DeviceWatch):
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:  # called by another hook
                 return function(*args, **kwargs)
-            has_pinned = mock.patch.object(torch_utils, "is_pin_memory_available", lambda: True)
+            # The second is read from vLLM 0.33 on.
+            pinned: dict[str, Any] = {"is_pin_memory_available": lambda: True, "PIN_MEMORY": True}
+            has_pinned = mock.patch.multiple(torch_utils, create=True, **pinned)
             before, self._is_inside = self.num_calls.total(), True
             launched = self.launches.copy()
             try:
