@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from dllm.api.decisions import protocol, reads, route
 from dllm.api.decisions.labels import Labels
@@ -173,8 +173,13 @@ def test_a_checkpoint_that_cannot_be_asked_says_why(monkeypatch, changes, mode, 
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", next(iter(FAMILIES))])
-def test_the_route_is_there_for_our_families_alone(architecture, monkeypatch):
+@pytest.mark.parametrize("has_theirs", [False, True], ids=["vLLM 0.32", "vLLM 0.33"])
+def test_the_route_is_ours_for_our_families_alone(architecture, has_theirs, monkeypatch):
     plugin, app = OurRoutes(), FastAPI()
+    router = APIRouter()
+    router.post(route.PATH)(no_template)
+    if has_theirs:
+        app.include_router(router)
     engine = SimpleNamespace(
         model_config=SimpleNamespace(architecture=architecture), vllm_config=None
     )
@@ -186,7 +191,8 @@ def test_the_route_is_there_for_our_families_alone(architecture, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(routes.logger, "warning", lambda *parts: said.append(str(parts)))
     asyncio.run(plugin.init_state(engine, app.state, None))
-    paths = {one.path for one in app.routes}
-    assert ("/v1/decisions" in paths) == (architecture in FAMILIES)
+    served = [one.endpoint.__module__ for one in app.routes if one.path == route.PATH]
+    theirs = [__name__] * has_theirs
+    assert served == ([route.__name__] if architecture in FAMILIES else theirs)
     # Nothing has made the handler that answers: the log says so.
     assert any("501" in text for text in said) == (architecture in FAMILIES)

@@ -4,7 +4,6 @@
 taken away from the commands, so that they share one. Nothing here looks at a speed.
 """
 
-import os
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from bench.context import ROOT, read_csv
 from bench.serve import OURS, REFERENCE
 from bench.servers import Server
 from tests.support.forced_async import write_plugin
+from tests.support.process import python_path
 
 MODEL = ROOT / "checkpoints/tiny-dllm"
 FLAGS = ("--enforce-eager", "--kv-cache-memory-bytes", "64M", "--max-model-len", "512")
@@ -91,7 +91,7 @@ def test_asynchronous_scheduling_takes_the_same_steps_and_more_passes(
 ) -> None:
     """A server of its own. Its counts travel from the scheduler to /metrics and into the table."""
     write_plugin(tmp_path / "plugins")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, tmp_path / "plugins"))))
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT, tmp_path / "plugins"))
     options = [*SMALL, "--schedule", "fixed", "--contestants", OURS]
     options += ["--serve-flags", shlex.join(FLAGS), "--results", str(tmp_path)]
     assert serve.main(options) == 0

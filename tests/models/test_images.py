@@ -7,7 +7,6 @@ tested without it.
 import base64
 import importlib.util
 import io
-import os
 import re
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from PIL import Image
 
 from dllm.engine.spans import Spans
 from dllm.models.gemma.tiny import tiny_config
-from tests.support.process import ROOT, run_python
+from tests.support.process import ROOT, python_path, run_python
 from tests.support.server_harness import FLAGS, MODEL, Server
 
 pytestmark = pytest.mark.slow
@@ -48,8 +47,7 @@ def picture(seed: int, height: int = 40, width: int = 60) -> Image.Image:
 def path_with_torchvision() -> str:
     """PYTHONPATH of a process that can import torchvision."""
     stub = ROOT / "tests/support/torchvision_without_ops"
-    folders = [str(stub), str(TORCHVISION), str(ROOT)]
-    return os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+    return python_path(stub, TORCHVISION, ROOT)
 
 
 @needs_torchvision

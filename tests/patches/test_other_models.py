@@ -11,7 +11,6 @@ patches cannot be taken back.
 
 import functools
 import json
-import os
 import re
 import shutil
 import sys
@@ -23,7 +22,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.support.process import QUIET_ENGINE, printed_json, run_python
+from tests.support.process import QUIET_ENGINE, printed_json, python_path, run_python
 
 pytestmark = pytest.mark.slow
 
@@ -179,7 +178,7 @@ def outcome(
         environment = QUIET_ENGINE | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_PLUGINS": "" if setup == "no plugin" else None,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(beside)]),
+            "PYTHONPATH": python_path(ROOT, beside),
             "HF_MODULES_CACHE": str(beside / "modules"),
             "VLLM_LOGGING_LEVEL": "WARNING",
         }

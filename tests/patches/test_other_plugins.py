@@ -5,7 +5,6 @@ They are installed as pip installs them, by entry points. The process is this fi
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import family_checkpoints
-from tests.support.process import QUIET_ENGINE, ROOT, printed_json, run_python
+from tests.support.process import QUIET_ENGINE, ROOT, printed_json, python_path, run_python
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +54,7 @@ def test_a_model_a_stat_logger_and_ours(checkpoint: Callable[..., Path], tmp_pat
     )
     environment = QUIET_ENGINE | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
+        "PYTHONPATH": python_path(ROOT, tmp_path),
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
     }
     arguments = ("-m", __name__, str(checkpoint()), str(tmp_path / "llada"))

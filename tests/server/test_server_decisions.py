@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from dllm.settings.vllm_names import is_0_32
 from tests.support.server_harness import CANVAS, MAX_MODEL_LEN, MODEL
 
 pytest_plugins = ["tests.support.server_harness"]
@@ -26,6 +27,15 @@ SCORE = {
     "levels": [{"label": "few"}, {"label": "some"}, {"label": "many"}],
 }
 QUESTIONS = [PREDICATE, CHOICE, SCORE]
+SYSTEMONE = {
+    "model": MODEL,
+    "state": INPUT,
+    "questions": {
+        "p": {"type": "noul", "instructions": PREDICATE["instructions"]},
+        "c": {"type": "choice", "criteria": {f"option {i}": None for i in range(40)}},
+        "s": {"type": "score", "criteria": ["few", "some", "many"]},
+    },
+}
 
 
 def decide(client: openai.OpenAI, questions: Any = QUESTIONS, **options: Any) -> Any:
@@ -105,6 +115,24 @@ def test_input_may_be_turns_calls_and_json(client):
     assert len(decide(client, input=turns).answers) == 3
 
 
+def test_a_salt_is_a_cache_key(client):
+    def cached(**key: str) -> int:
+        decision = decide(client, [PREDICATE], input="salted " * 60, extra_body=key)
+        return int(decision.usage.input_tokens_details.cached_tokens)
+
+    assert cached(cache_salt="a") == 0
+    assert cached(prompt_cache_key="a") == cached(cache_salt="a") > 0
+    assert cached(cache_salt="b") == 0
+
+
+def test_questions_of_a_client_that_sends_joint_have_their_own_canvases(server, client):
+    assert decide(client, extra_body={"joint": False}).answers == decide(client).answers
+    reply = server.post("/v1/systemone", SYSTEMONE | {"joint": True})
+    # vLLM 0.32 does not know the field and passes over it.
+    expected = (200, None) if is_0_32() else (400, "joint")
+    assert (reply.status, reply.parameter) == expected, reply.text
+
+
 def test_a_client_that_leaves_frees_its_places(client, server):
     """1,600 canvases would take many seconds; a question behind them has an empty engine."""
     body = {"model": MODEL, "input": "left behind", "questions": [PREDICATE] * 400, "samples": 4}
@@ -150,6 +178,10 @@ REFUSED = {
     "an unknown field": ({"stream": True}, "stream"),
     "17 samples": ({"samples": 17}, "samples"),
     "true samples": ({"samples": True}, "samples"),
+    "joint": ({"joint": True}, "joint"),
+    "joint as a number": ({"joint": 0}, "joint"),
+    "an empty salt": ({"cache_salt": ""}, "cache_salt"),
+    "a salt beside a key": ({"cache_salt": "a", "prompt_cache_key": "a"}, "cache_salt"),
     "half of a surrogate pair": ({"prompt_cache_key": "\udfff"}, "prompt_cache_key"),
     "numbers as input": ({"input": [1, None, "a"]}, "input"),
     "an image": (of_user(IMAGE), "input"),
@@ -199,12 +231,7 @@ def test_another_model_is_not_found(client):
 
 
 def test_vllm_s_own_route_takes_the_same_strategy(server):
-    questions = {
-        "p": {"type": "noul", "instructions": PREDICATE["instructions"]},
-        "c": {"type": "choice", "criteria": {f"option {i}": None for i in range(40)}},
-        "s": {"type": "score", "criteria": ["few", "some", "many"]},
-    }
-    reply = server.post("/v1/systemone", {"model": MODEL, "state": INPUT, "questions": questions})
+    reply = server.post("/v1/systemone", SYSTEMONE)
     assert reply.status == 200, reply.text
     answers = json.loads(reply.text)["answers"]
     (asked,) = decide(server.client(), [PREDICATE]).answers

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.support.patience import HANG_S
-from tests.support.process import ROOT
+from tests.support.process import ROOT, python_path
 from tests.support.server_harness import ENVIRONMENT
 
 FLAGS = (
@@ -33,8 +33,7 @@ class WorkerProcess:
     """
 
     def __init__(self, model: Path, log: Path, *flags: str, listen: str | None = None) -> None:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(ROOT)}
         del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would overrule FLAGS
         command = [sys.executable, "-m", "dllm.cli", "draft-worker", "--model", str(model)]
         self.address = ""

@@ -74,9 +74,13 @@ def _changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
 
     The repository comes first in PYTHONPATH, so that the tests of a checkout import its own code.
     """
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    merged = {**os.environ, "PYTHONPATH": path, **changes}
+    merged = {**os.environ, "PYTHONPATH": python_path(ROOT), **changes}
     return {name: value for name, value in merged.items() if value is not None}
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with these folders first; behind them, what it has (another vLLM, maybe)."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
 
 
 def printed_json(finished: subprocess.CompletedProcess[str]) -> Any:

@@ -25,6 +25,7 @@ import openai
 import pytest
 
 from tests.support.patience import HANG_S
+from tests.support.process import python_path
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 
@@ -222,7 +223,7 @@ def server(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """The shared server: random weights, a small token budget."""
-    environment = {"PYTHONPATH": str(CHECKPOINTS.parent)}
+    environment = {"PYTHONPATH": python_path(CHECKPOINTS.parent)}
     yield from serving(checkpoint(), tmp_path_factory, SHARED_FLAGS, environment)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dllm.api.decisions.protocol import MAX_OPTIONS
+from dllm.settings.vllm_names import question_types
 
 # The first pair that is one token each at the start of a reply.
 YES_NO = (("yes", "no"), ("Yes", "No"), ("true", "false"), ("Y", "N"), ("A", "B"))
@@ -114,3 +115,19 @@ class Labels:
 
 def _first(labels: OptionLabels, number: int) -> OptionLabels:
     return OptionLabels(labels.texts[:number], labels.tokens[:number], labels.is_code)
+
+
+def written(question: question_types.Question, labels: OptionLabels) -> str:
+    """A question as the model reads it: what is asked, its labelled options, and how to reply."""
+    lines = [f"Question: {question.instructions}"] if question.instructions else []
+    is_pair = question.type.name == "noul"
+    for label, option in zip(labels.texts, question.options, strict=True):
+        name = "" if is_pair else option.name
+        named = " - ".join(text for text in (name, option.description) if text)
+        code = label if labels.is_code or is_pair else ""
+        lines.append(": ".join(text for text in (code, named) if text))
+    if is_pair:
+        lines.append(f"Answer with {labels.texts[0]} or {labels.texts[1]} only.")
+    else:
+        lines.append(f"Answer with one {'label' if labels.is_code else 'option'} only.")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The body of ``POST /v1/decisions``, as OpenAI's SDK 3.52 sends it, and two fields of ours.
+"""The body of ``POST /v1/decisions``, as OpenAI's SDK 3.52 sends it, and fields of vLLM and ours.
 
 A body of 1 MB may hold 60,000 options, or as many values of JSON. So options are dataclasses, which
 take a fifth of a model's time, and JSON is checked where it is written, off the event loop.
@@ -195,7 +195,9 @@ class DecisionRequest(Body):
 
     Attributes:
         samples: canvases for each question; default: the server's.
-        priority: as in vLLM's other routes.
+        priority, cache_salt: as in vLLM's other routes. OpenAI's ``prompt_cache_key`` does what
+            ``cache_salt`` does: requests share cached prompts only with those of the same key.
+        joint: vLLM's, to ask several questions on one canvas; only false is served.
     """
 
     model: str
@@ -203,7 +205,9 @@ class DecisionRequest(Body):
     questions: list[AskedQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS)
     # With a bound, pydantic refuses halves of surrogate pairs, which the engine cannot take.
     prompt_cache_key: str | None = Field(default=None, max_length=4096)
+    cache_salt: str | None = Field(default=None, max_length=128)
     prompt_cache_options: dict[str, Any] | None = None
+    joint: StrictBool = False
     safety_identifier: str | None = None
     samples: int | None = Field(default=None, ge=1, le=MAX_SAMPLES, strict=True)
     priority: int = Field(default=0, ge=-(2**63), le=2**63 - 1)

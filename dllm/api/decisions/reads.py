@@ -21,7 +21,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import make_async
 
-from dllm.api.decisions.labels import Labels, OptionLabels
+from dllm.api.decisions.labels import Labels, OptionLabels, written
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
 from dllm.api.fill import at_once, finished
 from dllm.api.http_request import in_turn, places_of
@@ -73,6 +73,7 @@ class CanvasReads(strategies.NextTokenStrategy):
     """vLLM's interface of strategies, for every family that this plugin serves."""
 
     why_not: ClassVar[str | None] = None  # there is none; vLLM logs it at the level DEBUG
+    joint_reads = True  # so that vLLM's /v1/systemone asks num_requests, which says why not
 
     def __init__(self, context: strategies.ReadContext, settings: DenoiseSettings) -> None:
         """Raises ValueError if the served model cannot be asked."""
@@ -112,9 +113,18 @@ class CanvasReads(strategies.NextTokenStrategy):
         """How many canvases some questions take; one each is enough where canvases have no noise.
 
         Args:
-            joint: vLLM's; several questions never share one of our canvases.
+            joint: whether they are to share canvases.
             samples: of each question; None: the server's.
+
+        Raises:
+            VLLMValidationError: they are.
         """
+        if joint:
+            refuse(
+                "joint",
+                "joint = true; allowed: false. Questions on one canvas change each other's "
+                "probabilities. Send them without joint.",
+            )
         has_noise = not self.settings.never_emitted
         return len(questions) * ((samples or self.options.samples) if has_noise else 1)
 
@@ -355,22 +365,6 @@ class _Plan:
         tokens = sorted({token for one in self.labels.tokens for token in one})
         step = MAX_LOGPROB_TOKEN_IDS
         return [tokens[start : start + step] for start in range(0, len(tokens), step)]
-
-
-def written(question: question_types.Question, labels: OptionLabels) -> str:
-    """A question as the model reads it: what is asked, its labelled options, and how to reply."""
-    lines = [f"Question: {question.instructions}"] if question.instructions else []
-    is_pair = question.type.name == "noul"
-    for label, option in zip(labels.texts, question.options, strict=True):
-        name = "" if is_pair else option.name
-        named = " - ".join(text for text in (name, option.description) if text)
-        code = label if labels.is_code or is_pair else ""
-        lines.append(": ".join(text for text in (code, named) if text))
-    if is_pair:
-        lines.append(f"Answer with {labels.texts[0]} or {labels.texts[1]} only.")
-    else:
-        lines.append(f"Answer with one {'label' if labels.is_code else 'option'} only.")
-    return "\n".join(lines)
 
 
 def _is_word(text: str) -> bool:

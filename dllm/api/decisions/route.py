@@ -6,6 +6,7 @@ from typing import Any
 import prometheus_client
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.generate.structured_decisions.serving import ServingStructuredDecisions
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import (
@@ -69,6 +70,11 @@ async def answered(
     error = await handler._check_model(request)  # type: ignore[arg-type]
     if error is not None:
         return error
+    validate_cache_salt(request.cache_salt)
+    if request.cache_salt and request.prompt_cache_key is not None:
+        refuse(
+            "cache_salt", "cache_salt beside prompt_cache_key, which does the same; leave one out."
+        )
     strategy = handler.strategy
     engine = strategy.context.engine_client
     if engine.errored:
@@ -78,7 +84,7 @@ async def answered(
     questions, text, images = await make_async(asked_of, renderer._executor)(request)
     if images and "image" not in strategy.modalities:
         refuse("input", "input holds an image; this model takes text alone. Leave it out.")
-    engine.check_admission(strategy.num_requests(questions, samples=request.samples))
+    engine.check_admission(strategy.num_requests(questions, request.joint, request.samples))
     reads = await strategy.read(
         questions,
         None,
@@ -87,7 +93,7 @@ async def answered(
         chat_template_kwargs=None,
         lora_request=handler._maybe_get_adapters(request),  # type: ignore[arg-type]
         priority=request.priority,
-        cache_salt=request.prompt_cache_key,
+        cache_salt=request.cache_salt or request.prompt_cache_key,
         trace_headers=await handler._get_trace_headers(raw_request.headers),
         media={"image": images} if images else None,
         samples=request.samples,
