@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from dllm.tasks.suite import questions
+from bench.toys.suite import questions
 from tests.support.engine_harness import get_engine
 from tests.support.server_harness import CHECKPOINTS, FLAGS, MODEL, Server, serving
 
