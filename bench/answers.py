@@ -22,11 +22,11 @@ from pathlib import Path
 
 from bench.context import ROOT, Row, command_line, progress, publish, reporting_failures
 from bench.servers import Server
+from bench.toys.served import ServedModel
+from bench.toys.suite import FAMILIES, questions
 from bench.workloads import ANSWER_TOKENS
 from dllm.settings.command import CommandError
-from dllm.tasks.suite import FAMILIES, questions
 from dllm.tools.client import connect
-from dllm.tools.eval_server import ServedModel
 
 MODELS = ROOT / "checkpoints"
 # A server takes this share of a GPU whatever it needs, and does not start where less is free.

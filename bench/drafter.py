@@ -34,10 +34,11 @@ from bench.race import Contestant, add_options, admit, race_workloads, rounds, s
 from bench.runs import NO_CANVAS, Client
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios
+from bench.toys.suite import FAMILIES
+from bench.toys.tokenizer import knows_questions
 from bench.workloads import ADAPTIVE, Shape, Workload, prompt_texts
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
-from dllm.tasks.suite import FAMILIES
-from dllm.train.prompts import default_file
+from dllm.prompts.files import SHIPPED
 
 FILE = "drafter.csv"
 TARGET, DRAFTER = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-drafter"
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def loads(options: argparse.Namespace) -> list[Workload]:
     """Questions of all families in turn at every concurrency, and long ones at the first."""
-    file = options.prompts or default_file(options.target)
+    file = options.prompts or (None if knows_questions(options.target) else SHIPPED)
     known = tuple(FAMILIES if file is None else prompt_texts(file))
     asked = [(known, n) for n in options.concurrency]
     if file is None:

@@ -45,7 +45,7 @@ import torch
 
 from bench.context import ROOT, command_line, write_csv
 from bench.roofline import released_config
-from dllm.models.gemma.tiny import tiny_config, write_checkpoint
+from bench.toys.tiny import tiny_config, write_checkpoint
 from dllm.quantize.recipes import MADE, quantization_config
 
 CALLS = (1, 2, 3, 4)

@@ -49,7 +49,7 @@ from bench.serve import BUILTIN, OURS, write_generation_config
 from bench.servers import BUILTIN_ENVIRONMENT, with_engine
 from bench.step_parts import IDLE, PARTS, Recorder, Step, step_functions
 from bench.tables import Section, grouped, markdown, spread_of
-from dllm.models.gemma.tiny import tiny_config, write_checkpoint
+from bench.toys.tiny import tiny_config, write_checkpoint
 
 # The released model's shape with 60 million parameters.
 RANDOM_60M = {

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from bench.context import GateError, Row, progress
 from bench.runs import SPEEDS, Client, answer_questions, figures
 from bench.servers import SERVE_FLAGS, Server
+from bench.toys.report import wilson_interval
 from bench.workloads import ANSWER_TOKENS, FIXED, Shape, Workload
-from dllm.tools.eval_report import wilson_interval
 
 T = TypeVar("T")
 LEEWAY = 0.02  # share of right answers by which models of the same questions may differ

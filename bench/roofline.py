@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from bench.context import Row, Rows, command_line, publish
 from bench.tables import Section, markdown
-from dllm.models.gemma.tiny import tiny_config
+from bench.toys.tiny import tiny_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # The shape of google/diffusiongemma-26B-A4B-it: its text_config is its Gemma 4 26B-A4B backbone's.

@@ -37,8 +37,8 @@ import numpy as np
 
 from bench.context import Row
 from bench.servers import child_environment, tail
+from bench.toys.suite import Question
 from bench.workloads import ANSWER_TOKENS, FIXED, Workload
-from dllm.tasks.suite import Question
 
 TIMEOUT_S = 600
 # What `vllm bench serve` imports, lazily, from main().
@@ -134,7 +134,7 @@ def answer_questions(
     Of that, what ``figures`` reads; beside it ``denoise_steps`` and ``blocks``. The first
     question is asked once more before the clock starts.
     """
-    from dllm.tools.eval_reference import Generated, MaskedReference, open_reference
+    from bench.toys.reference import Generated, MaskedReference, open_reference
     from tests.support import llada2_pipeline
 
     class Pipeline(MaskedReference):

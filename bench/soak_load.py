@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from dllm.tasks.suite import FAMILIES, question
+from bench.toys.suite import FAMILIES, question
 
 CONVERSATION = "conversation"  # a kind of its own: a request needs the answer before
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

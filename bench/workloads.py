@@ -2,7 +2,7 @@
 
 Three schedules, each with the prompts that it makes sense for:
 
-    adaptive    held-out questions of the task suite (``dllm/tasks/suite.py``), as many of each
+    adaptive    held-out questions of the task suite (``bench/toys/suite.py``), as many of each
                 family, as chat messages. Answers end where the model ends them, and blocks stop
                 when they converge. Or prompts of a file, for a model that does not know the suite.
     structured  those of them that ask for JSON, held to its schema by ``response_format``.
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dllm.tasks.prompts import read_conversations
-from dllm.tasks.suite import FAMILIES, Question, questions
+from bench.toys.suite import FAMILIES, Question, questions
+from dllm.prompts.files import read_conversations
 
 ADAPTIVE, STRUCTURED, FIXED = "adaptive", "structured", "fixed"
 ANSWER_TOKENS = 128  # at most, of an answer to a question; right ones are shorter

@@ -25,8 +25,8 @@ COMMANDS = {
         "measure whether a drafter fits its target",
     ),
     "eval": (
-        "dllm.tools.evaluate",
-        "score a server, or a checkpoint in process, on held-out questions",
+        "dllm.tools.decisions",
+        "score a server's typed decisions on the questions of a file",
     ),
     "doctor": ("dllm.doctor.command", "look at what a server needs of this machine"),
     "watch": ("dllm.tools.watch", "watch a canvas settle, step by step"),

@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ``checkpoint(seed=3, generation={...}, sliding_window=64, ...)``; every keyword that
     ``write_checkpoint`` does not take is one of ``tiny_config``.
     """
-    from dllm.models.gemma.tiny import tiny_config, write_checkpoint
+    from bench.toys.tiny import tiny_config, write_checkpoint
 
     written: dict[str, Path] = {}
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground up. Rooms of one floor do not import each other.
 FLOORS = (
     ("dllm.attention", "dllm.quant"),
-    ("dllm.settings", "dllm.tasks", "dllm.ops", "dllm.cpu", "dllm.grammar"),
+    ("dllm.settings", "dllm.prompts", "dllm.ops", "dllm.cpu", "dllm.grammar"),
     ("dllm.engine",),
     ("dllm.models", "dllm.drafter", "dllm.api"),
     ("dllm.remote",),
@@ -23,7 +23,7 @@ FLOORS = (
 HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # `dllm/__init__.py` holds the version and the entry point, which imports when it is called.
 ROOT_PACKAGE = "dllm"
-WITHOUT_VLLM = ("dllm.ops", "dllm.grammar", "dllm.tasks", "dllm.cpu", "dllm.quantize")
+WITHOUT_VLLM = ("dllm.ops", "dllm.grammar", "dllm.prompts", "dllm.cpu", "dllm.quantize")
 # Neither is installed with the packages.
 OUTSIDE = ("bench", "tests")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow
 from datasets import Dataset
 
-from dllm.tasks.suite import FAMILIES, questions
+from bench.toys.suite import FAMILIES, questions
 
 CHOICES = 4
 
@@ -23,7 +23,7 @@ def answers(count: int = 100, **_: Any) -> dict[str, Dataset]:
 
 
 def is_right(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether the answer is one of those, as ``dllm eval`` counts."""
+    """Whether the answer is one of those, as ``bench.toys`` counts."""
     return {"exact_match": float(results[0].strip() in doc["accepted"])}
 
 

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dllm.prompts.files import SHIPPED, Message, read_conversations
 from dllm.quant.schemes import Scheme
 from dllm.quantize.checkpoint import Checkpoint
 from dllm.quantize.groups import Group, groups_of
 from dllm.quantize.recipes import MADE, scheme_named
 from dllm.settings.command import CommandError
-from dllm.tasks.prompts import SHIPPED, Message, asked, knows_suite, read_conversations
-from dllm.tasks.suite import FAMILIES, questions
 
 # Files beside the weights that are copied unchanged, if the source has them.
 COMPANIONS = (
@@ -66,11 +65,11 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE.jsonl",
         help='prompts for nvfp4, {"prompt": ...} or {"messages": ...} a line (default: shipped '
-        "general prompts; for our small models the task suite's training questions)",
+        "general prompts)",
     )
     found.add_argument("--samples", type=int, default=64, help="prompts to calibrate with")
     found.add_argument("--blocks", type=int, default=2, help="canvases to fill for a prompt")
-    found.add_argument("--seed", type=int, default=0, help="of prompts and noise")
+    found.add_argument("--seed", type=int, default=0, help="of the noise")
     found.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     found.add_argument(
         "--python",
@@ -101,7 +100,7 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
         )
     prompts = []
     if scheme.needs_calibration:
-        prompts = calibration_prompts(args.calibration, args.model, args.samples, args.seed)
+        prompts = calibration_prompts(args.calibration, args.samples)
     groups, options = groups_of(source, scheme), (args.blocks, args.seed, args.device)
     return Job(source, scheme, groups, args.out, prompts, *options), args
 
@@ -112,27 +111,16 @@ def refuse_existing(out: Path) -> None:
         raise CommandError(f"--out {out} exists, and nothing is overwritten; name another one.")
 
 
-def calibration_prompts(
-    file: Path | None, model: Path, samples: int, seed: int
-) -> list[list[Message]]:
+def calibration_prompts(file: Path | None, samples: int) -> list[list[Message]]:
     """Conversations to calibrate with; the model answers the last message of each.
 
     Args:
-        file: a JSON object on each line (``tasks.prompts``). None takes the shipped general
-            prompts; for our small models training questions of the task suite, equally many of
-            every family.
+        file: a JSON object on each line (``prompts.files``). None takes the shipped prompts.
         samples: how many to take: the first ones of a file, or all if it has fewer.
-        seed: of the task suite's questions.
 
     Raises:
         CommandError: the file cannot be read, or a line is wrong (its number is in the message).
     """
-    if file is None and knows_suite(model):
-        each = -(-samples // len(FAMILIES))
-        suite = questions(FAMILIES, "train", each, seed)
-        # Families take turns. In the suite's order, `samples` would cut off the last family.
-        turns = [index for first in range(each) for index in range(first, len(suite), each)]
-        return [asked(suite[index].prompt).messages for index in turns[:samples]]
     try:
         found = read_conversations(file or SHIPPED, is_json=True)
     except ValueError as error:

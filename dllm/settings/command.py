@@ -1,5 +1,6 @@
 """What all ``dllm`` subcommands share: exit statuses, and the error for mistakes of the user."""
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,22 @@ OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 class CommandError(Exception):
     """A mistake that the user can correct; the message says what was given and what to do."""
+
+
+def positive(text: str) -> int:
+    """A number of a command line, as argparse's ``type``: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}; allowed: an integer of at least 1.")
+    return value
+
+
+def new_file(text: str) -> Path:
+    """A file to write, as argparse's ``type``: its folder has to be there."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}.")
+    return path
 
 
 def write_findings(path: Path, found: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
 """The commands ``dllm eval`` and ``dllm watch``, and their HTTP client.
 
-Imports models, tasks and settings.
+Imports prompts and settings.
 """

@@ -24,18 +24,6 @@ class Connection:
     model: str
     client: openai.OpenAI
 
-    def metrics(self) -> str | None:
-        """The text of the server's Prometheus metrics; None if it has none.
-
-        Raises:
-            CommandError: the server does not answer any more.
-        """
-        with explained(self.url):
-            try:
-                return self.client.get(f"{self.url}/metrics", cast_to=str)
-            except openai.APIStatusError:
-                return None
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

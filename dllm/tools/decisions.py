@@ -11,48 +11,57 @@ value of a choice, or the label of a level. A predicate may have ``odds`` instea
 probability of yes; ``name`` groups lines in the table.
 """
 
+import argparse
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dllm.settings.command import CommandError
-from dllm.tasks.prompts import json_lines
-from dllm.tasks.suite import DECISION_FAMILIES, questions
-from dllm.tools.calibration import Decided, cross_validated, report
+from rich.console import Console
+
+from dllm.prompts.files import json_lines
+from dllm.settings.command import OK, CommandError, new_file, positive
+from dllm.tools import client
+from dllm.tools.calibration import Decided, cross_validated, report, table
 from dllm.tools.client import Connection, explained
 
 TYPES = ("predicate", "choice", "score")
 
 
-def bundled(split: str, num: int, seed: int) -> list[dict[str, Any]]:
-    """Lines of the families that tiny-decisions is trained on, ``num`` of each.
+def main(argv: Sequence[str]) -> int:
+    """Run ``dllm eval``: ask, print how far the answers can be trusted, write JSON if asked to."""
+    given = parse(argv)
+    lines = read_lines(given.decisions)
+    connection = client.connect(given.base_url, given.model, given.api_key)
+    found = scores(lines, ask(connection, lines, given.concurrency, given.samples))
+    title = f"{connection.model} at {connection.url}: typed decisions"
+    Console().print(table(found["reports"], title))
+    Console().print(advice(found["temperatures"]), soft_wrap=True)
+    if given.output:
+        result = {"model": connection.model, "samples": given.samples, **found}
+        given.output.write_text(json.dumps(result, indent=2) + "\n")
+    return OK
 
-    Raises:
-        CommandError: a family has fewer.
-    """
-    lines = []
-    try:
-        drawn = questions(DECISION_FAMILIES, split, num, seed)
-    except ValueError as error:
-        raise CommandError(f"--num {num}: {error}") from None
-    for asked in drawn:
-        decision = asked.decision
-        assert decision is not None
-        line: dict[str, Any] = {
-            "name": asked.family,
-            "input": decision.input,
-            "question": decision.question,
-        }
-        if decision.odds is not None:
-            line["odds"] = decision.odds
-        elif decision.type == "predicate":
-            line["answer"] = asked.answer == "yes"
-        else:
-            line["answer"] = decision.options[decision.labels.index(asked.answer)]
-        lines.append(line)
-    return lines
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line; exits with status 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="dllm eval",
+        description="Ask a server typed questions, and measure how far its answers can be trusted.",
+    )
+    client.add_arguments(parser)
+    parser.add_argument(
+        "--decisions",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="a line of JSON for each question, with input, question and answer",
+    )
+    parser.add_argument("--samples", type=positive, help="canvases of a question")
+    parser.add_argument("--concurrency", type=positive, default=8, help="requests at once (8)")
+    parser.add_argument("--output", type=new_file, metavar="FILE", help="write all numbers as JSON")
+    return parser.parse_args(argv)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -3,13 +3,12 @@
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 
-from dllm.settings.command import OK, CommandError
+from dllm.settings.command import OK, CommandError, new_file, positive
 from dllm.tools.client import Connection, add_arguments, connect, explained
 from dllm.tools.watch_drawing import Frame, Texts, animation, legend, picture
 
@@ -85,16 +84,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("question")
     add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
-    parser.add_argument("--max-blocks", type=int, default=4, help="end after so many blocks (4)")
+    parser.add_argument(
+        "--max-blocks", type=positive, default=4, help="end after so many blocks (4)"
+    )
     parser.add_argument("--delay", type=float, default=0.4, help="seconds a denoise step (0.4)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write an animated SVG file")
+    parser.add_argument(
+        "--svg", type=new_file, metavar="FILE", help="also write an animated SVG file"
+    )
     given = parser.parse_args(argv)
-    if given.max_blocks < 1:
-        parser.error(f"--max-blocks {given.max_blocks}; allowed: an integer of at least 1.")
     if not 0 <= given.delay < float("inf"):
         parser.error(f"--delay {given.delay}; allowed: a number of seconds of at least 0.")
-    if given.svg and not given.svg.absolute().parent.is_dir():
-        parser.error(f"--svg {given.svg}: there is no folder {given.svg.parent}.")
     return given
 
 

@@ -1,18 +1,17 @@
 """``dllm check-drafter``: does a drafter fit its target."""
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from dllm.drafter.samples import Sample
+from dllm.prompts.files import SHIPPED
 from dllm.settings.command import FAILED, OK, CommandError, write_findings
-from dllm.tasks.suite import FAMILIES
 from dllm.train.acceptance import measure, possible, total
 from dllm.train.export import Drafter
-from dllm.train.prompts import Prompt, default_file, file_prompts, suite_prompts
+from dllm.train.prompts import Prompt, load_prompts
 from dllm.train.settings import CalibrateSettings
 from dllm.train.target import Target, read_config, target_facts
 
@@ -35,7 +34,10 @@ def main(argv: Sequence[str]) -> int:
     drafter = Drafter.load(given.drafter, target_facts(read_config(given.target)))
     network = drafter.network().to(given.device).requires_grad_(False)
     target = Target(given.target, given.device)
-    samples = respond(target, load_prompts(given), given.max_tokens)
+    # All are measured; "held out" means nothing here.
+    asked = CalibrateSettings(heldout=1, responses=given.num_prompts)
+    prompts = load_prompts(given.target, given.prompts, asked)[: given.num_prompts]
+    samples = respond(target, prompts, given.max_tokens)
     found = total(measure(network, target, samples, drafter.block))
     best = total(possible(samples, drafter.block - 1)).length
     is_ok = found.by_position[0] >= LEAST_FIRST_DRAFT
@@ -70,8 +72,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--prompts",
         type=Path,
-        help="text or JSONL, at least --num-prompts; without it shipped general prompts (for our "
-        "small models the task suite)",
+        default=SHIPPED,
+        help="text or JSONL, at least --num-prompts",
     )
     parser.add_argument("--num-prompts", type=int, default=NUM_PROMPTS, help="prompts to answer")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of a response")
@@ -81,17 +83,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if given.num_prompts < 1 or given.max_tokens < 2:
         parser.error("--num-prompts is at least 1, --max-tokens at least 2.")
     return given
-
-
-def load_prompts(given: argparse.Namespace) -> list[Prompt]:
-    """So many prompts of the file, or held-out ones of as many families of the task suite."""
-    file, count = given.prompts or default_file(given.target), given.num_prompts
-    if file is not None:
-        settings = CalibrateSettings(heldout=1, responses=count)
-        return file_prompts(given.target, file, settings)[:count]
-    settings = CalibrateSettings(heldout=math.ceil(count / len(FAMILIES)), responses=1)
-    asked = suite_prompts(given.target, settings)
-    return [prompt for prompt in asked if prompt.is_heldout][-count:]
 
 
 def respond(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> list[Sample]:

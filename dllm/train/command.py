@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from dllm.drafter.samples import recorded_layers
+from dllm.prompts.files import SHIPPED
 from dllm.settings.command import OK, CommandError
 from dllm.tools import client
 from dllm.train.config import drafter_config
@@ -19,7 +20,7 @@ from dllm.train.export import Drafter
 from dllm.train.learner import DraftLearner
 from dllm.train.model_card import write_model_card
 from dllm.train.progress import progress, train_shown
-from dllm.train.prompts import Prompt, default_file, load_prompts
+from dllm.train.prompts import Prompt, load_prompts
 from dllm.train.recorded import split_buffer
 from dllm.train.responses import (
     HELDOUT,
@@ -39,8 +40,8 @@ RESPONSES = "responses"
 
 # Flags that override a setting of the config: (field, help text).
 OVERRIDES = {
-    "--num-prompts": ("responses", "prompts to train on, at most (task suite: of each family)"),
-    "--heldout": ("heldout", "further prompts to measure on (task suite: of each family)"),
+    "--num-prompts": ("responses", "prompts to train on, at most"),
+    "--heldout": ("heldout", "further prompts to measure on: the first of the file"),
     "--max-tokens": ("max_tokens", "tokens of a response, at most"),
     "--steps": ("steps", "training steps"),
     "--batch-size": ("batch_size", "responses in each step"),
@@ -60,7 +61,6 @@ def main(argv: Sequence[str]) -> int:
     drafter = load_drafter(given, settings, target_config)
     prompts: list[Prompt] = []
     if given.from_buffer is None:
-        given.prompts = given.prompts or default_file(given.target)
         prompts = load_prompts(given.target, given.prompts, settings)
     else:
         samples, heldout = split_buffer(given.from_buffer, drafter.read)
@@ -100,8 +100,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     data.add_argument(
         "--prompts",
         type=Path,
-        help="text, one a line, or JSONL; default: shipped general prompts (for our small models: "
-        "the task suite)",
+        default=SHIPPED,
+        help="text, one a line, or JSONL; default: shipped general prompts",
     )
     data.add_argument("--from-buffer", type=Path, help="recorded traffic (docs/calibration.md)")
     parser.add_argument(
@@ -152,8 +152,7 @@ def load_settings(given: argparse.Namespace) -> CalibrateSettings:
     elif given.drafter is not None:
         settings = CONTINUED
     else:
-        uses_suite = given.prompts is None and default_file(given.target) is None
-        settings = replace(NEW, responses=1000) if uses_suite else NEW
+        settings = NEW
     asked = {field: getattr(given, field) for field, _ in OVERRIDES.values()}
     changes = {field: value for field, value in asked.items() if value is not None}
     if given.learning_rate is not None:
@@ -224,10 +223,8 @@ def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
     target = given.target.name
     if given.from_buffer is not None:
         data = f"live traffic recorded at {target}"
-    elif given.prompts is not None:
-        data = f"responses of {target} to the prompts of {given.prompts.name}"
     else:
-        data = f"greedy responses of {target} to the questions of the task suite"
+        data = f"responses of {target} to the prompts of {given.prompts.name}"
     shown = client.without_key([each for each in argv if each != "--resume"], given.api_key)
     command = shlex.join(["dllm", "calibrate", *shown])
     write_model_card(run, model, command, f"{data}: {counts}.")

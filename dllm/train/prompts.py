@@ -1,4 +1,4 @@
-"""What the target is asked: the lines of a file, or the questions of the task suite.
+"""What the target is asked: the lines of a file.
 
 The shipped prompts are enough to try a calibration and to check a drafter; a drafter that is to be
 used needs thousands of prompts like its own traffic.
@@ -7,13 +7,10 @@ used needs thousands of prompts like its own traffic.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from dllm.prompts.files import SHIPPED, SHIPPED_DOMAINS, read_conversations
 from dllm.settings.command import CommandError
-from dllm.tasks.prompts import SHIPPED, SHIPPED_DOMAINS, knows_suite, read_conversations
-from dllm.tasks.suite import FAMILIES, questions
-from dllm.tasks.tokenizer import encode_prompt
 from dllm.train.settings import CalibrateSettings
 
 OF_FILE = "prompts"  # the group of a file's prompts that name no domain
@@ -28,51 +25,19 @@ class Prompt:
     is_heldout: bool
 
 
-def default_file(target: Path) -> Path | None:
-    """Where prompts come from unless a file is given; None: from the task suite."""
-    return None if knows_suite(target) else SHIPPED
-
-
-def load_prompts(target: Path, file: Path | None, settings: CalibrateSettings) -> list[Prompt]:
-    """The prompts of a file, or the questions of the task suite if there is none.
-
-    Of ``SHIPPED`` at most one prompt of each domain is held out.
-    """
-    if file is None:
-        return suite_prompts(target, settings)
-    if file == SHIPPED:
-        settings = replace(settings, heldout=min(settings.heldout, SHIPPED_DOMAINS))
-    return file_prompts(target, file, settings)
-
-
-def suite_prompts(target: Path, settings: CalibrateSettings) -> list[Prompt]:
-    """Training and held-out questions of every family, for one of our small models.
-
-    Raises:
-        CommandError: a family has fewer of them.
-    """
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    splits = (("heldout", settings.heldout), ("train", settings.responses))
-    try:
-        return [
-            Prompt(tuple(encode_prompt(tokenizer, asked.prompt)), asked.family, split == "heldout")
-            for split, count in splits
-            for asked in questions(FAMILIES, split, count, settings.seed)
-        ]
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-
-
-def file_prompts(target: Path, file: Path, settings: CalibrateSettings) -> list[Prompt]:
+def load_prompts(target: Path, file: Path, settings: CalibrateSettings) -> list[Prompt]:
     """Prompts of a file, with the target's chat template; the first ``heldout`` are held out.
 
     A line of a text file is a prompt; a line of JSONL is an object with ``prompt`` or ``messages``,
-    and perhaps ``domain``, which becomes the prompt's group.
+    and perhaps ``domain``, which becomes the prompt's group. Of ``SHIPPED`` at most one prompt of
+    each domain is held out.
 
     Raises:
         CommandError: the file cannot be read, a line is wrong, there are too few, or the target has
             no tokenizer.
     """
+    if file == SHIPPED:
+        settings = replace(settings, heldout=min(settings.heldout, SHIPPED_DOMAINS))
     try:
         chats = read_conversations(file, is_json=file.suffix == ".jsonl")
     except ValueError as error:

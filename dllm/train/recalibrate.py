@@ -24,7 +24,7 @@ import torch
 
 from dllm.drafter.renewal import DIGITS, checkpoint, published
 from dllm.drafter.samples import SUFFIX
-from dllm.settings.command import OK, CommandError
+from dllm.settings.command import OK, CommandError, positive
 from dllm.train.ends import TargetEnds
 from dllm.train.export import Drafter, write_checkpoint
 from dllm.train.learner import DraftLearner
@@ -149,10 +149,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, required=True, help="that the server started with")
     parser.add_argument("--buffer", type=Path, required=True, help="the server's `record` folder")
     parser.add_argument("--out", type=Path, required=True, help="the server's `renew` folder")
-    parser.add_argument("--steps", type=int, default=200, help="training steps of a round")
-    parser.add_argument("--rounds", type=int, help="stop after so many; default: go on")
+    parser.add_argument("--steps", type=positive, default=200, help="training steps of a round")
+    parser.add_argument("--rounds", type=positive, help="stop after so many; default: go on")
     parser.add_argument("--device", default="cpu")
-    given = parser.parse_args(argv)
-    if given.steps < 1 or (given.rounds is not None and given.rounds < 1):
-        parser.error("--steps and --rounds are at least 1.")
-    return given
+    return parser.parse_args(argv)

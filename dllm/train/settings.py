@@ -71,8 +71,8 @@ class CalibrateSettings:
         final_lr: fraction of the peak that is left at the end.
         ema: decay of the average of the weights, which is what is evaluated and written.
         clip: largest norm of the gradient.
-        responses: task suite: training prompts of each family; prompt file: at most so many.
-        heldout: task suite: held-out prompts of each family; prompt file: the first so many.
+        responses: prompts to train on, at most.
+        heldout: the first so many prompts, which are measured on and not trained on.
         max_tokens: of a response.
         temperature: of the responses to train on; held-out ones are greedy.
         generate_batch: responses generated at once.

@@ -14,8 +14,8 @@ from bench import answers, gpu, profile_step, serve
 from bench.context import read_csv
 from bench.gpu import CALL_S, CALLS, PARTS, SETTLE_S, Part, write_without_weights
 from bench.roofline import released_config
+from bench.toys.tiny import tiny_config
 from dllm.engine.loop import bound_s
-from dllm.models.gemma.tiny import tiny_config
 from dllm.settings.server import PluginOptions
 from tests.support.patience import HANG_S
 

@@ -14,8 +14,8 @@ from bench.runs import BUILTIN_PASSES, MANY_WIDTHS, NO_CANVAS, OVERLAPPED, SPEED
 from bench.serve import BUILTIN, OURS, Spec
 from bench.servers import Server
 from bench.tables import load_tables, ratios, spread
+from bench.toys.suite import FAMILIES, Question
 from bench.workloads import ADAPTIVE, FIXED, STRUCTURED, Shape, Workload, draw_questions
-from dllm.tasks.suite import FAMILIES, Question
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "checkpoints/tiny-random"

@@ -4,17 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import GPT2Config
 from vllm.config import ModelConfig
 
+from bench.toys.suite import FAMILIES, questions
+from bench.toys.tokenizer import encode_prompt
 from dllm import cli
 from dllm.drafter.recording import refuse_target_without_hidden_states
 from dllm.drafter.samples import read_shards, recorded_layers
 from dllm.patches.contract import CPU_WORKER
 from dllm.settings.drafting import DrafterOptions
 from dllm.train.export import read_checkpoint
-from dllm.train.prompts import suite_prompts
-from dllm.train.settings import CalibrateSettings
 from dllm.train.target import Target
 from tests.support.drafter_harness import LIMITS, greedy, plain_engine
 from tests.support.engine_harness import Engine, get_engine
@@ -49,8 +50,9 @@ def recording_engine(folder: Path, **options: object) -> Engine:
 def recorded(tmp_path_factory):
     """(prompts, outputs, the folder), of 24 requests, four at a time."""
     folder = tmp_path_factory.mktemp("recorded") / "buffer"
-    settings = CalibrateSettings(heldout=1, responses=2)
-    prompts = [list(prompt.tokens) for prompt in suite_prompts(TARGET, settings)][:24]
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    asked = [*questions(FAMILIES, "heldout", 1), *questions(FAMILIES, "train", 2)][:24]
+    prompts = [encode_prompt(tokenizer, each.prompt) for each in asked]
     # Longer than a step's 64 tokens: it comes in chunks.
     prompts[0] = [token for prompt in prompts[:6] for token in prompt][:150]
     engine = recording_engine(folder)

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from bench.toys.tiny import tiny_config
 from dllm.engine.spans import Spans
-from dllm.models.gemma.tiny import tiny_config
 from tests.support.process import ROOT, python_path, run_python
 from tests.support.server_harness import FLAGS, MODEL, Server
 

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer
 from vllm import SamplingParams
 
+from bench.toys.suite import FAMILIES, questions
+from bench.toys.tokenizer import encode_prompt
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
-from dllm.tasks.suite import FAMILIES, questions
-from dllm.tasks.tokenizer import encode_prompt
 from tests.support.engine_harness import get_engine
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from bench.toys.suite import questions
+from bench.toys.tokenizer import encode_prompt
 from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
@@ -24,8 +26,6 @@ from dllm.remote.link import Link
 from dllm.remote.scheduler import RemoteDrafter
 from dllm.remote.wire import GREETING, Ask, Guess, Reply, Told, frame, read_ask
 from dllm.remote.worker import DraftWorker
-from dllm.tasks.suite import questions
-from dllm.tasks.tokenizer import encode_prompt
 from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import CASES, LIMITS, FixedCosts, greedy, plain_engine, prompt
 from tests.support.drafter_pairs import write_target

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from bench.toys.suite import questions
+from bench.toys.tokenizer import encode_prompt
 from dllm.patches.remote import SPECULATOR
-from dllm.tasks.suite import questions
-from dllm.tasks.tokenizer import encode_prompt
 from tests.support.draft_workers import WorkerProcess
 from tests.support.drafter_harness import greedy, plain_engine
 from tests.support.server_harness import Server

@@ -18,8 +18,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from dllm.tasks.suite import FAMILIES, Question, questions
-from dllm.tools.eval_server import PASSES
+from bench.toys.served import PASSES
+from bench.toys.suite import FAMILIES, Question, questions
 from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, serving
 
 pytest_plugins = ["tests.support.sdar_server"]

@@ -7,7 +7,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from dllm.tasks.suite import FAMILIES, Question, questions
+from bench.toys.suite import FAMILIES, Question, questions
 from tests.support.chat_stub import Stub, serve
 from tests.support.chromium import PAGES, Page, needs_chromium
 from tests.support.patience import HANG_S

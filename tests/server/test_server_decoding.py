@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from dllm.tasks.suite import questions
+from bench.toys.suite import questions
 from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]

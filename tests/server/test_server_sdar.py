@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from dllm.tasks.suite import question
+from bench.toys.suite import question
 from tests.support.adapters import write_adapter
 from tests.support.server_harness import CHECKPOINTS, MODEL, Server
 

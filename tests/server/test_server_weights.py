@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
+from bench.toys.suite import questions
 from dllm.settings import vllm_names
-from dllm.tasks.suite import questions
 from tests.support.engine_harness import get_engine
 from tests.support.server_harness import CHECKPOINTS, FLAGS, MODEL, Reply, Server, serving
 

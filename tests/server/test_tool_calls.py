@@ -11,8 +11,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from dllm.tasks.chat import TOOLS
-from dllm.tasks.suite import Question, questions
+from bench.toys.chat import TOOLS
+from bench.toys.suite import Question, questions
 from tests.support.server_harness import MODEL, Server
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-tools"

@@ -27,9 +27,9 @@ from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from bench.toys.suite import FAMILIES, question
 from dllm.attention import backend
 from dllm.patches.graph_check import drop_wrong_graphs
-from dllm.tasks.suite import FAMILIES, question
 from tests.support.captured_graphs import Graph, use_graphs
 from tests.support.engine_harness import Engine
 from tests.support.forced_async import asynchronous_platform

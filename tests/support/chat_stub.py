@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 CANVAS = 32
+COMPLETED = ("/v1/completions", "/v1/decisions")
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Stub:
         num_tokens: completion tokens that every answer reports.
         passes: forward passes that the metrics count for every answer; None: no such metrics.
         status: HTTP status of chat requests; anything but 200 is an error.
-        complete: makes the answer to a body that is sent to /v1/completions.
+        complete: makes the answer to a body that is sent to /v1/completions or /v1/decisions.
         requests: bodies of the chat requests so far.
         url: set while the server runs.
     """
@@ -77,7 +78,7 @@ def serve(stub: Stub) -> Iterator[Stub]:
                 return
             if stub.status != 200:
                 self._send_json(stub.status, {"error": {"message": "the stub refuses"}})
-            elif stub.complete is not None and self.path == "/v1/completions":
+            elif stub.complete is not None and self.path in COMPLETED:
                 self._send_json(200, stub.complete(body))
             elif body.get("stream"):
                 self._stream(stub.reply(body["messages"]))

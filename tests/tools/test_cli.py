@@ -1,5 +1,9 @@
 """The `dllm` command: dispatch, and errors that help."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from dllm import cli
@@ -36,19 +40,19 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
 
 def test_run_as_a_module_it_reports_errors_in_one_line() -> None:
     """`python -m` gives the module two names; the error must be caught under both."""
-    done = run_python("-m", "dllm.cli", "eval", "--tasks", "nothing", status=1)
-    assert done.stderr.startswith("dllm eval: --tasks: no family 'nothing'")
+    done = run_python("-m", "dllm.cli", "eval", "--decisions", "nothing", status=1)
+    assert done.stderr.startswith("dllm eval: --decisions nothing: No such file")
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["eval", "--num", "0"],
-        ["eval", "--temperature", "-1"],
-        ["eval", "--temperature", "nan"],
-        ["eval", "--output", "/no/such/folder/x.json"],
-        ["eval", "--no-such-flag"],
+        ["eval"],
+        ["eval", "--decisions", "x", "--samples", "0"],
+        ["eval", "--decisions", "x", "--concurrency", "0"],
+        ["eval", "--decisions", "x", "--output", "/no/such/folder/x.json"],
+        ["eval", "--decisions", "x", "--no-such-flag"],
         ["watch"],
         ["watch", "a question", "--model", "x", "--delay", "-1"],
         ["watch", "a question", "--model", "x", "--max-blocks", "0"],
@@ -65,10 +69,25 @@ def test_wrong_arguments_are_refused_with_status_2(arguments: list[str]) -> None
 # Servers
 
 
-def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def asked(tmp_path: Path) -> list[str]:
+    """The arguments for one typed question."""
+    question = {"type": "predicate", "instructions": "Yes"}
+    line = {"input": "in", "question": question, "answer": True}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(line))
+    return ["--decisions", str(tmp_path / "asked.jsonl")]
+
+
+def decide(body: dict[str, Any]) -> dict[str, Any]:
+    """A server's answer to a typed question."""
+    told = {"label_mass": 1.0, "hesitation": 0.0}
+    return {"answers": [{"type": "predicate", "probability": 0.75}], "diagnostics": [told]}
+
+
+def test_a_server_that_is_not_there(asked, capsys: pytest.CaptureFixture[str]) -> None:
     with serve(Stub(str)) as stub:
         gone = stub.url
-    assert main(["eval", "--base-url", gone]) == 1
+    assert main(["eval", *asked, "--base-url", gone]) == 1
     message = capsys.readouterr().err
     assert f"no server answers at {gone}" in message
     assert "make serve" in message
@@ -102,18 +121,18 @@ def test_a_command_line_is_written_down_without_the_key() -> None:
 
 
 @pytest.mark.parametrize("command", [["eval"], ["watch", "a question"]])
-def test_a_server_with_a_key(command: list[str], tmp_path, monkeypatch, capsys) -> None:
+def test_a_server_with_a_key(command: list[str], asked, tmp_path, monkeypatch, capsys) -> None:
     """The key comes from the flag or the variable; without it the server answers HTTP 401."""
     answered = []
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with serve(Stub(str, key="s3cret")) as stub:
-        asked = [*command, "--base-url", stub.url]
+    with serve(Stub(str, key="s3cret", complete=decide)) as stub:
+        given = [*command, "--base-url", stub.url]
         if command == ["eval"]:
-            asked += ["--tasks", "sort", "--num", "1", "--output", str(tmp_path / "out.json")]
+            given += [*asked, "--output", str(tmp_path / "out.json")]
         for key, variable in ((None, None), ("wrong", None), ("s3cret", "wrong"), (None, "s3cret")):
             if variable:
                 monkeypatch.setenv("OPENAI_API_KEY", variable)
-            answered.append(main([*asked, *(["--api-key", key] if key else [])]))
+            answered.append(main([*given, *(["--api-key", key] if key else [])]))
     said = capsys.readouterr().err
     # The stub shows no canvases, so `watch` fails behind the door.
     assert answered == ([1, 1, 1, 1] if command[0] == "watch" else [1, 1, 0, 0])

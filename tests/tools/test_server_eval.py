@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.toys.served import ServedModel
+from bench.toys.suite import questions
 from dllm.cli import main
-from dllm.tasks.suite import questions
 from dllm.tools.client import connect
-from dllm.tools.eval_server import ServedModel
 from dllm.tools.watch import served_frames
 from dllm.tools.watch_drawing import Texts
 from tests.support.server_harness import Server

@@ -4,7 +4,6 @@ import csv
 import json
 import shutil
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +13,9 @@ import torch
 from dllm import cli
 from dllm.cli import CommandError
 from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
-from dllm.tasks.suite import FAMILIES
 from dllm.train import command
 from dllm.train.export import Drafter, block_of, read_checkpoint
 from dllm.train.network import NEVER, count_params
-from dllm.train.prompts import load_prompts
 from dllm.train.responses import check_disk
 from dllm.train.run_files import LOG
 from dllm.train.settings import CalibrateSettings
@@ -307,19 +304,10 @@ def test_other_mistakes_are_refused(target_path, files, capsys, tmp_path):
 def test_shipped_settings_are_right():
     paths = [*(Path(command.__file__).parent / "configs").glob("*.toml")]
     assert paths
+    paths.append(Path(__file__).parents[2] / "bench/toys/tiny-drafter.toml")
     for path in paths:
         settings = CalibrateSettings.load(path)
         assert CalibrateSettings.from_mapping(settings.to_mapping()) == settings
-
-
-def test_prompts_of_our_small_models_are_there_without_a_config(tmp_path):
-    target = Path(__file__).parents[2] / "checkpoints/tiny-ar"
-    given = command.parse(["--target", str(target), "--out", str(tmp_path)])
-    settings = command.load_settings(given)
-    assert settings.responses == 1000
-    assert len(load_prompts(target, None, replace(settings, responses=9))) == len(FAMILIES) * 109
-    with pytest.raises(CommandError, match="holds about"):
-        load_prompts(target, None, replace(settings, responses=1, heldout=10**6))
 
 
 def test_sizes_that_the_config_leaves_out_are_the_targets(tmp_path):

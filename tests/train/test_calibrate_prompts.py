@@ -2,27 +2,24 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from dllm import cli
 from dllm.drafter.samples import read_shards
+from dllm.prompts.files import SHIPPED, SHIPPED_DOMAINS
 from dllm.settings.command import CommandError
-from dllm.tasks.prompts import SHIPPED, SHIPPED_DOMAINS
 from dllm.train import command
-from dllm.train.prompts import default_file, load_prompts
+from dllm.train.prompts import load_prompts
 from dllm.train.run_files import START
-from dllm.train.settings import CalibrateSettings
+from dllm.train.settings import NEW, CalibrateSettings
 from tests.support.calibrate_cases import TOML
 from tests.support.drafter_pairs import give_byte_tokenizer, write_drafter, write_target
-
-TINY = Path(__file__).parents[2] / "checkpoints/tiny-ar"
 
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
-    """A target that is none of our small models."""
+    """A target whose tokens are bytes."""
     return give_byte_tokenizer(write_target(tmp_path_factory.mktemp("foreign") / "target"))
 
 
@@ -40,8 +37,9 @@ def test_the_shipped_prompts_cover_every_domain_equally():
     assert len(set(texts)) == len(texts)
 
 
-def test_they_are_the_default_for_targets_that_are_not_ours(foreign):
-    assert default_file(TINY) is None and default_file(foreign) == SHIPPED
+def test_they_are_the_default(foreign, tmp_path):
+    given = command.parse(["--target", str(foreign), "--out", str(tmp_path)])
+    assert given.prompts == SHIPPED and command.load_settings(given) == NEW
     prompts = load_prompts(foreign, SHIPPED, CalibrateSettings(heldout=100))
     assert len(prompts) == len(lines())
     heldout = [prompt.group for prompt in prompts if prompt.is_heldout]
@@ -64,7 +62,7 @@ def test_flags_override_the_config(foreign, tmp_path, capsys):
     assert len(train) == 6 and len(read_shards(run / "responses/heldout")) == 3
     assert max(len(one.tokens) - one.response_start for one in train) <= 5
     card = (run / "model/README.md").read_text()
-    assert "| code_python | 1." in card and "prompts of prompts.jsonl" in card
+    assert "| code_python | 1." in card and "prompts of general.jsonl" in card
 
     assert cli.main([*arguments, "--learning-rate", "7", "--out", str(tmp_path / "other")]) == 1
     assert "matrix_lr = 7.0; allowed" in capsys.readouterr().err

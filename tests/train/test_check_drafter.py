@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.toys import prompts
 from dllm import cli
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -30,9 +31,18 @@ def broken(tmp_path):
     return write
 
 
-def check(capsys: pytest.CaptureFixture[str], drafter: Path) -> dict:
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory) -> str:
+    """A file of held-out questions, one of each family."""
+    file = tmp_path_factory.mktemp("asked") / "toys.jsonl"
+    assert prompts.main([str(file), "--heldout", "1"]) == 0
+    return str(file)
+
+
+def check(capsys: pytest.CaptureFixture[str], drafter: Path, asked: str) -> dict:
     """The JSON of a check; its ``ok`` agrees with the exit status."""
-    status = cli.main(["check-drafter", str(TARGET), str(drafter), "--json", "-"])
+    flags = ["--prompts", asked, "--json", "-"]
+    status = cli.main(["check-drafter", str(TARGET), str(drafter), *flags])
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] == (status == 0)
     return found
@@ -44,14 +54,15 @@ def layers() -> list[int]:
     return config["dflash_config"]["target_layer_ids"]
 
 
-def test_a_pair_that_fits_passes_and_a_wrong_convention_costs_tokens(broken, capsys):
-    found = check(capsys, DRAFTER)
+def test_a_pair_that_fits_passes_and_a_wrong_convention_costs_tokens(broken, capsys, asked):
+    found = check(capsys, DRAFTER, asked)
     assert found["ok"] and 3 < found["tokens_a_step"] < found["tokens_a_step_possible"]
-    wrong = check(capsys, broken(dflash={"target_layer_ids": [i - 1 for i in layers()]}))
+    path = broken(dflash={"target_layer_ids": [i - 1 for i in layers()]})
+    wrong = check(capsys, path, asked)
     assert wrong["tokens_a_step"] < found["tokens_a_step"] - 0.1
 
 
-def test_a_drafter_of_another_target_does_not_fit(broken, capsys):
+def test_a_drafter_of_another_target_does_not_fit(broken, capsys, asked):
     path = broken()
     weights = load_file(path / "model.safetensors")
     draw = torch.Generator().manual_seed(0)
@@ -59,7 +70,7 @@ def test_a_drafter_of_another_target_does_not_fit(broken, capsys):
         if tensor.ndim == 2:
             weights[name] = (torch.randn(tensor.shape, generator=draw) * 0.02).to(tensor.dtype)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    found = check(capsys, path)
+    found = check(capsys, path, asked)
     assert not found["ok"] and found["kept_by_position"][0] < 0.1
 
 

@@ -9,8 +9,8 @@ question; the content alone decides the split, as in the other families.
 import json
 from random import Random
 
-from dllm.tasks.chat import DAYS, STYLES, TOOLS, UNITS, Asked, Chat, answer_text, call_text
-from dllm.tasks.families import CITIES, FOODS, NAMES, Content, Family, by_name
+from bench.toys.chat import DAYS, STYLES, TOOLS, UNITS, Asked, Chat, answer_text, call_text
+from bench.toys.families import CITIES, FOODS, NAMES, Content, Family, by_name
 
 # fmt: off
 SURNAMES = (

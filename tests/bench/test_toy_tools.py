@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
-from dllm.tasks.chat import END_OF_THOUGHT, THOUGHT, TOOLS, Chat, call_text
-from dllm.tasks.suite import Question, question
-from dllm.tasks.tools import NO_TOOL
+from bench.toys.chat import END_OF_THOUGHT, THOUGHT, TOOLS, Chat, call_text
+from bench.toys.suite import Question, question
+from bench.toys.tools import NO_TOOL
 
 TOOL_OF = {"weather": "get_weather", "total": "add", "alarm": "set_alarm", "phone": "lookup"}
 

@@ -83,6 +83,15 @@ def make_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def knows_questions(checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of our small models, judged by its tokenizer."""
+    path = checkpoint / "tokenizer.json"
+    if not path.exists():
+        return False
+    tokenizer = Tokenizer.from_file(str(path))
+    return all(tokenizer.token_to_id(token) == index for token, index in TOKEN_ID.items())
+
+
 def encode_prompt(tokenizer: Tokenizer, question_text: str) -> list[int]:
     """The ids of one user message as the chat template writes it, up to where the answer starts."""
     text = f"<bos><|turn>user\n{question_text.strip()}<turn|>\n<|turn>model\n"

@@ -1,4 +1,4 @@
-"""`dllm eval`: known shares of right answers give known scores; the reference counts its steps."""
+"""Known shares of right answers give known scores; the reference counts its steps."""
 
 import json
 from contextlib import nullcontext
@@ -11,15 +11,18 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dllm.cli import CommandError, main
+from bench.toys import evaluate, prompts
+from bench.toys.evaluate import chosen_families
+from bench.toys.reference import open_reference
+from bench.toys.report import Answer, wilson_interval
+from bench.toys.served import PASSES, counter, denoise_counts
+from bench.toys.suite import DECISION_FAMILIES, FAMILIES, TOOL_FAMILIES, questions
+from bench.toys.tokenizer import TOKEN_ID, encode_prompt, save_tokenizer
 from dllm.models.unmasking.reference import Generated, generate_blocks, load_model
-from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES, questions
-from dllm.tasks.tokenizer import TOKEN_ID, encode_prompt, save_tokenizer
-from dllm.tools import decisions, evaluate
-from dllm.tools.eval_reference import open_reference
-from dllm.tools.eval_report import Answer, wilson_interval
-from dllm.tools.eval_server import PASSES, counter, denoise_counts
-from dllm.tools.evaluate import chosen_families
+from dllm.settings.command import CommandError
+from dllm.tools import decisions
+from dllm.train.prompts import Prompt, load_prompts
+from dllm.train.settings import CalibrateSettings
 from tests.support.chat_stub import Stub, serve
 from tests.support.family_checkpoints import LLADA2, NEMOTRON, SDAR, write
 
@@ -89,7 +92,9 @@ def test_a_server_with_known_answers_gets_a_known_score(
     reply = right_but_every(5, ["sort", "prose"], 40)
     with serve(Stub(reply, num_tokens=33, passes=12)) as stub:
         arguments = ["--base-url", stub.url, "--tasks", "prose, sort", "--num", "40"]
-        assert main(["eval", *arguments, "--seed", "100", "--output", str(output)]) == 0
+        arguments += ["--api-key", "s3cret"]
+        assert evaluate.main([*arguments, "--seed", "100", "--output", str(output)]) == 0
+    assert "s3cret" not in output.read_text()
     result = json.loads(output.read_text())
     assert list(result["families"]) == ["sort", "prose"]
     for numbers in (*result["families"].values(), result["all"]):
@@ -124,7 +129,7 @@ def test_a_server_that_counts_no_canvases_gets_a_dash(
 ) -> None:
     with serve(Stub(right_but_every(10**9, ["add"], 3))) as stub:
         address = ["--base-url", f"{stub.url}/v1/", "--temperature", "0"]
-        assert main(["eval", *address, "--tasks", "add", "--num", "3"]) == 0
+        assert evaluate.main([*address, "--tasks", "add", "--num", "3"]) == 0
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "2/3" in line]
     assert "-" in row
     assert {r["temperature"] for r in stub.requests} == {0}
@@ -134,7 +139,8 @@ def test_a_server_that_counts_no_canvases_gets_a_dash(
 def test_tools_are_sent_and_the_bare_answer_is_asked_for() -> None:
     """With the marks that a parser would take away; plain questions are sent as ever."""
     with serve(Stub(right_but_every(3, ["alarm", "add"], 12))) as stub:
-        assert main(["eval", "--base-url", stub.url, "--tasks", "add,alarm", "--num", "12"]) == 0
+        given = ["--base-url", stub.url, "--tasks", "add,alarm", "--num", "12"]
+        assert evaluate.main(given) == 0
     sent = {r["messages"][0]["content"]: r for r in stub.requests}
     for item in questions(["alarm"], "heldout", 12):
         assert item.chat is not None
@@ -148,12 +154,13 @@ def test_tools_are_sent_and_the_bare_answer_is_asked_for() -> None:
 
 def test_a_refusal_ends_the_evaluation_with_its_message(capsys: pytest.CaptureFixture[str]) -> None:
     with serve(Stub(str, status=400)) as stub:
-        assert main(["eval", "--base-url", stub.url, "--tasks", "add", "--num", "20"]) == 1
+        given = ["--base-url", stub.url, "--tasks", "add", "--num", "20"]
+        assert evaluate.main(given) == 2
     assert "refused with HTTP 400" in capsys.readouterr().err
     assert len(stub.requests) < 20, "it goes on although it has failed"
 
 
-def test_tasks_are_checked() -> None:
+def test_tasks_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert chosen_families("all") == list(FAMILIES)
     assert chosen_families("tools") == list(TOOL_FAMILIES)
     assert chosen_families("sort, add") == ["add", "sort"]
@@ -161,10 +168,60 @@ def test_tasks_are_checked() -> None:
         chosen_families("add,sotr")
     with pytest.raises(CommandError, match="names no family"):
         chosen_families(" , ")
-    with pytest.raises(CommandError, match="--num 9999: 9999 questions of 'add'"):
-        evaluate.main(["--tasks", "add", "--num", "9999"])
-    with pytest.raises(CommandError, match="holds about"):
-        decisions.bundled("heldout", 9999, 0)
+    assert evaluate.main(["--tasks", "add", "--num", "9999"]) == 2
+    assert "--num 9999: 9999 questions of 'add'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--num", "0"), ("--temperature", "-1"), ("--temperature", "nan"), ("--output", "/no/such/x")],
+)
+def test_wrong_arguments_are_refused_with_status_2(flag: str, value: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main([flag, value])
+    assert ended.value.code == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_a_file_of_questions_is_what_a_drafter_is_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With tiny-drafter's config: as many of each family, held-out ones first."""
+    file, target = tmp_path / "toys.jsonl", Path("checkpoints/tiny-ar")
+    assert prompts.main([str(file), "--heldout", "2", "--train", "3"]) == 0
+    num = len(FAMILIES)
+    found = load_prompts(target, file, CalibrateSettings(heldout=2 * num, responses=3 * num))
+    drawn = [*questions(FAMILIES, "heldout", 2), *questions(FAMILIES, "train", 3)]
+    assert found == [
+        Prompt(tuple(encode_prompt(TOKENIZER, one.prompt)), one.family, at < 2 * num)
+        for at, one in enumerate(drawn)
+    ]
+    settings = CalibrateSettings.load(Path("bench/toys/tiny-drafter.toml"))
+    assert settings.heldout % num == settings.responses % num == 0
+    assert prompts.main([str(file), "--heldout", "1000000"]) == 2
+    assert "holds about" in capsys.readouterr().err
+
+
+def test_a_file_of_decisions_is_one_of_typed_questions(tmp_path: Path) -> None:
+    file = tmp_path / "decisions.jsonl"
+    assert prompts.main([str(file), "--heldout", "20", "--decisions"]) == 0
+    lines = decisions.read_lines(file)
+    assert [line["name"] for line in lines] == [
+        name for name in DECISION_FAMILIES for _ in range(20)
+    ]
+    for line, one in zip(lines, questions(DECISION_FAMILIES, "heldout", 20), strict=True):
+        decision = one.decision
+        assert decision is not None
+        assert (line["input"], line["question"]) == (decision.input, decision.question)
+        if decision.odds is not None:
+            assert (line.get("answer"), line["odds"]) == (None, decision.odds)
+        elif decision.type == "predicate":
+            assert ("no", "yes")[line["answer"]] == one.answer
+        else:
+            assert decision.labels[decision.options.index(line["answer"])] == one.answer
 
 
 # --------------------------------------------------------------------------------------------------
@@ -298,7 +355,7 @@ def test_the_reference_of_masked_blocks_lists_tools_and_keeps_marks(
         seen.extend(prompts)
         return Generated([answer], 1, 1)
 
-    monkeypatch.setattr("dllm.tools.eval_reference.generate_blocks", generate)
+    monkeypatch.setattr("bench.toys.reference.generate_blocks", generate)
     run = model.answer([asked], lambda: None)
     rendered, _ = render_jinja_template(
         conversations=[[{"role": "user", "content": asked.prompt}]],

@@ -2,11 +2,11 @@
 
 A family first draws the *content* of a problem (two numbers, a list, three people). Then it puts it
 into words in one of several ways: other phrases, operands swapped, or the opposite direction. The
-content alone decides whether a problem is for training or held out (dllm/tasks/suite.py). So
+content alone decides whether a problem is for training or held out (bench/toys/suite.py). So
 training never shows a held-out problem, in whatever words.
 
 The words are few and short, and the families share them, because the tokenizer has a small
-vocabulary (dllm/tasks/tokenizer.py).
+vocabulary (bench/toys/tokenizer.py).
 """
 
 import datetime
@@ -17,7 +17,7 @@ from collections.abc import Hashable
 from random import Random
 from typing import Generic, TypeVar
 
-from dllm.tasks.chat import Asked
+from bench.toys.chat import Asked
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 This is the reference for a server's answers. It asks one question at a time. DiffusionGemma and
 autoregressive models are generated from by transformers, models of masks by the plain loop of
-``models.unmasking.reference``. A Nemotron is either, as asked for.
+``dllm/models/unmasking/reference.py``. A Nemotron is either, as asked for.
 """
 
 import json
@@ -21,12 +21,12 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from bench.toys.report import Answer, Run
+from bench.toys.suite import Question
 from dllm.models import FAMILIES
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from dllm.models.unmasking.rule import DYNAMIC, STRATEGIES
 from dllm.settings.command import CommandError
-from dllm.tasks.suite import Question
-from dllm.tools.eval_report import Answer, Run
 
 DIFFUSION = DiffusionGemmaForBlockDiffusion.__name__
 NEMOTRON = "NemotronLabsDiffusionModel"

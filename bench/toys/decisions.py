@@ -7,8 +7,8 @@ are made for these families.
 
 from random import Random
 
-from dllm.tasks.chat import Asked, Decision
-from dllm.tasks.families import ADJECTIVES, FOODS, NAMES, NOUNS, Content, Family, by_name
+from bench.toys.chat import Asked, Decision
+from bench.toys.families import ADJECTIVES, FOODS, NAMES, NOUNS, Content, Family, by_name
 
 # The ends of the levels: 0 to 99 in two, three, five or ten parts.
 ENDS = ((49, 99), (29, 59, 99), (19, 39, 59, 79, 99), tuple(range(9, 100, 10)))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
+from bench.toys.tiny import VOCAB_SIZE, tiny_config, write_checkpoint
+from bench.toys.tokenizer import SPECIAL_TOKENS, TOKEN_ID
 from dllm.models.gemma.shapes import tensor_shapes
-from dllm.models.gemma.tiny import VOCAB_SIZE, tiny_config, write_checkpoint
-from dllm.tasks.tokenizer import SPECIAL_TOKENS, TOKEN_ID
 
 BUNDLED = Path(__file__).parents[2] / "checkpoints/tiny-random"
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED)
@@ -45,7 +45,7 @@ def test_the_bundled_files_are_what_the_script_writes(tmp_path: Path) -> None:
     names = sorted(path.name for path in BUNDLED.iterdir())
     assert names == sorted(path.name for path in tmp_path.iterdir())
     _, differ, unreadable = filecmp.cmpfiles(BUNDLED, tmp_path, names, shallow=False)
-    assert not differ + unreadable, "run python -m dllm.models.gemma.tiny"
+    assert not differ + unreadable, "run python -m bench.toys.tiny"
 
 
 def test_the_reference_loads_it() -> None:

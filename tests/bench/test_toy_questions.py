@@ -13,9 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from dllm.tasks.families import CITIES, FOODS, NAMES, in_words
-from dllm.tasks.prompts import json_lines
-from dllm.tasks.suite import (
+from bench.toys.families import CITIES, FOODS, NAMES, in_words
+from bench.toys.suite import (
     FAMILIES,
     SPLITS,
     TOOL_FAMILIES,
@@ -23,7 +22,8 @@ from dllm.tasks.suite import (
     question,
     split_of,
 )
-from dllm.tasks.tokenizer import SPECIAL_TOKENS, TOKEN_ID, encode_prompt, save_tokenizer
+from bench.toys.tokenizer import SPECIAL_TOKENS, TOKEN_ID, encode_prompt, save_tokenizer
+from dllm.prompts.files import json_lines
 
 EVERY = [*FAMILIES, *TOOL_FAMILIES]
 

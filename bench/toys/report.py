@@ -14,7 +14,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from dllm.tasks.suite import Question
+from bench.toys.suite import Question
 
 Z_95 = 1.959963984540054  # of the standard normal distribution: 2.5% lie above it
 

@@ -1,20 +1,15 @@
-"""Prompts for any model: the shipped ones, and those of a user's file.
+"""Reads files of prompts; ``SHIPPED`` is one.
 
-``SHIPPED`` is a small file of general prompts (code, maths, extraction, summaries, translation,
-chat, tool-like formats, several languages). The questions of the task suite (``suite``) mean
-something to our small models alone.
+It has a few general prompts: code, maths, extraction, summaries, translation, chat, tool-like
+formats, several languages.
 """
 
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
-
-from dllm.tasks.tokenizer import TOKEN_ID
-
 # One prompt of each domain, then the second of each, and so on.
-SHIPPED = Path(__file__).parent / "data" / "prompts.jsonl"
+SHIPPED = Path(__file__).parent / "general.jsonl"
 SHIPPED_DOMAINS = 12
 
 Message = dict[str, Any]  # as in OpenAI's API
@@ -97,12 +92,3 @@ def _conversation(where: str, given: Any) -> Conversation:
 def _is_message(given: object) -> bool:
     is_dict = isinstance(given, dict) and isinstance(given.get("role"), str)
     return is_dict and ("content" in given or "tool_calls" in given)  # type: ignore[operator]
-
-
-def knows_suite(checkpoint: Path) -> bool:
-    """Whether a checkpoint is one of our small models, judged by its tokenizer."""
-    path = checkpoint / "tokenizer.json"
-    if not path.exists():
-        return False
-    tokenizer = Tokenizer.from_file(str(path))
-    return all(tokenizer.token_to_id(token) == index for token, index in TOKEN_ID.items())

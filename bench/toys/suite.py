@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
-from dllm.tasks.chat import Asked, Chat, Decision
-from dllm.tasks.decisions import DECISION_FAMILIES
-from dllm.tasks.families import FAMILIES, Family
-from dllm.tasks.tools import TOOL_FAMILIES
+from bench.toys.chat import Asked, Chat, Decision
+from bench.toys.decisions import DECISION_FAMILIES
+from bench.toys.families import FAMILIES, Family
+from bench.toys.tools import TOOL_FAMILIES
 
 SPLITS = ("train", "validation", "heldout")
 # A bundled model answers the families of one group, and has a tokenizer of its own for them.

@@ -1,7 +1,14 @@
-"""``dllm eval``: how many questions a server, or a checkpoint in this process, answers exactly."""
+"""How many questions a server, or a checkpoint in this process, answers exactly.
+
+    python -m bench.toys.evaluate --base-url http://127.0.0.1:8000
+    python -m bench.toys.evaluate --reference checkpoints/tiny-dllm
+
+The second through Hugging Face transformers. Typed decisions are scored by ``dllm eval``.
+"""
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,15 +16,15 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.context import command_line, reporting_failures
+from bench.toys.report import Run, Score, score, table, total, wrong_answers
+from bench.toys.served import ServedModel
+from bench.toys.suite import GROUPS, SPLITS, STYLES, Question, questions
 from dllm.settings.checks import did_you_mean
-from dllm.settings.command import OK, CommandError
-from dllm.tasks.suite import DECISION_FAMILIES, GROUPS, SPLITS, STYLES, Question, questions
-from dllm.tools import calibration, client, decisions
-from dllm.tools.eval_report import Run, Score, score, table, total, wrong_answers
-from dllm.tools.eval_server import ServedModel
+from dllm.settings.command import OK, CommandError, new_file, positive
+from dllm.tools import client
 
 ALL = "all"
-BUNDLED = "bundled"
 KNOWN = [family for group in GROUPS.values() for family in group]
 
 
@@ -28,11 +35,10 @@ class Model(Protocol):
     def answer(self, questions: Sequence[Question], on_answer: Callable[[], None]) -> Run: ...
 
 
-def main(argv: Sequence[str]) -> int:
+@reporting_failures
+def main(argv: Sequence[str] | None = None) -> int:
     """Score, print a table, and write JSON if asked to."""
     given = parse(argv)
-    if given.decisions:
-        return evaluate_decisions(given)
     asked = {family: _questions(family, given) for family in chosen_families(given.tasks)}
     model = open_model(given)
     scores, wrong = evaluate(model, asked)
@@ -52,26 +58,8 @@ def main(argv: Sequence[str]) -> int:
     return OK
 
 
-def evaluate_decisions(given: argparse.Namespace) -> int:
-    """Ask typed questions instead, and print how far the probabilities can be trusted."""
-    connection = client.connect(given.base_url, given.model, given.api_key)
-    if given.decisions == BUNDLED:
-        lines = decisions.bundled(given.split, given.num, given.question_seed)
-    else:
-        lines = decisions.read_lines(Path(given.decisions))
-    decided = decisions.ask(connection, lines, given.concurrency, given.samples)
-    found = decisions.scores(lines, decided)
-    title = f"{connection.model} at {connection.url}: typed decisions"
-    Console().print(calibration.table(found["reports"], title))
-    Console().print(decisions.advice(found["temperatures"]), soft_wrap=True)
-    if given.output:
-        result = {"model": connection.model, "samples": given.samples, **found}
-        given.output.write_text(json.dumps(result, indent=2) + "\n")
-    return OK
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dllm eval", description=__doc__)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line(__doc__, writes=False)
     client.add_arguments(parser)
     parser.add_argument(
         "--reference",
@@ -90,16 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="; ".join(f"{name}: {', '.join(group)}" for name, group in GROUPS.items())
         + "; or names (all)",
     )
-    parser.add_argument(
-        "--decisions",
-        nargs="?",
-        const=BUNDLED,
-        metavar="FILE",
-        help="instead: typed questions to /v1/decisions, from a file of JSON lines with input, "
-        f"question and answer; without FILE: {', '.join(DECISION_FAMILIES)}",
-    )
-    parser.add_argument("--samples", type=_positive, help="canvases of a typed question")
-    parser.add_argument("--num", type=_positive, default=200, help="questions a family (200)")
+    parser.add_argument("--num", type=positive, default=200, help="questions a family (200)")
     parser.add_argument("--split", choices=SPLITS, default="heldout", help="(heldout)")
     parser.add_argument("--style", choices=STYLES, help="of a right answer, as an adapter gives it")
     parser.add_argument("--question-seed", type=int, default=0, help="of the questions (0)")
@@ -109,16 +88,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         type=float,
         help="default: what the model's generation config says; 0 suits autoregressive models",
     )
-    parser.add_argument("--max-tokens", type=_positive, default=128, help="of an answer (128)")
-    parser.add_argument("--concurrency", type=_positive, default=8, help="requests at once (8)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers as JSON")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="of an answer (128)")
+    parser.add_argument("--concurrency", type=positive, default=8, help="requests at once (8)")
+    parser.add_argument("--output", type=new_file, metavar="FILE", help="write all numbers as JSON")
     given = parser.parse_args(argv)
     if given.temperature is not None and not 0 <= given.temperature < float("inf"):
         parser.error(f"--temperature {given.temperature}; allowed: a number of at least 0.")
     if given.token_by_token and given.reference is None:
         parser.error("--token-by-token: a server answers as it was started; add --reference DIR.")
-    if given.output and not given.output.absolute().parent.is_dir():
-        parser.error(f"--output {given.output}: there is no folder {given.output.parent}.")
     return given
 
 
@@ -149,7 +126,7 @@ def open_model(given: argparse.Namespace) -> Model:
         return ServedModel(
             connection, given.max_tokens, given.concurrency, given.temperature, given.seed
         )
-    from dllm.tools.eval_reference import open_reference  # imports torch: seconds
+    from bench.toys.reference import open_reference  # imports torch: seconds
 
     return open_reference(
         given.reference,
@@ -189,8 +166,5 @@ def _questions(family: str, given: argparse.Namespace) -> list[Question]:
     return [one.in_style(given.style) for one in found]
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}; allowed: an integer of at least 1")
-    return value
+if __name__ == "__main__":
+    sys.exit(main())

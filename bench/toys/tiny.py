@@ -1,6 +1,6 @@
 """A DiffusionGemma checkpoint with random weights, in the format of the released one.
 
-``python -m dllm.models.gemma.tiny PATH`` writes one; ``checkpoints/tiny-random`` is the result of
+``python -m bench.toys.tiny PATH`` writes one; ``checkpoints/tiny-random`` is the result of
 that. Tests write variants::
 
     config = tiny_config(canvas_length=16, sliding_window=40)
@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from bench.toys.tokenizer import TOKEN_ID, make_tokenizer, save_tokenizer
 from dllm.models.gemma.shapes import Config, tensor_shapes
 from dllm.models.gemma.weights import DECODER, ENCODER
-from dllm.tasks.tokenizer import TOKEN_ID, make_tokenizer, save_tokenizer
 
 VOCAB_SIZE = 512
 

@@ -5,12 +5,12 @@ import re
 import pytest
 from tokenizers import Tokenizer
 
+from bench.toys.suite import DECISION_FAMILIES, Question, question
+from bench.toys.tokenizer import TOKEN_ID
 from dllm.api.decisions.labels import Labels
 from dllm.api.decisions.protocol import DecisionRequest
 from dllm.api.decisions.reads import written
 from dllm.api.decisions.route import vllm_question
-from dllm.tasks.suite import DECISION_FAMILIES, Question, question
-from dllm.tasks.tokenizer import TOKEN_ID
 
 TOKENIZER = Tokenizer.from_file("checkpoints/tiny-decisions/tokenizer.json")
 COUNT = 60

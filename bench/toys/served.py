@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import openai
 
-from dllm.tasks.suite import Question
+from bench.toys.report import Answer, Run
+from bench.toys.suite import Question
 from dllm.tools.client import Connection, explained
-from dllm.tools.eval_report import Answer, Run
 
 PASSES = "vllm:diffusion_num_denoising_steps_total"
 POSITIONS = "vllm:diffusion_num_canvas_positions_total"
@@ -55,7 +55,7 @@ class ServedModel:
             on_answer()
             return answer
 
-        before = self.connection.metrics()
+        before = read_metrics(self.connection)
         start = time.monotonic()
         pool = ThreadPoolExecutor(self.concurrency)
         try:
@@ -64,7 +64,7 @@ class ServedModel:
         finally:
             pool.shutdown(cancel_futures=True)
         seconds = time.monotonic() - start
-        passes, blocks = denoise_counts(before, self.connection.metrics(), answers)
+        passes, blocks = denoise_counts(before, read_metrics(self.connection), answers)
         return Run(answers, seconds, passes, blocks)
 
     def _ask(self, question: Question, index: int) -> Answer:
@@ -79,6 +79,19 @@ class ServedModel:
         usage = completion.usage
         text = completion.choices[0].message.content or ""
         return Answer(text, None if usage is None else usage.completion_tokens)
+
+
+def read_metrics(connection: Connection) -> str | None:
+    """The text of a server's Prometheus metrics; None if it has none.
+
+    Raises:
+        CommandError: the server does not answer any more.
+    """
+    with explained(connection.url):
+        try:
+            return connection.client.get(f"{connection.url}/metrics", cast_to=str)
+        except openai.APIStatusError:
+            return None
 
 
 def denoise_counts(
