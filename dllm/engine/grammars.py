@@ -63,11 +63,11 @@ class Written(NamedTuple):
 
     Attributes:
         chosen: ``[N]`` int64, the texts; NO_TOKEN behind their ends, and without a grammar.
-        paths: what ``emitted`` reads.
+        paths: what ``advance`` reads; None if no request has a grammar.
     """
 
     chosen: torch.Tensor
-    paths: Any
+    paths: Any = None
 
 
 class CanvasGrammars(ABC):
@@ -157,7 +157,7 @@ class CanvasGrammars(ABC):
         """As ``prepare``, for a batch with a grammar."""
 
     @abstractmethod
-    def write(
+    def write_(
         self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: Any
     ) -> Written:
         """Find the best path of every canvas with a grammar, and mask its logits along it.
@@ -169,9 +169,14 @@ class CanvasGrammars(ABC):
             prepared: what ``prepare`` returned.
         """
 
-    @abstractmethod
-    def emitted(self, written: Written, num_emitted: torch.Tensor, prepared: Any) -> None:
+    def advance(self, written: Written, num_emitted: torch.Tensor, prepared: Any) -> None:
         """Move the states of slots behind what is emitted: ``num_emitted`` ``[R]`` or longer."""
+        if written.paths is not None:
+            self._advance(written, num_emitted, prepared)
+
+    @abstractmethod
+    def _advance(self, written: Written, num_emitted: torch.Tensor, prepared: Any) -> None:
+        """As ``advance``, for a batch with a grammar."""
 
 
 class HostGrammars(CanvasGrammars):
@@ -186,7 +191,7 @@ class HostGrammars(CanvasGrammars):
             if (found := self.slots[slot])
         ]
 
-    def write(
+    def write_(
         self,
         logits: torch.Tensor,
         scores: Scores,
@@ -215,7 +220,7 @@ class HostGrammars(CanvasGrammars):
             paths[row] = path
         return Written(torch.from_numpy(chosen).to(logits.device), paths)
 
-    def emitted(
+    def _advance(
         self,
         written: Written,
         num_emitted: torch.Tensor,
@@ -338,7 +343,7 @@ class DeviceGrammars(CanvasGrammars):
             most_rows=max(int(np.diff(starts).max()), 1),
         )
 
-    def write(
+    def write_(
         self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: PreparedTables
     ) -> Written:
         """As in the base class; ``paths`` of all rows."""
@@ -364,7 +369,7 @@ class DeviceGrammars(CanvasGrammars):
         is_free = (prepared.table_of[rows.row_of] == NO_TABLE) | (paths.states == STOPPED)
         return Written(torch.where(is_free, NO_TOKEN, paths.tokens), paths)
 
-    def emitted(
+    def _advance(
         self, written: Written, num_emitted: torch.Tensor, prepared: PreparedTables
     ) -> None:
         """As in the base class. Canvases with a grammar are emitted whole: none has bad words."""

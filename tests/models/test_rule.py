@@ -108,7 +108,7 @@ def take_step(state: State, inputs: Inputs, width: Tensor, rules: Rules) -> Outc
             entropy=inputs.entropy.flatten(),
         )
     )
-    drawn = noise.StepNoise(inputs.noise_tokens, inputs.noise_tokens, inputs.noise_tokens)
+    drawn = noise.StepNoise(inputs.noise_tokens, inputs.noise_tokens)
     step = denoise.denoise_step(
         canvases, rows, stats, drawn, inputs.entropy.flatten(), rules.stability_window
     )

@@ -114,7 +114,7 @@ class Denoising:
         family, rows = self.asked.family, self.rows
         slot = SlotGrammar(_Unpacked(self.asked.canvas), self.state, self.asked.end)  # type: ignore[arg-type]
         before, masked = self.canvases, logits.clone()
-        written = HostGrammars.write(
+        written = HostGrammars.write_(
             None,  # type: ignore[arg-type]
             masked,
             lambda part: family.scores_of_texts(masked, rows, before, self.filters, part),

@@ -80,7 +80,6 @@ class Unmasking(Family):
         is_mask = canvas == mask_token_id
         return Denoised(
             canvas=canvas,
-            fresh=torch.full_like(canvas, mask_token_id),
             # Behind a token that ends the request there may be masks left, and nobody reads them.
             argmax_canvas=torch.where(is_mask, proposal.token, canvas),
             accepted=~is_mask,
