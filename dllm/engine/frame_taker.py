@@ -85,11 +85,10 @@ def _packed(
     def of(column: torch.Tensor) -> Any:
         return column.numpy() if on_host else column
 
-    width = of(rows.widths)[at]
     lines = (  # (of each place of a canvas, of the canvas)
-        (of(canvases)[of(rows.slots)[at]], of(rows.seq_lens)[at] - width),
+        (of(canvases)[of(rows.slots)[at]], of(rows.starts)[at]),
         (of(step.argmax_canvas)[at], of(step.steps_done)[at]),
-        (of(step.stats.entropy)[of(rows.padded)[at]], width),
+        (of(step.stats.entropy)[of(rows.padded)[at]], of(rows.widths)[at]),
         (of(step.accepted)[at], of(step.converged)[at]),
     )
     shape = len(index), len(lines) + 4 * (traces is not None), canvases.shape[1] + 1

@@ -199,7 +199,7 @@ class HostGrammars(CanvasGrammars):
         prepared: list[tuple[int, int, SlotGrammar]],
     ) -> Written:
         """As in the base class; ``paths`` by batch row."""
-        widths, seq_lens = rows.widths.tolist(), rows.seq_lens.tolist()
+        widths, canvas_starts = rows.widths.tolist(), rows.starts.tolist()
         chosen = np.full(len(logits), NO_TOKEN, dtype=np.int64)
         paths: dict[int, Path] = {}
         for row, low, grammar in prepared:
@@ -208,7 +208,7 @@ class HostGrammars(CanvasGrammars):
                 continue
             high = low + width
             canvas, of_canvas = grammar.grammar.canvas, logits[low:high]
-            start = seq_lens[row] - width
+            start = canvas_starts[row]
             tokens_left, thoughts_end = grammar.end - start, max(grammar.thoughts_end - start, 0)
             budget = budget_of(canvas.table, grammar.state, tokens_left)
             of_texts = scores(slice(low, high)).cpu().numpy()
@@ -325,7 +325,7 @@ class DeviceGrammars(CanvasGrammars):
         starts, widths = batch.cu_num_logits_np[: num_reqs + 1], rows.widths[:num_reqs]
         table_of = sent([number[o.grammar] if o else NO_TABLE for o in found], np.int32)
         ends = sent([[o.end, o.thoughts_end] if o else [0, UNLIMITED] for o in found], np.int64)
-        ends -= (rows.seq_lens[:num_reqs] - widths)[:, None]
+        ends -= rows.starts[:num_reqs, None]
         return PreparedTables(
             tables=tables._replace(
                 most_classes=max(tables.most_classes, self._least[0]),

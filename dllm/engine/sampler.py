@@ -177,7 +177,7 @@ class DiffusionSampler:
             rows = pending.without_commits(rows, state)
         is_pinned = is_read_only = None
         if state.has_pins[batch.idx_mapping_np[: batch.num_reqs]].any():
-            pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
+            pins = state.pins(rows.slots, rows.starts)
             is_pinned = (pins != NO_TOKEN)[rows.row_of, rows.place, None]
         if self.logprobs.are_wanted(batch):
             is_read_only = state.is_read_only[rows.slots[rows.row_of]]
@@ -198,8 +198,7 @@ class DiffusionSampler:
 
     def _denoise(self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]) -> SamplerOutput:
         """A denoise step of all canvases."""
-        outputs = [self._step(logits[tile.logit_rows], tile) for tile in tiles]
-        return joined_outputs(outputs, [tile.batch for tile in tiles])
+        return joined_outputs([self._step(logits[tile.logit_rows], tile) for tile in tiles])
 
     def _step(self, logits: torch.Tensor, tile: Tile) -> SamplerOutput:
         """A step of a tile: edit, constrain, denoise, emit, record, store, report.

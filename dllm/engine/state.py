@@ -201,7 +201,7 @@ class CanvasState:
             ids: ``[N]``, their tokens.
             chosen: ``[N]``, what grammars have chosen.
         """
-        slots, starts = rows.slots, rows.seq_lens - rows.widths
+        slots, starts = rows.slots, rows.starts
         pins = self.pins(slots, starts)
         return Canvases(
             ids=ids,
@@ -220,7 +220,7 @@ class CanvasState:
 
     def thoughts_of(self, rows: CanvasRows) -> Thoughts:
         """The thoughts in front of the canvases of a step."""
-        return self.thoughts(rows.slots, rows.seq_lens - rows.widths)
+        return self.thoughts(rows.slots, rows.starts)
 
     def thoughts(self, slots: torch.Tensor, starts: torch.Tensor) -> Thoughts:
         """The thoughts in front of canvases.

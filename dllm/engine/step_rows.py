@@ -117,7 +117,7 @@ def next_canvas(
     fresh = state.with_seeds(rows.slots, drawn, behind)
     canvas = step.canvas
     if not family.decides_for_good:  # else the family keeps what stands on a canvas
-        pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
+        pins = state.pins(rows.slots, rows.starts)
         canvas = torch.where(pins != NO_TOKEN, pins, canvas)
     return torch.where(is_over[:, None], fresh, canvas)
 
@@ -136,10 +136,9 @@ def num_rejected(
     block.
 
     Args:
-        rows: a pending block has a width of 0.
         lengths: ``[R]``, tokens of each request that has a pending block, what it has emitted
             included.
         block_size: of the model.
     """
-    ends = torch.where(state.commits[rows.slots], lengths, rows.seq_lens - rows.widths)
+    ends = torch.where(state.commits[rows.slots], lengths, rows.starts)
     return rows.seq_lens - ends + ends % block_size

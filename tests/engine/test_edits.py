@@ -101,6 +101,7 @@ class Batch:
             positions=torch.cat([torch.zeros(3).long(), self._positions()]),
             logits_indices=torch.arange(3, 3 + num_rows),
             seq_lens=torch.from_numpy(self.starts + self.widths),
+            num_draft_tokens_per_req=np.array(self.widths),
             seq_lens_cpu_upper_bound=torch.from_numpy(self.starts + CANVAS),
             cu_num_logits_np=np.cumsum([0, *self.widths]),
         )

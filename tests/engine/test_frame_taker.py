@@ -40,6 +40,7 @@ def batch() -> Any:
         idx_mapping=torch.tensor(SLOTS),
         cu_num_logits_np=np.cumsum([0, *WIDTHS]),
         seq_lens=torch.tensor([104, 50, 32, 23]),
+        num_draft_tokens_per_req=np.array(WIDTHS),
         expanded_local_pos=torch.tensor([p for w in WIDTHS for p in range(w)]),
     )
 

@@ -62,6 +62,7 @@ class Blocks:
             idx_mapping_np=np.array([3, 2, 1, 0]),
             cu_num_logits_np=np.cumsum([0, *WIDTHS]),
             seq_lens=torch.tensor(WIDTHS),
+            num_draft_tokens_per_req=np.array(WIDTHS),
         )
         self.rows = CanvasRows.of_batch(self.batch, CANVAS, spare_slot=SLOTS)
         self.batch.expanded_idx_mapping = self.rows.slots[self.rows.row_of]

@@ -95,6 +95,7 @@ def take_step(state: State, inputs: Inputs, width: Tensor, rules: Rules) -> Outc
     rows = CanvasRows(
         slots=torch.arange(num_rows),
         widths=width,
+        starts=torch.zeros_like(width),
         seq_lens=width,
         row_of=index // length,
         place=index % length,

@@ -82,6 +82,7 @@ class Denoising:
         self.rows = CanvasRows(
             slots=torch.zeros(1, dtype=torch.int64),
             widths=torch.tensor([self.width]),
+            starts=torch.tensor([start]),
             seq_lens=torch.tensor([start + self.width]),
             row_of=torch.zeros(self.width, dtype=torch.int64),
             place=torch.arange(self.width),

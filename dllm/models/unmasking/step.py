@@ -162,8 +162,8 @@ class Unmasking(Family):
 
 def _row_keys(canvases: Canvases, rows: CanvasRows, length: int) -> torch.Tensor:
     """The keys of the noise of this step: ``[R, length, 2]`` int64."""
-    starts = rows.seq_lens - rows.widths
-    return noise.row_keys(canvases.seeds, starts, canvases.steps_done, length, noise.STREAM_GUMBEL)
+    at = rows.starts, canvases.steps_done
+    return noise.row_keys(canvases.seeds, *at, length, noise.STREAM_GUMBEL)
 
 
 def _texts(rows: CanvasRows, canvases: Canvases) -> tuple[torch.Tensor, torch.Tensor]:
