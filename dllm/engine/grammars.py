@@ -169,14 +169,9 @@ class CanvasGrammars(ABC):
             prepared: what ``prepare`` returned.
         """
 
+    @abstractmethod
     def advance(self, written: Written, num_emitted: torch.Tensor, prepared: Any) -> None:
         """Move the states of slots behind what is emitted: ``num_emitted`` ``[R]`` or longer."""
-        if written.paths is not None:
-            self._advance(written, num_emitted, prepared)
-
-    @abstractmethod
-    def _advance(self, written: Written, num_emitted: torch.Tensor, prepared: Any) -> None:
-        """As ``advance``, for a batch with a grammar."""
 
 
 class HostGrammars(CanvasGrammars):
@@ -220,7 +215,7 @@ class HostGrammars(CanvasGrammars):
             paths[row] = path
         return Written(torch.from_numpy(chosen).to(logits.device), paths)
 
-    def _advance(
+    def advance(
         self,
         written: Written,
         num_emitted: torch.Tensor,
@@ -369,7 +364,7 @@ class DeviceGrammars(CanvasGrammars):
         is_free = (prepared.table_of[rows.row_of] == NO_TABLE) | (paths.states == STOPPED)
         return Written(torch.where(is_free, NO_TOKEN, paths.tokens), paths)
 
-    def _advance(
+    def advance(
         self, written: Written, num_emitted: torch.Tensor, prepared: PreparedTables
     ) -> None:
         """As in the base class. Canvases with a grammar are emitted whole: none has bad words."""

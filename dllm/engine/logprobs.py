@@ -85,7 +85,7 @@ class BlockLogprobs:
         """
         if self._kept is None or tile.is_read_only is None:
             return None
-        some = self._indices(self._rows_that_ask(tile.batch), tile)
+        some = _row_indices(self._rows_that_ask(tile.batch), tile)
         return self._scored(some, logits, step, tile) if len(some) else None
 
     def of_blocks(self, record: StepRecord) -> LogprobsTensors | None:
@@ -108,16 +108,12 @@ class BlockLogprobs:
             counts = np.minimum(counts, record.num_emitted.cpu().numpy()[: len(counts)])  # waits
         if not counts.any():
             return None
-        some = self._indices(counts, tile)
+        some = _row_indices(counts, tile)
         if self._kept is None:
             found = self._scored(some, record.logits, record.denoised, tile)
         else:
             found = self._kept.updated(some, record, 1 + max(self._dims(tile.batch)))
         return found._replace(cu_num_generated_tokens=(np.cumsum(counts) - counts).tolist())
-
-    def _indices(self, counts: np.ndarray, tile: Tile) -> torch.Tensor:
-        """The first ``counts`` ``[R]`` rows of logits of each request, end to end: ``[n]``."""
-        return to_device(_row_indices(counts, tile.batch), tile.rows.row_of.device)
 
     def _rows_that_ask(self, input_batch: InputBatch) -> np.ndarray:
         """``[R]``: how many rows of logits each request has, 0 if it asks for no logprobs."""
@@ -257,10 +253,11 @@ def joined(parts: Sequence[SamplerOutput]) -> LogprobsTensors | None:
     )
 
 
-def _row_indices(counts: np.ndarray, input_batch: InputBatch) -> np.ndarray:
-    """The first ``counts`` ``[R]`` rows of logits of each request, end to end."""
-    starts = input_batch.cu_num_logits_np[: len(counts)]
-    return np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+def _row_indices(counts: np.ndarray, tile: Tile) -> torch.Tensor:
+    """The first ``counts`` ``[R]`` rows of logits of each request, end to end: ``[n]``."""
+    starts = tile.batch.cu_num_logits_np[: len(counts)]
+    rows = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+    return to_device(rows, tile.rows.row_of.device)
 
 
 def _widened(columns: torch.Tensor, width: int) -> torch.Tensor:

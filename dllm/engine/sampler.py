@@ -220,9 +220,9 @@ class DiffusionSampler:
         logits, num_emitted = self._emit_(logits, denoised, tile)
 
         record = StepRecord(tile, ids, own, logits, texts, denoised, soft, decided, num_emitted)
-        tokens, sampled, rejected = self._store(record)
+        stored = self._store(record)
         logprobs = self._report(record)
-        return self._output(tokens, sampled, rejected, logprobs, tile.batch.num_reqs)
+        return self._output(stored, logprobs, tile.batch.num_reqs)
 
     def _constrain_(
         self, logits: torch.Tensor, ids: torch.Tensor, tile: Tile
@@ -269,7 +269,8 @@ class DiffusionSampler:
         if record.soft is not None:
             at = tile.batch.expanded_idx_mapping, tile.rows.place
             soft_embeds[at] = record.soft.to(soft_embeds.dtype)
-        self.grammars.advance(record.texts, record.num_emitted, tile.grammars)
+        if tile.grammars is not None:
+            self.grammars.advance(record.texts, record.num_emitted, tile.grammars)
         return self._store_rows(
             record.num_emitted,
             record.denoised,
@@ -310,9 +311,7 @@ class DiffusionSampler:
 
     def _output(
         self,
-        tokens: torch.Tensor,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
+        stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         logprobs: LogprobsTensors | None,
         num_reqs: int,
     ) -> SamplerOutput:
@@ -323,12 +322,13 @@ class DiffusionSampler:
         gets its causal KV in the next step. Head tokens of a block that is not whole yet count as
         rejected, too: they saw this canvas.
         """
+        tokens, num_sampled, num_rejected = (column[:num_reqs] for column in stored)
         return SamplerOutput(
-            sampled_token_ids=tokens[:num_reqs],
+            sampled_token_ids=tokens,
             logprobs_tensors=logprobs,
             num_nans=None,
-            num_sampled=num_sampled[:num_reqs],
-            num_rejected=num_rejected[:num_reqs],
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
         )
 
     def _nothing_sampled(self, batch: InputBatch) -> SamplerOutput:
@@ -336,7 +336,7 @@ class DiffusionSampler:
         rows, size = self._rows(batch), self.family.settings.block_size
         rejected = num_rejected(self.state, rows, self._lengths(rows), size).int()
         nothing = torch.zeros_like(rejected)
-        return self._output(nothing[:, None], nothing, rejected, None, batch.num_reqs)
+        return self._output((nothing[:, None], nothing, rejected), None, batch.num_reqs)
 
     def _lengths(self, rows: CanvasRows) -> torch.Tensor:
         """As of ``num_rejected``. Under synchronous scheduling no block is pending."""
