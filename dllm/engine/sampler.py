@@ -37,7 +37,7 @@ from dllm.engine.logit_rows import LogitRows, joined_outputs, rows_at_once, tile
 from dllm.engine.logprobs import BlockLogprobs, KeptScores
 from dllm.engine.loop import DenoiseLoop
 from dllm.engine.state import CanvasState
-from dllm.engine.step_rows import denoise_rows, fresh_canvases, num_rejected, store_rows
+from dllm.engine.step_rows import denoise_rows, num_rejected, store_rows
 from dllm.engine.steps import StepRecord, Tile
 from dllm.engine.traces import BlockTraces
 from dllm.ops.filters import RowFilters
@@ -91,7 +91,7 @@ class DiffusionSampler:
             self._free = state.seeds.new_full((longest,), NO_TOKEN, dtype=torch.int64)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
         self._store_rows = maybe_compile(store_rows, vllm_config)
-        self._fresh_canvases = maybe_compile(fresh_canvases, vllm_config)
+        self._fresh_canvas = maybe_compile(family.fresh_canvas, vllm_config)
         self._new_slots: list[int] = []  # of requests that have no canvas yet
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
@@ -121,9 +121,11 @@ class DiffusionSampler:
         slots_np = np.array(new_slots * 2 if len(new_slots) == 1 else new_slots)
         starts_np = self.req_states.prefill_len.np[slots_np].astype(np.int64)
         slots, starts = to_device(np.stack([slots_np, starts_np]), self.state.seeds.device)
+        # Not compiled with what follows: torch.compile would take the offset of a column of the
+        # state for the size of the batch, if it is the same in the first call.
+        drawn = self._fresh_canvas(self.state.seeds[slots], starts)
         thoughts = self.state.thoughts(slots, starts)
-        canvases = self._fresh_canvases(slots, thoughts, self.state, self.family)
-        self.state.write_canvases(slots, canvases)
+        self.state.write_canvases(slots, self.state.with_seeds(slots, drawn, thoughts))
 
     def __call__(
         self, logits: torch.Tensor | LogitRows, input_batch: InputBatch, draft_logits: None = None

@@ -3,7 +3,6 @@
     condition_rows  before the forward pass: the model's input of canvas rows
     denoise_rows    behind it: the family's denoise step
     store_rows      last: the state of the next step, its canvas included, and what vLLM gets
-    fresh_canvases  the first canvases of new requests
 
 There are at least two rows: torch.compile treats a size of 1 as a special case.
 """
@@ -116,25 +115,13 @@ def next_canvas(
         is_over: ``[R]`` bool, whether tokens are emitted.
         behind: in front of the fresh canvases.
     """
-    fresh = fresh_canvases(rows.slots, behind, state, family)
+    drawn = family.fresh_canvas(state.seeds[rows.slots], behind.canvas_start)
+    fresh = state.with_seeds(rows.slots, drawn, behind)
     canvas = step.canvas
     if not family.decides_for_good:  # else the family keeps what stands on a canvas
         pins = state.pins(rows.slots, rows.starts)
         canvas = torch.where(pins != NO_TOKEN, pins, canvas)
     return torch.where(is_over[:, None], fresh, canvas)
-
-
-def fresh_canvases(
-    slots: torch.Tensor, thoughts: Thoughts, state: CanvasState, family: Family
-) -> torch.Tensor:
-    """Canvases that no step has changed: ``[R, C]`` int64, what the request gives and noise.
-
-    Args:
-        slots: ``[R]``.
-        thoughts: in front of the canvases.
-    """
-    drawn = family.fresh_canvas(state.seeds[slots], thoughts.canvas_start)
-    return state.with_seeds(slots, drawn, thoughts)
 
 
 def _kept(column: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
