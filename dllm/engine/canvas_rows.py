@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 class CanvasRows(NamedTuple):
     """Where the canvases of a step are: R batch rows, N logit rows, C the served canvas length.
 
-    A batch row is one request; it has one logit row for each token of its canvas. A batch row
+    A batch row is one request; it has one logit row for each token of its canvas, or for its first
+    tokens alone (``logit_rows.leave_out_rows``): the others take no part in the step. A batch row
     without a canvas has width 0 and no logit rows.
 
     Attributes:
         slots: ``[R]`` int64, each request's index into tensors of state.
-        widths: ``[R]`` int64, how many canvas tokens the row has.
-        seq_lens: ``[R]`` int64, the length of the request's sequence, canvas included. The next
-            canvas starts there if this one is emitted.
+        widths: ``[R]`` int64, how many canvas tokens take part in the step.
+        starts: ``[R]`` int64, the position of the canvas's first token in the request's sequence.
+        seq_lens: ``[R]``, the length of that sequence, all canvas tokens included.
         row_of: ``[N]`` int64, the batch row of a logit row.
         place: ``[N]`` int64, the position of a logit row in its canvas.
         padded: ``[R, C]`` int64, the logit row of a canvas position. Positions beyond the width
@@ -33,6 +34,7 @@ class CanvasRows(NamedTuple):
 
     slots: torch.Tensor
     widths: torch.Tensor
+    starts: torch.Tensor
     seq_lens: torch.Tensor
     row_of: torch.Tensor
     place: torch.Tensor
@@ -62,12 +64,18 @@ class CanvasRows(NamedTuple):
         def sent(array: np.ndarray) -> torch.Tensor:
             return to_device(array.astype(np.int64), device)
 
-        seq_lens = input_batch.seq_lens[:num_reqs].long()
-        if num_more:
-            seq_lens = F.pad(seq_lens, (0, num_more))
+        # [R], all tokens of each canvas.
+        lens = input_batch.num_draft_tokens_per_req
+        lens = widths if lens is None else np.pad(lens[:num_reqs], (0, num_more))
+        sent_widths = sent(widths)
+        sent_lens = sent_widths if np.array_equal(lens, widths) else sent(lens)
+        seq_lens = input_batch.seq_lens[:num_reqs]
+        # A tensor of its own: torch.compile would compile again for a part of another one.
+        seq_lens = F.pad(seq_lens, (0, num_more)) if num_more else seq_lens.clone()
         return cls(
             slots=sent(slots),
-            widths=sent(widths),
+            widths=sent_widths,
+            starts=seq_lens - sent_lens,
             seq_lens=seq_lens,
             row_of=sent(row_of),
             place=sent(np.arange(len(row_of)) - starts[row_of]),
@@ -86,6 +94,7 @@ class CanvasRows(NamedTuple):
         return cls(
             slots=torch.arange(num_rows, device=starts.device),
             widths=torch.full_like(starts, canvas_length),
+            starts=starts,
             seq_lens=starts + canvas_length,
             row_of=places // canvas_length,
             place=places % canvas_length,

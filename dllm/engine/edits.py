@@ -18,13 +18,14 @@ exact, and grows by at least one position in each step if the model's logits sta
 Jacobi decoding).
 
 A canvas may have to be emitted while it still changes: it ran out of steps, or the checkpoint has a
-`stability_threshold` of 0. Its argmax canvas may then hold a bad word. `completes_bad_word` finds
-it, and only the tokens in front of the bad word's last token are emitted. At least one token is
-left, because position 0 was edited for emitted tokens only, which do not change.
+`stability_threshold` of 0. Its argmax canvas may then hold a bad word. `trim_` finds it, and only
+the tokens in front of the bad word's last token are emitted. At least one token is left, because
+position 0 was edited for emitted tokens only, which do not change.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +41,18 @@ from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 
 logger = init_logger(LOGGER)
+
+
+class PreparedEdits(NamedTuple):
+    """What the steps of a visit need to know about a batch whose logits are edited.
+
+    Attributes:
+        context: a step as vLLM's processors expect it, but ``input_ids``, which each step has.
+        forbids_words: ``[N]`` bool, rows in which a bad word may end; None if nobody has bad words.
+    """
+
+    context: LogitsContext
+    forbids_words: torch.Tensor | None
 
 
 class LogitEdits:
@@ -83,67 +96,93 @@ class LogitEdits:
         for processor in self._processors:
             processor.apply_staged_writes()
 
-    def context(
-        self, rows: CanvasRows, state: CanvasState, input_batch: InputBatch
-    ) -> LogitsContext:
-        """This step as vLLM's processors expect it.
+    def prepare(
+        self,
+        input_batch: InputBatch,
+        rows: CanvasRows,
+        state: CanvasState,
+        is_pinned: torch.Tensor | None,
+    ) -> PreparedEdits | None:
+        """What a visit's steps need; None if no request of the batch edits. Does not wait.
 
-        They expect two things. The input id of row i > 0 is the draft token in front of the token
-        that row i decides. The position of a row is that of its input, which is one less than the
-        position of the token that it decides.
+        vLLM's processors expect two things. The input id of row i > 0 is the draft token in front
+        of the token that row i decides. The position of a row is that of its input, which is one
+        less than the position of the token that it decides.
+
+        Args:
+            is_pinned: ``[N, 1]`` bool, whether a row's input token is a pin; None: nobody pins. A
+                held pin is emitted whatever it completes.
         """
-        slots = rows.slots[rows.row_of]
-        in_front = state.argmax_canvas[slots, (rows.place - 1).clamp(min=0)]
-        in_front = torch.where(state.steps_done[slots] > 0, in_front, NO_TOKEN)
-        return LogitsContext(
+        slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
+        if not self.is_edited[slots].any():
+            return None
+        context = LogitsContext(
             expanded_idx_mapping=input_batch.expanded_idx_mapping,
             idx_mapping=input_batch.idx_mapping,
-            idx_mapping_np=_slots_np(input_batch),
+            idx_mapping_np=slots,
             expanded_local_pos=input_batch.expanded_local_pos,
-            input_ids=in_front.to(torch.int32),
+            input_ids=input_batch.expanded_local_pos,
             pos=input_batch.positions[input_batch.logits_indices] - 1,
             seq_lens_upper_bound_np=input_batch.seq_lens_cpu_upper_bound.numpy(),
         )
+        has_words = self._has_bad_words[slots]
+        if not has_words.any():
+            return PreparedEdits(context, None)
+        forbids_words = to_device(has_words, rows.row_of.device)[rows.row_of]
+        if is_pinned is not None:
+            is_held = is_pinned[:, 0] & state.holds_pins[rows.slots[rows.row_of]]
+            forbids_words = forbids_words & ~is_held
+        return PreparedEdits(context, forbids_words)
 
-    def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
-        """Edit the logits of the rows of ``context`` in place: ``[N, vocab]`` fp32."""
+    def apply_(
+        self,
+        logits: torch.Tensor,
+        rows: CanvasRows,
+        state: CanvasState,
+        prepared: PreparedEdits | None,
+    ) -> torch.Tensor:
+        """Edit ``logits`` ``[N, vocab]`` fp32 in place, for the tokens of the step before."""
+        if prepared is None:
+            return logits
+        slots = rows.slots[rows.row_of]
+        in_front = state.argmax_canvas[slots, (rows.place - 1).clamp(min=0)]
+        in_front = torch.where(state.steps_done[slots] > 0, in_front, NO_TOKEN)
+        context = replace(prepared.context, input_ids=in_front.to(torch.int32))
         for processor in self._processors:
             logits = processor.apply(logits, context)
         return logits
 
-    def forbids_words(self, input_batch: InputBatch, rows: CanvasRows) -> torch.Tensor | None:
-        """Which logits rows are of requests with bad words, ``[N]`` bool; None: there are none.
-
-        Does not wait for the device.
-        """
-        has_words = self._has_bad_words[_slots_np(input_batch)]
-        if not has_words.any():
-            return None
-        return to_device(has_words, rows.row_of.device)[rows.row_of]
-
-    def completes_bad_word(
+    def trim_(
         self,
         logits: torch.Tensor,
-        argmax: torch.Tensor,
-        context: LogitsContext,
-        forbids_words: torch.Tensor,
-    ) -> torch.Tensor:
-        """Which argmax tokens would complete a bad word if the canvas were emitted: ``[N]`` bool.
+        num_emitted: torch.Tensor,
+        argmax_canvas: torch.Tensor,
+        rows: CanvasRows,
+        prepared: PreparedEdits | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shorten what is emitted, so that it ends in front of the first bad word.
 
         ``logits`` were edited for the tokens of the step before. Here bad words are masked once
-        more, for the tokens of this step. An argmax token whose logit is -inf after that is the
-        last token of a bad word. (A pin may be a token that another edit excludes.)
+        more, for the tokens of this step. A token whose logit is -inf after that is the last token
+        of a bad word. (A pin may be a token that another edit excludes.)
 
         Args:
             logits: ``[N, vocab]`` fp32, the edited logits of this step; changed in place.
-            argmax: ``[N]`` int64, the most likely token of each row.
-            context: what ``context`` returned for this step.
-            forbids_words: ``[N]`` bool, where a bad word may end.
+            num_emitted: ``[R]`` int64, how many tokens of each canvas would be emitted.
+            argmax_canvas: ``[R, C]`` int64, those tokens.
+
+        Returns:
+            The logits, and how many tokens are emitted.
         """
+        if prepared is None or prepared.forbids_words is None:
+            return logits, num_emitted
+        tokens = argmax_canvas[rows.row_of, rows.place]  # [N]
         # [N], the token in front of each row. Wrong at position 0, where it is not read.
-        in_front = argmax.roll(1).to(torch.int32)
-        self._bad_words.apply(logits, replace(context, input_ids=in_front))
-        return forbids_words & (logits.gather(1, argmax[:, None]).squeeze(1) == -torch.inf)
+        in_front = tokens.roll(1).to(torch.int32)
+        logits = self._bad_words.apply(logits, replace(prepared.context, input_ids=in_front))
+        is_out = logits.gather(1, tokens[:, None]).squeeze(1) == -torch.inf
+        clean = clean_lengths(rows, prepared.forbids_words & is_out)
+        return logits, torch.minimum(num_emitted, clean)
 
 
 def clean_lengths(rows: CanvasRows, is_bad: torch.Tensor) -> torch.Tensor:
@@ -158,7 +197,3 @@ def clean_lengths(rows: CanvasRows, is_bad: torch.Tensor) -> torch.Tensor:
     first_bad = torch.where(is_bad, rows.place, rows.widths[rows.row_of])
     clean = rows.widths.scatter_reduce(0, rows.row_of, first_bad, "amin")
     return torch.maximum(clean, (rows.widths > 0).long())
-
-
-def _slots_np(input_batch: InputBatch) -> np.ndarray:
-    return input_batch.idx_mapping_np[: input_batch.num_reqs]

@@ -111,11 +111,10 @@ class Canvases(NamedTuple):
 
 
 class Denoised(NamedTuple):
-    """The result of a denoise step. Of a row without a canvas (width 0) only ``fresh`` is valid.
+    """The result of a denoise step. That of a row without a canvas (width 0) is not read.
 
     Attributes:
         canvas: ``[R, C]`` int64, the input of the next step, if the canvas has not converged.
-        fresh: ``[R, C]`` int64, a new canvas that starts behind the row's last token.
         argmax_canvas: ``[R, C]`` int64, the tokens to emit if the canvas has converged.
         accepted: ``[R, C]`` bool, whether ``canvas`` keeps the model's token; else it is noise.
         converged: ``[R]`` bool.
@@ -129,7 +128,6 @@ class Denoised(NamedTuple):
     """
 
     canvas: Tensor
-    fresh: Tensor
     argmax_canvas: Tensor
     accepted: Tensor
     converged: Tensor

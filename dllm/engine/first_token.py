@@ -56,7 +56,6 @@ class FirstTokens:
             hidden_states.device,
         )
         state, traces = sampler.state, sampler.traces
-        canvases = sampler.req_states.draft_tokens  # [slots, C]
         logits = self._model.compute_logits(hidden_states[rows])
         keys = noise.row_keys(
             state.seeds[slots], starts, torch.zeros_like(starts), 1, noise.STREAM_GUMBEL
@@ -64,12 +63,12 @@ class FirstTokens:
         keys = torch.where(state.is_greedy[slots, None], noise.NO_KEY, keys)
         temperature = state.temperatures[slots]
         tokens = row_stats(logits, temperature, keys, None).sample
-        begun = canvases[slots, 0]
-        is_free = begun == self._mask
+        before = state.canvas[slots]
+        is_free = before[:, 0] == self._mask
         if traces.are_wanted(slots_np):
             traces.record_first(logits, tokens, temperature, slots, is_free)
-        canvases[slots, 0] = torch.where(is_free, tokens.to(begun.dtype), begun)
+        after = before.clone()
+        after[:, 0] = torch.where(is_free, tokens.to(before.dtype), before[:, 0])
         if state.has_budget[slots_np[begins]].any():
-            after, before = canvases[slots], canvases[slots]
-            before[:, 0] = begun
-            canvases[slots] = state.thoughts(slots, starts).moved(before, after, self._mask)
+            after = state.thoughts(slots, starts).moved(before, after, self._mask)
+        state.write_canvases(slots, after)

@@ -11,11 +11,9 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Denoised
 from dllm.engine.frames import StepFrames
+from dllm.engine.steps import StepRecord
 from dllm.ops.staging import to_device
 from dllm.settings.request import STREAM, STREAM_EVERY, traced
 
@@ -41,35 +39,27 @@ class FrameTaker:
         self._is_watched[slot], self._is_shown[slot] = is_watched, is_shown
         self._every[slot] = extra.get(STREAM_EVERY) or "pass" if is_shown else "block"
 
-    def take(
-        self,
-        rows: CanvasRows,
-        step: Denoised,
-        steps_before: torch.Tensor,
-        records: torch.Tensor | None,
-        input_batch: InputBatch,
-    ) -> None:
-        """Pack what a pass did to watched canvases, if there are any; does not wait for the device.
+    def read(self, record: StepRecord, canvases: torch.Tensor, traces: torch.Tensor | None) -> None:
+        """Pack what a step did to watched canvases, if there are any; does not wait for the device.
 
         Args:
-            step: what the family decided.
-            records: those of ``engine.traces``, ``[slots, C, 4]``; None if nobody is traced.
-            steps_before: ``[slots]``, denoise steps that each slot's canvas had taken before.
+            canvases: ``[slots, C]``, what the next step gets.
+            traces: ``[R, C, 4]``, from ``engine.traces``; None if nobody is traced.
         """
-        num_reqs = input_batch.num_reqs
-        slots = input_batch.idx_mapping_np[:num_reqs]
+        batch, num_reqs = record.tile.batch, record.tile.batch.num_reqs
+        slots = batch.idx_mapping_np[:num_reqs]
         if not self._is_watched[slots].any():
             return
-        widths = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1])
+        widths = np.diff(batch.cu_num_logits_np[: num_reqs + 1])
         is_wanted = self._is_watched[slots] & (widths > 0)
-        if rows.slots.device.type == "cpu":  # elsewhere nobody knows yet what has converged
-            is_wanted &= self._is_shown[slots] | step.converged.numpy()[:num_reqs]
+        if canvases.device.type == "cpu":  # elsewhere nobody knows yet what has converged
+            is_wanted &= self._is_shown[slots] | record.denoised.converged.numpy()[:num_reqs]
         index = np.flatnonzero(is_wanted)
         if len(index) == 0:
             return
-        packed = _packed(index, rows, step, steps_before, records)
+        packed = _packed(index, record, canvases, traces)
         every = [self._every[slot] for slot in slots[index]]
-        self._pending.append(StepFrames([input_batch.req_ids[i] for i in index], every, packed))
+        self._pending.append(StepFrames([batch.req_ids[i] for i in index], every, packed))
 
     def attach(self, answer: ModelRunnerOutput) -> None:
         """Send the frames of a visit with the worker's answer.
@@ -81,36 +71,32 @@ class FrameTaker:
 
 
 def _packed(
-    index: np.ndarray,
-    rows: CanvasRows,
-    step: Denoised,
-    steps_before: torch.Tensor,
-    records: torch.Tensor | None,
+    index: np.ndarray, record: StepRecord, canvases: torch.Tensor, traces: torch.Tensor | None
 ) -> "np.ndarray | torch.Tensor":
     """``StepFrames.packed`` of the batch rows ``index`` ``[n]``.
 
     On a CPU in numpy: operations of torch take ten times as long for so little data. Elsewhere in
     torch, and a copy to pinned memory that nobody waits for here.
     """
-    on_host = rows.slots.device.type == "cpu"
-    at: Any = index if on_host else to_device(index, rows.slots.device)
+    rows, step = record.tile.rows, record.denoised
+    on_host = canvases.device.type == "cpu"
+    at: Any = index if on_host else to_device(index, canvases.device)
 
     def of(column: torch.Tensor) -> Any:
         return column.numpy() if on_host else column
 
-    slots, width = of(rows.slots)[at], of(rows.widths)[at]
     lines = (  # (of each place of a canvas, of the canvas)
-        (of(step.canvas)[at], of(rows.seq_lens)[at] - width),
-        (of(step.argmax_canvas)[at], of(steps_before)[slots] + 1),
-        (of(step.stats.entropy)[of(rows.padded)[at]], width),
+        (of(canvases)[of(rows.slots)[at]], of(rows.starts)[at]),
+        (of(step.argmax_canvas)[at], of(step.steps_done)[at]),
+        (of(step.stats.entropy)[of(rows.padded)[at]], of(rows.widths)[at]),
         (of(step.accepted)[at], of(step.converged)[at]),
     )
-    shape = len(index), len(lines) + 4 * (records is not None), step.canvas.shape[1] + 1
+    shape = len(index), len(lines) + 4 * (traces is not None), canvases.shape[1] + 1
     packed: Any = np.zeros(shape, np.float32) if on_host else torch.zeros(shape, device=at.device)
     for line, (of_places, of_canvas) in enumerate(lines):
         packed[:, line, :-1], packed[:, line, -1] = of_places, of_canvas
-    if records is not None:
-        packed[:, len(lines) :, :-1] = of(records)[slots].swapaxes(1, 2)
+    if traces is not None:
+        packed[:, len(lines) :, :-1] = of(traces)[at].swapaxes(1, 2)
     if on_host:
         return packed
     pinned = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)

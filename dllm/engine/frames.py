@@ -49,7 +49,7 @@ class StepFrames:
             "block": only if its canvas has converged.
         packed: ``[n, 4 or 8, C + 1]`` fp32, which holds ids and positions exactly up to 2^24. Rows:
             the next canvas, the argmax canvas, entropies in nats, whether the sampled token is
-            kept; if somebody is traced, the four columns of ``BlockTraces.records``.
+            kept; if somebody is traced, the four columns of ``engine.traces``.
             Last column: where the canvas starts, denoise steps done, its width, whether it has
             converged. A width of 0 is no frame: an emitted block got its KV (``engine.pending``).
     """

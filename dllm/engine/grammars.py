@@ -63,11 +63,11 @@ class Written(NamedTuple):
 
     Attributes:
         chosen: ``[N]`` int64, the texts; NO_TOKEN behind their ends, and without a grammar.
-        paths: what ``emitted`` reads.
+        paths: what ``advance`` reads; None if no request has a grammar.
     """
 
     chosen: torch.Tensor
-    paths: Any
+    paths: Any = None
 
 
 class CanvasGrammars(ABC):
@@ -157,7 +157,7 @@ class CanvasGrammars(ABC):
         """As ``prepare``, for a batch with a grammar."""
 
     @abstractmethod
-    def write(
+    def write_(
         self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: Any
     ) -> Written:
         """Find the best path of every canvas with a grammar, and mask its logits along it.
@@ -170,7 +170,7 @@ class CanvasGrammars(ABC):
         """
 
     @abstractmethod
-    def emitted(self, written: Written, num_emitted: torch.Tensor, prepared: Any) -> None:
+    def advance(self, written: Written, num_emitted: torch.Tensor, prepared: Any) -> None:
         """Move the states of slots behind what is emitted: ``num_emitted`` ``[R]`` or longer."""
 
 
@@ -186,7 +186,7 @@ class HostGrammars(CanvasGrammars):
             if (found := self.slots[slot])
         ]
 
-    def write(
+    def write_(
         self,
         logits: torch.Tensor,
         scores: Scores,
@@ -194,7 +194,7 @@ class HostGrammars(CanvasGrammars):
         prepared: list[tuple[int, int, SlotGrammar]],
     ) -> Written:
         """As in the base class; ``paths`` by batch row."""
-        widths, seq_lens = rows.widths.tolist(), rows.seq_lens.tolist()
+        widths, canvas_starts = rows.widths.tolist(), rows.starts.tolist()
         chosen = np.full(len(logits), NO_TOKEN, dtype=np.int64)
         paths: dict[int, Path] = {}
         for row, low, grammar in prepared:
@@ -203,7 +203,7 @@ class HostGrammars(CanvasGrammars):
                 continue
             high = low + width
             canvas, of_canvas = grammar.grammar.canvas, logits[low:high]
-            start = seq_lens[row] - width
+            start = canvas_starts[row]
             tokens_left, thoughts_end = grammar.end - start, max(grammar.thoughts_end - start, 0)
             budget = budget_of(canvas.table, grammar.state, tokens_left)
             of_texts = scores(slice(low, high)).cpu().numpy()
@@ -215,7 +215,7 @@ class HostGrammars(CanvasGrammars):
             paths[row] = path
         return Written(torch.from_numpy(chosen).to(logits.device), paths)
 
-    def emitted(
+    def advance(
         self,
         written: Written,
         num_emitted: torch.Tensor,
@@ -320,7 +320,7 @@ class DeviceGrammars(CanvasGrammars):
         starts, widths = batch.cu_num_logits_np[: num_reqs + 1], rows.widths[:num_reqs]
         table_of = sent([number[o.grammar] if o else NO_TABLE for o in found], np.int32)
         ends = sent([[o.end, o.thoughts_end] if o else [0, UNLIMITED] for o in found], np.int64)
-        ends -= (rows.seq_lens[:num_reqs] - widths)[:, None]
+        ends -= rows.starts[:num_reqs, None]
         return PreparedTables(
             tables=tables._replace(
                 most_classes=max(tables.most_classes, self._least[0]),
@@ -338,7 +338,7 @@ class DeviceGrammars(CanvasGrammars):
             most_rows=max(int(np.diff(starts).max()), 1),
         )
 
-    def write(
+    def write_(
         self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: PreparedTables
     ) -> Written:
         """As in the base class; ``paths`` of all rows."""
@@ -364,7 +364,7 @@ class DeviceGrammars(CanvasGrammars):
         is_free = (prepared.table_of[rows.row_of] == NO_TABLE) | (paths.states == STOPPED)
         return Written(torch.where(is_free, NO_TOKEN, paths.tokens), paths)
 
-    def emitted(
+    def advance(
         self, written: Written, num_emitted: torch.Tensor, prepared: PreparedTables
     ) -> None:
         """As in the base class. Canvases with a grammar are emitted whole: none has bad words."""

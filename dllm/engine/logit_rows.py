@@ -105,8 +105,8 @@ def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
 def leave_out_rows(input_batch: InputBatch, num_rows: np.ndarray) -> None:
     """Let canvases have logits for their first tokens alone, where the rest is never used.
 
-    To the sampler such a canvas is as wide as its logits. Called when the attention metadata of the
-    whole canvases exists.
+    To the sampler such a canvas is as wide as its logits; its sequence is as long as ever. Called
+    when the attention metadata of the whole canvases exists.
 
     Args:
         num_rows: ``[slots]``, how many tokens of a canvas need logits.
@@ -120,27 +120,17 @@ def leave_out_rows(input_batch: InputBatch, num_rows: np.ndarray) -> None:
     new_starts = np.concatenate(([0], np.cumsum(kept))).astype(starts.dtype)
     rows = np.arange(new_starts[-1]) + np.repeat(starts[:-1] - new_starts[:-1], kept)
     device = input_batch.logits_indices.device
-    at, left_out = to_device(rows, device), to_device(widths - kept, device)
+    at = to_device(rows, device)
     input_batch.num_draft_tokens = len(rows)
     input_batch.cu_num_logits_np = new_starts
     input_batch.cu_num_logits = to_device(new_starts, device)
     input_batch.expanded_idx_mapping = input_batch.expanded_idx_mapping[at]
     input_batch.expanded_local_pos = input_batch.expanded_local_pos[at]
     input_batch.logits_indices = input_batch.logits_indices[at]
-    input_batch.seq_lens = input_batch.seq_lens[:num_reqs] - left_out.to(input_batch.seq_lens.dtype)
 
 
-def joined_outputs(parts: Sequence[SamplerOutput], batches: Sequence[InputBatch]) -> SamplerOutput:
-    """The output of a batch, joined from the outputs of its tiles, whose requests are ``batches``.
-
-    Rows that were left out (``leave_out_rows``) count as rejected: they keep no KV either.
-    """
-    for part, batch in zip(parts, batches, strict=True):
-        whole, starts = batch.num_draft_tokens_per_req, batch.cu_num_logits_np
-        assert whole is not None, "a batch with canvases"
-        left_out = whole - np.diff(starts[: batch.num_reqs + 1])
-        if left_out.any():
-            part.num_rejected += to_device(left_out, part.num_rejected.device)
+def joined_outputs(parts: Sequence[SamplerOutput]) -> SamplerOutput:
+    """The output of a batch, joined from the outputs of its tiles."""
     if len(parts) == 1:
         return parts[0]
     return SamplerOutput(

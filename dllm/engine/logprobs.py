@@ -21,8 +21,8 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Denoised
+from dllm.engine.steps import StepRecord, Tile
 from dllm.ops.staging import to_device
 from dllm.settings.request import LOGITS_MODES
 
@@ -72,67 +72,47 @@ class BlockLogprobs:
         """Whether a request of the batch asks for logprobs. Does not wait for the device."""
         return bool(self._asks[input_batch.idx_mapping_np[: input_batch.num_reqs]].any())
 
-    def keep_decided(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        step: Denoised,
-        rows: CanvasRows,
-        input_batch: InputBatch,
-    ) -> None:
-        """Keep the scores of the tokens that were decided in this step; does not wait.
-
-        Arguments as of ``of_blocks``. For a family whose steps decide every token anew, it does
-        nothing.
-        """
-        if self._kept is None or step.decided is None:
-            return
-        counts = self._rows_that_ask(input_batch)
-        some = to_device(_row_indices(counts, input_batch), logits.device)
-        if len(some):
-            found = self._scored(some, logits, temperature, step.argmax_canvas, rows, input_batch)
-            row, place = rows.row_of[some], rows.place[some]
-            self._kept.write(rows.slots[row], place, step.decided[row, place], found)
-
-    def of_blocks(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        step: Denoised,
-        num_emitted: torch.Tensor,
-        rows: CanvasRows,
-        input_batch: InputBatch,
+    def of_decided(
+        self, logits: torch.Tensor, step: Denoised, tile: Tile
     ) -> LogprobsTensors | None:
-        """The logprobs of canvases that are emitted; None if nobody who asks has one.
+        """The scores of all tokens of requests that ask, if this step may decide some for good.
 
-        Called only if they ``are_wanted``.
+        Does not wait for the device. None if nobody asks, or if the next step decides them anew.
+
+        Args:
+            logits: ``[N, vocab]``, edited.
+            step: what the family decided.
+        """
+        if self._kept is None or tile.is_read_only is None:
+            return None
+        some = _row_indices(self._rows_that_ask(tile.batch), tile)
+        return self._scored(some, logits, step, tile) if len(some) else None
+
+    def of_blocks(self, record: StepRecord) -> LogprobsTensors | None:
+        """The logprobs of canvases that are emitted; None if nobody who asks has one.
 
         Under synchronous scheduling it waits for the device if the scores were not kept, and the
         result holds emitted tokens only. Otherwise it holds whole canvases, emitted or not; vLLM
         reads as many rows of a request as it emits tokens.
-
-        Args:
-            logits: ``[N, vocab]``, edited.
-            temperature: ``[N]``, of each row of logits.
-            step: its ``argmax_canvas`` holds the tokens.
-            num_emitted: ``[R]``, how many tokens of each canvas are emitted, from its start.
 
         Returns:
             Column 0 is the token itself, the others are the top or the given token ids. Its rank is
             1 for the most likely token, and counts ties. With a ``--logprobs-mode`` of logits the
             values are logits / temperature.
         """
-        counts = self._rows_that_ask(input_batch)
+        tile = record.tile
+        if tile.is_read_only is None:
+            return None
+        counts = self._rows_that_ask(tile.batch)
         if self._kept is None and not self._is_async:
-            counts = np.minimum(counts, num_emitted.cpu().numpy()[: len(counts)])  # the only wait
+            counts = np.minimum(counts, record.num_emitted.cpu().numpy()[: len(counts)])  # waits
         if not counts.any():
             return None
-        some = to_device(_row_indices(counts, input_batch), logits.device)
-        if self._kept is not None:
-            slots = rows.slots[rows.row_of[some]]
-            found = self._kept.read(slots, rows.place[some], 1 + max(self._dims(input_batch)))
+        some = _row_indices(counts, tile)
+        if self._kept is None:
+            found = self._scored(some, record.logits, record.denoised, tile)
         else:
-            found = self._scored(some, logits, temperature, step.argmax_canvas, rows, input_batch)
+            found = self._kept.updated(some, record, 1 + max(self._dims(tile.batch)))
         return found._replace(cu_num_generated_tokens=(np.cumsum(counts) - counts).tolist())
 
     def _rows_that_ask(self, input_batch: InputBatch) -> np.ndarray:
@@ -142,22 +122,18 @@ class BlockLogprobs:
         return np.where(self._asks[slots], widths, 0)
 
     def _scored(
-        self,
-        some: torch.Tensor,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        argmax_canvas: torch.Tensor,
-        rows: CanvasRows,
-        input_batch: InputBatch,
+        self, some: torch.Tensor, logits: torch.Tensor, step: Denoised, tile: Tile
     ) -> LogprobsTensors:
         """The scores of the rows ``some`` ``[n]`` of the logits, a few at a time."""
-        dims = self._dims(input_batch)
+        rows, dims = tile.rows, self._dims(tile.batch)
+        assert tile.is_read_only is not None, "a request asks for logprobs"
+        temperature = torch.where(tile.is_read_only, 1.0, step.temperature)  # [N]
         parts = [
             self._scores(
                 logits[few],
                 temperature[few],
-                argmax_canvas[rows.row_of[few], rows.place[few]],
-                input_batch.expanded_idx_mapping[few],
+                step.argmax_canvas[rows.row_of[few], rows.place[few]],
+                tile.batch.expanded_idx_mapping[few],
                 dims,
             )
             for few in some.split(max(WORKSPACE_LOGITS // logits.shape[1], 1))
@@ -227,21 +203,24 @@ class KeptScores:
         """Keep a token's own score only, until a request asks for others."""
         self._ids, self._scores = self._ids[..., :1].clone(), self._scores[..., :1].clone()
 
-    def write(
-        self, slots: torch.Tensor, places: torch.Tensor, is_new: torch.Tensor, new: LogprobsTensors
-    ) -> None:
-        """Store ``new`` at ``[n]`` places of canvases, where ``is_new`` ``[n]`` says so."""
-        width = new.logprobs.shape[1]
+    def updated(self, some: torch.Tensor, record: StepRecord, width: int) -> LogprobsTensors:
+        """Keep the scores of the tokens that a step decides, and return ``width`` columns of all.
+
+        Args:
+            some: ``[n]`` rows of logits, those of ``record.decided``.
+        """
+        rows, new, is_decided = record.tile.rows, record.decided, record.denoised.decided
+        assert new is not None and is_decided is not None, "a family that decides for good"
+        row, places = rows.row_of[some], rows.place[some]
+        slots, is_new = rows.slots[row], is_decided[row, places]
+        num_new = new.logprobs.shape[1]
         for table, values in (
-            (self._ids[..., :width], new.logprob_token_ids),
-            (self._scores[..., :width], new.logprobs),
+            (self._ids[..., :num_new], new.logprob_token_ids),
+            (self._scores[..., :num_new], new.logprobs),
             (self._ranks[..., None], new.selected_token_ranks[:, None]),
         ):
             kept = torch.where(is_new[:, None], values.to(table.dtype), table[slots, places])
             table[slots, places] = kept
-
-    def read(self, slots: torch.Tensor, places: torch.Tensor, width: int) -> LogprobsTensors:
-        """The first ``width`` columns of ``[n]`` places of canvases."""
         return LogprobsTensors(
             self._ids[slots, places, :width].long(),
             self._scores[slots, places, :width],
@@ -274,10 +253,11 @@ def joined(parts: Sequence[SamplerOutput]) -> LogprobsTensors | None:
     )
 
 
-def _row_indices(counts: np.ndarray, input_batch: InputBatch) -> np.ndarray:
-    """The first ``counts`` ``[R]`` rows of logits of each request, end to end."""
-    starts = input_batch.cu_num_logits_np[: len(counts)]
-    return np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+def _row_indices(counts: np.ndarray, tile: Tile) -> torch.Tensor:
+    """The first ``counts`` ``[R]`` rows of logits of each request, end to end: ``[n]``."""
+    starts = tile.batch.cu_num_logits_np[: len(counts)]
+    rows = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+    return to_device(rows, tile.rows.row_of.device)
 
 
 def _widened(columns: torch.Tensor, width: int) -> torch.Tensor:

@@ -140,12 +140,12 @@ class CanvasForward:
 
     Args:
         model_state: of the model.
-        draft_tokens: ``[slots, C]``, the canvases; read in every pass.
+        canvases: ``[slots, C]``, read in every pass.
     """
 
-    def __init__(self, model_state: Any, draft_tokens: torch.Tensor) -> None:
+    def __init__(self, model_state: Any, canvases: torch.Tensor) -> None:
         self._state = model_state
-        self._draft_tokens = draft_tokens
+        self._canvases = canvases
         self._block_size = model_state.family.settings.block_size
         num_tokens, device = model_state.max_num_tokens, model_state.device
         self._input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
@@ -200,7 +200,7 @@ class CanvasForward:
         is_canvas_alone = batch.num_draft_tokens == batch.num_tokens
 
         def forward() -> torch.Tensor | LogitRows:
-            canvases = self._draft_tokens[slots, places]
+            canvases = self._canvases[slots, places]
             if is_canvas_alone:
                 batch.input_ids.copy_(canvases)
             else:

@@ -41,7 +41,8 @@ from dllm.engine.logit_rows import leave_out_rows
 from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.spans import Sequences, Spans
-from dllm.engine.state import CanvasState, condition_rows, request_seed
+from dllm.engine.state import CanvasState, request_seed
+from dllm.engine.step_rows import condition_rows
 from dllm.engine.thoughts import Thought
 from dllm.ops.staging import to_device
 from dllm.settings.request import RequestOptions
@@ -89,8 +90,7 @@ class DiffusionModelState(ModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Our sampler in place of vLLM's, and no rejection sampler: no draft is ever rejected."""
         requests = self._requests = sampler.req_states
-        # [slots, C]; the last one is the spare slot.
-        requests.draft_tokens = torch.zeros_like(self.canvases.argmax_canvas)
+        requests.draft_tokens = self.canvases.canvas
         # For prompt logprobs vLLM reads the id behind each scheduled token, of all requests of the
         # step. A canvas may end with the context; behind the last slot there is foreign memory. So
         # the table gets another row, in place, because vLLM's logits processors hold it.
@@ -101,7 +101,7 @@ class DiffusionModelState(ModelState):
             device=self.device,
             uva_instead_of_gpu=True,
         )
-        forward = CanvasForward(self, requests.draft_tokens)
+        forward = CanvasForward(self, self.canvases.canvas)
         self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
         ours = DiffusionSampler(
             self.vllm_config, self.family, self.canvases, sampler, self.grammars, self.loop

@@ -1,8 +1,8 @@
 """What the sampler remembers of each request's canvas: device tensors, allocated once.
 
 A request has a slot, which is its index into these tensors for as long as it runs. The canvas
-itself (the noisy input of the next denoise step) is in vLLM's ``RequestState.draft_tokens``, from
-where the model runner puts it into the next batch. Everything else is here:
+itself, the noisy input of the next denoise step, is vLLM's ``RequestState.draft_tokens``, too, from
+where the model runner puts it into the next batch.
 
 | tensor           | shape            | written by              | read by                        |
 |------------------|------------------|-------------------------|--------------------------------|
@@ -16,6 +16,7 @@ where the model runner puts it into the next batch. Everything else is here:
 | holds_pins       | [slots]          | reset                   | sampler, each step             |
 | given_from       | [slots]          | reset                   | sampler: canvases and pins     |
 | thought          | [slots] each     | reset; each step: begin | sampler: canvases, each step   |
+| canvas           | [slots, C] int64 | ``write_canvases``      | vLLM's runner; sampler; loop   |
 | argmax_canvas    | [slots, C] int64 | sampler, each step      | denoise; edits; prepare_inputs |
 | steps_done       | [slots] int32    | sampler, each step      | denoise; prepare_inputs        |
 | carried          | [slots, ...]     | sampler, each step      | denoise                        |
@@ -33,9 +34,8 @@ import numpy as np
 import torch
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases, Denoised, Family
+from dllm.engine.family import Canvases, Family
 from dllm.engine.thoughts import ABSENT, Thought, Thoughts
-from dllm.ops.filters import RowFilters
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.pins import PINNED_CANVASES
@@ -65,6 +65,7 @@ class CanvasState:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device)
 
+        self.canvas = zeros(canvas_length, dtype=torch.int64)
         self.argmax_canvas = zeros(canvas_length, dtype=torch.int64)
         self.steps_done = zeros(dtype=torch.int32)
         self.carried = {name: zeros(*shape, dtype=dtype) for name, shape, dtype in family.carried}
@@ -189,6 +190,10 @@ class CanvasState:
         """``[R]``, where the state of each row is written: the spare slot without a canvas."""
         return torch.where(rows.widths > 0, rows.slots, self.spare_slot)
 
+    def write_canvases(self, slots: torch.Tensor, canvases: torch.Tensor) -> None:
+        """Make ``[R, C]`` int64 the input of the next step of ``slots`` ``[R]``."""
+        self.canvas[slots] = canvases
+
     def canvases(self, rows: CanvasRows, ids: torch.Tensor, chosen: torch.Tensor) -> Canvases:
         """The state of the canvases of a step.
 
@@ -196,7 +201,7 @@ class CanvasState:
             ids: ``[N]``, their tokens.
             chosen: ``[N]``, what grammars have chosen.
         """
-        slots, starts = rows.slots, rows.seq_lens - rows.widths
+        slots, starts = rows.slots, rows.starts
         pins = self.pins(slots, starts)
         return Canvases(
             ids=ids,
@@ -215,7 +220,7 @@ class CanvasState:
 
     def thoughts_of(self, rows: CanvasRows) -> Thoughts:
         """The thoughts in front of the canvases of a step."""
-        return self.thoughts(rows.slots, rows.seq_lens - rows.widths)
+        return self.thoughts(rows.slots, rows.starts)
 
     def thoughts(self, slots: torch.Tensor, starts: torch.Tensor) -> Thoughts:
         """The thoughts in front of canvases.
@@ -260,126 +265,6 @@ class CanvasState:
         is_known = (given_from >= 0) & (place >= 0) & (place < num_positions)
         pins = self.pinned[slots[:, None], place.clamp(0, num_positions - 1)].long()
         return torch.where(is_known, pins, NO_TOKEN)
-
-
-def condition_rows(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    places: torch.Tensor,
-    embeds: torch.Tensor,
-    is_canvas_row: torch.Tensor,
-    state: CanvasState,
-    family: Family,
-) -> None:
-    """The compiled part of making a model's inputs: conditions canvas rows, and marks them.
-
-    A pending block is no canvas.
-
-    Args:
-        rows: ``[N]``, which tokens of the batch are of canvases.
-        slots, places: ``[N]``, whose canvas each is of, and where in it.
-        embeds, is_canvas_row: ``[tokens, hidden]`` and ``[tokens]``, longer than any batch; the
-            embeddings of tokens, and False. Written to.
-    """
-    is_canvas = ~state.commits[slots]
-    if family.soft_size is not None:
-        own, soft = embeds[rows], state.soft_embeds[slots, places]
-        conditioned = family.condition(own, soft, state.steps_done[slots])
-        embeds[rows] = torch.where(is_canvas[:, None], conditioned, own)
-    is_canvas_row[rows] = is_canvas
-
-
-def denoise_rows(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    chosen: torch.Tensor,
-    rows: CanvasRows,
-    state: CanvasState,
-    family: Family,
-    filters: RowFilters | None,
-) -> Denoised:
-    """The compiled part of a step: the family's denoise step, and the canvas of the next step.
-
-    Args:
-        logits: ``[N, V]`` fp32, edited.
-        ids: ``[N]`` int64, the canvas tokens that entered the model.
-        chosen: ``[N]`` int64, the tokens that grammars have chosen; NO_TOKEN in other rows.
-        rows: at least two of them (``CanvasRows.of_batch``).
-        state: read only.
-
-    Returns:
-        What the family decided; but ``canvas`` is the input of the next step in any case, and
-        ``steps_done`` and ``carried`` are 0 where a fresh canvas starts.
-    """
-    pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
-    canvases = state.canvases(rows, ids, chosen)
-    step = family.denoise(logits, rows, canvases, filters)
-    goes_on = (rows.widths > 0) & ~step.converged  # [R]
-    canvas = step.canvas
-    if not family.decides_for_good:  # else the family keeps what stands on a canvas
-        canvas = torch.where(pins != NO_TOKEN, pins, canvas)
-    behind = state.thoughts_of(rows).behind(step.argmax_canvas, rows.widths)
-    fresh = state.with_seeds(rows.slots, step.fresh, behind)
-    return step._replace(
-        canvas=torch.where(goes_on[:, None], canvas, fresh),
-        steps_done=torch.where(goes_on, step.steps_done, 0),
-        carried={  # [R, ...], so that goes_on has to be [R, 1, ...]
-            name: torch.where(goes_on.view(-1, *[1] * (column.dim() - 1)), column, 0)
-            for name, column in step.carried.items()
-        },
-    )
-
-
-def store_rows(
-    num_emitted: torch.Tensor,
-    step: Denoised,
-    rows: CanvasRows,
-    state: CanvasState,
-    draft_tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The compiled end of a step: writes what the next one reads, and makes what vLLM gets.
-
-    Args:
-        num_emitted: ``[R]``, how many tokens of each canvas are emitted.
-        rows: at least two of them.
-        draft_tokens: ``[slots, C]``, vLLM's; the canvases.
-        lengths, block_size: as of ``num_rejected``.
-
-    Returns:
-        int32: emitted tokens ``[R, C]``, how many ``[R]``, and ``num_rejected`` ``[R]``.
-    """
-    written = state.written_slots(rows)
-    behind = state.thoughts_of(rows).behind(step.argmax_canvas, num_emitted)
-    state.thought["begin"][written] = behind.begin
-    for column, values in (
-        (draft_tokens, step.canvas),
-        (state.argmax_canvas, step.argmax_canvas),
-        (state.steps_done, step.steps_done),
-        *((state.carried[name], step.carried[name]) for name in state.carried),
-    ):
-        column[written] = values.to(column.dtype)
-    rejected = num_rejected(state, rows, lengths, block_size)
-    return step.argmax_canvas.int(), num_emitted.int(), rejected.int()
-
-
-def num_rejected(
-    state: CanvasState, rows: CanvasRows, lengths: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """How many tokens of each row keep no KV: ``[R]``.
-
-    What is kept ends with the last whole block in front of the canvas, or with that of a pending
-    block.
-
-    Args:
-        rows: a pending block has a width of 0.
-        lengths: ``[R]``, tokens of each request that has a pending block, what it has emitted
-            included.
-        block_size: of the model.
-    """
-    ends = torch.where(state.commits[rows.slots], lengths, rows.seq_lens - rows.widths)
-    return rows.seq_lens - ends + ends % block_size
 
 
 def request_seed(options: RequestOptions, request_id: str, server_seed: int) -> int:

@@ -15,9 +15,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Denoised
 from dllm.engine.state import CanvasState
+from dllm.engine.steps import StepRecord, Tile
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.staging import to_device
@@ -30,29 +29,28 @@ ROWS_AT_ONCE = 256  # of logits that are copied; no result depends on it
 
 
 class BlockTraces:
-    """The records of unfinished canvases, of requests that ask for them.
+    """What is known of the tokens of unfinished canvases, of requests that ask for it.
 
     Args:
-        canvases: ``[slots, C]``, for the shape and the device; the last slot is the spare one.
+        state: of all canvases.
         stays: whether what stands on a canvas and is no mask stays (``Family.decides_for_good``).
-
-    Attributes:
-        records: ``[slots, C, COLUMNS]`` fp32; NaN where there is no probability.
     """
 
-    def __init__(self, canvases: torch.Tensor, stays: bool) -> None:
-        self._stays = stays
+    def __init__(self, state: CanvasState, stays: bool) -> None:
+        canvases = state.canvas
+        self._stays, self._holds_pins = stays, state.holds_pins
         self._is_traced = np.zeros(len(canvases), dtype=bool)
         self._was_kept = torch.zeros_like(canvases, dtype=torch.bool)
         nothing = [0.0, *[torch.nan] * (COLUMNS - 1)]
         self._nothing = torch.tensor(nothing, device=canvases.device)
-        self.records = self._nothing.repeat(*canvases.shape, 1)
+        # [slots, C, COLUMNS] fp32; NaN where there is no probability.
+        self._records = self._nothing.repeat(*canvases.shape, 1)
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         """Store whether the new request of this slot is traced."""
         self._is_traced[slot] = traced(params) is not None
         if self._is_traced[slot]:
-            self.records[slot] = self._nothing
+            self._records[slot] = self._nothing
             self._was_kept[slot].zero_()
 
     def are_wanted(self, slots: np.ndarray) -> bool:
@@ -66,44 +64,46 @@ class BlockTraces:
             return None
         widths = np.diff(batch.cu_num_logits_np[: batch.num_reqs + 1])
         index = np.flatnonzero(np.repeat(self._is_traced[slots], widths))
-        return to_device(index, self.records.device)
+        return to_device(index, self._records.device)
 
-    def record(
-        self,
-        logits: torch.Tensor,
-        some: torch.Tensor,
-        ids: torch.Tensor,
-        pins: torch.Tensor | None,
-        step: Denoised,
-        state: CanvasState,
-        rows: CanvasRows,
-    ) -> None:
-        """Record the tokens that a step decides; does not wait for the device.
+    def own_logits(self, logits: torch.Tensor, tile: Tile) -> torch.Tensor | None:
+        """The model's own logits of traced rows, ``[n, V]``; a copy, since edits change them."""
+        return None if tile.traced is None else logits[tile.traced]
 
-        Args:
-            logits: ``[n, V]`` fp32, the model's own, of the rows ``some`` ``[n]``; not changed.
-            ids: ``[N]``, the canvas tokens that entered the model.
-            pins: ``[N, 1]`` bool, which of these the request fixed; None: nobody pins.
-            state: before the step.
+    def read(self, record: StepRecord) -> torch.Tensor | None:
+        """Trace the tokens that a step decides; does not wait for the device.
+
+        What is known of canvases that have converged is forgotten.
+
+        Returns:
+            ``[R, C, COLUMNS]``, the canvases of the batch with this step; None if nobody is traced.
         """
+        tile, step, rows = record.tile, record.denoised, record.tile.rows
+        some, own = tile.traced, record.own
+        if some is None or own is None:
+            return None
         row, place = rows.row_of[some], rows.place[some]
         slots, ends = rows.slots[row], step.converged[row]
         is_kept = step.accepted[row, place]
         token = torch.where(ends, step.argmax_canvas[row, place], step.canvas[row, place])
-        is_new = token != ids[some]
+        is_new = token != record.ids[some]
         if not self._stays:
             is_new |= ~self._was_kept[slots, place]
-            if pins is not None:  # what stands there is not the model's
-                is_kept &= ~pins[some, 0]
-                is_new &= ~(pins[some, 0] & state.holds_pins[slots])
+            if tile.is_pinned is not None:  # what stands there is not the model's
+                is_pinned = tile.is_pinned[some, 0]
+                is_kept &= ~is_pinned
+                is_new &= ~(is_pinned & self._holds_pins[slots])
         is_there = rows.widths[row] > 0
         is_new &= (is_kept | ends) & is_there
-        temperature = step.temperature[some]
-        found = _values(logits, token, temperature, state.steps_done[slots] + 1)
-        before = self.records[slots, place]
-        self.records[slots, place] = torch.where(is_new[:, None], found, before)
+        found = _values(own, token, step.temperature[some], step.steps_done[row])
+        before = self._records[slots, place]
+        self._records[slots, place] = torch.where(is_new[:, None], found, before)
         was_kept = self._was_kept[slots, place]
         self._was_kept[slots, place] = torch.where(is_there, is_kept & ~ends, was_kept)
+        shown = self._records[rows.slots]
+        over = step.converged[:, None, None]
+        self._records[rows.slots] = torch.where(over, self._nothing, shown)
+        return shown
 
     def record_first(
         self,
@@ -120,12 +120,7 @@ class BlockTraces:
             is_new: ``[n]`` bool, which of them are decided so.
         """
         found = _values(logits, tokens, temperature, torch.zeros_like(slots))
-        self.records[slots, 0] = torch.where(is_new[:, None], found, self.records[slots, 0])
-
-    def end(self, slots: torch.Tensor, converged: torch.Tensor) -> None:
-        """Forget the records of canvases that have converged: ``slots``, ``converged`` ``[R]``."""
-        before = self.records[slots]
-        self.records[slots] = torch.where(converged[:, None, None], self._nothing, before)
+        self._records[slots, 0] = torch.where(is_new[:, None], found, self._records[slots, 0])
 
 
 def _values(

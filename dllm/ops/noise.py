@@ -27,7 +27,7 @@ from torch import Tensor
 # position) independent.
 STREAM_INITIAL_CANVAS = 0
 STREAM_GUMBEL = 1
-STREAM_RENOISE = 2
+STREAM_RENOISE = 2  # behind STREAM_GUMBEL: `step_noise` draws both at once
 
 _MASK32 = 0xFFFFFFFF
 _SIGN32 = -(2**31)
@@ -48,7 +48,6 @@ class StepNoise(NamedTuple):
 
     keys: Tensor  # [R, C, 2] int64: row keys for `gumbel`
     renoise_tokens: Tensor  # [R, C] int64: uniform tokens, for positions that are not accepted
-    next_canvas: Tensor  # [R, C] int64: the initial canvas of the next block
 
 
 def initial_canvas(seeds: Tensor, canvas_start: Tensor, width: int, vocab_size: int) -> Tensor:
@@ -64,30 +63,24 @@ def step_noise(
     seeds: Tensor,
     canvas_start: Tensor,
     denoise_step: Tensor,
-    next_start: Tensor,
     width: int,
     vocab_size: int,
 ) -> StepNoise:
     """All random numbers of one denoise step, from one batched Philox call.
 
-    Equal to `row_keys(..., STREAM_GUMBEL)`, `random_tokens(..., STREAM_RENOISE)` and
-    `initial_canvas(seeds, next_start, ...)`, with a third of the operations.
+    Equal to `row_keys(..., STREAM_GUMBEL)` and `random_tokens(..., STREAM_RENOISE)`, with half of
+    the operations.
 
     Args:
         seeds: [R] int64, one for each request.
         canvas_start: [R] int64, position of the canvas' first token in the sequence.
         denoise_step: [R] int64, steps that the canvas has already taken (0 at its first).
-        next_start: [R] int64, the position after the canvas.
     """
-    starts = torch.stack((canvas_start, canvas_start, next_start))
-    steps = torch.stack((denoise_step, denoise_step, torch.zeros_like(denoise_step)))
-    index = torch.arange(3, device=seeds.device).view(3, 1, 1)
-    streams = (STREAM_GUMBEL + index) % 3  # gumbel, renoise, initial canvas
-    words = _position_words(seeds, starts, steps, width, streams)  # [4, 3, R, width]
+    streams = STREAM_GUMBEL + torch.arange(2, device=seeds.device).view(2, 1, 1)
+    words = _position_words(seeds, canvas_start, denoise_step, width, streams)  # [4, 2, R, width]
     return StepNoise(
         keys=torch.stack((words[0, 0], words[1, 0]), dim=-1),
         renoise_tokens=_scale_to_vocab(words[0, 1], vocab_size),
-        next_canvas=_scale_to_vocab(words[0, 2], vocab_size),
     )
 
 

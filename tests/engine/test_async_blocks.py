@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm.engine import state
+from dllm.engine import step_rows
 from tests.engine.test_async_engine import started_run
 from tests.engine.test_blocks import prompt
 from tests.support.async_engine import rows_taken
@@ -148,12 +148,12 @@ def no_tails(canvases: Any, rows: Any, num_tokens: Any, block_size: int) -> torc
     return num_rejected(canvases, rows, num_tokens, 1)
 
 
-num_rejected = state.num_rejected
+num_rejected = step_rows.num_rejected
 
 
 def test_without_rounding_to_blocks_runs_differ(model, twin, monkeypatch):
     expected = twin.quiet_run(prompt(model.size + 1), model.params())
     ruined = model.engine(True, max_num_batched_tokens=260)
-    monkeypatch.setattr(state, "num_rejected", no_tails)
+    monkeypatch.setattr(step_rows, "num_rejected", no_tails)
     run = started_run(ruined, prompt(model.size + 1), model.params())
     assert run.difference(expected) > 100 * RUN_TOLERANCE

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 import dllm
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.edits import LogitEdits, clean_lengths
+from dllm.engine.edits import LogitEdits
 from dllm.patches.cpu import register_cpu_kernels
 from tests.support.naive_edits import UNKNOWN, edited, first_bad_word
 
@@ -101,6 +101,7 @@ class Batch:
             positions=torch.cat([torch.zeros(3).long(), self._positions()]),
             logits_indices=torch.arange(3, 3 + num_rows),
             seq_lens=torch.from_numpy(self.starts + self.widths),
+            num_draft_tokens_per_req=np.array(self.widths),
             seq_lens_cpu_upper_bound=torch.from_numpy(self.starts + CANVAS),
             cu_num_logits_np=np.cumsum([0, *self.widths]),
         )
@@ -111,18 +112,17 @@ class Batch:
     def edit(self, logits: Tensor | None = None) -> Tensor:
         """What the edits make of the logits, which are changed in place."""
         logits = self.logits.clone() if logits is None else logits
-        context = self.edits.context(self.rows, self.canvases, self.input_batch)
-        if context is not None:
-            assert self.edits.apply(logits, context) is logits
+        prepared = self.edits.prepare(self.input_batch, self.rows, self.canvases, None)
+        assert self.edits.apply_(logits, self.rows, self.canvases, prepared) is logits
         return logits
 
     def clean_lengths(self, logits: Tensor, argmax: Tensor) -> list[int]:
-        context = self.edits.context(self.rows, self.canvases, self.input_batch)
-        forbids_words = self.edits.forbids_words(self.input_batch, self.rows)
-        assert context is not None and forbids_words is not None
-        of_rows = argmax[self.row_of, self.place]
-        is_bad = self.edits.completes_bad_word(logits, of_rows, context, forbids_words)
-        return clean_lengths(self.rows, is_bad).tolist()[: len(self.slots)]
+        """How many tokens of each canvas are emitted if all canvases have converged."""
+        prepared = self.edits.prepare(self.input_batch, self.rows, self.canvases, None)
+        assert prepared is not None and prepared.forbids_words is not None
+        trimmed, clean = self.edits.trim_(logits, self.rows.widths, argmax, self.rows, prepared)
+        assert trimmed is logits
+        return clean.tolist()[: len(self.slots)]
 
     def expected(self, has_past: bool = True) -> Tensor:
         """The same, row by row."""
@@ -206,7 +206,7 @@ def test_a_slot_forgets_its_last_request():
     batch.edits.add_request(batch.slots[0], params())
     batch.edits.apply_staged_writes()
     assert torch.equal(batch.edit(), batch.logits)
-    assert batch.edits.forbids_words(batch.input_batch, batch.rows) is None
+    assert batch.edits.prepare(batch.input_batch, batch.rows, batch.canvases, None) is None
 
 
 def test_the_prompt_is_no_output():

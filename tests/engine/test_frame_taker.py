@@ -40,28 +40,31 @@ def batch() -> Any:
         idx_mapping=torch.tensor(SLOTS),
         cu_num_logits_np=np.cumsum([0, *WIDTHS]),
         seq_lens=torch.tensor([104, 50, 32, 23]),
+        num_draft_tokens_per_req=np.array(WIDTHS),
         expanded_local_pos=torch.tensor([p for w in WIDTHS for p in range(w)]),
     )
 
 
-def step() -> Any:
+def record(where: Any = lambda x: x) -> Any:
+    """A step of four canvases; ``where`` puts tensors on a device."""
     generator = torch.Generator().manual_seed(1)
-    return SimpleNamespace(
-        canvas=torch.arange(4 * C).view(4, C) + 262_000,
+    denoised = dict(
         argmax_canvas=torch.randint(0, 262_144, (4, C), generator=generator),
         accepted=torch.rand(4, C, generator=generator) < 0.5,
         converged=torch.tensor([False, False, True, False]),
-        stats=SimpleNamespace(entropy=torch.rand(sum(WIDTHS), generator=generator)),
+        steps_done=torch.tensor([9, 8, 6, 7]),
     )
-
-
-def take(taker: FrameTaker, records: torch.Tensor | None = None, where: Any = lambda x: x) -> Any:
-    """The answer with the frames; ``where`` puts tensors on a device."""
+    stats = dict(entropy=torch.rand(sum(WIDTHS), generator=generator))
+    denoised = SimpleNamespace(**where(denoised), stats=SimpleNamespace(**where(stats)))
     rows = where(CanvasRows.of_batch(batch(), C, spare_slot=4))
-    steps_before = where(torch.tensor([5, 6, 7, 8, 0], dtype=torch.int32))
-    taken = SimpleNamespace(**where(vars(step())))
-    taken.stats = SimpleNamespace(**where(vars(taken.stats)))
-    taker.take(rows, taken, steps_before, where(records), batch())
+    return SimpleNamespace(denoised=denoised, tile=SimpleNamespace(batch=batch(), rows=rows))
+
+
+def take(taker: FrameTaker, traces: torch.Tensor | None = None, where: Any = lambda x: x) -> Any:
+    """The answer with the frames."""
+    canvases = torch.zeros(5, C, dtype=torch.int64)
+    canvases[SLOTS] = torch.arange(4 * C).view(4, C) + 262_000
+    taker.read(record(where), where(canvases), where(traces))
     answer: Any = SimpleNamespace()
     taker.attach(answer)
     return answer
@@ -79,18 +82,18 @@ def test_watched_canvases_are_packed_and_others_are_not(taker):
     assert first[:, -1].tolist() == [100, 9, 4, 0]  # start, step, width, has it converged
     assert second[:, -1].tolist() == [30, 6, 2, 1]
     assert first[0, :C].tolist() == [262_000, 262_001, 262_002, 262_003]
-    assert second[1, :2].tolist() == step().argmax_canvas[2, :2].tolist()
-    assert second[2, :2].tolist() == step().stats.entropy[4:6].tolist()
-    assert second[3, :2].tolist() == step().accepted[2, :2].tolist()
+    assert second[1, :2].tolist() == record().denoised.argmax_canvas[2, :2].tolist()
+    assert second[2, :2].tolist() == record().denoised.stats.entropy[4:6].tolist()
+    assert second[3, :2].tolist() == record().denoised.accepted[2, :2].tolist()
 
 
-@pytest.mark.parametrize("records", [None, torch.rand(5, C, 4)], ids=["frames", "traces"])
-def test_a_gpu_packs_what_the_host_packs_and_nobody_waits(taker, records):
+@pytest.mark.parametrize("traces", [None, torch.rand(4, C, 4)], ids=["frames", "traces"])
+def test_a_gpu_packs_what_the_host_packs_and_nobody_waits(taker, traces):
     for slot in range(4):
         taker.add_request(slot, watched())
-    (expected,) = take(taker, records).canvas_frames
+    (expected,) = take(taker, traces).canvas_frames
     with DeviceWatch() as watch:
-        (found,) = take(taker, records, on_device).canvas_frames
+        (found,) = take(taker, traces, on_device).canvas_frames
         assert found.packed.is_pinned()
     assert isinstance(expected.packed, np.ndarray) and not watch.findings
     assert torch.equal(found.packed, torch.from_numpy(expected.packed))

@@ -162,9 +162,9 @@ def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
 
     def write(logits, scores, rows, prepared):
         seen.append((prepared.tables.most_classes, prepared.tables.most_states))
-        return DeviceGrammars.write(on_device, logits, scores, rows, prepared)
+        return DeviceGrammars.write_(on_device, logits, scores, rows, prepared)
 
-    on_device.write = write
+    on_device.write_ = write
     runner = engine.runner
     batch = canvas_batch(runner.input_buffers, runner.max_num_reqs, runner.num_speculative_steps)
     hidden = torch.zeros(batch.num_draft_tokens, state.model_config.get_hidden_size())

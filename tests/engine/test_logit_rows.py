@@ -1,13 +1,17 @@
 """Logits in tiles of whole canvases: the same tokens and logprobs, in less memory."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 
+from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.logit_rows import LogitRows, tile_bounds
+from dllm.engine.step_rows import num_rejected
 from dllm.settings.server import PluginOptions
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
@@ -26,6 +30,23 @@ from tests.support.engine_harness import get_engine
 )
 def test_tiles_are_whole_canvases(starts, rows, bounds):
     assert tile_bounds(np.array(starts), rows) == bounds
+
+
+def test_a_canvas_starts_where_its_tokens_do_whatever_is_left_out():
+    """The second has logits for its first two tokens alone, and keeps no KV of any."""
+    batch: Any = SimpleNamespace(
+        num_reqs=3,
+        idx_mapping_np=np.array([2, 0, 1]),
+        cu_num_logits_np=np.array([0, 8, 10, 10]),
+        num_draft_tokens_per_req=np.array([8, 8, 0]),
+        seq_lens=torch.tensor([24, 50, 7], dtype=torch.int32),
+    )
+    rows = CanvasRows.of_batch(batch, 8, spare_slot=3)
+    assert rows.widths.tolist() == [8, 2, 0]
+    assert rows.starts.tolist() == [16, 42, 7]
+    state: Any = SimpleNamespace(commits=torch.zeros(4, dtype=torch.bool))
+    for block_size, expected in ((1, [8, 8, 0]), (4, [8, 10, 3])):
+        assert num_rejected(state, rows, rows.seq_lens, block_size).tolist() == expected
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:

@@ -2,6 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip  (lets vLLM's states be made on a CPU)
 
@@ -18,6 +19,7 @@ from dllm.engine import logprobs
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Denoised
 from dllm.engine.logprobs import BlockLogprobs, KeptScores, joined
+from dllm.engine.steps import StepRecord, Tile
 from dllm.patches.cpu import register_cpu_kernels
 
 VOCAB, SLOTS, CANVAS = 20, 4, 5
@@ -60,25 +62,32 @@ class Blocks:
             idx_mapping_np=np.array([3, 2, 1, 0]),
             cu_num_logits_np=np.cumsum([0, *WIDTHS]),
             seq_lens=torch.tensor(WIDTHS),
+            num_draft_tokens_per_req=np.array(WIDTHS),
         )
         self.rows = CanvasRows.of_batch(self.batch, CANVAS, spare_slot=SLOTS)
         self.batch.expanded_idx_mapping = self.rows.slots[self.rows.row_of]
         self.argmax = torch.zeros(4, CANVAS, dtype=torch.int64)
         self.argmax[self.rows.row_of, self.rows.place] = self.logits.argmax(-1)
 
-    def of(self, *num_emitted: int):
-        return self.logprobs.of_blocks(
-            self.logits.clone(),
-            self.temperature,
-            self.step(),
-            torch.tensor(num_emitted),
-            self.rows,
-            self.batch,
-        )
-
-    def step(self, decided: torch.Tensor | None = None) -> Denoised:
+    def of(self, *num_emitted: int, decided: torch.Tensor | None = None):
+        """The logprobs of a step with these logits; ``decided`` ``[R, C]`` by it."""
         nothing = dict.fromkeys(Denoised._fields)
-        return Denoised(**nothing | {"argmax_canvas": self.argmax, "decided": decided})
+        given = {"argmax_canvas": self.argmax, "temperature": self.temperature, "decided": decided}
+        step = Denoised(**nothing | given)
+        tile = Tile(**dict.fromkeys(Tile._fields) | self.tile())
+        logits = self.logits.clone()
+        record = dict.fromkeys(StepRecord._fields) | {
+            "tile": tile,
+            "logits": logits,
+            "denoised": step,
+            "decided": self.logprobs.of_decided(logits, step, tile),
+            "num_emitted": torch.tensor(num_emitted),
+        }
+        return self.logprobs.of_blocks(StepRecord(**record))
+
+    def tile(self) -> dict[str, Any]:
+        is_read_only = torch.zeros(sum(WIDTHS), dtype=torch.bool)
+        return {"batch": self.batch, "rows": self.rows, "is_read_only": is_read_only}
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
@@ -143,14 +152,14 @@ def test_scores_of_decided_tokens_are_kept_and_nothing_of_the_size_of_the_vocabu
     expected = Blocks().of(5, 0, 0, 5)
     is_even = (torch.arange(CANVAS) % 2 == 0).expand(4, CANVAS)
     logits = blocks.logits.clone()
-    for decided in (is_even, torch.zeros_like(is_even), ~is_even):
+    nothing = torch.zeros_like(is_even)
+    for decided in (is_even, nothing, ~is_even):
         row, place = blocks.rows.row_of, blocks.rows.place
-        right = torch.where(decided[row, place, None], logits, logits.flip(0))
-        arguments = blocks.temperature, blocks.step(decided), blocks.rows, blocks.batch
-        blocks.logprobs.keep_decided(right, *arguments)
+        blocks.logits = torch.where(decided[row, place, None], logits, logits.flip(0))
+        blocks.of(0, 0, 0, 0, decided=decided)
     blocks.logits.zero_()
     assert blocks.logprobs._kept._scores.shape == (SLOTS, CANVAS, 1 + 2)  # as was asked
-    result = blocks.of(5, 0, 0, 5)
+    result = blocks.of(5, 0, 0, 5, decided=nothing)
     assert result.cu_num_generated_tokens == [0, 5, 5, 5]
     for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
         assert torch.equal(getattr(result, name), getattr(expected, name)), name

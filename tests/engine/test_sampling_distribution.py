@@ -12,7 +12,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Denoised
-from dllm.engine.state import CanvasState, denoise_rows
+from dllm.engine.state import CanvasState
+from dllm.engine.step_rows import denoise_rows
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops.filters import RowFilters
 from dllm.settings.admission import admit

@@ -147,9 +147,10 @@ def test_the_warm_up_emits_and_scores_blocks(engine: Engine, monkeypatch) -> Non
         emitted.append(num_emitted[rows.widths > 0].tolist())
         return store(num_emitted, step, rows, *others)
 
-    def spy_blocks(*args):
-        found = of_blocks(*args)
-        scores.append(0 if found is None else len(found.logprobs))
+    def spy_blocks(record):
+        found = of_blocks(record)
+        if sampler.logprobs.are_wanted(record.tile.batch):
+            scores.append(0 if found is None else len(found.logprobs))
         return found
 
     def spy_prompt(*args):
@@ -202,13 +203,13 @@ def test_the_warm_up_runs_a_grammar(engine: Engine, monkeypatch) -> None:
         type(engine.runner.sampler.grammars),
     )
     written: list[Written] = []
-    write = grammars.write
+    write = grammars.write_
 
     def spy(*args: Any) -> Written:
         written.append(write(*args))
         return written[-1]
 
-    monkeypatch.setattr(grammars, "write", spy)
+    monkeypatch.setattr(grammars, "write_", spy)
     warm_up(engine.runner, worker.execute_model)
     assert [list(one.paths) for one in written] == [[0]] * 2  # a canvas, and behind a head
 

@@ -95,6 +95,7 @@ def take_step(state: State, inputs: Inputs, width: Tensor, rules: Rules) -> Outc
     rows = CanvasRows(
         slots=torch.arange(num_rows),
         widths=width,
+        starts=torch.zeros_like(width),
         seq_lens=width,
         row_of=index // length,
         place=index % length,
@@ -108,7 +109,7 @@ def take_step(state: State, inputs: Inputs, width: Tensor, rules: Rules) -> Outc
             entropy=inputs.entropy.flatten(),
         )
     )
-    drawn = noise.StepNoise(inputs.noise_tokens, inputs.noise_tokens, inputs.noise_tokens)
+    drawn = noise.StepNoise(inputs.noise_tokens, inputs.noise_tokens)
     step = denoise.denoise_step(
         canvases, rows, stats, drawn, inputs.entropy.flatten(), rules.stability_window
     )

@@ -82,6 +82,7 @@ class Denoising:
         self.rows = CanvasRows(
             slots=torch.zeros(1, dtype=torch.int64),
             widths=torch.tensor([self.width]),
+            starts=torch.tensor([start]),
             seq_lens=torch.tensor([start + self.width]),
             row_of=torch.zeros(self.width, dtype=torch.int64),
             place=torch.arange(self.width),
@@ -114,7 +115,7 @@ class Denoising:
         family, rows = self.asked.family, self.rows
         slot = SlotGrammar(_Unpacked(self.asked.canvas), self.state, self.asked.end)  # type: ignore[arg-type]
         before, masked = self.canvases, logits.clone()
-        written = HostGrammars.write(
+        written = HostGrammars.write_(
             None,  # type: ignore[arg-type]
             masked,
             lambda part: family.scores_of_texts(masked, rows, before, self.filters, part),

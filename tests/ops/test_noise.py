@@ -111,24 +111,22 @@ def test_a_request_draws_the_same_alone_and_in_any_batch() -> None:
     seeds = torch.tensor([3, -(2**62), 2**63 - 1, 0])
     starts = torch.tensor([0, 17, 4096, 2**31])
     steps = torch.tensor([0, 1, 47, 5])
-    batch = noise.step_noise(seeds, starts, steps, starts + 24, 24, 1000)
+    batch = noise.step_noise(seeds, starts, steps, 24, 1000)
     canvas = noise.initial_canvas(seeds, starts, 24, 1000)
     for r in range(4):
         row = (seeds[r : r + 1], starts[r : r + 1], steps[r : r + 1])
-        alone = noise.step_noise(*row, row[1] + 9, 9, 1000)  # a shorter canvas: same positions
+        alone = noise.step_noise(*row, 9, 1000)  # a shorter canvas: same positions
         assert torch.equal(alone.keys[0], batch.keys[r, :9])
         assert torch.equal(alone.renoise_tokens[0], batch.renoise_tokens[r, :9])
         assert torch.equal(noise.initial_canvas(*row[:2], 9, 1000)[0], canvas[r, :9])
 
 
-def test_step_noise_is_its_three_streams() -> None:
+def test_step_noise_is_its_two_streams() -> None:
     place = (torch.tensor([3, 9]), torch.tensor([40, 7]), torch.tensor([2, 0]))
-    next_start = torch.tensor([46, 11])
-    step = noise.step_noise(*place, next_start, 6, 300)
+    step = noise.step_noise(*place, 6, 300)
     tokens = noise.random_tokens(*place, 6, 300, noise.STREAM_RENOISE)
     assert torch.equal(step.keys, noise.row_keys(*place, 6, noise.STREAM_GUMBEL))
     assert torch.equal(step.renoise_tokens, tokens)
-    assert torch.equal(step.next_canvas, noise.initial_canvas(place[0], next_start, 6, 300))
 
 
 def test_every_part_of_the_place_changes_every_key() -> None:
@@ -215,8 +213,8 @@ def test_compiled_bits_are_the_same_at_every_shape() -> None:
             seeds = torch.arange(num_rows) * 7919 - 2**40
             place = (seeds, torch.arange(num_rows) + 100, torch.arange(num_rows))
             for ours, eager in zip(
-                compiled(*place, seeds, width, 517),
-                noise.step_noise(*place, seeds, width, 517),
+                compiled(*place, width, 517),
+                noise.step_noise(*place, width, 517),
                 strict=True,
             ):
                 assert torch.equal(ours, eager)

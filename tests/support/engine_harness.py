@@ -236,7 +236,7 @@ class Engine:
                 of_row = slice(starts[row], starts[row + 1])
                 steps[req_id.split("-")[0]].append(
                     DenoiseStep(
-                        canvas_start=int(batch.seq_lens[row]) - width,
+                        canvas_start=int(batch.seq_lens[row] - batch.num_draft_tokens_per_req[row]),
                         head_len=head_len if is_first else 0,
                         logits=logits_before[of_row] if keep_logits else None,
                         canvas=canvases[row][:width],

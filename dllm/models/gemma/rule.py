@@ -66,7 +66,6 @@ def denoise_step(
     active = width > 0
     return Denoised(
         canvas=torch.where(accept, stats.sample[rows.padded], drawn.renoise_tokens),
-        fresh=drawn.next_canvas,
         argmax_canvas=torch.where(valid, argmax, canvases.argmax_canvas),
         accepted=accept,
         converged=converged & active,

@@ -42,10 +42,8 @@ def denoise(
         filters: top-k, top-p and min-p of each row of logits; None: no filters.
     """
     length, vocab_size = settings.canvas_length, logits.shape[-1]
-    numbers, starts = canvases.numbers, rows.seq_lens - rows.widths
-    drawn = noise.step_noise(
-        canvases.seeds, starts, canvases.steps_done, rows.seq_lens, length, vocab_size
-    )
+    numbers = canvases.numbers
+    drawn = noise.step_noise(canvases.seeds, rows.starts, canvases.steps_done, length, vocab_size)
     # A request may change its number of steps, but not the model's temperature schedule.
     temperature = rule.temperature(
         canvases.steps_done, settings.max_denoising_steps, numbers["t_min"], numbers["t_max"]

@@ -79,7 +79,6 @@ class Unmasking(Family):
         is_mask = canvas == mask_token_id
         return Denoised(
             canvas=canvas,
-            fresh=torch.full_like(canvas, mask_token_id),
             # Behind a token that ends the request there may be masks left, and nobody reads them.
             argmax_canvas=torch.where(is_mask, proposal.token, canvas),
             accepted=~is_mask,
@@ -162,8 +161,8 @@ class Unmasking(Family):
 
 def _row_keys(canvases: Canvases, rows: CanvasRows, length: int) -> torch.Tensor:
     """The keys of the noise of this step: ``[R, length, 2]`` int64."""
-    starts = rows.seq_lens - rows.widths
-    return noise.row_keys(canvases.seeds, starts, canvases.steps_done, length, noise.STREAM_GUMBEL)
+    at = rows.starts, canvases.steps_done
+    return noise.row_keys(canvases.seeds, *at, length, noise.STREAM_GUMBEL)
 
 
 def _texts(rows: CanvasRows, canvases: Canvases) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,146 @@
+"""The compiled parts of a step: functions of tensors over all rows of a batch.
+
+    condition_rows  before the forward pass: the model's input of canvas rows
+    denoise_rows    behind it: the family's denoise step
+    store_rows      last: the state of the next step, its canvas included, and what vLLM gets
+
+There are at least two rows: torch.compile treats a size of 1 as a special case.
+"""
+
+import torch
+
+from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.family import Denoised, Family
+from dllm.engine.state import CanvasState
+from dllm.engine.thoughts import Thoughts
+from dllm.ops.filters import RowFilters
+from dllm.settings.denoising import NO_TOKEN
+
+
+def condition_rows(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    places: torch.Tensor,
+    embeds: torch.Tensor,
+    is_canvas_row: torch.Tensor,
+    state: CanvasState,
+    family: Family,
+) -> None:
+    """Condition the canvas rows among a model's inputs, and mark them.
+
+    A pending block is no canvas.
+
+    Args:
+        rows: ``[N]``, which tokens of the batch are of canvases.
+        slots, places: ``[N]``, whose canvas each is of, and where in it.
+        embeds, is_canvas_row: ``[tokens, hidden]`` and ``[tokens]``, longer than any batch; the
+            embeddings of tokens, and False. Written to.
+    """
+    is_canvas = ~state.commits[slots]
+    if family.soft_size is not None:
+        own, soft = embeds[rows], state.soft_embeds[slots, places]
+        conditioned = family.condition(own, soft, state.steps_done[slots])
+        embeds[rows] = torch.where(is_canvas[:, None], conditioned, own)
+    is_canvas_row[rows] = is_canvas
+
+
+def denoise_rows(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    chosen: torch.Tensor,
+    rows: CanvasRows,
+    state: CanvasState,
+    family: Family,
+    filters: RowFilters | None,
+) -> Denoised:
+    """What the family decides in a step.
+
+    Args:
+        logits: ``[N, V]`` fp32, edited.
+        ids: ``[N]`` int64, the canvas tokens that entered the model.
+        chosen: ``[N]`` int64, the tokens that grammars have chosen; NO_TOKEN in other rows.
+        rows: at least two of them (``CanvasRows.of_batch``).
+        state: read only.
+    """
+    return family.denoise(logits, rows, state.canvases(rows, ids, chosen), filters)
+
+
+def store_rows(
+    num_emitted: torch.Tensor,
+    step: Denoised,
+    rows: CanvasRows,
+    state: CanvasState,
+    family: Family,
+    lengths: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Write what the next step reads, and make what vLLM gets.
+
+    Args:
+        num_emitted: ``[R]``, how many tokens of each canvas are emitted; 0 if it goes on.
+        rows: at least two of them.
+        lengths: as of ``num_rejected``.
+
+    Returns:
+        int32: emitted tokens ``[R, C]``, how many ``[R]``, and ``num_rejected`` ``[R]``.
+    """
+    written = state.written_slots(rows)
+    is_over = num_emitted > 0
+    behind = state.thoughts_of(rows).behind(step.argmax_canvas, num_emitted)
+    state.write_canvases(written, next_canvas(step, is_over, behind, rows, state, family))
+    for column, values in (
+        (state.thought["begin"], behind.begin),
+        (state.argmax_canvas, step.argmax_canvas),
+        (state.steps_done, torch.where(is_over, 0, step.steps_done)),
+        *((state.carried[name], _kept(step.carried[name], ~is_over)) for name in state.carried),
+    ):
+        column[written] = values.to(column.dtype)
+    rejected = num_rejected(state, rows, lengths, family.settings.block_size)
+    return step.argmax_canvas.int(), num_emitted.int(), rejected.int()
+
+
+def next_canvas(
+    step: Denoised,
+    is_over: torch.Tensor,
+    behind: Thoughts,
+    rows: CanvasRows,
+    state: CanvasState,
+    family: Family,
+) -> torch.Tensor:
+    """The input of the next step: ``[R, C]`` int64.
+
+    It is the canvas that the family has made, with its pins; or a fresh one, directly behind the
+    tokens that are emitted.
+
+    Args:
+        is_over: ``[R]`` bool, whether tokens are emitted.
+        behind: in front of the fresh canvases.
+    """
+    drawn = family.fresh_canvas(state.seeds[rows.slots], behind.canvas_start)
+    fresh = state.with_seeds(rows.slots, drawn, behind)
+    canvas = step.canvas
+    if not family.decides_for_good:  # else the family keeps what stands on a canvas
+        pins = state.pins(rows.slots, rows.starts)
+        canvas = torch.where(pins != NO_TOKEN, pins, canvas)
+    return torch.where(is_over[:, None], fresh, canvas)
+
+
+def _kept(column: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
+    """``[R, ...]``, 0 where it is not kept (``[R]`` bool)."""
+    return torch.where(is_kept.view(-1, *[1] * (column.dim() - 1)), column, 0)
+
+
+def num_rejected(
+    state: CanvasState, rows: CanvasRows, lengths: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """How many tokens of each row keep no KV: ``[R]``.
+
+    What is kept ends with the last whole block in front of the canvas, or with that of a pending
+    block.
+
+    Args:
+        lengths: ``[R]``, tokens of each request that has a pending block, what it has emitted
+            included.
+        block_size: of the model.
+    """
+    ends = torch.where(state.commits[rows.slots], lengths, rows.starts)
+    return rows.seq_lens - ends + ends % block_size
