@@ -8,7 +8,7 @@ are in it than run at a time: whoever comes later waits for the first of them, a
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -76,20 +76,15 @@ def handling(one: HttpRequest) -> Iterator[None]:
     try:
         yield
     except VLLMValidationError as error:
-        in_client_names(error, one.client_names)
-        raise
+        ours = error.parameter
+        if ours not in one.client_names:
+            raise
+        name, text = one.client_names[ours], str(error.args[0])
+        if text.startswith(ours):
+            text = name + text.removeprefix(ours)
+        raise VLLMValidationError(text, parameter=name) from error
     finally:
         current.reset(token)
-
-
-def in_client_names(error: Any, client_names: Mapping[str, str]) -> None:
-    """Let a vLLM VLLMValidationError name its parameter as the client does, in place."""
-    name = client_names.get(error.parameter)
-    if name is not None:
-        text = str(error.args[0])
-        if text.startswith(error.parameter):
-            text = name + text.removeprefix(error.parameter)
-        error.args, error.parameter = (text,), name
 
 
 def places_of(vllm_config: Any) -> asyncio.Semaphore:

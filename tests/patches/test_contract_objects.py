@@ -31,7 +31,6 @@ OF_NOBODY = {
     "own.max_position_embeddings": "the same",
     "own.num_key_value_heads": "the same",
     "reading.experts": "a model of transformers",
-    "tokenizer.decoder": "a tokenizer that is made",
     "values.module_name": "a copy of an adapter's layer",
     "work.run": "of a draft worker",
     "writing.experts": "a model of transformers",

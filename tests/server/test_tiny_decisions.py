@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench.toys.prompts import decision_line
+from bench.toys.suite import DECISION_FAMILIES, questions
 from dllm.tools import client, decisions
 from tests.support.chromium import PAGES, Page, needs_chromium
 from tests.support.server_harness import CHECKPOINTS, Server, serving
@@ -31,7 +33,7 @@ def page(browser: Page, server: Server) -> Page:
 
 def test_held_out_questions_are_answered_right_and_with_honest_probabilities(server):
     """What its card says, on fewer questions."""
-    lines = decisions.bundled("heldout", 60, 0)
+    lines = [decision_line(one) for one in questions(DECISION_FAMILIES, "heldout", 60, 0)]
     connection = client.connect(server.url, None, KEY)
     answered = decisions.ask(connection, lines, concurrency=16)
     found = decisions.scores(lines, answered)["reports"]
