@@ -46,6 +46,12 @@ def admit_budget(params: "SamplingParams", vllm_config: Any) -> None:
             "(enable_in_reasoning): a text of the grammar may have no end of thoughts. Leave one "
             "of them out."
         )
+    marks = marks_of(vllm_config)
+    if marks and params.min_tokens and marks.end in (params.stop_token_ids or ()):
+        _refuse(
+            f"beside min_tokens = {params.min_tokens}, where the token that ends thoughts is in "
+            "stop_token_ids: it would end the answer where the budget ends. Leave one of them out."
+        )
     if holds(extra):
         _refuse(
             f"beside {PIN_MODE} = 'hold', or a suffix: both may ask for a token at one place. "

@@ -61,8 +61,9 @@ def test_what_contradicts_a_budget_is_refused():
     admit_budget(bound, ONE)
     twice = SamplingParams(thinking_token_budget=3, extra_args={"thinking_token_budget": 3})
     pinned = SamplingParams(thinking_token_budget=3, extra_args={"diffusion_pin_mode": "hold"})
+    ending = SamplingParams(thinking_token_budget=3, min_tokens=9, stop_token_ids=[8])
     inside = config([7], [8], enable_in_reasoning=True)
-    for params, server in ((twice, ONE), (pinned, ONE), (bound, inside)):
+    for params, server in ((twice, ONE), (pinned, ONE), (ending, ONE), (bound, inside)):
         with pytest.raises(VLLMValidationError) as refusal:
             admit_budget(params, server)
         assert refusal.value.parameter == "thinking_token_budget"
