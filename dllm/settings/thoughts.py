@@ -38,7 +38,8 @@ def admit_budget(params: "SamplingParams", vllm_config: Any) -> None:
         return
     if sent is not None and in_extra is not None:
         _refuse(f"= {sent} beside {BUDGET} in vllm_xargs; allowed: one of them. Leave one out.")
-    if marks_of(vllm_config) is None:
+    marks = marks_of(vllm_config)
+    if marks is None:
         _refuse_without_marks(vllm_config.reasoning_config)
     if has_structured_outputs(params) and vllm_config.structured_outputs_config.enable_in_reasoning:
         _refuse(
@@ -46,8 +47,7 @@ def admit_budget(params: "SamplingParams", vllm_config: Any) -> None:
             "(enable_in_reasoning): a text of the grammar may have no end of thoughts. Leave one "
             "of them out."
         )
-    marks = marks_of(vllm_config)
-    if marks and params.min_tokens and marks.end in (params.stop_token_ids or ()):
+    if params.min_tokens and marks.end in (params.stop_token_ids or ()):
         _refuse(
             f"beside min_tokens = {params.min_tokens}, where the token that ends thoughts is in "
             "stop_token_ids: it would end the answer where the budget ends. Leave one of them out."
