@@ -42,6 +42,8 @@ Weights = Mapping[str, torch.Tensor]  # by their names in a checkpoint, without 
 
 
 class DrafterLayer(DFlashQwen3DecoderLayer):
+    """vLLM's layer, with the attention that ``checkpoint`` has read."""
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -156,6 +158,8 @@ class DrafterNetwork(DFlashQwen3Model):
 
 
 class DFlashDrafter(DFlashQwen3ForCausalLM):
+    """The model class of DFlash checkpoints: vLLM's loader and speculator call its methods."""
+
     model_cls = DrafterNetwork
     model: DrafterNetwork
     draft_id_to_target_id: nn.Parameter | None

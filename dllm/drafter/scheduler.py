@@ -10,6 +10,8 @@ from dllm.drafter.metrics import CountedDrafts, Counts, send_drafting
 
 
 class DraftingScheduler(Scheduler):
+    """vLLM's; adds the drafter's counts (``metrics``) to its statistics."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._counts = Counts()  # of what happened after the last statistics were made

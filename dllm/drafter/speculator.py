@@ -46,6 +46,8 @@ def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> Wid
 
 
 class Drafter(DFlashSpeculator):
+    """vLLM's speculator with our network and a width policy."""
+
     _speculator_name = "dllm drafter"
     _has_own_cache = True  # of another dtype and window than the target's
 

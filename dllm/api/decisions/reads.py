@@ -62,10 +62,14 @@ class Read(strategies.QuestionRead):
 
 
 class WideChoice(question_types.ChoiceQuestion):
+    """vLLM's choice, for as many options as OpenAI's."""
+
     label_set = tuple(map(str, range(MAX_OPTIONS)))  # counted only: ``Labels`` has the labels
 
 
 class WideScore(question_types.ScoreQuestion):
+    """vLLM's score, for as many levels."""
+
     label_set = tuple(map(str, range(MAX_OPTIONS)))
 
 

@@ -85,6 +85,8 @@ class CanvasBackbone(Gemma4Model):
 
 
 class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
+    """DiffusionGemma without its vision tower: the class that vLLM loads for text."""
+
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
             "model.decoder.self_conditioning.": "self_conditioning.",
