@@ -5,7 +5,7 @@
         --server ours built-in ours built-in ours built-in
 
 Each server is an engine in a process of its own, with its scheduler, worker and client. All blocks
-take --steps denoise steps. Only visits of the engine in which every request denoises and none is
+take --steps denoise steps. Only engine steps in which every request denoises and none is
 new are counted, without the fastest and the slowest tenth. A part's time is its mean over the
 denoise steps in them, so that the parts add up to the mean step. Rows of an emitted block, whose KV
 is written in the first pass of the next one, count, too. A pass with a canvas' rows that only
@@ -209,7 +209,7 @@ class Engine:
             wall_ms = self.work(concurrency, length)
         of_block, unused = self._passes
         canvas_rows = concurrency * (self._options.blocks * of_block + unused) * self._canvas
-        # A GPU may still run a visit when all answers are there: asynchronous scheduling.
+        # A GPU may still run an engine step when all answers are there: asynchronous scheduling.
         most = 1.05 if torch.cuda.is_available() else 1.0
         check_steps(recorder.steps, wall_ms, canvas_rows, (self._options.coverage, most))
         return recorder.steps
@@ -264,20 +264,20 @@ def check_steps(
         )
 
 
-def mean_parts(visits: Sequence[Step]) -> dict[str, float]:
-    """Milliseconds of each part in a denoise step, mean over the middle four fifths of visits.
+def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
+    """Milliseconds of each part in a denoise step, mean over the middle four fifths of steps.
 
     Raises:
         ValueError: there are too few steps for that to mean anything.
     """
-    num_steps = sum(visit.num_passes for visit in visits)
+    num_steps = sum(step.num_passes for step in steps)
     if num_steps < 10:
         raise ValueError(f"{num_steps} denoise steps; at least 10 make a table.")
-    ordered = sorted(visits, key=lambda visit: visit.wall_ms / visit.num_passes)
+    ordered = sorted(steps, key=lambda step: step.wall_ms / step.num_passes)
     cut = len(ordered) // 10
     middle = ordered[cut : len(ordered) - cut]
-    passes = sum(visit.num_passes for visit in middle)
-    return {part: sum(visit.parts_ms[part] for visit in middle) / passes for part in PARTS}
+    passes = sum(step.num_passes for step in middle)
+    return {part: sum(step.parts_ms[part] for step in middle) / passes for part in PARTS}
 
 
 def shares(rows: Rows) -> str:

@@ -20,7 +20,7 @@ Named = tuple[Any, str, str]  # a function that belongs to a part: owner, attrib
 
 @dataclass
 class Step:
-    """One visit of the engine, from a ``schedule()`` to the next, with all of its passes.
+    """One engine step, from a ``schedule()`` to the next, with all of its passes.
 
     Attributes:
         num_canvas_rows: rows of the batch that belong to canvases.

@@ -27,7 +27,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsW8A8Int8MoEMethod,
 )
 
-from dllm.quant.formats import NVFP4_GROUP, Numbers, dequantize_weight, round_trip
+from dllm.quant.formats import NVFP4_GROUP, QuantDtype, dequantize_weight, round_trip
 from dllm.quant.schemes import Scheme
 
 # vLLM's names of the activation of the gate.
@@ -52,7 +52,7 @@ class Experts:
 
     gate_up: torch.Tensor
     down: torch.Tensor
-    inputs: Numbers | None
+    inputs: QuantDtype | None
     gate_up_divisors: torch.Tensor | None
     down_divisors: torch.Tensor | None
     activation: Callable[[torch.Tensor], torch.Tensor]
@@ -116,11 +116,11 @@ class EmulatedExperts(CompressedTensorsMoEMethod):
             suffix: tensor.unflatten(1, (2, -1)) if tensor.ndim == 3 else tensor
             for suffix, tensor in w13.items()
         }
-        numbers = self.scheme.weights
+        quant_dtype = self.scheme.weights
         has_divisors = self.scheme.inputs == "nvfp4"
         layer.experts = Experts(
-            gate_up=dequantize_weight(w13, numbers).flatten(1, 2).to(layer.params_dtype),
-            down=dequantize_weight(w2, numbers).to(layer.params_dtype),
+            gate_up=dequantize_weight(w13, quant_dtype).flatten(1, 2).to(layer.params_dtype),
+            down=dequantize_weight(w2, quant_dtype).to(layer.params_dtype),
             inputs=self.scheme.inputs,
             gate_up_divisors=w13["input_global_scale"] if has_divisors else None,
             down_divisors=w2["input_global_scale"] if has_divisors else None,
@@ -188,7 +188,7 @@ class EmulatedNvfp4Experts(EmulatedExperts, CompressedTensorsW4A4Nvfp4MoEMethod)
     """NVFP4 weights, and NVFP4 or unquantized inputs."""
 
 
-EXPERT_METHODS: dict[Numbers, type[EmulatedExperts]] = {
+EXPERT_METHODS: dict[QuantDtype, type[EmulatedExperts]] = {
     "fp8": EmulatedFp8Experts,
     "int8": EmulatedInt8Experts,
     "nvfp4": EmulatedNvfp4Experts,

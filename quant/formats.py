@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-Numbers = Literal["fp8", "int8", "nvfp4"]
+QuantDtype = Literal["fp8", "int8", "nvfp4"]
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0
@@ -73,16 +73,16 @@ def to_fp8(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_rows(
-    values: torch.Tensor, numbers: Numbers, least_scale: float
+    values: torch.Tensor, quant_dtype: QuantDtype, least_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 or INT8 codes, [..., n] in the format's dtype, and the scale of each row, [..., 1] fp32.
 
     least_scale: no scale is smaller.
     """
     values = values.float()
-    scale = values.abs().amax(dim=-1, keepdim=True) / ROW_MAX[numbers]
+    scale = values.abs().amax(dim=-1, keepdim=True) / ROW_MAX[quant_dtype]
     scale = scale.clamp(min=least_scale)
-    if numbers == "fp8":
+    if quant_dtype == "fp8":
         return to_fp8(values / scale), scale
     return (values / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
@@ -119,26 +119,26 @@ def dequantize_nvfp4(
 
 
 def round_trip(
-    values: torch.Tensor, numbers: Numbers | None, global_scale: torch.Tensor | None = None
+    values: torch.Tensor, quant_dtype: QuantDtype | None, global_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Quantize and dequantize ``values`` as the inputs of a layer are; returns their own dtype.
 
     Args:
         values: [..., n]; every row of n is a token with a scale of its own.
-        numbers: the format; None returns the values as they are.
+        quant_dtype: the format; None returns the values as they are.
         global_scale: the divisor from calibration; NVFP4 only.
     """
-    if numbers is None:
+    if quant_dtype is None:
         return values
-    if numbers == "nvfp4":
+    if quant_dtype == "nvfp4":
         assert global_scale is not None, "NVFP4 activations need their static global scale"
         codes, scale = quantize_nvfp4(values, global_scale)
         return dequantize_nvfp4(codes, scale, global_scale).to(values.dtype)
-    codes, scale = quantize_rows(values, numbers, LEAST_TOKEN_SCALE[numbers])
+    codes, scale = quantize_rows(values, quant_dtype, LEAST_TOKEN_SCALE[quant_dtype])
     return (codes.float() * scale).to(values.dtype)
 
 
-def dequantize_weight(parts: Mapping[str, torch.Tensor], numbers: Numbers) -> torch.Tensor:
+def dequantize_weight(parts: Mapping[str, torch.Tensor], quant_dtype: QuantDtype) -> torch.Tensor:
     """The weight that a checkpoint's tensors stand for: [..., out, in] fp32.
 
     Args:
@@ -146,7 +146,7 @@ def dequantize_weight(parts: Mapping[str, torch.Tensor], numbers: Numbers) -> to
             any (experts). Other parts, as ``input_global_scale``, are not read. A global scale has
             one element in all, or one for each leading index.
     """
-    if numbers != "nvfp4":
+    if quant_dtype != "nvfp4":
         return parts["weight"].float() * parts["weight_scale"].float()
     codes = unpack_fp4(parts["weight_packed"])
     divisor = parts["weight_global_scale"].float()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dllm.quant.formats import NVFP4_GROUP, Numbers
+from dllm.quant.formats import NVFP4_GROUP, QuantDtype
 
 # The names of all linear layers that may be quantized end so; those of norms and routers do not.
 LINEAR_ENDINGS = ("_proj", ".query_key_value", ".attention.dense")
@@ -49,8 +49,8 @@ class Scheme:
     """
 
     name: str
-    weights: Numbers
-    inputs: Numbers | None
+    weights: QuantDtype
+    inputs: QuantDtype | None
     nvfp4_names: Nvfp4Names = COMPRESSED_TENSORS
 
     @property

@@ -28,8 +28,8 @@ from dllm.drafter.metrics import CountedDrafts, Counts
 from dllm.drafter.pair import drafter_options, end_ids
 from dllm.drafter.prompt_lookup import Lookup, lookup_of
 from dllm.drafter.recording import make_recorder
-from dllm.drafter.renewal import Renewal
 from dllm.drafter.step import TargetStep
+from dllm.drafter.weight_reload import WeightReload
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.engine.ranks import answer_of_first_rank
@@ -79,10 +79,12 @@ class Drafter(DFlashSpeculator):
         self.policy: WidthPolicy = make_policy(options, num_drafts, self.max_num_reqs)
         self.policy.may_skip = may_skip
         self._recorder = make_recorder(vllm_config)
-        self._renewal = None
+        self._weight_reload = None
         if options.renew is not None:
             initial = Path(self.draft_model_config.model)
-            self._renewal = Renewal(Path(options.renew), initial, self._reload, self._refuse)
+            self._weight_reload = WeightReload(
+                Path(options.renew), initial, self._reload, self._refuse
+            )
         self._context = DeferredContext()
         self._counts = Counts()  # of the steps after the last report
         # [rows, N]: the drafter's probability of its likeliest token, 0 where that ends the answer.
@@ -243,8 +245,8 @@ class Drafter(DFlashSpeculator):
     def _observe(self, step: TargetStep) -> None:
         if self.policy.reads_outcomes:
             self.policy.observe(self._verified(step))
-        if self._renewal is not None:
-            self._renewal.after_step()
+        if self._weight_reload is not None:
+            self._weight_reload.after_step()
         if self._recorder is not None:
             self._recorder.observe(step)
 
@@ -318,7 +320,7 @@ class Drafter(DFlashSpeculator):
     ) -> torch.nn.Module:
         """The network shares the target's embedding and head unless it has its own."""
         model = super().load_draft_model(target_model, target_attn_layer_names)
-        if self._renewal is not None:
+        if self._weight_reload is not None:
             model.refuse_renewal()
         return model
 

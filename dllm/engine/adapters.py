@@ -141,7 +141,7 @@ def load_lora_model(
 
 
 def map_rows(runner: Any, batch: InputBatch) -> None:
-    """Tell the layers which row of ``batch`` has which adapter, as vLLM does for a whole visit."""
+    """Tell the layers which row of ``batch`` has which adapter, as vLLM does for a whole batch."""
     inputs = runner.lora_state.make_lora_inputs(
         batch.req_ids, batch.idx_mapping_np, batch.num_scheduled_tokens
     )

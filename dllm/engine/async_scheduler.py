@@ -1,20 +1,20 @@
-"""CanvasAsyncScheduler: schedules the next visit before the worker has answered the last one.
+"""CanvasAsyncScheduler: schedules the next engine step before the worker has answered the last one.
 
 The scheduler then does not know yet which canvases converge. It counts every canvas in flight as
 tokens to come (vLLM's *placeholders*), and schedules one more canvas for each request. If a canvas
-converges in visit k, visit k + 1 is on its way with a canvas that the worker turns into the causal
+converges in step k, step k + 1 is on its way with a canvas that the worker turns into the causal
 pass of the emitted block (``engine.pending``):
 
-    visit   scheduled as   what the worker does              what it answers
+    step    scheduled as   what the worker does              what it answers
     k       canvas         denoises; the canvas converges    the C tokens of the block
     k + 1   canvas         the block's causal pass           nothing: all C tokens are rejected
     k + 2   canvas         denoises the next canvas
 
 For this a block takes S + 1 passes for S denoise steps, and the device does not wait for the host.
 
-If nothing of the request is in flight when its block arrives (its canvas did not fit into visit
-k + 1, or would have ended beyond the model's context), the block is counted as in
-``CanvasScheduler``: it is scheduled once more, as the head of the next canvas.
+If nothing of the request is in flight when its block arrives (its canvas did not fit into engine
+step k + 1, or would have ended beyond the model's context), the block is counted as in
+``CanvasScheduler``: it is scheduled once more, as the causal span of the next canvas.
 """
 
 from typing import Any
@@ -34,14 +34,14 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
 
     def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args, **kwargs)
-        # Requests for which the visit whose output is being counted wrote the KV of a block, and
-        # nothing else; those for which the next one does so.
+        # Requests for which the engine step whose output is being counted wrote the KV of a block,
+        # and nothing else; those for which the next one does so.
         self._committed: set[str] = set()
         self._commits_next: set[str] = set()
         self._num_commits = 0  # that statistics have not told of yet
 
     def _may_repeat(self, output: SchedulerOutput) -> bool:
-        """Never: the next visit is scheduled while the worker has this one."""
+        """Never: the next engine step is scheduled while the worker has this one."""
         return False
 
     def _give_canvases_to_new_requests(self, output: SchedulerOutput) -> None:
@@ -56,10 +56,10 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
     ) -> tuple[list[int], bool]:
         """Append an emitted block to its request.
 
-        If the visit that writes its KV is in flight, its KV counts as computed, and goes into the
-        prefix cache. Requests that are scheduled later run behind that visit. With blocks, only a
-        whole one has KV, with the tail that was in front of its canvas. The output of a preempted
-        request (``is_stale``) changes no counters.
+        If the engine step that writes its KV is in flight, its KV counts as computed, and goes into
+        the prefix cache. Requests that are scheduled later run behind that engine step. With
+        blocks, only a whole one has KV, with the tail that was in front of its canvas. The output
+        of a preempted request (``is_stale``) changes no counters.
         """
         num_tokens, size = request.num_tokens, self._block_size
         if not is_stale:
@@ -79,7 +79,7 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """As the base class. At most one visit is in flight behind the one that is counted."""
+        """At most one engine step is in flight behind the one that is counted."""
         self._committed, self._commits_next = self._commits_next, set()
         return super().update_from_output(scheduler_output, model_runner_output)
 
@@ -103,7 +103,7 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         )
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's statistics of a visit, with our count of those passes in them."""
+        """vLLM's statistics of an engine step, with our count of those passes in them."""
         stats = super().make_stats(*args, **kwargs)
         count, self._num_commits = self._num_commits, 0
         if stats is not None and count:

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 # Arguments of compiled functions that are made once for an engine, and whose attributes do not
 # change: parameters and preallocated tensors.
-FIXED = ("L['self']", "L['state']", "L['family']")
+FIXED = ("L['self']", "L['state']", "L['algorithm']")
 
 
 def maybe_compile(

@@ -44,7 +44,7 @@ logger = init_logger(LOGGER)
 
 
 class PreparedEdits(NamedTuple):
-    """What the steps of a visit need to know about a batch whose logits are edited.
+    """What denoise steps need to know about a batch whose logits are edited.
 
     Attributes:
         context: a step as vLLM's processors expect it, but ``input_ids``, which each step has.
@@ -103,7 +103,7 @@ class LogitEdits:
         state: CanvasState,
         is_pinned: torch.Tensor | None,
     ) -> PreparedEdits | None:
-        """What a visit's steps need; None if no request of the batch edits. Does not wait.
+        """What denoise steps need; None if no request of the batch edits. Does not wait.
 
         vLLM's processors expect two things. The input id of row i > 0 is the draft token in front
         of the token that row i decides. The position of a row is that of its input, which is one

@@ -22,26 +22,26 @@ class EmittedText(StructuredOutputGrammar):
     """What a request has emitted so far; vLLM asks this in the place of a matcher of its own.
 
     Args:
-        shipped: what the request ships.
+        serialized: what the request ships.
         stops: tokens that end a text.
     """
 
-    def __init__(self, shipped: bytes, stops: Collection[int]) -> None:
-        constraint = Constraint.from_bytes(shipped)
+    def __init__(self, serialized: bytes, stops: Collection[int]) -> None:
+        constraint = Constraint.from_bytes(serialized)
         self._table, self._stops = constraint.table, frozenset(stops)
         self._state, self._has_ended = START, False
         # What the worker's table takes, and by what it knows equal ones.
         self.sizes = Sizes.of(self._table)
         if constraint.thoughts is not None:
             self.sizes = with_thoughts(self.sizes, self._table, constraint.thoughts)
-        self.key = shipped, self._stops
+        self.key = serialized, self._stops
 
     @classmethod
     def of_request(cls, params: SamplingParams) -> "EmittedText":
         """Of an admitted request, which ships its table."""
-        shipped = grammar_of(params)
-        assert shipped is not None, "an admitted request has the table of its grammar"
-        return cls(shipped, params.all_stop_token_ids)
+        serialized = grammar_of(params)
+        assert serialized is not None, "an admitted request has the table of its grammar"
+        return cls(serialized, params.all_stop_token_ids)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Whether the text goes on with these tokens; what stands behind its end is not read."""

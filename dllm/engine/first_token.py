@@ -1,8 +1,8 @@
 """The first token of a canvas, from the causal pass over the text in front of it.
 
-A family may ask for it (``Family.begins_causally``): then a prompt, and each emitted block, has a
-pass of its own, whose last row decides the first token of the canvas that follows. The canvas
-begins with this token and masks.
+An algorithm may ask for it (``DenoisingAlgorithm.begins_causally``): then a prompt, and each
+emitted block, has a pass of its own, whose last row decides the first token of the canvas that
+follows. The canvas begins with this token and masks.
 
 A request that restricts its tokens begins with masks alone: with a grammar, edits of logits or
 filters, the first token is decided on the canvas, where they are applied.

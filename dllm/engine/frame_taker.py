@@ -62,7 +62,7 @@ class FrameTaker:
         self._pending.append(StepFrames([batch.req_ids[i] for i in index], every, packed))
 
     def attach(self, answer: ModelRunnerOutput) -> None:
-        """Send the frames of a visit with the worker's answer.
+        """Send the frames of an engine step with the worker's answer.
 
         Their copies were queued before vLLM's own, so they are complete when those are.
         """

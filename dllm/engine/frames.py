@@ -6,8 +6,8 @@ The frame of a canvas that has converged also holds its trace (``engine.traces``
     engine core   FrameMail addresses them to the API server that has the request
     API server    ``api.watching`` keeps those that the client has not read yet
 
-They travel in messages that are sent anyway: in the worker's answer to a visit, and in the engine
-core's outputs. There are none if nobody watches.
+They travel in messages that are sent anyway: in the worker's answer to an engine step, and in the
+engine core's outputs. There are none if nobody watches.
 """
 
 import math
@@ -60,10 +60,10 @@ class StepFrames:
 
 
 class FrameMail:
-    """In the engine core: the frames of a visit, addressed to the API servers of their requests."""
+    """In the engine core: the frames of an engine step, by the API servers of their requests."""
 
     def __init__(self, answer: ModelRunnerOutput, requests: Mapping[str, Any]) -> None:
-        """Read the worker's answer. ``requests`` holds those that end in this visit as well."""
+        """Read the worker's answer. ``requests`` holds those that end in this step, too."""
         # Of each frame its server, and what its trace is made of.
         self._frames: list[tuple[EngineCoreOutput, int, np.ndarray, frozenset[str] | None]] = []
         steps: list[StepFrames] = getattr(answer, "canvas_frames", [])
@@ -116,7 +116,7 @@ def _trace(packed: np.ndarray, emitted: EngineCoreOutput, asked: frozenset[str])
     """A block's trace, as ``Frame.trace`` has it.
 
     Args:
-        emitted: what the engine core says of the request in this visit.
+        emitted: what the engine core says of the request in this engine step.
         asked: what the request wants beside the rest.
     """
     length, width = len(emitted.new_token_ids), int(packed[WIDTH, -1])

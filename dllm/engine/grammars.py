@@ -1,8 +1,8 @@
 """CanvasGrammars: keeps canvases of structured outputs inside the language of their grammar.
 
-In every denoise step, behind the logit edits and in front of the family's decisions:
+In every denoise step, behind the logit edits and in front of the algorithm's decisions:
 
-    logits -> scores (the family's) -> best path through the grammar's table
+    logits -> scores (the algorithm's) -> best path through the grammar's table
                                       -> mask of each row of logits along the path
                                       -> the tokens of the path
 
@@ -52,7 +52,7 @@ from dllm.settings.request import grammar_of
 LARGEST = MOST_CLASSES + 64, MOST_STATES + 1
 KEPT_GRAMMARS = 8  # that no request has any more, unpacked
 
-# The scores of some rows of logits: ``[n, V]`` fp32 (``Family.scores_of_texts``).
+# The scores of some rows of logits: ``[n, V]`` fp32 (``DenoisingAlgorithm.scores_of_texts``).
 Scores = Callable[[slice], torch.Tensor]
 
 logger = logging.getLogger(__name__)
@@ -103,10 +103,10 @@ class CanvasGrammars(ABC):
         """
         self._put(slot, None)
         params = data.sampling_params
-        if params is None or (shipped := grammar_of(params)) is None:
+        if params is None or (serialized := grammar_of(params)) is None:
             return
         try:
-            self._put(slot, self._read(shipped, data, thought))
+            self._put(slot, self._read(serialized, data, thought))
             self._slot_of[data.req_id] = slot
         except Exception:
             logger.exception("Request %s has a grammar that cannot be kept to", data.req_id)
@@ -120,10 +120,12 @@ class CanvasGrammars(ABC):
         self.has_grammar[slot] = found is not None
         self.slots[slot] = found
 
-    def _read(self, shipped: bytes, data: NewRequestData, thought: Thought | None) -> SlotGrammar:
+    def _read(
+        self, serialized: bytes, data: NewRequestData, thought: Thought | None
+    ) -> SlotGrammar:
         params = data.sampling_params
         assert params is not None
-        key = shipped, tuple(sorted(params.all_stop_token_ids))
+        key = serialized, tuple(sorted(params.all_stop_token_ids))
         if (grammar := self._unpacked.get(key)) is None:
             grammar = self._unpacked[key] = Grammar(*key, self._fillers)
         self._last.append(grammar)
@@ -144,7 +146,7 @@ class CanvasGrammars(ABC):
         """Send what ``add_request`` stored to the device."""
 
     def prepare(self, batch: InputBatch, rows: CanvasRows) -> Any:
-        """What a visit's steps need to know about a batch; None if no request has a grammar.
+        """What denoise steps need to know about a batch; None if no request has a grammar.
 
         Does not wait for the device.
         """
@@ -293,8 +295,8 @@ class DeviceGrammars(CanvasGrammars):
     @contextmanager
     def largest(self) -> Iterator[None]:
         """As in the base class; for vLLM's memory profile, before there are requests."""
-        shipped = Constraint.shipped(Table.of_any_text(self._pool.vocab_size).to_bytes(), None)
-        grammar = Grammar(shipped, stops=(0,), fillers=())
+        serialized = Constraint.serialize(Table.of_any_text(self._pool.vocab_size).to_bytes(), None)
+        grammar = Grammar(serialized, stops=(0,), fillers=())
         self._least = LARGEST
         for slot in range(len(self.slots)):
             self._put(slot, SlotGrammar(grammar, grammar.start, self._longest))
@@ -308,7 +310,7 @@ class DeviceGrammars(CanvasGrammars):
     def _prepare(self, batch: InputBatch, rows: CanvasRows) -> PreparedTables:
         num_reqs = batch.num_reqs  # `rows` may have an empty one more
         found = [self.slots[slot] for slot in batch.idx_mapping_np[:num_reqs].tolist()]
-        # Of all slots, not of this batch alone: the same for every tile of a visit.
+        # Of all slots, not of this batch alone: the same for every tile of an engine step.
         grammars = [*self._grammars()]
         tables, numbers = self._pool.place([one.canvas.table for one in grammars])
         number = dict(zip(grammars, numbers, strict=True))

@@ -4,7 +4,7 @@ They are the log-probabilities of softmax(edited logits / temperature of the ste
 top-p and min-p. (These filters would put the tokens that they leave out at -inf and raise the
 others.) For a read-only request (``diffusion_read_only``) the temperature is 1.
 
-The step is the one that emits the block. If a family decides tokens one after the other
+The step is the one that emits the block. If an algorithm decides tokens one after the other
 (``Denoised.decided``), it is the one that decided the token: in later steps the model sees it as an
 input. Then the few scores that were asked for are kept until the block is emitted.
 """
@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from dllm.engine.family import Denoised
+from dllm.engine.algorithm import Denoised
 from dllm.engine.steps import StepRecord, Tile
 from dllm.ops.staging import to_device
 from dllm.settings.request import LOGITS_MODES
@@ -37,7 +37,7 @@ class BlockLogprobs:
         sampler: vLLM's, which stores which request asked for which logprobs.
         is_async: whether the device is not waited for. Then every pass scores whole canvases,
             because the host does not know which of them are emitted.
-        kept: for a family that decides tokens one after the other; None for any other.
+        kept: for an algorithm that decides tokens one after the other; None for any other.
     """
 
     def __init__(self, sampler: Sampler, is_async: bool, kept: "KeptScores | None") -> None:
@@ -81,7 +81,7 @@ class BlockLogprobs:
 
         Args:
             logits: ``[N, vocab]``, edited.
-            step: what the family decided.
+            step: what the algorithm decided.
         """
         if self._kept is None or tile.is_read_only is None:
             return None
@@ -210,7 +210,7 @@ class KeptScores:
             some: ``[n]`` rows of logits, those of ``record.decided``.
         """
         rows, new, is_decided = record.tile.rows, record.decided, record.denoised.decided
-        assert new is not None and is_decided is not None, "a family that decides for good"
+        assert new is not None and is_decided is not None, "an algorithm that decides for good"
         row, places = rows.row_of[some], rows.place[some]
         slots, is_new = rows.slots[row], is_decided[row, places]
         num_new = new.logprobs.shape[1]

@@ -1,27 +1,27 @@
 """The resident denoise loop: repeats a denoise step before the scheduler is asked again.
 
-    visit   a message of the scheduler to the worker, and the worker's answer
-    pass    one forward pass and one denoise step of every canvas
+    engine step   a message of the scheduler to the worker, and the worker's answer
+    pass          one forward pass and one denoise step of every canvas
 
-The first pass of a visit is vLLM's: its runner prepares the batch, which may hold heads (prompts,
-emitted blocks) in front of the canvases. While canvases denoise, their positions, KV pages and
-attention metadata stay as they are; only their tokens change. So the canvases can go through the
-model again without the scheduler and without new inputs. The loop ends
+The first pass of an engine step is vLLM's: its runner prepares the batch, which may hold causal
+spans (prompts, emitted blocks) in front of the canvases. While canvases denoise, their positions,
+KV pages and attention metadata stay as they are; only their tokens change. So the canvases can go
+through the model again without the scheduler and without new inputs. The loop ends
 
     when a canvas has converged: a client waits for its tokens, and the next canvas needs KV pages,
     which the scheduler gives;
     when a request has arrived, which the worker can see if it is in the engine core's process;
-    when the visit would take longer than ``denoise_loop_ms`` if there were one more pass that takes
-    as long as the last one. A worker in a process of its own does not see that a request has
+    when the engine step would take longer than ``denoise_loop_ms`` if there were one more pass that
+    takes as long as the last one. A worker in a process of its own does not see that a request has
     arrived, so this is how long the request waits at most.
 
-There is no loop if a row of the batch has no canvas (its prompt goes on in the next visit), or if
-the scheduler knows of requests that are not in the batch. Where data parallel replicas share
+There is no loop if a row of the batch has no canvas (its prompt goes on in the next engine step),
+or if the scheduler knows of requests that are not in the batch. Where data parallel replicas share
 experts (on a GPU) there is none at all: the replicas run each pass together.
 
-The scheduler's message says whether a visit may have more passes (``allows_more_passes``), and the
-worker's answer how many it had (``num_passes``). vLLM's messages have no fields for that, so these
-are attributes of them, which survive pickling.
+The scheduler's message says whether an engine step may have more passes (``allows_more_passes``),
+and the worker's answer how many it had (``num_passes``). vLLM's messages have no fields for that,
+so these are attributes of them, which survive pickling.
 """
 
 import functools
@@ -59,8 +59,8 @@ class DenoiseLoop:
     Attributes:
         has_arrived: whether a message waits for the engine core. Replaced where the worker shares
             its process (``patches.worker``); elsewhere nobody knows.
-        replay: the first pass of this visit, if it was a full CUDA graph: writes and returns the
-            hidden states ``[padded tokens, hidden]``.
+        replay: the first pass of this engine step, if it was a full CUDA graph: writes and returns
+            the hidden states ``[padded tokens, hidden]``.
     """
 
     def __init__(
@@ -76,22 +76,22 @@ class DenoiseLoop:
             self.bound = 0.0
         self.clock = clock
         self.has_arrived: Callable[[], bool] = lambda: False
-        self.num_passes = 1  # of the visit that is going on, or of the last one
+        self.num_passes = 1  # of the engine step that is going on, or of the last one
         self.forward_of = forward_of
         self.replay: Callable[[], torch.Tensor] | None = None
         self._is_allowed = False
         self._start = self._last = 0.0
         self._is_parallel = parallel.tensor_parallel_size > 1
 
-    def begin_visit(self, allows_more_passes: bool) -> None:
-        """Called before the first pass; what the scheduler allows holds for this visit only."""
+    def begin_engine_step(self, allows_more_passes: bool) -> None:
+        """Called before the first pass; what the scheduler allows holds for this step only."""
         self._is_allowed = allows_more_passes and self.bound > 0
         self.num_passes = 1
         self.replay = None
         self._start = self._last = self.clock()
 
     def replay_graphs_of(self, graphs: Any) -> None:
-        """Remember which full CUDA graph vLLM's runner takes for the first pass of a visit.
+        """Remember which full CUDA graph vLLM's runner takes for the first pass of an engine step.
 
         Args:
             graphs: the runner's CudaGraphManager.
@@ -105,7 +105,7 @@ class DenoiseLoop:
         graphs.run_fullgraph = run_fullgraph
 
     def may_repeat(self, input_batch: InputBatch) -> bool:
-        """Whether the batch of this visit can be repeated: every row has a canvas."""
+        """Whether the batch of this engine step can be repeated: every row has a canvas."""
         widths = input_batch.num_draft_tokens_per_req
         return self._is_allowed and widths is not None and bool(widths.all())
 
@@ -136,7 +136,8 @@ def bound_s(options: PluginOptions, is_on_cpu: bool) -> float:
 class CanvasForward:
     """The model's forward pass over canvases alone, as often as it is called.
 
-    Token ids, positions and embeddings are preallocated; attention metadata is made once a visit.
+    Token ids, positions and embeddings are preallocated; attention metadata is made once an engine
+    step.
 
     Args:
         model_state: of the model.
@@ -146,7 +147,7 @@ class CanvasForward:
     def __init__(self, model_state: Any, canvases: torch.Tensor) -> None:
         self._state = model_state
         self._canvases = canvases
-        self._block_size = model_state.family.settings.block_size
+        self._block_size = model_state.algorithm.settings.block_size
         num_tokens, device = model_state.max_num_tokens, model_state.device
         self._input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -216,8 +217,8 @@ class CanvasForward:
     def _canvases_alone(self, input_batch: InputBatch) -> tuple[InputBatch, torch.Tensor]:
         """The same requests, in a batch that holds nothing but their canvases and their tails.
 
-        A *tail* is the part of a head that sees the canvas (``engine.spans``). Without blocks there
-        is none.
+        A *tail* is the part of a causal span that sees the canvas (``engine.spans``). Without
+        blocks there is none.
 
         Returns:
             The batch, and which tokens of ``input_batch`` it holds: ``[tokens]``.
@@ -248,7 +249,7 @@ class CanvasForward:
             query_start_loc=starts,
             query_start_loc_np=starts_np,
             seq_lens=input_batch.seq_lens[: input_batch.num_reqs],
-            num_computed_tokens_np=input_batch.num_computed_tokens_np + spans.head_lens - tails,
+            num_computed_tokens_np=input_batch.num_computed_tokens_np + spans.causal_lens - tails,
             input_ids=self._input_ids[:num_tokens],
             positions=self._positions[:num_tokens],
             is_padding=input_batch.is_padding[:num_tokens],
@@ -269,7 +270,7 @@ def _with_tails(spans: Spans, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """
     lens = spans.canvas_widths + tails
     starts = np.concatenate(([0], np.cumsum(lens)))
-    ends = np.cumsum(spans.head_lens + spans.canvas_widths)
+    ends = np.cumsum(spans.causal_lens + spans.canvas_widths)
     tokens = np.arange(starts[-1]) + np.repeat(ends - starts[1:], lens)
     is_canvas = np.arange(starts[-1]) - np.repeat(starts[:-1], lens) >= np.repeat(tails, lens)
     return starts.astype(np.int32), tokens, np.flatnonzero(is_canvas)

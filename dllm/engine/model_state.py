@@ -2,13 +2,13 @@
 
     custom_sampler  once, at start: vLLM's sampler is replaced by DiffusionSampler
     add_request     for each new request: CanvasState.reset(slot)
-    apply_staged_writes  after the new requests of a visit: what they brought goes to the device
-    prepare_attn    for each visit: which rows are causal -> metadata for the attention backend
-    prepare_inputs  for each visit: embeddings of the tokens; canvas rows are then conditioned
+    apply_staged_writes  after a step's new requests: what they brought goes to the device
+    prepare_attn    each engine step: which rows are causal -> metadata for the attention backend
+    prepare_inputs  each engine step: embeddings of the tokens, with self-conditioning on canvases
 
 Our own loop asks for the canvases alone (``engine.loop``):
 
-    canvas_attention  once for a visit that goes on after its first pass
+    canvas_attention  once for an engine step that goes on after its first pass
     canvas_inputs     for each further pass
 
 ``DiffusionModelState`` subclasses vLLM's ``ModelState``; the model class names it in
@@ -33,8 +33,8 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from dllm.engine import pending
+from dllm.engine.algorithm import DenoisingAlgorithm
 from dllm.engine.compilation import maybe_compile
-from dllm.engine.family import Family
 from dllm.engine.first_token import FirstTokens
 from dllm.engine.grammars import CanvasGrammars, grammars_for
 from dllm.engine.logit_rows import leave_out_rows
@@ -52,7 +52,7 @@ from dllm.settings.thoughts import marks_of
 class DiffusionModelState(ModelState):
     """Per-request state and input preparation of a diffusion model in Model Runner V2."""
 
-    first_tokens: FirstTokens | None = None  # where the family asks for them
+    first_tokens: FirstTokens | None = None  # where the algorithm asks for them
     map_adapters: Callable[[InputBatch], None] | None = None  # with --enable-lora (``adapters``)
     # vLLM adds this to the number of draft tokens. A canvas has no extra token behind it.
     num_new_sampled_tokens_per_step = 0
@@ -66,9 +66,11 @@ class DiffusionModelState(ModelState):
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
-        self.family: Family = model.make_family(vllm_config)  # type: ignore[operator]
+        self.algorithm: DenoisingAlgorithm = model.make_algorithm(vllm_config)  # type: ignore[operator]
         vocab_size = self.model_config.get_vocab_size()
-        self.canvases = CanvasState(self.family, self.max_num_reqs, vocab_size, self.dtype, device)
+        self.canvases = CanvasState(
+            self.algorithm, self.max_num_reqs, vocab_size, self.dtype, device
+        )
         self._thought_marks = marks_of(vllm_config)
         self.grammars: CanvasGrammars = grammars_for(vllm_config, self.max_num_reqs, device)
         hidden_size = self.model_config.hf_text_config.hidden_size
@@ -79,7 +81,7 @@ class DiffusionModelState(ModelState):
         self._inputs_embeds = torch.zeros(longest, hidden_size, dtype=self.dtype, device=device)
         self._is_canvas_row = torch.zeros(longest, dtype=torch.bool, device=device)
         # By slot, on the host: how many tokens of a canvas need logits (``RequestOptions``).
-        self._num_rows = np.full(self.max_num_reqs, self.family.settings.canvas_length)
+        self._num_rows = np.full(self.max_num_reqs, self.algorithm.settings.canvas_length)
         self._is_causal = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._condition = maybe_compile(condition_rows, vllm_config)
 
@@ -104,9 +106,9 @@ class DiffusionModelState(ModelState):
         forward = CanvasForward(self, self.canvases.canvas)
         self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
         ours = DiffusionSampler(
-            self.vllm_config, self.family, self.canvases, sampler, self.grammars, self.loop
+            self.vllm_config, self.algorithm, self.canvases, sampler, self.grammars, self.loop
         )
-        if self.family.begins_causally:
+        if self.algorithm.begins_causally:
             mask = self.model_config.hf_config.mask_token_id
             self.first_tokens = FirstTokens(self.model, ours, mask)
         return ours, None
@@ -114,7 +116,7 @@ class DiffusionModelState(ModelState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Reset the slot of a new or resumed request."""
         assert new_req_data.sampling_params is not None, "a generation request has parameters"
-        options = RequestOptions.read(new_req_data.sampling_params, self.family.settings)
+        options = RequestOptions.read(new_req_data.sampling_params, self.algorithm.settings)
         seed = request_seed(options, new_req_data.req_id, self.model_config.seed)
         prompt_len, tokens = new_req_data.prompt_len, new_req_data.prefill_token_ids or []
         thought = Thought.of_request(
@@ -149,7 +151,8 @@ class DiffusionModelState(ModelState):
         """The model's inputs for this step: embeddings, and which rows are canvas rows.
 
         Returns:
-            inputs_embeds: ``[padded tokens, hidden]``; canvas rows are conditioned by the family.
+            inputs_embeds: ``[padded tokens, hidden]``; canvas rows are conditioned by the
+                algorithm.
             is_canvas_row: ``[padded tokens]`` bool.
         """
         # The scheduler needs no tokens of canvases, so vLLM need not copy them to the host.
@@ -176,7 +179,7 @@ class DiffusionModelState(ModelState):
                 embeds,
                 is_canvas_row,
                 self.canvases,
-                self.family,
+                self.algorithm,
             )
         return self._inputs(num_padded)
 
@@ -208,7 +211,7 @@ class DiffusionModelState(ModelState):
         Args:
             for_capture: whether a full CUDA graph is captured; vLLM says mode NONE then.
         """
-        assert ubatch_idx == 0, "batches of heads and canvases are not split"
+        assert ubatch_idx == 0, "batches of causal spans and canvases are not split"
         self._attention = block_tables, slot_mappings, attn_groups, kv_cache_config
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
         describe = self._in_place if is_full else self._gathered
@@ -223,11 +226,11 @@ class DiffusionModelState(ModelState):
     def canvas_attention(
         self, canvases: InputBatch, rows: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Attention metadata, and where keys are written, of the canvases of the visit alone.
+        """Attention metadata, and where keys are written, of the canvases of the engine step alone.
 
         Args:
-            canvases: a batch that holds nothing else, but the tails of heads.
-            rows: ``[tokens]``, which tokens of the visit's batch they are.
+            canvases: a batch that holds nothing else, but the tails of causal spans.
+            rows: ``[tokens]``, which tokens of the engine step's batch they are.
         """
         block_tables, slot_mappings, attn_groups, kv_cache_config = self._attention
         slot_mapping = slot_mappings[:, rows]
@@ -267,7 +270,7 @@ class DiffusionModelState(ModelState):
     ) -> dict[str, Any]:
         """A batch in which each row is one sequence, in tensors that a full CUDA graph has read.
 
-        ``patches.cuda_graphs`` keeps rows with a head and a canvas out of full graphs.
+        ``patches.cuda_graphs`` keeps rows with a causal span and a canvas out of full graphs.
         """
         sequences, num_rows = self._sequences(input_batch), input_batch.num_reqs_after_padding
         num_reqs = input_batch.num_reqs
@@ -296,10 +299,10 @@ class DiffusionModelState(ModelState):
 
     def _sequences(self, input_batch: InputBatch) -> Sequences:
         seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
-        return _spans(input_batch).sequences(seq_lens, self.family.settings.block_size)
+        return _spans(input_batch).sequences(seq_lens, self.algorithm.settings.block_size)
 
     def _write_emitted_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
-        """Write the token ids of emitted blocks into the heads of their rows.
+        """Write the token ids of emitted blocks into the causal spans of their rows.
 
         vLLM's runner fills in prompt chunks and canvases only. Emitted tokens are in
         ``all_token_ids``.
@@ -309,12 +312,14 @@ class DiffusionModelState(ModelState):
         # [R]: the row is behind its prompt. A prompt length of 0 means one of vLLM's dummy runs. If
         # the row begins in the prompt, the runner has filled in what was emitted, too.
         is_generated = (computed >= prefill_len) & (prefill_len > 0)
-        head_lens = np.where(is_generated, _spans(input_batch).head_lens, 0)
-        if not head_lens.any():
+        causal_lens = np.where(is_generated, _spans(input_batch).causal_lens, 0)
+        if not causal_lens.any():
             return
-        # One entry for each head token: its index in the batch, and its request's slot.
-        rows = np.repeat(np.arange(len(head_lens)), head_lens)
-        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(head_lens) - head_lens, head_lens)
+        # One entry for each token of a causal span: its index in the batch, and its request's slot.
+        rows = np.repeat(np.arange(len(causal_lens)), causal_lens)
+        offsets = np.arange(len(rows)) - np.repeat(
+            np.cumsum(causal_lens) - causal_lens, causal_lens
+        )
         tokens_np = input_batch.query_start_loc_np[rows] + offsets
         tokens, slots = to_device(
             np.stack([tokens_np, input_batch.idx_mapping_np[rows]]), self.device

@@ -1,9 +1,10 @@
 """Pending blocks: emitted, but their causal KV has not been written yet.
 
-Under asynchronous scheduling the scheduler sends the next visit before it knows that a canvas has
-converged. In that visit the request has the same tokens once more, and the scheduler means one more
-denoise step. The worker sees that the canvas starts in front of the request's last token, and makes
-it the emitted block, so that its causal KV is written. This is called a *plain commit*:
+Under asynchronous scheduling the scheduler sends the next engine step before it knows that a canvas
+has converged. In that engine step the request has the same tokens once more, and the scheduler
+means one more denoise step. The worker sees that the canvas starts in front of the request's last
+token, and makes it the emitted block, so that its causal KV is written. This is called a *deferred
+commit*:
 
     token ids        those of the emitted block; nothing is added to their embeddings
     attention        causal for all of the tokens
@@ -33,7 +34,7 @@ from dllm.engine.state import CanvasState
 
 
 def find_commits(state: CanvasState, batch: InputBatch, num_tokens: torch.Tensor) -> torch.Tensor:
-    """Which rows of a visit are plain commits: ``[R]`` bool, also kept in ``state.commits``.
+    """Which rows of a step are deferred commits: ``[R]`` bool, written to ``state.commits``, too.
 
     num_tokens: ``[slots]``, of each request, what it has emitted included.
     """
@@ -57,5 +58,5 @@ def write_block_ids(state: CanvasState, batch: InputBatch) -> None:
 
 
 def without_commits(rows: CanvasRows, state: CanvasState) -> CanvasRows:
-    """The canvases of a visit: plain commits count as rows of width 0."""
+    """The canvases of an engine step: deferred commits count as rows of width 0."""
     return rows._replace(widths=torch.where(state.commits[rows.slots], 0, rows.widths))

@@ -1,10 +1,10 @@
 """DiffusionSampler: denoise steps for every canvas of the batch, until one has converged.
 
-vLLM's runner calls the sampler once in a visit, with the logits of its own forward pass. Then
-``engine.loop`` may repeat the forward pass and the denoise step (``DiffusionSampler._step``):
+vLLM's runner calls the sampler once in an engine step, with the logits of its own forward pass.
+Then ``engine.loop`` may repeat the forward pass and the denoise step (``DiffusionSampler._step``):
 
     edit, constrain  logits, in place, as requests and their grammars ask
-    denoise          the family's decisions
+    denoise          the algorithm's decisions
     emit             how many tokens of each canvas are complete
     record           all of this (``engine.steps``)
     store            what the next step reads
@@ -27,10 +27,10 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dllm.engine import pending
+from dllm.engine.algorithm import Denoised, DenoisingAlgorithm
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.edits import LogitEdits
-from dllm.engine.family import Denoised, Family
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.grammars import CanvasGrammars, Written
 from dllm.engine.logit_rows import LogitRows, joined_outputs, rows_at_once, tiles_of_batch
@@ -50,7 +50,7 @@ class DiffusionSampler:
 
     Args:
         vllm_config: for the vocabulary size, the logits workspace and whether to compile.
-        family: of the model that is served.
+        algorithm: of the model that is served.
         state: of all canvases; updated in place.
         sampler: vLLM's own, whose tables of requests and sampling parameters are used.
         grammars: of requests with structured outputs.
@@ -60,13 +60,13 @@ class DiffusionSampler:
     def __init__(
         self,
         vllm_config: VllmConfig,
-        family: Family,
+        algorithm: DenoisingAlgorithm,
         state: CanvasState,
         sampler: Sampler,
         grammars: CanvasGrammars,
         loop: DenoiseLoop,
     ) -> None:
-        self.family = family
+        self.algorithm = algorithm
         self.grammars = grammars
         self.state = state
         self.loop = loop
@@ -79,10 +79,10 @@ class DiffusionSampler:
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         most = vllm_config.model_config.max_logprobs
         self._most_logprobs = self.vocab_size if most < 0 else most
-        kept = KeptScores(state.canvas) if family.decides_for_good else None
+        kept = KeptScores(state.canvas) if algorithm.decides_for_good else None
         self.logprobs = BlockLogprobs(sampler, self._is_async, kept)
         self.frames = FrameTaker(num_slots)
-        self.traces = BlockTraces(state, family.decides_for_good)
+        self.traces = BlockTraces(state, algorithm.decides_for_good)
         self._rows_at_once = rows_at_once(vllm_config)
         # Longer than any batch: torch.compile would take two equal sizes for the same one.
         longest = vllm_config.scheduler_config.max_num_batched_tokens + 1
@@ -91,7 +91,7 @@ class DiffusionSampler:
             self._free = state.seeds.new_full((longest,), NO_TOKEN, dtype=torch.int64)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
         self._store_rows = maybe_compile(store_rows, vllm_config)
-        self._fresh_canvas = maybe_compile(family.fresh_canvas, vllm_config)
+        self._fresh_canvas = maybe_compile(algorithm.fresh_canvas, vllm_config)
         self._new_slots: list[int] = []  # of requests that have no canvas yet
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
@@ -162,13 +162,13 @@ class DiffusionSampler:
                 self.sampling_states.add_request(slot, params)
                 self.logprobs.add_request(slot, params)
             if params is asking:
-                self.loop.begin_visit(allows_more_passes=False)
+                self.loop.begin_engine_step(allows_more_passes=False)
                 with self.grammars.largest():
                     self(logits, input_batch)
         self.logprobs.shrink()
 
     def _tiles(self, input_batch: InputBatch, fits: bool) -> list[Tile]:
-        """The canvases of a visit, in one tile if all logits fit the workspace."""
+        """The canvases of an engine step, in one tile if all logits fit the workspace."""
         if fits:
             return [self._tile(slice(None), input_batch)]
         return [self._tile(*part) for part in tiles_of_batch(input_batch, self._rows_at_once)]
@@ -196,7 +196,9 @@ class DiffusionSampler:
         )
 
     def _rows(self, batch: InputBatch) -> CanvasRows:
-        return CanvasRows.of_batch(batch, self.family.settings.canvas_length, self.state.spare_slot)
+        return CanvasRows.of_batch(
+            batch, self.algorithm.settings.canvas_length, self.state.spare_slot
+        )
 
     def _denoise(self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]) -> SamplerOutput:
         """A denoise step of all canvases."""
@@ -215,7 +217,7 @@ class DiffusionSampler:
         logits = self.edits.apply_(logits, tile.rows, self.state, tile.edits)
         logits, texts = self._constrain_(logits, ids, tile)
         denoised = self._denoise_rows(
-            logits, ids, texts.chosen, tile.rows, self.state, self.family, tile.filters
+            logits, ids, texts.chosen, tile.rows, self.state, self.algorithm, tile.filters
         )
         soft = self._look_back(logits, denoised, tile)
         decided = self.logprobs.of_decided(logits, denoised, tile)
@@ -241,15 +243,15 @@ class DiffusionSampler:
         canvases = self.state.canvases(tile.rows, ids, free)
 
         def scores(part: slice) -> torch.Tensor:
-            return self.family.scores_of_texts(logits, tile.rows, canvases, tile.filters, part)
+            return self.algorithm.scores_of_texts(logits, tile.rows, canvases, tile.filters, part)
 
         return logits, self.grammars.write_(logits, scores, tile.rows, tile.grammars)
 
     def _look_back(self, logits: torch.Tensor, step: Denoised, tile: Tile) -> torch.Tensor | None:
         """What the next step is conditioned on, ``[N, soft_size]``; nothing of given tokens."""
-        if self.family.soft_size is None:
+        if self.algorithm.soft_size is None:
             return None
-        soft, rows = self.family.look_back(logits, step), tile.rows
+        soft, rows = self.algorithm.soft_embeddings(logits, step), tile.rows
         # The model's own choice of a given token must not reach the next step.
         if tile.is_pinned is not None:
             soft = torch.where(tile.is_pinned, 0, soft)
@@ -278,7 +280,7 @@ class DiffusionSampler:
             record.denoised,
             tile.rows,
             self.state,
-            self.family,
+            self.algorithm,
             self._lengths(tile.rows),
         )
 
@@ -335,7 +337,7 @@ class DiffusionSampler:
 
     def _nothing_sampled(self, batch: InputBatch) -> SamplerOutput:
         """The output of a batch without canvases: prompt chunks, blocks in a pass of their own."""
-        rows, size = self._rows(batch), self.family.settings.block_size
+        rows, size = self._rows(batch), self.algorithm.settings.block_size
         rejected = num_rejected(self.state, rows, self._lengths(rows), size).int()
         nothing = torch.zeros_like(rejected)
         return self._output((nothing[:, None], nothing, rejected), None, batch.num_reqs)

@@ -9,7 +9,7 @@ When a block is emitted, its tokens are added to ``request.num_tokens`` but not 
 ``num_computed_tokens``. So vLLM's scheduler schedules the block's tokens once more in the next
 step, in front of the next canvas. That pass is causal, and writes the KV that is kept.
 
-``engine.async_scheduler`` derives from it, for visits that are scheduled ahead.
+``engine.async_scheduler`` derives from it, for engine steps that are scheduled ahead.
 """
 
 from typing import Any
@@ -49,18 +49,18 @@ class CanvasScheduler(Scheduler):
         self._marks = marks_of(self.vllm_config)
         self._thoughts: dict[str, Thought | None] = {}  # of requests that have emitted something
         self._num_full_thoughts = 0  # that statistics have not told of yet
-        self._num_passes = 1  # of the visit whose output is being counted
+        self._num_passes = 1  # of the engine step whose output is being counted
         vocab_size = self.vllm_config.model_config.get_vocab_size()
         self._grammar_room = GrammarRoom(room_for(self.scheduler_config.max_num_seqs, vocab_size))
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """vLLM's counts behind the message; but the tail of a head does not count as computed.
+        """vLLM's counts behind the message; the tail of a causal span does not count as computed.
 
         Its block is not whole yet, so that no KV of it is kept.
 
         Of structured outputs vLLM hears nothing: the worker masks canvases itself. Else vLLM would
-        make masks here, which an asynchronous visit would wait for, and copy every canvas to the
-        host for them.
+        make masks here, which an asynchronous engine step would wait for, and copy every canvas to
+        the host for them.
         """
         super()._update_after_schedule(scheduler_output)
         scheduler_output.has_structured_output_requests = False
@@ -82,7 +82,7 @@ class CanvasScheduler(Scheduler):
         return super()._free_request(request, delay_free_blocks)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Called after a visit: each request behind its prompt has a canvas.
+        """Called after an engine step: each request behind its prompt has a canvas.
 
         vLLM's would ask for the canvas's tokens, and cut them where a grammar does not allow them.
         Read from left to right, a canvas that is not finished is no text of any grammar. What is
@@ -95,7 +95,7 @@ class CanvasScheduler(Scheduler):
                 request.spec_token_ids = [NO_TOKEN] * width
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule one visit of the worker, in which every canvas is whole.
+        """Schedule one engine step of the worker, in which every canvas is whole.
 
         vLLM's scheduler cuts draft tokens to the token budget that is left, and a cut canvas would
         be denoised as if it were complete. So a canvas that does not fit is taken out for this
@@ -209,15 +209,16 @@ class CanvasScheduler(Scheduler):
             width = self._canvas_width(request) if request.spec_token_ids else 0
             canvas = [NO_TOKEN] * width
             num_known = request.num_tokens + request.num_output_placeholders
-            head_len = num_known - request.num_computed_tokens
-            needed = head_len + len(canvas)
-            # The head ends at least one block, or it is only the tail that precedes every canvas.
-            is_block = head_len >= self._block_size and not request.is_prefill_chunk
+            causal_len = num_known - request.num_computed_tokens
+            needed = causal_len + len(canvas)
+            # The causal span ends at least one block, or it is only the tail that precedes every
+            # canvas.
+            is_block = causal_len >= self._block_size and not request.is_prefill_chunk
             commits_alone = self._separate_commit and is_block
             is_beyond = num_known + len(canvas) > self.max_model_len
             if canvas and (needed > min(budget, cap) or commits_alone or is_beyond):
                 withheld.append((request, canvas))
-                canvas, needed = [], head_len
+                canvas, needed = [], causal_len
                 if not request.is_prefill_chunk:
                     needed -= needed % self._block_size  # a tail goes with its canvas
             request.spec_token_ids = canvas
@@ -227,7 +228,7 @@ class CanvasScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """vLLM's accounting of a visit; prompt logprobs are kept until the first block."""
+        """vLLM's accounting of an engine step; prompt logprobs are kept until the first block."""
         self._postpone_prompt_logprobs(model_runner_output)
         self._num_passes = getattr(model_runner_output, "num_passes", 1)
         frames = FrameMail(model_runner_output, self.requests)
@@ -236,7 +237,7 @@ class CanvasScheduler(Scheduler):
         return outputs
 
     def _postpone_prompt_logprobs(self, answer: ModelRunnerOutput) -> None:
-        """Replace a visit's prompt logprobs by those of the requests that emit in this visit.
+        """Replace a step's prompt logprobs by those of the requests that emit in it.
 
         vLLM's worker returns them when it has read the last chunk of the prompt. An autoregressive
         model emits its first token then, and vLLM's scheduler asserts that both come together.
@@ -280,7 +281,7 @@ class CanvasScheduler(Scheduler):
             self._num_full_thoughts += thought.read(tokens, request.num_tokens - len(tokens))
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's statistics of a visit, with the thoughts in them that their budget has ended."""
+        """vLLM's statistics of an engine step, and how many thoughts their budget has ended."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None and self._num_full_thoughts:
             put_into(stats, KEY_OF_THOUGHTS, self._num_full_thoughts)
@@ -297,7 +298,7 @@ class CanvasScheduler(Scheduler):
     ) -> Any:
         """vLLM's counts of draft and accepted tokens, with a canvas counted once in each pass.
 
-        In all passes but the last of a visit no canvas converges.
+        In all passes but the last of an engine step no canvas converges.
         """
         add = super().make_spec_decoding_stats
         stats, width = spec_decoding_stats, num_draft_tokens

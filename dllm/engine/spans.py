@@ -4,17 +4,18 @@ A row of the batch is one request; its tokens are those that are scheduled for i
 whether a request is in its prompt or denoises: it follows from the schedule, in which the canvas
 counts as draft tokens (the core rule of ARCHITECTURE.md):
 
-    head_len = query_len - num_draft_tokens
-    tokens [0, head_len)          causal, KV kept, no logits  (a prompt chunk, or an emitted block)
-    tokens [head_len, query_len)  the canvas: bidirectional, with logits
+    causal_len = query_len - num_draft_tokens
+    tokens [0, causal_len)          causal, KV kept, no logits  (of a prompt, or an emitted block)
+    tokens [causal_len, query_len)  the canvas: bidirectional, with logits
 
 Attention takes sequences, each of which is causal or bidirectional as a whole
-(``attention.masks``). A row with a head and a canvas is two sequences over the same KV pages.
-Positions, slot mappings and logits belong to tokens, and stay as they are.
+(``attention.masks``). A row with a causal span and a canvas is two sequences over the same KV
+pages. Positions, slot mappings and logits belong to tokens, and stay as they are.
 
-In a model with blocks of B > 1 tokens, a causal token sees its own block, too. If a head ends
-within a block, the tokens of that block are the *tail* of the head. No KV is kept of them, because
-the block is not whole yet. They are in front of the canvas in every step, and part of its sequence.
+In a model with blocks of B > 1 tokens, a causal token sees its own block, too. If a causal span
+ends within a block, the tokens of that block are the *tail* of the causal span. No KV is kept of
+them, because the block is not whole yet. They are in front of the canvas in every step, and part of
+its sequence.
 """
 
 from collections.abc import Sequence
@@ -81,9 +82,9 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True)
 class Spans:
-    """How long the head and the canvas of every row of a batch are: host arrays, [R] int32."""
+    """How long each row's causal span and canvas are: host arrays, [R] int32."""
 
-    head_lens: np.ndarray
+    causal_lens: np.ndarray
     canvas_widths: np.ndarray
 
     @classmethod
@@ -96,16 +97,18 @@ class Spans:
         """
         if num_draft_tokens is None:
             num_draft_tokens = np.zeros_like(query_lens)
-        head_lens = query_lens - num_draft_tokens
-        assert (head_lens >= 0).all(), f"canvas longer than its row: {query_lens=}, {head_lens=}"
-        return cls(head_lens.astype(np.int32), num_draft_tokens.astype(np.int32))
+        causal_lens = query_lens - num_draft_tokens
+        assert (causal_lens >= 0).all(), (
+            f"canvas longer than its row: {query_lens=}, {causal_lens=}"
+        )
+        return cls(causal_lens.astype(np.int32), num_draft_tokens.astype(np.int32))
 
     def tail_lens(self, block_size: int) -> np.ndarray:
-        """How many tokens of each head are in a block that is not whole yet: [R].
+        """How many tokens of each causal span are in a block that is not whole yet: [R].
 
-        A head starts where a block starts, because KV is kept of whole blocks only.
+        A causal span starts where a block starts, because KV is kept of whole blocks only.
         """
-        return self.head_lens % block_size
+        return self.causal_lens % block_size
 
     def sequences(self, seq_lens: np.ndarray, block_size: int = 1) -> Sequences:
         """The batch as sequences that are causal or bidirectional as a whole.
@@ -117,8 +120,9 @@ class Spans:
         tails = np.where(self.canvas_widths > 0, self.tail_lens(block_size), 0)
         widths = self.canvas_widths + tails
         num_rows = len(widths)
-        # [2 * R]: head, canvas, head, canvas, ... Empty heads and canvases are dropped below.
-        lens = np.stack([self.head_lens - tails, widths], axis=1).reshape(-1)
+        # [2 * R]: causal span, canvas, causal span, canvas, ... Empty causal spans and canvases are
+        # dropped below.
+        lens = np.stack([self.causal_lens - tails, widths], axis=1).reshape(-1)
         ends = np.stack([seq_lens - widths, seq_lens], axis=1).reshape(-1)
         row_of = np.repeat(np.arange(num_rows, dtype=np.int64), 2)
         is_causal = np.tile(np.array([1, 0], dtype=np.int32), num_rows)

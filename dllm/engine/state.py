@@ -9,7 +9,7 @@ where the model runner puts it into the next batch.
 | seeds, is_greedy | [slots]          | reset                   | denoise                        |
 | temperatures     | [slots]          | reset                   | denoise                        |
 | is_read_only     | [slots]          | reset                   | sampler: logprobs              |
-| numbers          | [slots] each     | reset                   | denoise                        |
+| parameters       | [slots] each     | reset                   | denoise                        |
 | is_stop          | [slots, V] bool  | reset                   | denoise                        |
 | seed_canvas      | [slots, C] int64 | reset                   | sampler: the first canvas      |
 | pinned           | [slots, P] int32 | reset                   | sampler, each step             |
@@ -19,13 +19,13 @@ where the model runner puts it into the next batch.
 | canvas           | [slots, C] int64 | ``write_canvases``      | vLLM's runner; sampler; loop   |
 | argmax_canvas    | [slots, C] int64 | sampler, each step      | denoise; edits; prepare_inputs |
 | steps_done       | [slots] int32    | sampler, each step      | denoise; prepare_inputs        |
-| carried          | [slots, ...]     | sampler, each step      | denoise                        |
+| step_state       | [slots, ...]     | sampler, each step      | denoise                        |
 | soft_embeds      | [slots, C, S]    | sampler, each step      | prepare_inputs, if steps_done  |
 | commits          | [slots] bool     | prepare_attn            | inputs, sampler  (`pending`)   |
 
-The family says which ``numbers`` and ``carried`` tensors there are, and S, the last dimension of
-``soft_embeds`` (``family``). C is the served canvas length, V the vocabulary size, P how many
-positions of an answer can be pinned.
+The algorithm says which ``parameters`` and ``step_state`` tensors there are, and S, the last
+dimension of ``soft_embeds`` (``algorithm``). C is the served canvas length, V the vocabulary size,
+P how many positions of an answer can be pinned.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ import hashlib
 import numpy as np
 import torch
 
+from dllm.engine.algorithm import Canvases, DenoisingAlgorithm
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases, Family
 from dllm.engine.thoughts import ABSENT, Thought, Thoughts
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
@@ -51,13 +51,13 @@ class CanvasState:
 
     def __init__(
         self,
-        family: Family,
+        algorithm: DenoisingAlgorithm,
         num_slots: int,
         vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        canvas_length = family.settings.canvas_length
+        canvas_length = algorithm.settings.canvas_length
         # A slot that no request ever has: that of the empty row which CanvasRows.of_batch adds,
         # and what is written for a row without a canvas goes there.
         self.spare_slot = num_slots
@@ -68,13 +68,15 @@ class CanvasState:
         self.canvas = zeros(canvas_length, dtype=torch.int64)
         self.argmax_canvas = zeros(canvas_length, dtype=torch.int64)
         self.steps_done = zeros(dtype=torch.int32)
-        self.carried = {name: zeros(*shape, dtype=dtype) for name, shape, dtype in family.carried}
-        self.soft_embeds = zeros(canvas_length, family.soft_size or 0, dtype=dtype)
+        self.step_state = {
+            name: zeros(*shape, dtype=dtype) for name, shape, dtype in algorithm.step_state
+        }
+        self.soft_embeds = zeros(canvas_length, algorithm.soft_size or 0, dtype=dtype)
         self.commits = zeros(dtype=torch.bool)
 
         # What a request brings is one record, which goes to the device in one copy. The tensors
         # below are columns of the records. Wide types come first, so that all are aligned.
-        parameters = {one.name: one.dtype for one in family.settings.parameters}
+        parameters = {one.name: one.dtype for one in algorithm.settings.parameters}
         self._layout = np.dtype(
             [
                 ("slot", "int64"),
@@ -95,7 +97,7 @@ class CanvasState:
         self._records = zeros(self._layout.itemsize // 8, dtype=torch.int64)
         self._staged: dict[int, tuple[np.ndarray, list[int]]] = {}  # by slot: record, stop tokens
         self.seeds = self._column("seed")
-        self.numbers = {name: self._column(name) for name in parameters}
+        self.parameters = {name: self._column(name) for name in parameters}
         self.temperatures = self._column("temperature")
         self.is_greedy = self._column("is_greedy")
         self.is_read_only = self._column("is_read_only")
@@ -146,7 +148,7 @@ class CanvasState:
         """
         record = np.zeros((), self._layout)
         record["slot"], record["seed"] = slot, seed
-        for name, number in options.numbers.items():
+        for name, number in options.parameters.items():
             record[name] = number
         record["temperature"] = options.temperature
         record["is_greedy"] = options.is_greedy
@@ -161,7 +163,7 @@ class CanvasState:
         record["pinned"] = NO_TOKEN
         record["pinned"][list(options.pins)] = list(options.pins.values())
         self.has_budget[slot] = thought is not None
-        numbers = NO_THOUGHT if thought is None else thought.numbers()
+        numbers = NO_THOUGHT if thought is None else thought.fields()
         for name, number in numbers.items():
             record[f"thought_{name}"] = number
         self._staged[slot] = record, sorted(options.stops)
@@ -177,7 +179,7 @@ class CanvasState:
         self._records.index_copy_(0, slots, sent)
         self.thought["begin"].index_copy_(0, slots, self._first_begin[slots])
         self.steps_done.index_fill_(0, slots, 0)
-        for column in self.carried.values():
+        for column in self.step_state.values():
             column.index_fill_(0, slots, 0)
         vocab_size = self.is_stop.shape[1]
         stops = [slot * vocab_size + t for slot, (_, ids) in self._staged.items() for t in ids]
@@ -213,8 +215,8 @@ class CanvasState:
             is_greedy=self.is_greedy[slots],
             is_stop=self.is_stop,
             held=torch.where(self.holds_pins[slots, None], pins, NO_TOKEN),
-            numbers={name: column[slots] for name, column in self.numbers.items()},
-            carried={name: column[slots] for name, column in self.carried.items()},
+            parameters={name: column[slots] for name, column in self.parameters.items()},
+            step_state={name: column[slots] for name, column in self.step_state.items()},
             thoughts=self.thoughts(slots, starts),
         )
 
@@ -242,7 +244,7 @@ class CanvasState:
 
         Args:
             slots: ``[R]``.
-            drawn: ``[R, C]`` int64, from ``Family.fresh_canvas``.
+            drawn: ``[R, C]`` int64, from ``DenoisingAlgorithm.fresh_canvas``.
             thoughts: in front of these canvases.
         """
         starts = thoughts.canvas_start

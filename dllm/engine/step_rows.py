@@ -1,7 +1,7 @@
 """The compiled parts of a step: functions of tensors over all rows of a batch.
 
     condition_rows  before the forward pass: the model's input of canvas rows
-    denoise_rows    behind it: the family's denoise step
+    denoise_rows    behind it: the algorithm's denoise step
     store_rows      last: the state of the next step, its canvas included, and what vLLM gets
 
 There are at least two rows: torch.compile treats a size of 1 as a special case.
@@ -9,8 +9,8 @@ There are at least two rows: torch.compile treats a size of 1 as a special case.
 
 import torch
 
+from dllm.engine.algorithm import Denoised, DenoisingAlgorithm
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Denoised, Family
 from dllm.engine.state import CanvasState
 from dllm.engine.thoughts import Thoughts
 from dllm.ops.filters import RowFilters
@@ -24,7 +24,7 @@ def condition_rows(
     embeds: torch.Tensor,
     is_canvas_row: torch.Tensor,
     state: CanvasState,
-    family: Family,
+    algorithm: DenoisingAlgorithm,
 ) -> None:
     """Condition the canvas rows among a model's inputs, and mark them.
 
@@ -37,9 +37,9 @@ def condition_rows(
             embeddings of tokens, and False. Written to.
     """
     is_canvas = ~state.commits[slots]
-    if family.soft_size is not None:
+    if algorithm.soft_size is not None:
         own, soft = embeds[rows], state.soft_embeds[slots, places]
-        conditioned = family.condition(own, soft, state.steps_done[slots])
+        conditioned = algorithm.self_condition(own, soft, state.steps_done[slots])
         embeds[rows] = torch.where(is_canvas[:, None], conditioned, own)
     is_canvas_row[rows] = is_canvas
 
@@ -50,10 +50,10 @@ def denoise_rows(
     chosen: torch.Tensor,
     rows: CanvasRows,
     state: CanvasState,
-    family: Family,
+    algorithm: DenoisingAlgorithm,
     filters: RowFilters | None,
 ) -> Denoised:
-    """What the family decides in a step.
+    """What the algorithm decides in a step.
 
     Args:
         logits: ``[N, V]`` fp32, edited.
@@ -62,7 +62,7 @@ def denoise_rows(
         rows: at least two of them (``CanvasRows.of_batch``).
         state: read only.
     """
-    return family.denoise(logits, rows, state.canvases(rows, ids, chosen), filters)
+    return algorithm.denoise(logits, rows, state.canvases(rows, ids, chosen), filters)
 
 
 def store_rows(
@@ -70,7 +70,7 @@ def store_rows(
     step: Denoised,
     rows: CanvasRows,
     state: CanvasState,
-    family: Family,
+    algorithm: DenoisingAlgorithm,
     lengths: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Write what the next step reads, and make what vLLM gets.
@@ -86,15 +86,18 @@ def store_rows(
     written = state.written_slots(rows)
     is_over = num_emitted > 0
     behind = state.thoughts_of(rows).behind(step.argmax_canvas, num_emitted)
-    state.write_canvases(written, next_canvas(step, is_over, behind, rows, state, family))
+    state.write_canvases(written, next_canvas(step, is_over, behind, rows, state, algorithm))
     for column, values in (
         (state.thought["begin"], behind.begin),
         (state.argmax_canvas, step.argmax_canvas),
         (state.steps_done, torch.where(is_over, 0, step.steps_done)),
-        *((state.carried[name], _kept(step.carried[name], ~is_over)) for name in state.carried),
+        *(
+            (state.step_state[name], _kept(step.step_state[name], ~is_over))
+            for name in state.step_state
+        ),
     ):
         column[written] = values.to(column.dtype)
-    rejected = num_rejected(state, rows, lengths, family.settings.block_size)
+    rejected = num_rejected(state, rows, lengths, algorithm.settings.block_size)
     return step.argmax_canvas.int(), num_emitted.int(), rejected.int()
 
 
@@ -104,21 +107,21 @@ def next_canvas(
     behind: Thoughts,
     rows: CanvasRows,
     state: CanvasState,
-    family: Family,
+    algorithm: DenoisingAlgorithm,
 ) -> torch.Tensor:
     """The input of the next step: ``[R, C]`` int64.
 
-    It is the canvas that the family has made, with its pins; or a fresh one, directly behind the
+    It is the canvas that the algorithm has made, with its pins; or a fresh one, directly behind the
     tokens that are emitted.
 
     Args:
         is_over: ``[R]`` bool, whether tokens are emitted.
         behind: in front of the fresh canvases.
     """
-    drawn = family.fresh_canvas(state.seeds[rows.slots], behind.canvas_start)
+    drawn = algorithm.fresh_canvas(state.seeds[rows.slots], behind.canvas_start)
     fresh = state.with_seeds(rows.slots, drawn, behind)
     canvas = step.canvas
-    if not family.decides_for_good:  # else the family keeps what stands on a canvas
+    if not algorithm.decides_for_good:  # else the algorithm keeps what stands on a canvas
         pins = state.pins(rows.slots, rows.starts)
         canvas = torch.where(pins != NO_TOKEN, pins, canvas)
     return torch.where(is_over[:, None], fresh, canvas)

@@ -6,15 +6,15 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from dllm.engine.algorithm import Denoised
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.edits import PreparedEdits
-from dllm.engine.family import Denoised
 from dllm.engine.grammars import Written
 from dllm.ops.filters import RowFilters
 
 
 class Tile(NamedTuple):
-    """Canvases whose logits exist at once, and what the host decides about them for a visit.
+    """Canvases whose logits exist at once, and what the host decides about them for an engine step.
 
     Attributes:
         logit_rows: their rows among all logits of the batch.
@@ -49,8 +49,9 @@ class StepRecord(NamedTuple):
         own: ``[n, V]`` fp32, the model's own logits of the rows ``tile.traced``; None without.
         logits: ``[N, V]`` fp32, after all edits.
         texts: what grammars have chosen.
-        denoised: what the family decided.
-        soft: ``[N, soft_size]``, what the next step is conditioned on; None without ``look_back``.
+        denoised: what the algorithm decided.
+        soft: ``[N, soft_size]``, what the next step is conditioned on; None without
+            ``soft_embeddings``.
         decided: scores of tokens that this step decided for good; None if nobody asks, or if the
             next step decides them anew.
         num_emitted: ``[R]`` int64, how many tokens of each canvas are emitted.

@@ -3,7 +3,7 @@
 A thought begins behind a token that starts it (``Marks.start``), in the prompt or in the answer,
 and ends with another (``Marks.end``). As in vLLM, a budget counts the tokens of each thought from
 the last start on. Where a thought has as many tokens as its budget, the token that ends it is held,
-as a held pin is (``family.Canvases.held``): the model sees it there, and it is emitted, whatever
+as a held pin is (``algorithm.Canvases.held``): the model sees it there, and it is emitted, whatever
 the model would write. A thought that ends earlier has no such place.
 
 Where a thought begins, and whether it ends by itself, may be decided on the very canvas on which
@@ -78,7 +78,7 @@ class Thought:
         """Position in the sequence at which the ongoing thought ends at the latest."""
         return self.begin + self.budget
 
-    def numbers(self) -> dict[str, int]:
+    def fields(self) -> dict[str, int]:
         """The fields of ``Thoughts``, of this one."""
         return {"begin": self.begin, "budget": self.budget, **self.marks._asdict()}
 

@@ -33,7 +33,8 @@ class BlockTraces:
 
     Args:
         state: of all canvases.
-        stays: whether what stands on a canvas and is no mask stays (``Family.decides_for_good``).
+        stays: whether what stands on a canvas and is no mask stays
+            (``DenoisingAlgorithm.decides_for_good``).
     """
 
     def __init__(self, state: CanvasState, stays: bool) -> None:

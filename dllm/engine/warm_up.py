@@ -1,8 +1,9 @@
 """Runs made-up requests through the worker at start, so that no real request waits for a compiler.
 
 They visit every kind of batch that is compiled separately: prompt chunks (without logits), canvases
-alone, heads with canvases, one request and several, with and without top-k, top-p and min-p. Every
-canvas is emitted. Some requests have edited logits, logprobs of the prompt and of blocks, or a
+alone, causal spans with canvases, one request and several, with and without top-k, top-p and min-p.
+Every canvas is emitted. Some requests have edited logits, logprobs of the prompt and of blocks, or
+a
 grammar: each of these has kernels of its own, which a GPU compiles when they are first run.
 """
 
@@ -29,8 +30,8 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
     """
     longest = min(runner.num_speculative_steps, runner.max_model_len - 1)
     # With one denoise step per block each canvas is emitted at once. So three passes see all there
-    # is: a prompt, a canvas, and an emitted block (head) with the next canvas.
-    one_step = dict(runner.model_state.family.settings.one_step)
+    # is: a prompt, a canvas, and an emitted block (causal span) with the next canvas.
+    one_step = dict(runner.model_state.algorithm.settings.one_step)
     # An output as long as its canvas needs the logits of all of it.
     plain = SamplingParams(max_tokens=longest, seed=0, extra_args=one_step)
     filtered = SamplingParams(
@@ -72,8 +73,8 @@ def serve_made_up(
 
     Prompts are longer where there are few requests, so that their keys are computed in parts. A
     canvas may become one token alone, so that what follows does not depend on a rounding. Under
-    asynchronous scheduling a block is written in the place of its canvas; else it is the head of
-    the next one (``engine.spans``).
+    asynchronous scheduling a block is written in the place of its canvas; else it is the causal
+    span of the next one (``engine.spans``).
 
     Args:
         runner: as of ``warm_up``.
@@ -89,7 +90,7 @@ def serve_made_up(
         max_tokens=width,
         seed=0,
         allowed_token_ids=[vocab_size // 2],
-        extra_args=dict(runner.model_state.family.settings.one_step),
+        extra_args=dict(runner.model_state.algorithm.settings.one_step),
     )
     is_async = runner.vllm_config.scheduler_config.async_scheduling
     behind = width if is_async else 2 * width
@@ -107,7 +108,7 @@ def _with_any_text(params: SamplingParams, vocab_size: int) -> SamplingParams:
     from dllm.settings.request import with_grammar
 
     table = Table.of_any_text(vocab_size)
-    return with_grammar(params, Constraint.shipped(table.to_bytes(), None))
+    return with_grammar(params, Constraint.serialize(table.to_bytes(), None))
 
 
 def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> InputBatch:
@@ -154,9 +155,9 @@ class _CanvasRequests:
         Returns:
             The hidden states of each pass, ``[requests, tokens, hidden]``.
         """
-        prompt_len, head_len = len(self.prompts[0]), 0 if self.is_in_place else self.width
+        prompt_len, causal_len = len(self.prompts[0]), 0 if self.is_in_place else self.width
         found: list[torch.Tensor] = []
-        most = min(prompt_len + self.width + head_len, runner.max_model_len)
+        most = min(prompt_len + self.width + causal_len, runner.max_model_len)
         pages = self.pages(runner, most)
         if pages is None:
             return found
@@ -167,7 +168,7 @@ class _CanvasRequests:
         for before, scheduled, canvas in (
             (0, prompt_len, 0),
             (prompt_len, self.width, self.width),
-            (prompt_len, head_len + self.width, self.width),
+            (prompt_len, causal_len + self.width, self.width),
         ):
             fits_budget = self.num_reqs * scheduled <= runner.max_num_tokens
             if not fits_budget or before + scheduled > runner.max_model_len:

@@ -35,21 +35,21 @@ class Constraint:
     thoughts: Thoughts | None = None
 
     @staticmethod
-    def shipped(table: bytes, thoughts: Thoughts | None) -> bytes:
+    def serialize(table: bytes, thoughts: Thoughts | None) -> bytes:
         """A constraint as it is sent; ``from_bytes`` is the inverse."""
         header = thoughts and [thoughts.end, thoughts.forbidden]
         return json.dumps(header).encode() + b"\n" + table
 
     @classmethod
-    def from_bytes(cls, shipped: bytes) -> "Constraint":
-        header, _, packed = shipped.partition(b"\n")
+    def from_bytes(cls, serialized: bytes) -> "Constraint":
+        header, _, packed = serialized.partition(b"\n")
         found = json.loads(header)
         thoughts = found and Thoughts(found[0], tuple(found[1]))
         return cls(Table.from_bytes(packed), thoughts)
 
     @staticmethod
-    def has_thoughts(shipped: bytes) -> bool:
-        return not shipped.startswith(b"null\n")
+    def has_thoughts(serialized: bytes) -> bool:
+        return not serialized.startswith(b"null\n")
 
     def with_start(self, stops: Collection[int], fillers: Collection[int]) -> tuple[Table, int]:
         """(a table of thoughts and answer, the state in which both start).
@@ -67,14 +67,14 @@ class Grammar:
     """The grammar of some requests, unpacked from the bytes that these carry.
 
     Args:
-        shipped: from ``Constraint.shipped``.
+        serialized: from ``Constraint.serialize``.
         stops, fillers: tokens that end a text, and that may stand behind it.
     """
 
-    def __init__(self, shipped: bytes, stops: tuple[int, ...], fillers: tuple[int, ...]) -> None:
+    def __init__(self, serialized: bytes, stops: tuple[int, ...], fillers: tuple[int, ...]) -> None:
         if not stops:
             raise ValueError("no token ends a text")
-        table, self.start = Constraint.from_bytes(shipped).with_start(stops, fillers)
+        table, self.start = Constraint.from_bytes(serialized).with_start(stops, fillers)
         self.canvas = Canvas(table, stops, fillers)
 
 

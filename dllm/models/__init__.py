@@ -18,7 +18,7 @@ class Served:
 
     Attributes:
         architecture: as config.json names it, and the name of the class in ``backbone.py`` that
-            vLLM loads. Its ``make_family`` returns an ``engine.family.Family``.
+            vLLM loads. Its ``make_algorithm`` returns an ``engine.algorithm.DenoisingAlgorithm``.
         settings: the class in ``settings.py``, a ``settings.denoising.DenoiseSettings`` with a
             method ``from_vllm``. That module imports no model.
         config: the class of its config.json in ``config.py``; None: transformers' own.

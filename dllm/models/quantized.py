@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.quant.checks import checked
-from dllm.quant.formats import Numbers
+from dllm.quant.formats import QuantDtype
 from dllm.quant.schemes import Plan, Scheme, parse_model_optimizer, parse_plan
 
 logger = init_logger(LOGGER)
@@ -19,7 +19,11 @@ logger = init_logger(LOGGER)
 METHOD = "compressed-tensors"
 MODEL_OPTIMIZER_NVFP4 = "modelopt_fp4"  # vLLM's name for NVFP4 checkpoints of Model Optimizer
 
-WORDS: dict[Numbers, str] = {"fp8": "8-bit float", "int8": "8-bit integer", "nvfp4": "4-bit float"}
+WORDS: dict[QuantDtype, str] = {
+    "fp8": "8-bit float",
+    "int8": "8-bit integer",
+    "nvfp4": "4-bit float",
+}
 # Parts of the names of kernels that take 16-bit inputs, even if the checkpoint quantizes inputs.
 WEIGHT_ONLY_KERNELS = ("marlin", "a16")
 # GPUs below this compute capability (x 10) have no 4-bit arithmetic: whatever kernel runs with FP4

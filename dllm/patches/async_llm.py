@@ -15,7 +15,7 @@ from dllm.api import fill
 from dllm.api.http_request import current, in_turn
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
 from dllm.patches.admission import VERDICT
-from dllm.patches.grammars import needs_table, shipped, wait_before_the_stream
+from dllm.patches.grammars import needs_table, serialized_grammar, wait_before_the_stream
 from dllm.patches.streaming import start_watching
 from dllm.settings.denoising import block_size_of
 from dllm.settings.request import with_grammar
@@ -144,7 +144,7 @@ def start_in_turn() -> None:
         if self.model_config.architecture not in FAMILIES:
             return await add(self, request_id, prompt, params, *args, **kwargs)
         if needs_table(self, params):
-            table = await shipped(self, params, prompt, *_reasoning(kwargs))
+            table = await serialized_grammar(self, params, prompt, *_reasoning(kwargs))
             params = with_grammar(params, table)
         async with turns.setdefault(self, asyncio.Lock()):
             await asyncio.sleep(0)  # while others wait for their turn

@@ -221,7 +221,7 @@ def _refuse_unsupported(vllm_config: Any) -> None:
         (
             parallel.use_ubatching,
             "--enable-dbo (and --ubatch-size above 1)",
-            "heads and canvases of a batch are not split",
+            "causal spans and canvases of a batch are not split",
         ),
         (
             vllm_config.kv_transfer_config or vllm_config.cache_config.kv_offloading_size,

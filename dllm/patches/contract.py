@@ -258,7 +258,7 @@ OBJECTS = {
     ),
     "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph": (
         "graphs.run_fullgraph",
-        "the denoise loop replays the graph of a visit's first pass",
+        "the denoise loop replays the graph of an engine step's first pass",
     ),
     "vllm.v1.worker.gpu.states.RequestState.draft_tokens": (
         "requests.draft_tokens",

@@ -29,12 +29,12 @@ from dllm.patches.compile_cache import (
 )
 from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
 from dllm.patches.new_weights import pack_new_weights, refuse_new_int8_weights
-from dllm.patches.worker import Drafts, Records, Visits
+from dllm.patches.worker import Drafts, EngineSteps, Records
 
 TRIM_SECONDS = 60.0
 
 
-class CanvasCPUWorker(Records, Visits, Drafts, CPUWorker):
+class CanvasCPUWorker(Records, EngineSteps, Drafts, CPUWorker):
     """A CPU worker that replaces Triton kernels, and compiles everything before it is ready."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Chooses the batch sizes for which CUDA graphs are captured, and keeps heads out of full graphs.
+"""Chooses the batch sizes of CUDA graphs, and keeps causal spans out of full graphs.
 
 vLLM chooses the graph of a batch from three numbers, before any attention metadata exists
 (``CudaGraphManager.dispatch``): tokens, requests, and the query length if it is the same for all
@@ -6,11 +6,12 @@ requests and none reads its prompt. So the attention backend has no say in it. W
 mode, ``FULL_AND_PIECEWISE``,
 
     canvases alone, all as wide as the model's    a FULL graph: it runs the attention, too
-    heads, prompts, narrow canvases, images       a PIECEWISE graph, between whose pieces the
+    causal spans, narrow canvases, images         a PIECEWISE graph, between whose pieces the
                                                   attention is launched
 
 A full graph replays a fixed number of sequences (``engine.spans``). Canvases alone are one sequence
-for each request; a head with a canvas behind it is two, and a prompt with images may be many.
+for each request; a causal span with a canvas behind it is two, and a prompt with images may be
+many.
 
 A batch is padded to the next captured size. vLLM's default sizes end at 512 tokens, that is, two
 canvases of 256; a batch that is larger than all sizes runs without a graph.
@@ -74,7 +75,7 @@ def canvas_runner(check: Callable[[Any], None]) -> Any:
     """vLLM's runner of a diffusion model, with full graphs for canvases alone.
 
     vLLM uses a full graph where all requests have as many tokens as the widest canvas. That may be
-    a head and a narrower canvas behind it. With blocks it is always one block, which is one
+    a causal span and a narrower canvas behind it. With blocks it is always one block, which is one
     sequence.
 
     Args:
@@ -88,8 +89,8 @@ def canvas_runner(check: Callable[[Any], None]) -> Any:
             widths = getattr(state, "num_draft_tokens_np", None)
             if widths is None:
                 return state, num_tokens_each
-            has_head = (widths > 0) & (widths < state.num_scheduled_tokens)
-            if self.model_state.family.settings.block_size == 1 and has_head.any():
+            has_causal = (widths > 0) & (widths < state.num_scheduled_tokens)
+            if self.model_state.algorithm.settings.block_size == 1 and has_causal.any():
                 num_tokens_each = None
             return state, num_tokens_each
 

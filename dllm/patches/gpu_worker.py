@@ -22,10 +22,10 @@ from dllm.patches.decoding import drafts_itself
 from dllm.patches.drafting import drafts_with_ours
 from dllm.patches.graph_check import drop_wrong_graphs
 from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
-from dllm.patches.worker import Drafts, Records, Visits
+from dllm.patches.worker import Drafts, EngineSteps, Records
 
 
-class CanvasGPUWorker(Records, Visits, Drafts, Worker):
+class CanvasGPUWorker(Records, EngineSteps, Drafts, Worker):
     """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
 
     loaded: "LoadedTensors | None" = None  # where sleep mode is enabled

@@ -97,7 +97,7 @@ def _compile_before_an_offline_engine() -> None:
             with _refusing():
                 table = _begin(self, params).result()
             thoughts = _thoughts(self.input_processor, prompt, None, {})
-            params = with_grammar(params, Constraint.shipped(table, thoughts))
+            params = with_grammar(params, Constraint.serialize(table, thoughts))
         return add(self, request_id, prompt, params, *args, **kwargs)
 
     LLMEngine.add_request = add_request  # type: ignore[method-assign]
@@ -112,11 +112,11 @@ def wait_before_the_stream(
     then it has sent HTTP 200.
 
     Args:
-        reasoning: the last two arguments of ``shipped``.
+        reasoning: the last two arguments of ``serialized_grammar``.
     """
     one = current.get()
     if one is not None and needs_table(llm, params):
-        one.compilations.append(lambda: shipped(llm, params, prompt, *reasoning))
+        one.compilations.append(lambda: serialized_grammar(llm, params, prompt, *reasoning))
 
 
 def needs_table(engine: Any, params: Any) -> bool:
@@ -126,7 +126,7 @@ def needs_table(engine: Any, params: Any) -> bool:
     return is_ours and isinstance(params, SamplingParams) and has_structured_outputs(params)
 
 
-async def shipped(
+async def serialized_grammar(
     engine: Any,
     params: Any,
     prompt: Any,
@@ -142,7 +142,7 @@ async def shipped(
         # Shielded: a client that hangs up does not end it for others.
         table = await asyncio.shield(asyncio.wrap_future(_begin(engine, params)))
     thoughts = _thoughts(engine.input_processor, prompt, reasoning_ended, of_parser)
-    return Constraint.shipped(table, thoughts)
+    return Constraint.serialize(table, thoughts)
 
 
 @contextmanager

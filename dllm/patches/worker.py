@@ -1,4 +1,4 @@
-"""What our workers do beside vLLM's: visits of a diffusion model, drafts, records of steps."""
+"""What our workers do beside vLLM's: steps of a diffusion model, drafts, records of steps."""
 
 import functools
 from contextlib import nullcontext
@@ -25,8 +25,8 @@ from dllm.patches.new_weights import loading, refuse_other_checkpoint
 from dllm.patches.remote import drafts_remotely
 
 
-class Visits:
-    """A base class in front of a worker of vLLM: tells the denoise loop when a visit begins."""
+class EngineSteps:
+    """A base class in front of vLLM's worker: tells the denoise loop when an engine step begins."""
 
     vllm_config: VllmConfig
     model_runner: Any
@@ -90,7 +90,7 @@ class Visits:
         """First tell the loop what the scheduler allows."""
         if self.serves_canvases:
             loop = self.model_runner.model_state.loop
-            loop.begin_visit(getattr(scheduler_output, "allows_more_passes", False))
+            loop.begin_engine_step(getattr(scheduler_output, "allows_more_passes", False))
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:

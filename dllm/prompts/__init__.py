@@ -1,1 +1,1 @@
-"""Prompts for any model: the shipped ones, and those of a user's file. Imports nothing of ours."""
+"""Prompts for any model: the bundled ones, and those of a user's file. Imports nothing of ours."""

@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "--calibration",
         type=Path,
         metavar="FILE.jsonl",
-        help='prompts for nvfp4, {"prompt": ...} or {"messages": ...} a line (default: shipped '
+        help='prompts for nvfp4, {"prompt": ...} or {"messages": ...} a line (default: bundled '
         "general prompts)",
     )
     found.add_argument("--samples", type=int, default=64, help="prompts to calibrate with")
@@ -115,7 +115,7 @@ def calibration_prompts(file: Path | None, samples: int) -> list[list[Message]]:
     """Conversations to calibrate with; the model answers the last message of each.
 
     Args:
-        file: a JSON object on each line (``prompts.files``). None takes the shipped prompts.
+        file: a JSON object on each line (``prompts.files``). None takes the bundled prompts.
         samples: how many to take: the first ones of a file, or all if it has fewer.
 
     Raises:

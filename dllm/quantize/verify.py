@@ -12,7 +12,7 @@ import torch
 
 from dllm.models.gemma.weights import LayerScalars, merge_shared_copies
 from dllm.quant.checks import implausible_scale, is_scale, layer_problems, scale_problem
-from dllm.quant.formats import Numbers, dequantize_weight
+from dllm.quant.formats import QuantDtype, dequantize_weight
 from dllm.quant.schemes import Plan, Scheme, parse_plan
 from dllm.quantize.checkpoint import Checkpoint, few
 from dllm.quantize.groups import read_linear, refuse_unfit
@@ -21,7 +21,7 @@ from dllm.quantize.linears import Linear, by_one_name, linears, text_shapes
 from dllm.settings.command import CommandError
 
 # Relative L2 error of normally distributed weights, measured: FP8 2.4-2.6%, NVFP4 9.3-9.8%.
-EXPECTED_ERROR: dict[Numbers, float] = {"fp8": 0.026, "int8": 0.01, "nvfp4": 0.098}
+EXPECTED_ERROR: dict[QuantDtype, float] = {"fp8": 0.026, "int8": 0.01, "nvfp4": 0.098}
 # An error above OUTLIER times that is listed. One above WRONG times that cannot come from rounding:
 # these are other weights, or scales that do not belong to them.
 OUTLIER, WRONG = 1.25, 3.0

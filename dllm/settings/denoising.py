@@ -18,7 +18,7 @@ class Parameter:
     """A number of the denoise step that a request may set; the settings hold its default.
 
     Attributes:
-        name: its key in ``RequestOptions.numbers`` and ``CanvasState.numbers``.
+        name: its key in ``RequestOptions.parameters`` and ``CanvasState.parameters``.
         setting: the attribute of the settings that holds the default.
         allowed: what a request may send. With ``Choices`` it sends a name; the number is its index.
         dtype: of the tensor that holds it for all requests, as torch names it.

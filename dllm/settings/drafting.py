@@ -55,7 +55,8 @@ class DrafterOptions:
             are recorded; a drafter says itself which ones it reads.
         record_mb: limit of that folder, MB (10^6 bytes); the oldest recordings are deleted first.
         renew: folder in which ``dllm recalibrate`` publishes newer drafters; the server takes them
-            while it runs (``dllm.drafter.renewal``). None keeps the drafter that it started with.
+            while it runs (``dllm.drafter.weight_reload``). None keeps the drafter that it started
+            with.
     """
 
     policy: Policy = "fixed"

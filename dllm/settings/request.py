@@ -124,7 +124,7 @@ class RequestOptions:
 
     Attributes:
         canvas_width: tokens per canvas, at most the served canvas_length.
-        numbers: the values of the family's parameters, by the name of the ``Parameter``.
+        parameters: the values of the family's parameters, by the name of the ``Parameter``.
         temperature: of the request; 1 if it is greedy.
         is_greedy: ``temperature`` is 0: the most likely token is taken instead of a sample.
             Entropies and stopping are those of the model's own temperature schedule.
@@ -139,7 +139,7 @@ class RequestOptions:
     """
 
     canvas_width: int
-    numbers: Mapping[str, float]
+    parameters: Mapping[str, float]
     temperature: float
     is_greedy: bool
     seed: int | None
@@ -170,7 +170,7 @@ class RequestOptions:
         stops = {params.eos_token_id, *(params.stop_token_ids or ())} - {None}
         return cls(
             canvas_width=width,
-            numbers=settings.of_request(asked, temperature),
+            parameters=settings.of_request(asked, temperature),
             temperature=temperature,
             is_greedy=is_greedy,
             seed=params.seed,
@@ -242,9 +242,9 @@ def grammar_of(params: "SamplingParams") -> bytes | None:
     return (params.extra_args or {}).get(GRAMMAR_ARG)
 
 
-def with_grammar(params: "SamplingParams", shipped: bytes) -> "SamplingParams":
+def with_grammar(params: "SamplingParams", serialized: bytes) -> "SamplingParams":
     params = params.clone()
-    params.extra_args = (params.extra_args or {}) | {GRAMMAR_ARG: shipped}
+    params.extra_args = (params.extra_args or {}) | {GRAMMAR_ARG: serialized}
     return params
 
 

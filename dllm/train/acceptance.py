@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from dllm.drafter.samples import Sample
 from dllm.train.batch import Batch, load_batch
-from dllm.train.ends import TargetEnds
 from dllm.train.network import DraftNetwork
+from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
 ANCHORS_AT_ONCE = 64  # of a response in one pass
 
@@ -91,7 +91,7 @@ def possible(samples: Sequence[Sample], width: int) -> dict[str, Acceptance]:
 
 @torch.no_grad()
 def measure(
-    network: DraftNetwork, target: TargetEnds, samples: Sequence[Sample], block: int
+    network: DraftNetwork, target: TargetEmbeddingsAndHead, samples: Sequence[Sample], block: int
 ) -> dict[str, Acceptance]:
     """Acceptance of each group of samples.
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dllm.drafter.samples import Sample
-from dllm.train.ends import TargetEnds
 from dllm.train.network import draft_inputs
 from dllm.train.target import Target
+from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
 
 class Blocks(NamedTuple):
@@ -56,7 +56,9 @@ class Batch:
         return Blocks(ids, labels, places < self.lengths[:, None, None])
 
 
-def load_batch(samples: Sequence[Sample], target: TargetEnds, layer_ids: Sequence[int]) -> Batch:
+def load_batch(
+    samples: Sequence[Sample], target: TargetEmbeddingsAndHead, layer_ids: Sequence[int]
+) -> Batch:
     """Tokens and hidden states, the latter from disk if they are stored, else recomputed."""
     longest = max(len(sample.tokens) for sample in samples)
     tokens = torch.tensor([[*s.tokens, *[0] * (longest - len(s.tokens))] for s in samples])

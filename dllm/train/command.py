@@ -15,7 +15,6 @@ from dllm.prompts.files import SHIPPED
 from dllm.settings.command import OK, CommandError
 from dllm.tools import client
 from dllm.train.config import drafter_config
-from dllm.train.ends import TargetEnds
 from dllm.train.export import Drafter
 from dllm.train.learner import DraftLearner
 from dllm.train.model_card import write_model_card
@@ -35,6 +34,7 @@ from dllm.train.run import Run
 from dllm.train.run_files import LOG, MODEL, begin, weights_digest, write_log
 from dllm.train.settings import CONTINUED, NEW, CalibrateSettings
 from dllm.train.target import Target, read_config, target_facts
+from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
 RESPONSES = "responses"
 
@@ -70,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
     check_disk(given.out, given.resume, prompts, settings, drafter, target_config)
     begin(given.out, inputs_of(given, settings, drafter, prompts), given.resume)
     torch.set_num_threads(settings.threads)
-    ends: TargetEnds
+    ends: TargetEmbeddingsAndHead
     if given.from_buffer is not None:
-        ends = TargetEnds.read(given.target, given.device)
+        ends = TargetEmbeddingsAndHead.read(given.target, given.device)
     else:
         ends = target = Target(given.target, given.device)
         respond = from_target(target, settings.max_tokens)
@@ -101,7 +101,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--prompts",
         type=Path,
         default=SHIPPED,
-        help="text, one a line, or JSONL; default: shipped general prompts",
+        help="text, one a line, or JSONL; default: bundled general prompts",
     )
     data.add_argument("--from-buffer", type=Path, help="recorded traffic (docs/calibration.md)")
     parser.add_argument(

@@ -11,11 +11,11 @@ from torch import Tensor
 from dllm.drafter.samples import Sample
 from dllm.train.acceptance import Acceptance, measure, total
 from dllm.train.batch import Batch, load_batch
-from dllm.train.ends import TargetEnds
 from dllm.train.export import Drafter, write_checkpoint
 from dllm.train.network import NEVER, DraftNetwork, losses
 from dllm.train.precision import autocast
 from dllm.train.settings import CalibrateSettings
+from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
 HEAD_ROWS = 4096  # that the spread of the first logits is measured on
 
@@ -33,7 +33,7 @@ class DraftLearner:
         self,
         settings: CalibrateSettings,
         drafter: Drafter,
-        target: TargetEnds,
+        target: TargetEmbeddingsAndHead,
         samples: Sequence[Sample],
         heldout: Sequence[Sample],
     ) -> None:

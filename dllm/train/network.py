@@ -22,7 +22,7 @@ NEVER = -100  # the label of a token that cannot be drafted, which cross_entropy
 ROWS_AT_ONCE = 2048  # whose logits are in memory together
 
 # RoPE: cosines and sines of keys ``[B, S + A * K, D]``, those of the context first.
-Turns = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 
 
 class Norm(nn.RMSNorm):
@@ -50,7 +50,7 @@ class DraftAttention(nn.Module):
         self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
         self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, context: Tensor, turns: Turns, visible: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, context: Tensor, turns: CosSin, visible: Tensor) -> Tensor:
         """Attention of ``hidden`` ``[B, A * K, H]``, normalized, to ``context`` ``[B, S, H]``.
 
         visible: ``[B, 1, A * K, S + A * K]`` bool, which keys a query sees.
@@ -85,7 +85,7 @@ class DraftLayer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, context: Tensor, turns: Turns, visible: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, context: Tensor, turns: CosSin, visible: Tensor) -> Tensor:
         """``[B, A * K, H]``."""
         normed = self.input_layernorm(hidden)
         hidden = hidden + self.self_attn(normed, context, turns, visible)
@@ -222,7 +222,7 @@ def visible_keys(layer: LayerAttention, anchors: Tensor, length: int, block: int
     return torch.cat([in_context.flatten(1, 2), own], -1)[:, None]
 
 
-def rotate(heads: Tensor, turns: Turns, is_neox_style: bool) -> Tensor:
+def rotate(heads: Tensor, turns: CosSin, is_neox_style: bool) -> Tensor:
     """RoPE on ``[B, heads, L, head_dim]``: over the two halves, or over neighbouring pairs."""
     cos, sin = (part[:, None].to(heads.dtype) for part in turns)
     if is_neox_style:

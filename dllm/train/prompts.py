@@ -1,6 +1,6 @@
 """What the target is asked: the lines of a file.
 
-The shipped prompts are enough to try a calibration and to check a drafter; a drafter that is to be
+The bundled prompts are enough to try a calibration and to check a drafter; a drafter that is to be
 used needs thousands of prompts like its own traffic.
 """
 

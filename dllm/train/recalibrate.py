@@ -2,7 +2,7 @@
 
 Each round trains for a few hundred steps on what the server has recorded (``record``). If more
 drafts of the held-out part of the recording are then accepted, the drafter is published in a
-folder, which the server watches (``renew``, ``dllm.drafter.renewal``). It runs at the lowest
+folder, which the server watches (``renew``, ``dllm.drafter.weight_reload``). It runs at the lowest
 priority and stops with Ctrl-C.
 """
 
@@ -22,20 +22,20 @@ from pathlib import Path
 
 import torch
 
-from dllm.drafter.renewal import DIGITS, checkpoint, published
 from dllm.drafter.samples import SUFFIX
+from dllm.drafter.weight_reload import DIGITS, checkpoint, published
 from dllm.settings.command import OK, CommandError, positive
-from dllm.train.ends import TargetEnds
 from dllm.train.export import Drafter, write_checkpoint
 from dllm.train.learner import DraftLearner
 from dllm.train.recorded import TooFewSamples, split_buffer
 from dllm.train.run import Run
 from dllm.train.settings import CONTINUED
 from dllm.train.target import read_config, target_facts
+from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
 MIN_GAIN = 0.01  # share by which a published drafter's tokens a step exceed those of its base
 # How many published drafters stay on disk, so that one which a server has found is still there when
-# it reads it. (The server keeps the files of the drafter in use open: ``Renewal``.)
+# it reads it. (The server keeps the files of the drafter in use open: ``WeightReload``.)
 KEPT = 3
 LOWEST_PRIORITY = 19
 SECONDS_BETWEEN_LOOKS = 5.0
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         )
     os.nice(LOWEST_PRIORITY)
     torch.set_num_threads(1)
-    ends = TargetEnds.read(given.target, given.device)
+    ends = TargetEmbeddingsAndHead.read(given.target, given.device)
     given.out.mkdir(parents=True, exist_ok=True)
     # Recordings are private: none may be left behind when the command is stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -89,7 +89,7 @@ def snapshots(buffer: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def one_round(given: argparse.Namespace, ends: TargetEnds, buffer: Path) -> str:
+def one_round(given: argparse.Namespace, ends: TargetEmbeddingsAndHead, buffer: Path) -> str:
     """Train on a recording; publish what is better. Returns what happened, in a sentence.
 
     Raises:

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.settings.command import CommandError
-from dllm.train.ends import NORMS, TargetEnds, head_norm
+from dllm.train.target_embeddings import NORMS, TargetEmbeddingsAndHead, head_norm
 
 
-class Target(TargetEnds):
+class Target(TargetEmbeddingsAndHead):
     """A causal language model with its weights frozen; the tokens ``eos`` end a response."""
 
     def __init__(self, path: Path, device: str) -> None:

@@ -40,7 +40,7 @@ def test_scores_are_those_of_a_loop(engine_of, name):
     """Prompts that end in a block and at its end, and a text of several blocks."""
     engine, path = engine_of(name)
     model, rule = load_model(path), DecodingRule.of_checkpoint(path)
-    settings = engine.runner.model_state.family.settings
+    settings = engine.runner.model_state.algorithm.settings
     text = prompts(1)[0] * 9
     for prompt in prompts():
         scores.check(prompt, text, settings, 512)

@@ -151,7 +151,7 @@ def test_frames_reach_the_choice_that_they_belong_to():
     assert second.canvas.tolist() == [0, 1]  # of the request's own width
 
 
-def test_frames_of_a_visit_come_once_to_those_who_want_them_once():
+def test_frames_of_a_step_come_once_to_those_who_want_them_once():
     steps = [
         StepFrames(["a", "b"], ["pass", "visit"], np.stack([packed(step=n), packed(step=n)]))
         for n in (1, 2, 3)

@@ -170,7 +170,7 @@ def test_full_graphs_are_tested(name, runs):
     assert runs[name]["tested"] == expected
 
 
-def test_passes_of_a_visit_replay_its_graph(runs):
+def test_passes_of_a_step_replay_its_graph(runs):
     """Every denoise step of the longer request, and passes that write a block's KV."""
     steps = max(len(logits) // CANVAS for logits in runs["graphs"]["logits"])
     assert len(runs["graphs"]["replayed"]) > steps > 4

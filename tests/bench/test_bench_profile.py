@@ -88,16 +88,16 @@ def test_a_server_without_figures_has_a_dash() -> None:
 
 
 def test_a_mean_leaves_out_the_extremes() -> None:
-    def visit(wall: float, num_passes: int = 1) -> Step:
+    def step(wall: float, num_passes: int = 1) -> Step:
         return Step(dict.fromkeys(PARTS, 0.0) | {FORWARD: wall}, num_passes=num_passes)
 
     walls = [1.0] + [10.0] * 8 + [1000.0]
-    assert mean_parts([visit(wall) for wall in walls])[FORWARD] == 10
+    assert mean_parts([step(wall) for wall in walls])[FORWARD] == 10
     with pytest.raises(ValueError, match="9 denoise steps; at least 10"):
-        mean_parts([visit(1.0)] * 9)
-    # A visit of four passes counts for four denoise steps.
+        mean_parts([step(1.0)] * 9)
+    # An engine step of four passes counts for four denoise steps.
     walls_and_passes = [(1.0, 1), *[(10.0, 1)] * 4, *[(20.0, 4)] * 4, (1000.0, 1)]
-    assert mean_parts([visit(*one) for one in walls_and_passes])[FORWARD] == 120 / 20
+    assert mean_parts([step(*one) for one in walls_and_passes])[FORWARD] == 120 / 20
 
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 
 from dllm.drafter import renewal
 from dllm.drafter.pair import refuse_renewal_of
-from dllm.drafter.renewal import (
+from dllm.drafter.weight_reload import (
     REJECTED,
     STEPS_BETWEEN_LOOKS,
-    Renewal,
+    WeightReload,
     Weights,
     checkpoint,
     open_weights,
@@ -63,7 +63,7 @@ class Server:
     def __init__(self, folder: Path, initial: Path) -> None:
         self.loaded: list[dict[str, torch.Tensor]] = []
         self.refused_by: list[threading.Thread] = []  # threads that checked weights
-        self.renewal = Renewal(folder, initial, self.loaded.append, self.refuse)
+        self.renewal = WeightReload(folder, initial, self.loaded.append, self.refuse)
 
     def refuse(self, weights: dict[str, torch.Tensor]) -> None:
         self.refused_by.append(threading.current_thread())
@@ -223,7 +223,7 @@ def test_weights_of_another_shape_are_refused_and_those_in_use_stay(target, tmp_
         model.refuse_weights(weights)
     publish(tmp_path / "none", 1, seed=2)
     save_file(weights, next((tmp_path / "none/000001").glob("*.safetensors")))
-    watch = engine.runner.speculator._renewal
+    watch = engine.runner.speculator._weight_reload
     watch._look()
     watch._reading.result()
     watch._look()
@@ -239,7 +239,7 @@ def test_the_text_is_the_targets_while_drafters_change(target, tmp_path, options
     engine = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(folder), **options})
     params = [greedy(80), greedy(80, temperature=1.0, seed=4), greedy(80)]
     expected = plain_engine(target).generate(PROMPTS, params)
-    renewal = engine.runner.speculator._renewal
+    renewal = engine.runner.speculator._weight_reload
     ids = [engine.add(given, param) for given, param in zip(PROMPTS, params, strict=True)]
     for number in range(1, 7):
         path = publish(folder, number, seed=number)

@@ -91,11 +91,13 @@ def case(
 def test_an_adapter_is_its_merged_weights_beside_others_in_a_batch(
     family: str, case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two adapters, and rows with none: heads and canvases in a pass, then canvases alone."""
+    """Two adapters, and rows with none: a pass of all, then of canvases alone."""
     its = case(family)
     first, second = its.requests()
     for engine in (its.engine(), *map(get_engine, (its.base, *its.merged))):
-        monkeypatch.setattr(engine.loop, "bound", 1e9)  # as many passes a visit as there can be
+        monkeypatch.setattr(
+            engine.loop, "bound", 1e9
+        )  # as many passes an engine step as there can be
     with rows_of_passes(its.engine()) as rows:
         runs = its.engine().runs(CONTEXTS, GREEDY, [None, first, second, first])
     assert all(num_rows in (mapped, padded_size(mapped)) for mapped, num_rows in rows)

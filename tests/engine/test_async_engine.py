@@ -1,6 +1,6 @@
 """Asynchronous scheduling through vLLM's engine: the tokens and logits of the synchronous twin.
 
-The twin takes one pass a visit, and gives every emitted block a pass of its own.
+The twin takes one pass an engine step, and gives every emitted block a pass of its own.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.model_state import DiffusionModelState
 from dllm.engine.warm_up import warm_up
 from tests.engine.test_engine import scheduler_watch
-from tests.engine.test_loop import REQUESTS, params, passes_of_visits, switched
+from tests.engine.test_loop import REQUESTS, params, passes_of_steps, switched
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine, rows_taken
 from tests.support.engine_harness import RUN_TOLERANCE, Engine, Run, assert_same_runs
@@ -47,7 +47,7 @@ def test_tokens_and_logits_are_those_of_the_synchronous_twin(engine, ours):
     ours.reset_prefix_cache()
     with rows_taken() as together:
         assert_same_runs(ours.runs(*zip(*REQUESTS, strict=True)), expected)
-    assert alone["plain commit"] and together["plain commit"] and together["mixed batch"]
+    assert alone["deferred commit"] and together["deferred commit"] and together["mixed batch"]
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
@@ -73,14 +73,14 @@ def test_metrics_count_the_denoise_steps_of_the_twin(engine, ours, monkeypatch, 
         commits[name] = sum((one.ec_connector_stats or {}).get(metrics.KEY, 0) for one in stats)
     assert counts["ours"] == counts["twin"]
     assert counts["ours"][0] == taken["canvas"] > 0
-    assert commits == {"twin": 0, "ours": taken["plain commit"]} and commits["ours"] > 0
+    assert commits == {"twin": 0, "ours": taken["deferred commit"]} and commits["ours"] > 0
 
 
-def test_a_block_that_does_not_fit_into_the_next_visit(engine, checkpoint):
-    """Two canvases fit into a visit. The second request's only fits into every other visit.
+def test_a_block_that_does_not_fit_into_the_next_step(engine, checkpoint):
+    """Two canvases fit into an engine step. The second request's only fits into every other one.
 
     Its canvas would end beyond the context if the one in flight were emitted. So the third request
-    is in every other visit, too: none of its canvases is in flight when a block is counted.
+    is in every other engine step, too: none of its canvases is in flight when a block is counted.
     """
     small = get_async_engine(checkpoint(), max_num_batched_tokens=72, max_model_len=288)
     slow = {"diffusion_max_steps": 16, "diffusion_confidence": 0}
@@ -95,7 +95,9 @@ def test_a_block_that_does_not_fit_into_the_next_visit(engine, checkpoint):
         runs = small.runs(*zip(*requests, strict=True))
     assert runs[1].tokens == expected[1].tokens[: CANVAS + 5]
     assert_same_runs(runs[::2], expected[::2])
-    assert taken["plain commit"] and taken["block at the head"] and taken["block alone"], taken
+    assert taken["deferred commit"] and taken["block before a canvas"] and taken["block alone"], (
+        taken
+    )
 
 
 # --- request options ------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ def test_frames_of_watched_canvases(engine, ours, monkeypatch):
         seen.append([])
         with rows_taken() as taken:
             one.quiet_run(prompt(20), params(blocks=3))
-    assert taken["plain commit"] == 3 and len(seen[0]) > 6
+    assert taken["deferred commit"] == 3 and len(seen[0]) > 6
     expected, frames = (
         [(f.offset, f.step, f.is_final, f.canvas.tolist(), f.argmax.tolist()) for f in of_engine]
         for of_engine in seen
@@ -133,7 +135,7 @@ def test_the_kv_of_an_answer_that_needs_few_logits(checkpoint):
     ours.reset_prefix_cache()
     with rows_taken() as taken:
         (answer,) = ours.generate([context], SamplingParams(max_tokens=10, extra_args=one_step))
-    assert taken["plain commit"] and len(answer) == 10 < CANVAS
+    assert taken["deferred commit"] and len(answer) == 10 < CANVAS
     longer = [*context, *answer, *prompt(12, salt=1)]
     hits = [ours.runs([longer], params())]
     hits.append([ours.quiet_run(longer, params())])
@@ -176,7 +178,7 @@ def test_no_sequence_is_longer_than_the_host_believes(checkpoint, monkeypatch):
 
     def spy(self: Any, batch: Any, tables: Any) -> Any:
         sequences = describe(self, batch, tables)
-        met["visits"] += 1
+        met["steps"] += 1
         met["too long"] += int(sequences["seq_lens"].max()) > sequences["max_seq_len"]
         return sequences
 
@@ -184,7 +186,7 @@ def test_no_sequence_is_longer_than_the_host_believes(checkpoint, monkeypatch):
     warm_up(ours.runner, ours.core.model_executor.driver_worker.worker.execute_model)
     ours.reset_prefix_cache()
     ours.generate(*zip(*REQUESTS, strict=True))
-    assert met["visits"] > 30 and not met["too long"]
+    assert met["steps"] > 30 and not met["too long"]
 
 
 # --- these tests can fail -------------------------------------------------------------------------
@@ -213,9 +215,9 @@ def test_without_passes_that_write_a_block_runs_differ(engine, checkpoint, monke
     assert started_run(ruined, prompt(70), params()).difference(expected) > 100 * RUN_TOLERANCE
 
 
-def test_no_visit_repeats_its_batch(ours, monkeypatch):
-    """Neither side asks for it: the next visit is on its way."""
+def test_no_step_repeats_its_batch(ours, monkeypatch):
+    """Neither side asks for it: the next engine step is on its way."""
     monkeypatch.setattr(ours.loop, "bound", 1e9)
-    with passes_of_visits(ours) as passes:
+    with passes_of_steps(ours) as passes:
         ours.generate([prompt(20)], params(blocks=2))
     assert set(passes) == {1} and len(passes) > 4

@@ -1,8 +1,9 @@
 """Asynchronous scheduling against its synchronous twin, on a worker that models KV pages.
 
 Both schedulers get the same requests, and the same worker state decides what a canvas turns into.
-Tokens have to be equal. The worker checks every key that it reads, and after every visit and every
-answer each page of the prefix cache has to hold the causal KV of the tokens that it is known by.
+Tokens have to be equal. The worker checks every key that it reads, and after every engine step and
+every answer each page of the prefix cache has to hold the causal KV of the tokens that it is known
+by.
 """
 
 from collections import Counter, deque
@@ -43,8 +44,9 @@ class Ask:
 
     Attributes:
         shared, own: tokens of its prompt; many requests start with the same ``shared`` ones.
-        arrives: the visit before which it arrives.
-        aborted: how many visits later it is aborted, before the answer of that visit is counted.
+        arrives: the engine step before which it arrives.
+        aborted: how many engine steps later it is aborted, before the answer of that engine step is
+            counted.
     """
 
     shared: int
@@ -82,7 +84,7 @@ class Server:
     commit: str
     reset: (
         int | None
-    )  # the visit before which all pages are dropped, also those of running requests
+    )  # the engine step before which all pages are dropped, also those of running requests
     block_size: int = 1
 
 
@@ -142,37 +144,37 @@ class Simulation:
         scheduler.make_stats = self._keep_steps  # type: ignore[method-assign]
         self._steps_counted = 0
 
-    def run(self, most_visits: int = 2000) -> None:
+    def run(self, most_steps: int = 2000) -> None:
         """Serve every request that is not aborted."""
         aborts: dict[int, list[str]] = {}
-        for visit in range(most_visits):
+        for step in range(most_steps):
             for number, ask in self.asks.items():
-                if ask.arrives == visit:
+                if ask.arrives == step:
                     request = ask.request(str(number), self._hasher)
                     self._requests.append(request)
                     self.scheduler.add_request(request)
                     if ask.aborted is not None:
-                        aborts.setdefault(visit + ask.aborted, []).append(str(number))
-            if visit == self.reset:
+                        aborts.setdefault(step + ask.aborted, []).append(str(number))
+            if step == self.reset:
                 dropped = any(slot.pending for slot in self.worker.slots.values())
                 self.taken["pages dropped between emission and commit"] += dropped
                 assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
             if self.scheduler.has_requests():
                 message = self.scheduler.schedule()
-                answer = self.worker.visit(message)
+                answer = self.worker.run(message)
                 self._in_flight.append((message, answer, self.worker.denoised))
                 self._check_pages()
                 if len(self._in_flight) < self.depth:
                     continue
-            for name in aborts.pop(visit, []):
+            for name in aborts.pop(step, []):
                 self._abort(name)
             if self._in_flight:
                 self._count(*self._in_flight.popleft())
                 self._check_pages()
-            elif all(ask.arrives <= visit for ask in self.asks.values()):
+            elif all(ask.arrives <= step for ask in self.asks.values()):
                 break
         else:
-            raise AssertionError(f"requests unfinished after {most_visits} visits")
+            raise AssertionError(f"requests unfinished after {most_steps} engine steps")
         assert not self.scheduler.requests
         used = self.scheduler.kv_cache_manager.block_pool
         assert used.get_num_free_blocks() == used.num_gpu_blocks - 1, "a page leaked"
@@ -186,7 +188,7 @@ class Simulation:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def _keep_steps(self, steps: Any, *_: Any, **__: Any) -> None:
-        """In the place of the scheduler's statistics of a visit."""
+        """In the place of the scheduler's statistics of an engine step."""
         self._steps_counted = steps.num_drafts if steps is not None else 0
 
     def _count(
@@ -282,9 +284,9 @@ def servers(block_sizes: Sequence[int]) -> Any:
 
 
 CASES = {
-    "plain commit",
+    "deferred commit",
     "trimmed commit",
-    "block at the head",
+    "block before a canvas",
     "block alone",
     "emitted block found in the cache",
     "preempted between emission and commit",
@@ -333,7 +335,7 @@ def test_tokens_and_pages_equal_those_of_the_synchronous_twin(base, block_sizes)
         twin = simulate(base, server, asks, CanvasScheduler)
         ours = simulate(base, server, asks, CanvasAsyncScheduler)
         assert_same_tokens(ours, twin)
-        assert twin.taken["plain commit"] == 0
+        assert twin.taken["deferred commit"] == 0
         taken.update(ours.taken)
 
     check()
@@ -345,7 +347,7 @@ def test_tokens_and_pages_equal_those_of_the_synchronous_twin(base, block_sizes)
 
 
 class CountsEveryBlockAsComputed(CanvasAsyncScheduler):
-    """As if the visit with the block's causal pass were always in flight."""
+    """As if the engine step with the block's causal pass were always in flight."""
 
     def _update_request_with_output(self, request, new_token_ids, is_stale=False):
         return AsyncScheduler._update_request_with_output(self, request, new_token_ids, is_stale)

@@ -47,18 +47,20 @@ def engine(model: Model) -> Engine:
 def test_a_canvas_is_the_rest_of_its_block_and_tails_are_computed_with_it(engine, model):
     size = model.size
     length = 2 * size + 3
-    with engine.watch() as watched, engine.one_pass_a_visit():
+    with engine.watch() as watched, engine.one_pass_a_step():
         engine.generate([prompt(length)], model.params(blocks=2))
     (steps,) = watched.values()
     assert all(len(step.canvas) == size - step.canvas_start % size for step in steps)
     starts = list(dict.fromkeys(step.canvas_start for step in steps))
     assert starts == [length, 3 * size, 4 * size]
-    heads = [[step.head_len for step in steps if step.canvas_start == start] for start in starts]
+    causal_lens = [
+        [step.causal_len for step in steps if step.canvas_start == start] for start in starts
+    ]
     # The prompt; then its tail in every step. The block that the tail begins is committed as a
     # whole, and so is the next one. The last block is not.
-    assert heads[0] == [length] + [3] * (len(heads[0]) - 1)
-    assert heads[1] == [size] + [0] * (len(heads[1]) - 1)
-    assert heads[2] == [size] + [0] * (len(heads[2]) - 1)
+    assert causal_lens[0] == [length] + [3] * (len(causal_lens[0]) - 1)
+    assert causal_lens[1] == [size] + [0] * (len(causal_lens[1]) - 1)
+    assert causal_lens[2] == [size] + [0] * (len(causal_lens[2]) - 1)
 
 
 def test_worker_and_scheduler_count_the_same_whole_blocks(engine, model, monkeypatch):
@@ -70,7 +72,7 @@ def test_worker_and_scheduler_count_the_same_whole_blocks(engine, model, monkeyp
     counts = []
     for length in (2 * model.size, 5 * model.size + 1, model.size - 1):
         small.add(prompt(length, salt=length), model.params(blocks=2))
-    with small.one_pass_a_visit():
+    with small.one_pass_a_step():
         while small.llm.llm_engine.has_unfinished_requests():
             small.step()
             states = small.runner.req_states
@@ -142,7 +144,7 @@ def test_a_canvas_that_waits_for_room_goes_on_where_it_was(engine, model):
         waited.extend(running - output.num_scheduled_tokens.keys())
         return output
 
-    with small.one_pass_a_visit(), pytest.MonkeyPatch.context() as patch:
+    with small.one_pass_a_step(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(small.scheduler, "schedule", spy)
         assert_same_runs(small.runs(contexts, sampling), expected)
     assert waited

@@ -72,7 +72,7 @@ class Reads(CanvasReads):
         )
         self.options = DecisionOptions(read_width=WIDTH, **options)
         self.vllm_config = engine.llm.llm_engine.vllm_config
-        self.settings = engine.runner.model_state.family.settings
+        self.settings = engine.runner.model_state.algorithm.settings
         self.block_size = self.settings.block_size
         self.width, self.max_model_len = WIDTH, 512
         self.end = END

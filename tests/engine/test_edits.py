@@ -97,7 +97,7 @@ class Batch:
             idx_mapping_np=np.array(self.slots),
             expanded_idx_mapping=torch.tensor(self.slots)[self.row_of],
             expanded_local_pos=torch.from_numpy(self.place).int(),
-            # A head in front of the first canvas: logits rows are not token rows.
+            # A causal span in front of the first canvas: logits rows are not token rows.
             positions=torch.cat([torch.zeros(3).long(), self._positions()]),
             logits_indices=torch.arange(3, 3 + num_rows),
             seq_lens=torch.from_numpy(self.starts + self.widths),

@@ -83,9 +83,9 @@ def test_an_emitted_block_is_committed_at_the_head_of_the_next_pass(engine):
     emitting = [i for i, step in enumerate(steps) if step.num_emitted]
     assert [steps[i].num_emitted for i in emitting] == [CANVAS] * 3
     # The first pass carries the prompt, causal, in front of the canvas; the pass after an emission
-    # carries the block. No other pass has a head, and the last block is never committed.
-    heads = {i: step.head_len for i, step in enumerate(steps) if step.head_len}
-    assert heads == {0: 10} | {i + 1: CANVAS for i in emitting[:-1]}
+    # carries the block. No other pass has a causal span, and the last block is never committed.
+    causal_lens = {i: step.causal_len for i, step in enumerate(steps) if step.causal_len}
+    assert causal_lens == {0: 10} | {i + 1: CANVAS for i in emitting[:-1]}
     assert emitting[-1] == len(steps) - 1
 
 
@@ -114,7 +114,7 @@ def page_contents(engine, layer_group: int, page: int) -> list[torch.Tensor]:
 
 
 def test_the_kv_of_generated_blocks_equals_that_of_the_same_tokens_prefilled(engine):
-    """Page by page, every layer: head rows get the encoder's input and layer scalar."""
+    """Page by page, every layer: causal rows get the encoder's input and layer scalar."""
     page = engine.runner.block_tables.block_sizes[0]
     context = prompt(page - 2 * CANVAS - 3)
     sampling = params(blocks=4)
@@ -148,13 +148,13 @@ def test_the_kv_of_generated_blocks_equals_that_of_the_same_tokens_prefilled(eng
 def test_prompts_longer_than_the_token_budget_and_budgets_smaller_than_the_batch(
     engine, checkpoint, monkeypatch
 ):
-    """Budget 72: prompts come in chunks, and a 64-token head-and-canvas span often does not fit."""
+    """Budget 72: prompts come in chunks, and a 64-token block and canvas often do not fit."""
     small = get_engine(checkpoint(), max_num_batched_tokens=72)
     contexts = [prompt(length, salt=length) for length in (200, 100, 30)]
     expected = [engine.quiet_run(context, params()) for context in contexts]
     small.reset_prefix_cache()
     outputs = scheduler_watch(monkeypatch, small, "schedule")
-    with small.one_pass_a_visit():
+    with small.one_pass_a_step():
         assert_same_runs(small.runs(contexts, params()), expected)
     spans = scheduled_spans(output for _, output in outputs)
     assert any(done < 0 and count == 72 for done, count, _ in spans), "no prompt chunk"

@@ -145,11 +145,11 @@ def test_answers_do_not_depend_on_the_batch_and_follow_from_the_seed(engine):
     assert len(set(texts)) == 3 and all(map(KINDS["json"][1], texts))
 
 
-def test_one_pass_a_visit_and_small_budgets_give_the_same_tokens(engine, model):
+def test_one_pass_a_step_and_small_budgets_give_the_same_tokens(engine, model):
     asked = mixed(6)
     contexts = [prompt(15 + at, salt=at) for at in range(len(asked))]
     expected = engine.generate(contexts, asked)
-    with engine.one_pass_a_visit():
+    with engine.one_pass_a_step():
         assert engine.generate(contexts, asked) == expected
     small = model.engine(max_num_batched_tokens=2 * model.size + 3)
     assert small.generate(contexts, asked) == expected
@@ -168,7 +168,7 @@ def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypat
     contexts = [prompt(60 if is_gemma else 160, salt=salt) for salt in range(4)]
     expected = [engine.generate([one], [of])[0] for one, of in zip(contexts, asked, strict=True)]
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    with tight.one_pass_a_visit():  # so that it happens in the middle of canvases
+    with tight.one_pass_a_step():  # so that it happens in the middle of canvases
         assert tight.generate(contexts, asked) == expected
     assert preempted, "the cache was large enough for everybody"
 

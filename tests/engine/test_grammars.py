@@ -202,7 +202,7 @@ def test_requests_wait_for_room_for_their_tables(engine, monkeypatch):
 def admitted(engine, sampling: SamplingParams) -> SamplingParams:
     """With its table, as a worker gets it."""
     table = _begin(engine.llm.llm_engine, sampling).result()
-    return with_grammar(sampling, Constraint.shipped(table, None))
+    return with_grammar(sampling, Constraint.serialize(table, None))
 
 
 def test_one_that_contradicts_its_grammar_ends_alone(engine, monkeypatch):

@@ -1,9 +1,9 @@
 """No hidden wait: the worker's code between kernels, run as if its tensors were on a GPU.
 
-A host that waits for the device in the middle of a visit cannot queue the next kernels meanwhile,
-and the device runs out of work. What is left to wait for: in the resident loop one number a pass,
-whether a canvas has converged; with logprobs one more, which tokens were emitted. vLLM's runner
-then waits once a visit for the emitted tokens.
+A host that waits for the device in the middle of an engine step cannot queue the next kernels
+meanwhile, and the device runs out of work. What is left to wait for: in the resident loop one
+number a pass, whether a canvas has converged; with logprobs one more, which tokens were emitted.
+vLLM's runner then waits once an engine step for the emitted tokens.
 """
 
 from collections import Counter
@@ -247,16 +247,18 @@ def test_the_number_of_operations_does_not_grow_with_the_batch(engine):
         assert set(few.calls[hook]) == set(many.calls[hook])
 
 
-# What a steady visit with one request launches beside the model's graph: kernels, copies, and each
-# compiled function as one. vLLM's runner has its own.
+# What a steady engine step with one request launches beside the model's graph: kernels, copies, and
+# each compiled function as one. vLLM's runner has its own.
 HOOKS = (IN_PLACE, "state.prepare_inputs", "sampler")
 LAUNCHES = {"synchronous": 20, "asynchronous": 37}
 
 
 def test_few_kernels_are_launched_beside_the_graph(scheduled, request):
-    """Of the visits of one request those that neither read a prompt nor begin a canvas."""
+    """Of the engine steps of one request those that neither read a prompt nor begin a canvas."""
     watch = watched_run(scheduled, CASES["one"], passes=1)
-    common = [Counter(map(_as_items, watch.visits[hook])).most_common(1)[0][0] for hook in HOOKS]
+    common = [
+        Counter(map(_as_items, watch.engine_steps[hook])).most_common(1)[0][0] for hook in HOOKS
+    ]
     launched = sum((Counter(dict(items)) for items in common), Counter())
     assert launched["_denoise_rows"] == launched["_store_rows"] == launched["_condition"] == 1
     is_async = scheduled.runner.vllm_config.scheduler_config.async_scheduling
@@ -299,13 +301,13 @@ def test_a_copy_that_blocks_would_be_found_in_the_worker(scheduled, monkeypatch,
 
 
 def test_a_read_would_be_found_in_the_worker(engine, monkeypatch):
-    family = engine.runner.model_state.family
-    look_back = family.look_back
+    family = engine.runner.model_state.algorithm
+    soft_embeddings = family.soft_embeddings
 
     def reads(logits: torch.Tensor, step: Any) -> torch.Tensor:
         assert step.converged.sum() <= len(step.converged)
-        return look_back(logits, step)
+        return soft_embeddings(logits, step)
 
-    monkeypatch.setattr(family, "look_back", reads)
+    monkeypatch.setattr(family, "soft_embeddings", reads)
     watch = watched_run(engine, CASES["one"], passes=1)
     assert len(watch.of_kind("read")) == len(watch.findings) == len(watch.passes)

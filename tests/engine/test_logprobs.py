@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 import dllm
 from dllm.engine import logprobs
+from dllm.engine.algorithm import Denoised
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Denoised
 from dllm.engine.logprobs import BlockLogprobs, KeptScores, joined
 from dllm.engine.steps import StepRecord, Tile
 from dllm.patches.cpu import register_cpu_kernels

@@ -1,4 +1,4 @@
-"""The denoise loop and the overlapped first step: fewer visits and passes, equal tokens."""
+"""The denoise loop and the overlapped first step: fewer engine steps and passes, equal tokens."""
 
 import itertools
 import queue
@@ -26,7 +26,7 @@ BOUNDS = (1, 2, 8, UNBOUNDED)
 def switched(
     engine: Engine, passes: int, first_step: str = "overlapped", commit: str = "overlapped"
 ) -> Iterator[None]:
-    """The engine as if started with these options, and at most ``passes`` passes in a visit.
+    """The engine as if started with these options, and at most ``passes`` passes in an engine step.
 
     The loop's clock moves by a second with every pass.
     """
@@ -34,7 +34,7 @@ def switched(
     names = ((loop, "bound"), (loop, "clock"))
     names += ((scheduler, "_overlaps_first_step"), (scheduler, "_separate_commit"))
     before = [getattr(owner, name) for owner, name in names]
-    # A visit of n passes reads the clock n times, and once at its start.
+    # An engine step of n passes reads the clock n times, and once at its start.
     values = (passes if passes > 1 else 0, itertools.count().__next__)
     values += (first_step == "overlapped", commit == "separate")
     try:
@@ -47,8 +47,8 @@ def switched(
 
 
 @contextmanager
-def passes_of_visits(engine: Engine) -> Iterator[list[int]]:
-    """How many passes each visit with a canvas took."""
+def passes_of_steps(engine: Engine) -> Iterator[list[int]]:
+    """How many passes each engine step with a canvas took."""
     taken: list[int] = []
     sampler = type(engine.runner.sampler)
     call = sampler.__call__
@@ -81,7 +81,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> list[Any]:
-    """Each request alone: one pass a visit; prompts and commits in passes of their own."""
+    """Each request alone: one pass an engine step; prompts and commits in passes of their own."""
     with switched(engine, passes=1, first_step="separate", commit="separate"):
         return [engine.quiet_run(*request) for request in REQUESTS]
 
@@ -98,7 +98,7 @@ def expected(engine: Engine) -> list[Any]:
 def test_tokens_and_logits_do_not_depend_on_the_switches(
     engine, expected, passes, first_step, commit
 ):
-    with switched(engine, passes, first_step, commit), passes_of_visits(engine) as taken:
+    with switched(engine, passes, first_step, commit), passes_of_steps(engine) as taken:
         assert_same_runs([engine.quiet_run(*request) for request in REQUESTS], expected)
         engine.reset_prefix_cache()
         assert_same_runs(engine.runs(*zip(*REQUESTS, strict=True)), expected)
@@ -107,7 +107,7 @@ def test_tokens_and_logits_do_not_depend_on_the_switches(
 
 
 def test_a_request_aborted_in_mid_loop_leaves_nothing_behind(engine, monkeypatch):
-    """vLLM takes aborts after the worker has answered: the visit's output is of a dead request."""
+    """vLLM takes aborts after the worker has answered: the output is of a dead request."""
     contexts = [prompt(33), prompt(12)]
     alone = [engine.quiet_run(context, params(seed=4)) for context in contexts]
     engine.reset_prefix_cache()
@@ -126,7 +126,7 @@ def test_a_request_aborted_in_mid_loop_leaves_nothing_behind(engine, monkeypatch
         monkeypatch.setattr(engine.scheduler, "update_from_output", abort_first)
         with engine.watch(keep_logits=True) as watched:
             finished = engine.run()
-        assert aborted[0] > 1, "the visit had a single pass"
+        assert aborted[0] > 1, "the engine step had a single pass"
         assert set(finished) == {survivor}
         assert list(finished[survivor].outputs[0].token_ids) == alone[1].tokens
         assert len(watched[survivor]) * CANVAS == len(alone[1].logits)
@@ -175,11 +175,11 @@ def test_the_kv_of_a_whole_page_of_prompt_is_that_of_a_prompt_alone(engine):
 
 
 def test_a_loop_ends_with_the_pass_in_which_a_canvas_converges(engine):
-    with switched(engine, UNBOUNDED), engine.watch() as watched, passes_of_visits(engine) as taken:
+    with switched(engine, UNBOUNDED), engine.watch() as watched, passes_of_steps(engine) as taken:
         engine.generate([prompt(20)], params(blocks=3))
     (steps,) = watched.values()
     emitting = [i for i, step in enumerate(steps) if step.num_emitted]
-    # One visit a block, whose last pass emits.
+    # One engine step a block, whose last pass emits.
     assert list(itertools.accumulate(taken)) == [i + 1 for i in emitting]
     assert len(taken) == 3
 
@@ -187,7 +187,7 @@ def test_a_loop_ends_with_the_pass_in_which_a_canvas_converges(engine):
 @pytest.mark.parametrize("passes", [2, 3, 8])
 def test_a_visit_takes_no_more_passes_than_the_bound_has_time_for(engine, passes):
     slow = params(blocks=1, extra_args={"diffusion_max_steps": 16, "diffusion_confidence": 0})
-    with switched(engine, passes), passes_of_visits(engine) as taken:
+    with switched(engine, passes), passes_of_steps(engine) as taken:
         engine.generate([prompt(20)], slow)
     whole, rest = divmod(16, passes)
     assert taken == [passes] * whole + [rest] * bool(rest)
@@ -213,7 +213,7 @@ def test_the_default_is_a_loop_on_a_cpu_and_none_on_a_gpu():
 def test_a_pass_that_would_end_too_late_does_not_begin():
     moments = iter([0.0, 0.010, 0.020, 0.034])
     one = loop(47, moments.__next__)
-    one.begin_visit(True)
+    one.begin_engine_step(True)
     nothing = torch.zeros(2, dtype=torch.int32)
     assert one.goes_on(nothing)  # 10 ms, and the next would end at 20 ms
     assert one.goes_on(nothing)
@@ -233,7 +233,7 @@ def test_the_time_of_a_pass_includes_the_device():
 
     next(now)
     one = loop(50, lambda: time_s[0])
-    one.begin_visit(True)
+    one.begin_engine_step(True)
     assert one.goes_on(OnDevice())  # 20 ms; the next ends at 40 ms
     assert not one.goes_on(OnDevice())  # 40 ms; the next would end at 60 ms
 
@@ -241,7 +241,7 @@ def test_the_time_of_a_pass_includes_the_device():
 def test_an_arriving_request_ends_the_loop():
     nothing = torch.zeros(2, dtype=torch.int32)
     one = loop(60_000, itertools.count().__next__)
-    one.begin_visit(True)
+    one.begin_engine_step(True)
     assert one.goes_on(nothing)
     one.has_arrived = lambda: True
     assert not one.goes_on(nothing)
@@ -267,19 +267,19 @@ def test_the_engine_core_tells_the_loop_of_its_queue(engine, monkeypatch):
 def test_no_loop_unless_the_scheduler_allows_it():
     canvases = SimpleNamespace(num_draft_tokens_per_req=np.array([3, 3]))
     one = loop(1000, itertools.count().__next__)
-    one.begin_visit(False)
+    one.begin_engine_step(False)
     assert not one.may_repeat(canvases)
-    one.begin_visit(True)
+    one.begin_engine_step(True)
     assert one.may_repeat(canvases)
-    # A prompt that goes on in the next visit.
+    # A prompt that goes on in the next engine step.
     assert not one.may_repeat(SimpleNamespace(num_draft_tokens_per_req=np.array([3, 0])))
     switched_off = loop(0, itertools.count().__next__)
-    switched_off.begin_visit(True)
+    switched_off.begin_engine_step(True)
     assert not switched_off.may_repeat(canvases)
 
 
 def permissions(monkeypatch: pytest.MonkeyPatch, engine: Engine, is_crowded: Any) -> list[Any]:
-    """For each visit to come (whether it ``is_crowded``, whether it may have more passes)."""
+    """For each engine step to come (whether it ``is_crowded``, whether it may have more passes)."""
     messages: list[tuple[bool, bool]] = []
     schedule = type(engine.scheduler).schedule
 
@@ -292,9 +292,9 @@ def permissions(monkeypatch: pytest.MonkeyPatch, engine: Engine, is_crowded: Any
     return messages
 
 
-def test_one_pass_a_visit_while_a_request_waits_for_admission(engine, monkeypatch):
+def test_one_pass_a_step_while_a_request_waits_for_admission(engine, monkeypatch):
     contexts = [prompt(20, salt=salt) for salt in range(6)]  # of which four run at once
-    with switched(engine, UNBOUNDED), passes_of_visits(engine) as taken:
+    with switched(engine, UNBOUNDED), passes_of_steps(engine) as taken:
         messages = permissions(monkeypatch, engine, lambda self, _: len(self.waiting) > 0)
         engine.generate(contexts, params(blocks=2))
     assert {allowed for waiting, allowed in messages if waiting} == {False}
@@ -302,7 +302,7 @@ def test_one_pass_a_visit_while_a_request_waits_for_admission(engine, monkeypatc
     assert taken[0] == 1 and max(taken) > 1
 
 
-def test_one_pass_a_visit_while_a_running_request_found_no_room(checkpoint, monkeypatch):
+def test_one_pass_a_step_while_a_running_request_found_no_room(checkpoint, monkeypatch):
     """Budget 72: an emitted block with its canvas leaves no room for another canvas."""
     small = get_engine(checkpoint(), max_num_batched_tokens=72)
 
@@ -317,10 +317,10 @@ def test_one_pass_a_visit_while_a_running_request_found_no_room(checkpoint, monk
     assert {allowed for left_out, allowed in messages if not left_out} == {True}
 
 
-def test_one_pass_a_visit_while_a_prompt_is_read_in_chunks(engine, checkpoint):
+def test_one_pass_a_step_while_a_prompt_is_read_in_chunks(engine, checkpoint):
     small = get_engine(checkpoint(), max_num_batched_tokens=72)
     small.reset_prefix_cache()
-    with switched(small, UNBOUNDED), passes_of_visits(small) as taken:
+    with switched(small, UNBOUNDED), passes_of_steps(small) as taken:
         first = small.add(prompt(10), params(blocks=8))
         small.step()
         before = len(taken)
@@ -338,7 +338,7 @@ def spans_of(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, requests: list[Any]
 ) -> list[tuple[int, int, int]]:
     outputs = scheduler_watch(monkeypatch, engine, "schedule")
-    with engine.one_pass_a_visit():
+    with engine.one_pass_a_step():
         engine.generate(*zip(*requests, strict=True))
     return scheduled_spans(output for _, output in outputs)
 
@@ -394,7 +394,7 @@ def test_without_kv_pages_for_the_canvas_the_prompt_goes_alone(engine, monkeypat
 
 
 @pytest.mark.parametrize("passes", [1, UNBOUNDED])
-def test_vllms_counters_count_passes_and_not_visits(checkpoint, monkeypatch, passes):
+def test_vllms_counters_count_passes_and_not_engine_steps(checkpoint, monkeypatch, passes):
     counting = get_engine(checkpoint(), max_num_batched_tokens=256, disable_log_stats=False)
     made = scheduler_watch(monkeypatch, counting, "make_stats")
     with switched(counting, passes), counting.watch() as watched:
@@ -410,7 +410,7 @@ def test_vllms_counters_count_passes_and_not_visits(checkpoint, monkeypatch, pas
 
 
 def test_a_loop_that_ignores_convergence_is_noticed(engine, monkeypatch):
-    """16 steps in visits of 3 passes: the block converges in the first pass of the sixth."""
+    """16 steps in engine steps of 3 passes: the block converges in the first pass of the sixth."""
     slow = params(blocks=1, extra_args={"diffusion_max_steps": 16, "diffusion_confidence": 0})
     expected = engine.quiet_run(prompt(20), slow)
     goes_on = DenoiseLoop.goes_on

@@ -38,7 +38,7 @@ def assert_steps_agree(engine, hf_model, context):
     (steps,) = watched.values()
     reference = hf_reference.one_step_logits(hf_model, context, steps[0].canvas)
     assert relative_error(steps[0].logits, reference) < RELATIVE_TOLERANCE
-    config = engine.runner.model_state.family.settings
+    config = engine.runner.model_state.algorithm.settings
     temperature = denoise.temperature(
         torch.tensor([0]), config.max_denoising_steps, config.t_min, config.t_max
     )

@@ -192,7 +192,7 @@ def test_held_pins_survive_preemption_in_the_middle_of_a_block(of_blocks, monkey
     contexts = [prompt(157 + salt, salt=salt) for salt in range(4)]
     expected = [engine.quiet_run(context, sampling).tokens for context in contexts]
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    with tight.one_pass_a_visit(), tight.watch() as seen:
+    with tight.one_pass_a_step(), tight.watch() as seen:
         assert tight.generate(contexts, sampling) == expected
     assert preempted, "the cache was large enough for everybody"
     # A canvas that starts again takes more steps than it has tokens.

@@ -10,8 +10,8 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from dllm.engine.algorithm import Denoised
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Denoised
 from dllm.engine.state import CanvasState
 from dllm.engine.step_rows import denoise_rows
 from dllm.models.gemma.settings import GemmaSettings

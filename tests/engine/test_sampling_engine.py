@@ -273,7 +273,7 @@ def test_a_token_that_does_not_stop_saves_nothing(engine):
 
 def schedule(engine: Engine, num_steps: int) -> float:
     """The temperature of a canvas's denoise step, counted from 1."""
-    config = engine.runner.model_state.family.settings
+    config = engine.runner.model_state.algorithm.settings
     left = (config.max_denoising_steps - num_steps + 1) / config.max_denoising_steps
     return config.t_min + (config.t_max - config.t_min) * left
 
@@ -377,10 +377,10 @@ def test_prompt_logprobs_of_chosen_ids(engine, checkpoint):
 
 
 def test_prompt_logprobs_beside_requests_in_the_middle_of_theirs(engine):
-    """The head rows of emitted blocks and the canvases of a batch are nobody's prompt."""
+    """The causal rows of emitted blocks and the canvases of a batch are nobody's prompt."""
     alone = engine.outputs([CONTEXT], params(1, prompt_logprobs=2))[0].prompt_logprobs
     first = engine.add(prompt(33), params(3))
-    with engine.one_pass_a_visit():
+    with engine.one_pass_a_step():
         for _ in range(6):
             engine.step()
     second = engine.add(CONTEXT, params(1, prompt_logprobs=2))
@@ -412,7 +412,7 @@ def test_what_stands_behind_the_last_slot_is_never_scored(engine):
 
 def test_prompt_logprobs_of_an_aborted_request_are_forgotten(engine):
     doomed = engine.add(CONTEXT, params(3, prompt_logprobs=2))
-    with engine.one_pass_a_visit():
+    with engine.one_pass_a_step():
         engine.step()
         engine.step()
     assert any(engine.scheduler._prompt_logprobs.values())
@@ -471,7 +471,7 @@ def test_what_the_model_would_say_at_a_pinned_position_does_not_reach_it(engine)
     sampling = params(1, extra_args=seeded(diffusion_pinned=[3], diffusion_max_steps=3))
     engine.reset_prefix_cache()
     engine.add(CONTEXT, sampling)
-    with engine.one_pass_a_visit():
+    with engine.one_pass_a_step():
         engine.step()
         engine.step()
     (slot,) = engine.runner.req_states.req_id_to_index.values()

@@ -1,8 +1,8 @@
 """Each way to denoise and to schedule: whatever happens, tokens are those of a quiet run.
 
 A quiet run has an engine with an empty cache to itself, which schedules synchronously, and in some
-tests takes one pass a visit. It is held to Hugging Face in ``test_parity``, and to diffusers and
-plain loops in ``tests/models``.
+tests takes one pass an engine step. It is held to Hugging Face in ``test_parity``, and to diffusers
+and plain loops in ``tests/models``.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_requests_at_different_points_of_one_batch_do_not_disturb_each_other(qui
     sampling = [
         model.params(1 + at % 3, seed=at, temperature=float(at % 2)) for at in range(len(contexts))
     ]
-    with quiet.one_pass_a_visit():
+    with quiet.one_pass_a_step():
         expected = [quiet.quiet_run(*pair) for pair in zip(contexts, sampling, strict=True)]
     ours.reset_prefix_cache()
     assert_same_runs(ours.runs(contexts, sampling), expected)
@@ -93,7 +93,7 @@ def test_an_aborted_request_leaves_nothing_behind(quiet, ours, model, moment):
     ours.reset_prefix_cache()
     many_steps = {} if model.name == "gemma" else {"extra_args": {"diffusion_threshold": 1.0}}
     doomed = ours.add(prompt(50), model.params(8, **many_steps))
-    with ours.watch() as watched, ours.one_pass_a_visit():
+    with ours.watch() as watched, ours.one_pass_a_step():
         for _ in range(200):
             ours.step()
             steps = next(iter(watched.values()), [])
@@ -120,7 +120,7 @@ def test_a_conversation_continued_from_cache_equals_a_cold_start(quiet, ours, mo
 
 
 def test_asynchronously_a_block_takes_a_pass_more_than_its_denoise_steps(quiet, model):
-    """Also behind the last one: its visit was on its way before anybody knew of the end."""
+    """Also behind the last one: its engine step was on its way before anybody knew of the end."""
     # With blocks the answer ends with one: vLLM schedules nothing for a single token that is left.
     blocks = 3 - model.has_blocks / model.size
     steps = []
@@ -130,12 +130,12 @@ def test_asynchronously_a_block_takes_a_pass_more_than_its_denoise_steps(quiet, 
             engine.generate([prompt(model.size + 1)], model.params(blocks))
         steps += [blocks_of(of_request) for of_request in watched.values()]
     assert steps[0] == steps[1]
-    assert taken["canvas"] == sum(steps[1]) and taken["plain commit"] == len(steps[1])
-    assert not taken["block at the head"] and not taken["block alone"]
+    assert taken["canvas"] == sum(steps[1]) and taken["deferred commit"] == len(steps[1])
+    assert not taken["block before a canvas"] and not taken["block alone"]
 
 
 def test_asynchronously_a_block_is_cut_at_a_bad_word(quiet, model):
-    """The visit of its KV has more rows than the block has tokens.
+    """The engine step of its KV has more rows than the block has tokens.
 
     With blocks there is none: the tokens are the tail of the next canvas.
     """
@@ -150,7 +150,7 @@ def test_asynchronously_a_block_is_cut_at_a_bad_word(quiet, model):
 
 
 @pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
-def test_asynchronously_no_visit_waits_for_the_tokens_of_a_grammar(
+def test_asynchronously_no_step_waits_for_the_tokens_of_a_grammar(
     quiet, model, monkeypatch, is_on_device
 ):
     """The worker makes the masks; on a device with the search of a CPU in place of its kernels."""
@@ -167,7 +167,7 @@ def test_asynchronously_no_visit_waits_for_the_tokens_of_a_grammar(
     with rows_taken(model.size if model.has_blocks else 1) as taken:
         assert ours.generate(contexts, asked) == expected
     assert not any(output.pending_structured_output_tokens for _, output in schedules)
-    assert taken["commit with its tail" if model.has_blocks else "plain commit"]
+    assert taken["commit with its tail" if model.has_blocks else "deferred commit"]
     assert taken["mixed batch"]
 
 
@@ -214,7 +214,7 @@ def test_the_last_canvas_is_cut_by_the_model_length(model, is_async):
         assert steps[-1].canvas_start + len(steps[-1].canvas) == limit
         assert twin.quiet_run(*one).tokens == tokens
         if is_async:  # near the end a canvas waits until none of its request is in flight
-            assert bool(taken["block at the head"]) == (length < 4 * size)
+            assert bool(taken["block before a canvas"]) == (length < 4 * size)
 
 
 # --- request options -----------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_samples_differ_and_follow_from_the_seed_with_their_logprobs(quiet, ours
     params = model.params(2, n=3, seed=12, temperature=1.0, logprobs=3, **scored)
     seen: list[tuple[list[tuple[int, ...]], list[Any]]] = []
     for engine, passes in (
-        (quiet, quiet.one_pass_a_visit()),
+        (quiet, quiet.one_pass_a_step()),
         (quiet, nullcontext()),
         (ours, nullcontext()),
     ):

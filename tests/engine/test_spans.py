@@ -34,9 +34,9 @@ ROWS = st.lists(
 @given(ROWS)
 def test_sequences_partition_the_tokens_of_a_batch(rows):
     """Every token belongs to one sequence, at the position and under the mask of its row."""
-    heads, widths, contexts = (np.array(column) for column in zip(*rows, strict=True))
-    seq_lens = contexts + heads + widths
-    sequences = Spans.of_schedule(heads + widths, widths).sequences(seq_lens)
+    causal, widths, contexts = (np.array(column) for column in zip(*rows, strict=True))
+    seq_lens = contexts + causal + widths
+    sequences = Spans.of_schedule(causal + widths, widths).sequences(seq_lens)
     starts = sequences.query_start_loc
     lens = np.diff(starts)
     assert starts[0] == 0 and (lens > 0).all()
@@ -47,9 +47,9 @@ def test_sequences_partition_the_tokens_of_a_batch(rows):
     ):
         tokens += [(row, end - length + i, causal) for i in range(length)]
     expected = [
-        (row, context + i, int(i < head))
-        for row, (head, width, context) in enumerate(rows)
-        for i in range(head + width)
+        (row, context + i, int(i < causal))
+        for row, (causal, width, context) in enumerate(rows)
+        for i in range(causal + width)
     ]
     assert tokens == expected
     # A canvas sees its whole sequence.
@@ -64,12 +64,12 @@ def test_sequences_partition_the_tokens_of_a_batch(rows):
     block_size=st.integers(2, 7),
 )
 def test_with_blocks_every_token_sees_its_own_block(rows, block_size):
-    """rows: blocks computed before, tokens of the head, whether a canvas fills the last block."""
+    """rows: blocks computed before, causal tokens, whether a canvas fills the last block."""
     spans, starts = [], []
-    for blocks, head, has_canvas in rows:
+    for blocks, causal, has_canvas in rows:
         start = blocks * block_size
-        canvas = block_size - (start + head) % block_size if has_canvas or head == 0 else 0
-        spans.append((head + canvas, canvas))
+        canvas = block_size - (start + causal) % block_size if has_canvas or causal == 0 else 0
+        spans.append((causal + canvas, canvas))
         starts.append(start)
     lens = [query_len for query_len, _ in spans]
     seq_lens = int32(*(start + n for start, n in zip(starts, lens, strict=True)))

@@ -85,11 +85,11 @@ def test_a_request_is_read_as_its_canvases_are():
 def test_under_a_grammar_all_in_front_of_the_answer_is_one_thought():
     params = SamplingParams(thinking_token_budget=4)
     table = Table.of_any_text(64).to_bytes()
-    behind = with_grammar(params, Constraint.shipped(table, InFront(END)))
+    behind = with_grammar(params, Constraint.serialize(table, InFront(END)))
     for prompt, end_by in (([1, START, 5], 6), ([1, 2], 6), ([START, END], 6)):
         thought = Thought.of_request(behind, prompt, MARKS)
         assert thought is not None and thought.end_by == end_by
         assert thought.marks == Marks(NO_MARK, END)
-    at_once = with_grammar(params, Constraint.shipped(table, None))
+    at_once = with_grammar(params, Constraint.serialize(table, None))
     assert Thought.of_request(at_once, [1, START], MARKS) is None
     assert Thought.of_request(SamplingParams(), [1, START], MARKS) is None

@@ -124,7 +124,7 @@ def test_preemption_changes_no_token(model, monkeypatch):
     many = [asked(model, b, blocks, logit_bias=FOR_EVER, seed=b) for b in (3, 33, 65, 120)]
     expected = [engine.generate([one], how)[0] for one, how in zip(contexts, many, strict=True)]
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    with tight.one_pass_a_visit():
+    with tight.one_pass_a_step():
         assert tight.generate(contexts, many) == expected
     assert preempted, "the cache was large enough for everybody"
     assert [ends_of(tokens)[0] for tokens in expected] == [2, 32, 64, 119]
@@ -152,10 +152,10 @@ def test_logprobs_and_samples(model):
         assert answer.logprobs[budget][END].rank > 1
 
 
-def test_one_pass_a_visit_or_many(model):
+def test_one_pass_a_step_or_many(model):
     engine = engine_of(model)
     how = asked(model, model.size + 3, logit_bias=FOR_EVER, seed=2)
-    with engine.one_pass_a_visit():
+    with engine.one_pass_a_step():
         expected = engine.generate([[*prompt(12), START]], how)
     assert engine.generate([[*prompt(12), START]], how) == expected
 

@@ -163,7 +163,7 @@ def test_a_replay_of_uniform_noise_gives_the_same_numbers(checkpoint):
 
 def accepted(engine: Engine, probs: torch.Tensor) -> list[bool]:
     """Which tokens a step keeps; else noise may be the same token by chance."""
-    config = engine.runner.model_state.family.settings
+    config = engine.runner.model_state.algorithm.settings
     entropy = torch.special.entr(probs).sum(-1)
     return accept_mask(entropy[None], torch.tensor([32]), config.entropy_bound)[0].tolist()
 
@@ -188,7 +188,7 @@ def test_preemption_cache_and_schedule_change_no_trace(engine_of, checkpoint, ki
 
     expected = traces_of(engine)
     assert_same(traces_of(engine), expected)  # prompts from the prefix cache
-    with engine.one_pass_a_visit():
+    with engine.one_pass_a_step():
         assert_same(traces_of(engine), expected)
     assert_same(traces_of(get_async_engine(path)), expected)
     pages = {} if kind == "uniform" else {"num_gpu_blocks_override": 14}

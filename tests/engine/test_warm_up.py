@@ -51,7 +51,7 @@ def test_memory_is_profiled_with_as_many_canvases_as_a_step_holds(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = engine.runner.sampler.loop
-    loop.begin_visit(allows_more_passes=True)  # as a visit before may have
+    loop.begin_engine_step(allows_more_passes=True)  # as an engine step before may have
     monkeypatch.setattr(loop, "goes_on", lambda emitted: pytest.fail("the step is repeated"))
     of_blocks, scored = engine.runner.sampler.logprobs.of_blocks, []
 

@@ -16,8 +16,8 @@ def behind_thoughts(
     found: Table, forbidden: tuple[int, ...] = (), fillers: tuple[int, ...] = ()
 ) -> tuple[Canvas, int]:
     """Canvases of thoughts and an answer, as a worker has them, and the state at their start."""
-    shipped = Constraint.shipped(found.to_bytes(), Thoughts(END, forbidden))
-    both, start = Constraint.from_bytes(shipped).with_start((STOP,), fillers)
+    serialized = Constraint.serialize(found.to_bytes(), Thoughts(END, forbidden))
+    both, start = Constraint.from_bytes(serialized).with_start((STOP,), fillers)
     return Canvas(both, (STOP,), fillers), start
 
 
@@ -85,6 +85,6 @@ def test_room_is_left_for_an_answer_that_does_without_the_end_of_thoughts():
 
 def test_without_thoughts_it_is_the_table():
     found, _ = table("regex", "(ab)*")
-    again = Constraint.from_bytes(Constraint.shipped(found.to_bytes(), None))
+    again = Constraint.from_bytes(Constraint.serialize(found.to_bytes(), None))
     both, start = again.with_start((STOP,), ())
     assert start == 0 and (both.next == found.next).all()

@@ -102,7 +102,7 @@ def test_a_canvas_may_begin_with_the_causal_passs_token(
 def test_a_canvas_that_begins_so_takes_a_pass_more(causal: Engine, monkeypatch) -> None:
     """Two canvases: the prompt and the first of them have passes of their own."""
     passes = scheduler_watch(monkeypatch, causal, "schedule")
-    with causal.watch() as watched, causal.one_pass_a_visit():
+    with causal.watch() as watched, causal.one_pass_a_step():
         served(causal, [prompts()[5]])
     (steps,) = watched.values()
     assert len(passes) == len(steps) + 2

@@ -21,8 +21,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     StableAndConfidentStoppingCriteria,
 )
 
+from dllm.engine.algorithm import Canvases
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases
 from dllm.models.gemma import rule as denoise
 from dllm.ops import noise
 from dllm.ops.row_stats import RowStats
@@ -85,11 +85,11 @@ def take_step(state: State, inputs: Inputs, width: Tensor, rules: Rules) -> Outc
             argmax_canvas=state.argmax_canvas + offsets,
             is_stop=is_stop,
             held=torch.where(inputs.is_held, 0, -1),
-            numbers={
+            parameters={
                 name: value if isinstance(value, Tensor) else torch.full((num_rows,), value)
                 for name, value in zip(Rules._fields[:3], rules, strict=False)
             },
-            carried={"stable_count": state.stable_count},
+            step_state={"stable_count": state.stable_count},
         )
     )
     rows = CanvasRows(
@@ -116,7 +116,7 @@ def take_step(state: State, inputs: Inputs, width: Tensor, rules: Rules) -> Outc
     return Outcome(
         step.canvas,
         step.argmax_canvas - offsets,
-        step.carried["stable_count"],
+        step.step_state["stable_count"],
         step.steps_done,
         step.converged,
     )

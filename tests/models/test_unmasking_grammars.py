@@ -16,8 +16,8 @@ import pytest
 import torch
 import xgrammar
 
+from dllm.engine.algorithm import Canvases
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases
 from dllm.engine.grammars import HostGrammars, Written
 from dllm.grammar.automaton import Unsupported
 from dllm.grammar.constraint import Constraint, SlotGrammar, Thoughts
@@ -100,10 +100,10 @@ class Denoising:
             is_greedy=torch.tensor([asked.temperature is None]),
             is_stop=is_stop,
             held=torch.full((1, block), NO_TOKEN),
-            numbers={
+            parameters={
                 one.name: torch.tensor([_number(settings, one)]) for one in settings.parameters
             },
-            carried={"post_steps": torch.zeros(1, dtype=torch.int32)},
+            step_state={"post_steps": torch.zeros(1, dtype=torch.int32)},
         )
         self.filters = None
         if asked.filters:
@@ -126,7 +126,7 @@ class Denoising:
         done = family.denoise(masked, rows, chosen, self.filters)
         canvas = done.canvas[0, : self.width]
         self.canvases = before._replace(
-            ids=canvas, steps_done=done.steps_done, carried=done.carried
+            ids=canvas, steps_done=done.steps_done, step_state=done.step_state
         )
         emitted = done.argmax_canvas[0, : self.width].tolist() if done.converged else None
         if emitted is not None:

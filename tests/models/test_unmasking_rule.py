@@ -12,7 +12,7 @@ from tests.support import llada2_pipeline
 BLOCK, MASK, STOP, VOCAB = 8, 99, 7, 100
 
 
-def numbers(rows: int, **given: float) -> dict[str, torch.Tensor]:
+def parameters(rows: int, **given: float) -> dict[str, torch.Tensor]:
     values = {
         "max_steps": BLOCK, "threshold": 0.5, "strategy": rule.DYNAMIC, "entropy_bound": 0.4,
         "editing": 0, "editing_threshold": 0.5, "max_post_steps": 2,
@@ -39,7 +39,7 @@ def random_step(seed: int, rows: int = 16, **given: float) -> dict:
         steps_done=torch.tensor(steps),
         post_steps=torch.zeros(rows, dtype=torch.int64),
         width=torch.tensor(draw.integers(1, BLOCK + 1, rows)),
-        numbers=numbers(rows, **given),
+        parameters=parameters(rows, **given),
         mask_token_id=MASK,
         block_size=BLOCK,
     )
@@ -48,7 +48,7 @@ def random_step(seed: int, rows: int = 16, **given: float) -> dict:
 def naive_transfers(step: dict, row: int) -> set[int]:
     """The masks that the references' loops replace in one canvas."""
     width = int(step["width"][row])
-    own = {name: column[row].item() for name, column in step["numbers"].items()}
+    own = {name: column[row].item() for name, column in step["parameters"].items()}
     confidence, entropy = step["proposal"].confidence[row], step["proposal"].entropy[row]
     masks = [at for at in range(width) if step["ids"][row, at] == MASK]
     done, total = int(step["steps_done"][row]), int(own["max_steps"])
@@ -92,7 +92,7 @@ def test_a_family_without_strategies_has_the_dynamic_one() -> None:
     for seed in range(5):
         step = random_step(seed, strategy=rule.DYNAMIC)
         expected = rule.unmask_step(**step)
-        del step["numbers"]["strategy"], step["numbers"]["entropy_bound"]
+        del step["parameters"]["strategy"], step["parameters"]["entropy_bound"]
         assert torch.equal(rule.unmask_step(**step).canvas, expected.canvas)
 
 
@@ -224,7 +224,7 @@ def test_thoughts_end_where_their_budget_does_and_by_themselves_before(editing):
                 steps_done=steps,
                 post_steps=post_steps,
                 width=torch.tensor([BLOCK]),
-                numbers=numbers(1, editing=editing, max_steps=4),
+                parameters=parameters(1, editing=editing, max_steps=4),
                 mask_token_id=MASK,
                 block_size=BLOCK,
                 thoughts=thoughts,

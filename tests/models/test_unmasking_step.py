@@ -5,8 +5,8 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from dllm.engine.algorithm import Canvases
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases
 from dllm.models.llada2.settings import LLaDA2Settings
 from dllm.models.sdar.settings import SDARSettings
 from dllm.models.unmasking.step import Unmasking
@@ -23,8 +23,8 @@ FAMILY = Unmasking(SETTINGS)
 def test_a_request_cannot_raise_the_servers_numbers_of_steps():
     """Or one request could keep its canvas for ever."""
     asked = {"max_steps": 10**6, "max_post_steps": 10**6, "threshold": 0.3}
-    numbers = SETTINGS.of_request(asked, 1.0)
-    assert numbers == {"max_steps": BLOCK, "max_post_steps": 16, "threshold": 0.3}
+    parameters = SETTINGS.of_request(asked, 1.0)
+    assert parameters == {"max_steps": BLOCK, "max_post_steps": 16, "threshold": 0.3}
     fewer = {"max_steps": 1, "max_post_steps": 2}
     assert SETTINGS.of_request(fewer, 1.0) == fewer
 
@@ -45,9 +45,9 @@ def test_a_request_cannot_raise_the_servers_numbers_of_steps():
 def test_a_mode_is_four_numbers_and_explicit_ones_win(extra, expected) -> None:
     """The server's number of steps that edit, here 5, is not raised by a mode either."""
     settings = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.6, 1, 0.2, 5)
-    numbers = RequestOptions.read(SamplingParams(extra_args=extra), settings).numbers
+    parameters = RequestOptions.read(SamplingParams(extra_args=extra), settings).parameters
     names = ("threshold", "editing", "editing_threshold", "max_post_steps")
-    assert tuple(numbers[name] for name in names) == expected
+    assert tuple(parameters[name] for name in names) == expected
 
 
 def test_a_mode_that_there_is_not_is_refused() -> None:
@@ -69,11 +69,11 @@ def canvases(count: int, temperature: float, is_greedy: bool = False) -> Canvase
         is_greedy=torch.full((count,), is_greedy),
         is_stop=torch.zeros(count, VOCAB, dtype=torch.bool),
         held=torch.full((count, BLOCK), -1),
-        numbers={
+        parameters={
             parameter.name: torch.full((count,), getattr(SETTINGS, parameter.setting))
             for parameter in SETTINGS.parameters
         },
-        carried={"post_steps": torch.zeros(count, dtype=torch.int32)},
+        step_state={"post_steps": torch.zeros(count, dtype=torch.int32)},
     )
 
 
@@ -138,5 +138,5 @@ def test_the_mask_is_never_proposed_and_a_canvas_fills_up() -> None:
         assert num_masks[-1] < num_masks[-2], "a step without progress"
         assert bool(result.converged) == (num_masks[-1] == 0)
         state = state._replace(
-            ids=result.canvas.flatten(), steps_done=result.steps_done, carried=result.carried
+            ids=result.canvas.flatten(), steps_done=result.steps_done, step_state=result.step_state
         )

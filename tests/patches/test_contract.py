@@ -259,7 +259,7 @@ def test_our_subclasses_are_found():
     assert names >= {"CanvasAttentionImpl", "CanvasGPUWorker", "ImageProcessingInfo"}
     assert names >= {"CountedDrafts", "RemoteScheduler", "EmulatedFp8Experts", "SDARForCausalLM"}
     methods = {str(each) for each in overrides()}
-    assert methods >= {"Visits.execute_model", "ImageProcessingInfo.get_hf_config"}
+    assert methods >= {"EngineSteps.execute_model", "ImageProcessingInfo.get_hf_config"}
 
 
 def test_an_override_takes_the_calls_of_its_base():
@@ -341,9 +341,9 @@ ALSO_USED = {
     "UnmaskingModel.compute_logits",
     "UnmaskingModel.forward",
     "UnmaskingModel.load_weights",
-    "Visits.execute_model",
-    "Visits.reload_weights",
-    "Visits.sample_tokens",
+    "EngineSteps.execute_model",
+    "EngineSteps.reload_weights",
+    "EngineSteps.sample_tokens",
 }
 
 

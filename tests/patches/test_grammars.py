@@ -44,8 +44,8 @@ def held(monkeypatch):
 
 
 def request(held, text: str) -> asyncio.Task:
-    shipped = patches.shipped(held.engine, Spec("regex", text), "", None, {})
-    return asyncio.create_task(shipped)
+    serialized = patches.serialized(held.engine, Spec("regex", text), "", None, {})
+    return asyncio.create_task(serialized)
 
 
 def run(test) -> None:

@@ -114,8 +114,9 @@ def test_a_client_that_replaces_content_ends_with_the_answer(client):
     assert 0 < min(progress) < 1 and progress[-1] == 1
 
 
-def test_frames_of_a_visit_are_fewer_and_end_alike(client):
-    # Canvases of many steps: in one visit of 50 ms even a busy machine takes more than one of them.
+def test_frames_of_a_step_are_fewer_and_end_alike(client):
+    # Canvases of many steps: in one engine step of 50 ms even a busy machine takes more than one of
+    # them.
     each = read(chat(client, stream=True, extra_body={"vllm_xargs": DOUBTS}))
     every = DOUBTS | {"diffusion_stream_every": "visit"}
     some = read(chat(client, stream=True, extra_body={"vllm_xargs": every}))

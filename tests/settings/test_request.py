@@ -52,7 +52,7 @@ def refusal(extra: dict[str, Any] | None = None, **params: Any) -> VLLMValidatio
 def test_a_request_without_wishes_gets_the_servers_values():
     assert parse() == RequestOptions(
         canvas_width=32,
-        numbers={
+        parameters={
             "max_steps": 16,
             "t_min": 0.4,
             "t_max": 0.8,
@@ -94,9 +94,15 @@ def test_every_extra_argument_is_read():
         stop_token_ids=[9],
     )
     seed_canvas, pins = (7, 0, 49, 3, 3, 3, 3, 3), {0: 7, 2: 6, 7: 3, 40: 5}
-    numbers = {"max_steps": 3, "t_min": 0.1, "t_max": 2.0, "entropy_bound": 0.5, "confidence": 0.0}
+    parameters = {
+        "max_steps": 3,
+        "t_min": 0.1,
+        "t_max": 2.0,
+        "entropy_bound": 0.5,
+        "confidence": 0.0,
+    }
     rest = (False, -5, frozenset(), seed_canvas, pins, True, True, 8)
-    assert options == RequestOptions(8, numbers, 1.0, *rest)
+    assert options == RequestOptions(8, parameters, 1.0, *rest)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,7 @@ def test_reading_leaves_the_parameters_as_they_were():
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature_scales_the_models_schedule(temperature):
     options = parse(temperature=temperature)
-    assert (options.numbers["t_min"], options.numbers["t_max"]) == (
+    assert (options.parameters["t_min"], options.parameters["t_max"]) == (
         0.4 * temperature,
         0.8 * temperature,
     )
@@ -142,7 +148,7 @@ def test_temperature_scales_the_models_schedule(temperature):
 def test_temperature_zero_is_greedy_on_the_models_schedule():
     options = parse(temperature=0)
     assert options.is_greedy
-    assert (options.numbers["t_min"], options.numbers["t_max"]) == (0.4, 0.8)
+    assert (options.parameters["t_min"], options.parameters["t_max"]) == (0.4, 0.8)
 
 
 def test_the_stop_tokens_are_those_that_end_the_request():
@@ -164,7 +170,7 @@ def test_a_constrained_request_is_allowed_its_logprob_token_ids():
 
 
 def test_more_steps_than_served_are_clamped():
-    assert parse({"diffusion_max_steps": 1000}).numbers["max_steps"] == 16
+    assert parse({"diffusion_max_steps": 1000}).parameters["max_steps"] == 16
 
 
 # --- refusals -------------------------------------------------------------------------------------

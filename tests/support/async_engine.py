@@ -24,7 +24,7 @@ def get_async_engine(model: str | Path, **options: Any) -> Engine:
 
 @contextmanager
 def rows_taken(block_size: int = 1) -> Iterator[Counter[str]]:
-    """How the rows of all visits were run, of a model with blocks of this size."""
+    """How the rows of all engine steps were run, of a model with blocks of this size."""
     taken: Counter[str] = Counter()
     find = pending.find_commits
 
@@ -34,10 +34,10 @@ def rows_taken(block_size: int = 1) -> Iterator[Counter[str]]:
         heads = batch.query_start_loc[: batch.num_reqs + 1].diff() - widths
         is_prompt = seq_lens - widths <= torch.from_numpy(batch.prefill_len_np)
         is_late = (heads >= block_size) & ~is_prompt
-        taken["plain commit"] += int(commits.sum())
+        taken["deferred commit"] += int(commits.sum())
         taken["commit with its tail"] += int((commits & (heads > 0)).sum())
         taken["trimmed commit"] += int((commits & (num_tokens[batch.idx_mapping] < seq_lens)).sum())
-        taken["block at the head"] += int((is_late & (widths > 0)).sum())
+        taken["block before a canvas"] += int((is_late & (widths > 0)).sum())
         taken["block alone"] += int((is_late & (widths == 0)).sum())
         taken["canvas"] += int((~commits & (widths > 0)).sum())
         taken["mixed batch"] += bool(commits.any() and not commits.all())

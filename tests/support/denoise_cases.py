@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from dllm.models.gemma.family import Gemma
+from dllm.models.gemma.algorithm import EntropyBound
 from dllm.models.gemma.settings import GemmaSettings
 
 HF_CONFIG = {"canvas_length": 32}
@@ -29,7 +29,9 @@ CONFIG = GemmaSettings(
 )
 
 
-def family(settings: GemmaSettings, vocab_size: int, hidden_size: int = 4) -> Gemma:
+def family(settings: GemmaSettings, vocab_size: int, hidden_size: int = 4) -> EntropyBound:
     """A DiffusionGemma family without a model: all of a denoise step except self-conditioning."""
     embedding = SimpleNamespace(embedding_dim=hidden_size)
-    return Gemma(settings, vocab_size, torch.float32, nn.Identity(), embedding, torch.ones(()))
+    return EntropyBound(
+        settings, vocab_size, torch.float32, nn.Identity(), embedding, torch.ones(())
+    )

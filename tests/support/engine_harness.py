@@ -31,7 +31,7 @@ class DenoiseStep:
     """What happened to one canvas in one forward pass."""
 
     canvas_start: int
-    head_len: int
+    causal_len: int
     logits: torch.Tensor | None  # [width, vocab], the model's own
     canvas: list[int]  # the input of the pass
     num_emitted: int
@@ -128,7 +128,7 @@ class Engine:
         return self.runner.model_state.loop
 
     @contextmanager
-    def one_pass_a_visit(self) -> Iterator[None]:
+    def one_pass_a_step(self) -> Iterator[None]:
         """The same engine with ``denoise_loop_ms`` 0, so that ``step`` is a single pass."""
         bound, self.loop.bound = self.loop.bound, 0
         try:
@@ -214,9 +214,9 @@ class Engine:
         sampler = self.runner.sampler
         kind = type(sampler)
         call, denoise = kind.__call__, kind._denoise
-        visited: list[Any] = []  # the batch of the visit that is going on
+        visited: list[Any] = []  # the batch of the engine step that is going on
 
-        def spy_visit(self: Any, logits: Any, batch: Any, draft_logits: None = None) -> Any:
+        def spy_step(self: Any, logits: Any, batch: Any, draft_logits: None = None) -> Any:
             visited[:] = [batch]
             return call(self, logits, batch, draft_logits)
 
@@ -232,12 +232,12 @@ class Engine:
                 width = int(starts[row + 1] - starts[row])
                 if width == 0 or commits[row]:
                     continue
-                head_len = int(batch.num_scheduled_tokens[row]) - width
+                causal_len = int(batch.num_scheduled_tokens[row]) - width
                 of_row = slice(starts[row], starts[row + 1])
                 steps[req_id.split("-")[0]].append(
                     DenoiseStep(
                         canvas_start=int(batch.seq_lens[row] - batch.num_draft_tokens_per_req[row]),
-                        head_len=head_len if is_first else 0,
+                        causal_len=causal_len if is_first else 0,
                         logits=logits_before[of_row] if keep_logits else None,
                         canvas=canvases[row][:width],
                         num_emitted=int(output.num_sampled[row]),
@@ -245,7 +245,7 @@ class Engine:
                 )
             return output
 
-        kind.__call__, kind._denoise = spy_visit, spy_pass
+        kind.__call__, kind._denoise = spy_step, spy_pass
         try:
             yield steps
         finally:

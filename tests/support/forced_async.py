@@ -1,9 +1,9 @@
 """Asynchronous scheduling on a CPU, where vLLM has none: for tests and rehearsals of a GPU run.
 
 vLLM's CPU platform turns it off at start, and our configuration does not choose it. With both
-overruled the engine core keeps two visits in flight, as on a GPU: it schedules a visit before it
-has counted the one before. Only the worker is not asynchronous: it has run a visit when the core
-gets back. ``--no-async-scheduling`` works as on a GPU.
+overruled the engine core keeps two engine steps in flight, as on a GPU: it schedules an engine step
+    before it has counted the one before. Only the worker is not asynchronous: it has run an engine
+    step when the core gets back. ``--no-async-scheduling`` works as on a GPU.
 """
 
 from collections.abc import Iterator

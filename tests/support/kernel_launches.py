@@ -197,7 +197,7 @@ def compiled(arch: int) -> list[dict[str, Any]]:
 def variants(num_batches: int = 200) -> dict[str, int]:
     """How many kernels of each name random batches of one server compile.
 
-    Numbers and lengths of sequences, tables and slices differ.
+    QuantDtype and lengths of sequences, tables and slices differ.
     """
     rng = random.Random(1)
     with recorded() as launches:

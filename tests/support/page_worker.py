@@ -56,14 +56,14 @@ class Slot:
 
 @dataclass
 class PageWorker:
-    """Runs visits in the order in which they are launched.
+    """Runs engine steps in the order in which they are launched.
 
     Attributes:
         windows: for each KV cache group, how many keys a row sees; None: all.
         page_size: tokens of a page.
         block_size: of the model; 1 means that a token sees those up to it.
         taken: how often each kind of row was seen.
-        denoised: the requests of which the last visit denoised a canvas.
+        denoised: the requests of which the last engine step denoised a canvas.
     """
 
     windows: list[int | None]
@@ -75,7 +75,7 @@ class PageWorker:
     slots: dict[str, Slot] = field(default_factory=dict)
     denoised: frozenset[str] = frozenset()
 
-    def visit(self, message: SchedulerOutput) -> ModelRunnerOutput:
+    def run(self, message: SchedulerOutput) -> ModelRunnerOutput:
         """One pass: all rows write their KV, then all read."""
         self._update(message)
         req_ids = list(message.num_scheduled_tokens)
@@ -95,7 +95,7 @@ class PageWorker:
         return ModelRunnerOutput(req_ids, index, sampled_token_ids=emitted)
 
     def drafts(self, message: SchedulerOutput, canvas_length: int) -> DraftTokenIds:
-        """The canvases of a visit's requests, for a synchronous scheduler."""
+        """The canvases of an engine step's requests, for a synchronous scheduler."""
         req_ids = list(message.num_scheduled_tokens)
         return DraftTokenIds(req_ids, [[0] * canvas_length for _ in req_ids])
 
@@ -157,14 +157,14 @@ class PageWorker:
     def _sample(self, slot: Slot, head: int, canvas: int, commits: bool) -> list[int]:
         """Advance the state of a row; returns what it emits."""
         if commits:
-            self.taken["plain commit"] += 1
+            self.taken["deferred commit"] += 1
             self.taken["trimmed commit"] += slot.pending < canvas
             self.taken["block with its tail"] += head > 0
             slot.computed = len(slot.tokens) - len(slot.tokens) % self.block_size
             slot.pending = 0
             return []
         if head and slot.pending:
-            self.taken["block at the head" if canvas else "block alone"] += 1
+            self.taken["block before a canvas" if canvas else "block alone"] += 1
         end = slot.computed + head
         slot.computed = end - end % self.block_size
         if head:

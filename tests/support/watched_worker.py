@@ -26,7 +26,7 @@ from tests.support.watched_device import DEVICE, DeviceWatch, as_kernel, off_dev
 
 # What `maybe_compile` compiles on a server.
 COMPILED = {"state": ("_condition",), "sampler": ("_denoise_rows", "_store_rows", "_fresh_canvas")}
-IN_PLACE = "attention of a full graph"  # among the visits
+IN_PLACE = "attention of a full graph"  # among the engine steps
 STATE_HOOKS = ("add_request", "apply_staged_writes", "prepare_inputs", "prepare_attn")
 SAMPLER_HOOKS = ("add_request", "apply_staged_writes")
 MODEL = ("forward", "embed_input_ids", "compute_logits")
@@ -39,14 +39,14 @@ class WorkerWatch(DeviceWatch):
     Attributes:
         calls: of each hook, how many operations each of its calls took.
         passes: how many operations each denoise step took.
-        visits: what each call of each hook launched.
+        engine steps: what each call of each hook launched.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, list[int]] = defaultdict(list)
         self.passes: list[int] = []
-        self.visits: dict[str, list[Counter[str]]] = defaultdict(list)
+        self.engine_steps: dict[str, list[Counter[str]]] = defaultdict(list)
         self._is_inside = False
 
     def hook(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ class WorkerWatch(DeviceWatch):
             finally:
                 self._is_inside = False
                 self.calls[name].append(self.num_calls.total() - before)
-                self.visits[name].append(self.launches - launched)
+                self.engine_steps[name].append(self.launches - launched)
 
         return run
 
@@ -129,7 +129,7 @@ def _in_a_graph_too(
     if len(state._sequences(batch).row_of) == batch.num_reqs:
         before = watch.launches.copy()
         state._in_place(batch, tables)
-        watch.visits[IN_PLACE].append(watch.launches - before)
+        watch.engine_steps[IN_PLACE].append(watch.launches - before)
     return prepare(*args, **kwargs)
 
 

@@ -13,8 +13,8 @@ from dllm import cli
 from dllm.drafter.samples import write_shard
 from dllm.settings.command import CommandError
 from dllm.train import ends
-from dllm.train.ends import INDEX, SINGLE, TargetEnds, head_norm
 from dllm.train.target import Target
+from dllm.train.target_embeddings import INDEX, SINGLE, TargetEmbeddingsAndHead, head_norm
 from tests.support.calibrate_cases import TOML, random_samples, target, target_path
 from tests.support.drafter_pairs import write_drafter
 
@@ -24,7 +24,7 @@ TINY = Path(__file__).parents[2] / "checkpoints/tiny-ar"
 ENDS = {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"}
 
 
-def assert_same(found: TargetEnds, whole: Target) -> None:
+def assert_same(found: TargetEmbeddingsAndHead, whole: Target) -> None:
     for name in ("embedding", "head", "head_norm"):
         assert torch.equal(getattr(found, name), getattr(whole, name)), name
 
@@ -43,7 +43,7 @@ def hollow(target_path, tmp_path):
 
 
 def test_a_buffer_trains_without_the_targets_layers(hollow, target, tmp_path):
-    assert_same(TargetEnds.read(hollow, "cpu"), target)
+    assert_same(TargetEmbeddingsAndHead.read(hollow, "cpu"), target)
     (tmp_path / "buffer").mkdir()
     samples = random_samples(target, 30)
     hidden = [target.hidden_states(torch.tensor([one.tokens]), (1, 3))[0] for one in samples]
@@ -68,12 +68,12 @@ def test_of_one_file_only_three_tensors_are_read(target_path, target, monkeypatc
         return read(path, files, name)
 
     monkeypatch.setattr(ends, "_read", noted)
-    assert_same(TargetEnds.read(target_path, "cpu"), target)
+    assert_same(TargetEmbeddingsAndHead.read(target_path, "cpu"), target)
     assert sorted(names) == sorted(ENDS)
 
 
 def test_a_tied_head_is_the_embedding():
-    found = TargetEnds.read(TINY, "cpu")
+    found = TargetEmbeddingsAndHead.read(TINY, "cpu")
     assert found.head is found.embedding
     assert_same(found, Target(TINY, "cpu"))
 
@@ -88,7 +88,7 @@ def test_names_of_other_families_are_found(target_path, target, tmp_path):
     for name in ("mtp.embed_tokens.weight", "model.visual.embeddings.weight", "mtp.norm.weight"):
         tensors[name] = torch.zeros(3)
     save_file(tensors, path / SINGLE)
-    assert_same(TargetEnds.read(path, "cpu"), target)
+    assert_same(TargetEmbeddingsAndHead.read(path, "cpu"), target)
 
 
 def quantize(path: Path, name: str, *, is_packed: bool) -> None:
@@ -113,14 +113,14 @@ def test_quantized_ends_are_refused(target_path, tmp_path, name, is_packed, mess
     path = shutil.copytree(target_path, tmp_path / "quantized")
     quantize(path, name, is_packed=is_packed)
     with pytest.raises(CommandError, match=message):
-        TargetEnds.read(path, "cpu")
+        TargetEmbeddingsAndHead.read(path, "cpu")
 
 
 def test_other_files_are_refused(target_path, tmp_path):
     path = shutil.copytree(target_path, tmp_path / "pickled")
     (path / SINGLE).rename(path / "pytorch_model.bin")
     with pytest.raises(CommandError, match="reads embedding and head from safetensors"):
-        TargetEnds.read(path, "cpu")
+        TargetEmbeddingsAndHead.read(path, "cpu")
 
 
 def test_a_norm_whose_weight_is_around_zero_counts_from_one():

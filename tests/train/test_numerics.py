@@ -8,10 +8,10 @@ import torch
 from dllm.cpu import instructions
 from dllm.drafter.samples import Sample
 from dllm.train import optimizer, precision
-from dllm.train.ends import TargetEnds
 from dllm.train.learner import DraftLearner
 from dllm.train.optimizer import Muon, lr_factor, orthogonalize
 from dllm.train.run import Run
+from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 from tests.support.calibrate_cases import new_drafter, small_settings
 from tests.support.drafter_pairs import drafter_config
 
@@ -40,7 +40,7 @@ def test_a_new_drafter_is_as_unsure_as_it_should_be(samples, is_tied, norm):
     embedding[: VOCAB // 2] += 1
     weight = None if norm is None else torch.full((HIDDEN,), norm)
     head = embedding if is_tied else other
-    ends = TargetEnds(embedding, head, weight, torch.device("cpu"))
+    ends = TargetEmbeddingsAndHead(embedding, head, weight, torch.device("cpu"))
     learner = DraftLearner(small_settings(), new_drafter(), ends, samples, samples)
     with torch.no_grad():
         loss = learner.loss(0).item()
@@ -50,7 +50,7 @@ def test_a_new_drafter_is_as_unsure_as_it_should_be(samples, is_tied, norm):
 
 
 def test_denormal_numbers_are_zero_in_a_step_and_nowhere_else(samples):
-    ends = TargetEnds(*torch.randn(2, VOCAB, HIDDEN), None, torch.device("cpu"))
+    ends = TargetEmbeddingsAndHead(*torch.randn(2, VOCAB, HIDDEN), None, torch.device("cpu"))
     learner = DraftLearner(small_settings(steps=1), new_drafter(), ends, samples, samples)
     seen = []
 

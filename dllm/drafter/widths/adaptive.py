@@ -77,7 +77,7 @@ class AdaptiveWidth(WidthPolicy):
         # Confidence bins of each slot's last drafts (`survival`).
         self._bins = np.zeros((num_slots, num_drafts), dtype=np.int64)
         # Drafts that were looked up survive in another way than the drafter's.
-        self.survival_of_lookups = Survival(num_slots, num_drafts, believes=True)
+        self.survival_of_lookups = Survival(num_slots, num_drafts, trusts_probability=True)
         self._looked_up = False  # the last drafts were
         self._has_drafts = np.zeros((0, num_drafts), dtype=bool)  # [rows, N]: something was found
         self._samples = np.zeros(0, dtype=bool)  # [rows] of the last step: VerifiedStep.samples

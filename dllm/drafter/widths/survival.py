@@ -42,16 +42,16 @@ class Survival:
     """Survival estimates for every request slot; ``reset`` a slot when another request takes it.
 
     Args:
-        believes: expect drafts to survive as their probability says, before any was verified, and
-            again after many steps in which none was. Otherwise all are expected to be alike, and
-            what was learned is kept: for drafts that are tried now and then in any case.
+        trusts_probability: expect drafts to survive as their probability says, before any was
+            verified, and again after many steps in which none was. Otherwise all are expected to be
+            alike, and what was learned is kept: for drafts that are tried now and then in any case.
     """
 
-    def __init__(self, num_slots: int, num_drafts: int, believes: bool = False) -> None:
+    def __init__(self, num_slots: int, num_drafts: int, trusts_probability: bool = False) -> None:
         self.num_drafts = num_drafts
-        self._kept_unverified = 0.0 if believes else KEPT_UNVERIFIED
+        self._kept_unverified = 0.0 if trusts_probability else KEPT_UNVERIFIED
         middles = (np.append(0.0, BIN_EDGES) + np.append(BIN_EDGES, 1.0)) / 2
-        self._expected = -np.log(middles) / FIRST_GUESS if believes else np.ones(NUM_BINS)
+        self._expected = -np.log(middles) / FIRST_GUESS if trusts_probability else np.ones(NUM_BINS)
         # Each holds two rows: rejections, exposure.
         self._by_position = np.zeros((2, num_drafts))
         self._by_request = np.zeros((2, num_slots))

@@ -26,7 +26,7 @@ from dllm.attention.layers import use_anchored_window
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized, settings_of
-from dllm.models.gemma.family import Gemma
+from dllm.models.gemma.algorithm import EntropyBound
 from dllm.models.gemma.self_conditioning import SelfConditioning
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.models.gemma.weights import (
@@ -142,13 +142,13 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
                 use_anchored_window(layer.self_attn.attn)
             write_rounded(layer.self_attn.attn)
 
-    def make_family(self, vllm_config: VllmConfig) -> Gemma:
+    def make_algorithm(self, vllm_config: VllmConfig) -> EntropyBound:
         vocab_size = vllm_config.model_config.get_vocab_size()
         embedding = self.model.embed_tokens
         # The exact product needs all probabilities; the sparse one computes the few that it needs.
         option = PluginOptions.from_vllm(vllm_config).soft_embedding
         is_sparse = uses_sparse_product(option, vocab_size, embedding.weight.device)
-        return Gemma(
+        return EntropyBound(
             self.settings,
             vocab_size,
             None if is_sparse else embedding.weight.dtype,
@@ -178,7 +178,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         inputs_embeds: torch.Tensor | None = None,
         is_canvas_row: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One pass over heads and canvases; see ``CanvasBackbone.forward``.
+        """One pass over causal spans and canvases; see ``CanvasBackbone.forward``.
 
         Args:
             intermediate_tensors: always None; pipeline parallelism is refused at start.

@@ -18,8 +18,8 @@ the start, and in no mean (`held`). Where there is neither, the rule is the refe
 import torch
 from torch import Tensor
 
+from dllm.engine.algorithm import Canvases, Denoised
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases, Denoised
 from dllm.ops.noise import StepNoise
 from dllm.ops.row_stats import RowStats
 
@@ -45,22 +45,22 @@ def denoise_step(
         drawn: of this step; its tokens stand where the sample is not accepted.
         stability_window: equal argmax canvases in a row; Hugging Face's threshold + 1.
     """
-    width, numbers = rows.widths, canvases.numbers
+    width, parameters = rows.widths, canvases.parameters
     argmax, entropy = stats.argmax[rows.padded], stats.entropy[rows.padded]  # [R, C]
     valid = valid_positions(width, entropy.shape[-1])
-    accept = accept_mask(entropy, width, numbers["entropy_bound"])
-    before = canvases.carried["stable_count"]
+    accept = accept_mask(entropy, width, parameters["entropy_bound"])
+    before = canvases.step_state["stable_count"]
     stable_count = count_stable(argmax, canvases.argmax_canvas, before)
     steps_done = canvases.steps_done + 1
     stop_width = width_to_stop(canvases.is_stop[rows.slots[:, None], argmax], width)
-    converged = steps_done >= numbers["max_steps"]
+    converged = steps_done >= parameters["max_steps"]
     for looked_at in (width, stop_width):
         converged = converged | has_settled(
             stable_count,
             entropy,
             looked_at,
             is_held=canvases.held >= 0,
-            confidence=numbers["confidence"],
+            confidence=parameters["confidence"],
             stability_window=stability_window,
         )
     active = width > 0
@@ -70,7 +70,7 @@ def denoise_step(
         accepted=accept,
         converged=converged & active,
         steps_done=torch.where(active, steps_done, canvases.steps_done),
-        carried={"stable_count": torch.where(valid, stable_count, before)},
+        step_state={"stable_count": torch.where(valid, stable_count, before)},
         temperature=temperature,
         stats=stats,
     )

@@ -89,7 +89,7 @@ class GemmaSettings:
             )
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
-        """The numbers of a request; its temperature multiplies t_min and t_max.
+        """The parameters of a request; its temperature multiplies t_min and t_max.
 
         Arguments and errors as ``settings.denoising.DenoiseSettings.of_request`` says.
         """

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
+from dllm.engine.algorithm import Canvases, Column, Denoised
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases, Column, Denoised
 from dllm.models.gemma import rule
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops import noise
@@ -20,7 +20,7 @@ from dllm.ops.filters import RowFilters
 from dllm.settings.denoising import NO_TOKEN
 
 
-def carried(canvas_length: int) -> tuple[Column, ...]:
+def step_state(canvas_length: int) -> tuple[Column, ...]:
     """What ``denoise`` keeps between steps: for how many steps each argmax token is the same."""
     return (Column("stable_count", (canvas_length,), torch.int32),)
 
@@ -37,16 +37,16 @@ def denoise(
 
     Args:
         logits: ``[N, V]`` fp32, soft-capped and edited.
-        settings: of the model; what a request can change is in ``canvases.numbers``.
+        settings: of the model; what a request can change is in ``canvases.parameters``.
         probs_dtype: of ``stats.probs`` in the result; None: no probabilities are returned.
         filters: top-k, top-p and min-p of each row of logits; None: no filters.
     """
     length, vocab_size = settings.canvas_length, logits.shape[-1]
-    numbers = canvases.numbers
+    parameters = canvases.parameters
     drawn = noise.step_noise(canvases.seeds, rows.starts, canvases.steps_done, length, vocab_size)
     # A request may change its number of steps, but not the model's temperature schedule.
     temperature = rule.temperature(
-        canvases.steps_done, settings.max_denoising_steps, numbers["t_min"], numbers["t_max"]
+        canvases.steps_done, settings.max_denoising_steps, parameters["t_min"], parameters["t_max"]
     )[rows.row_of]  # [R] -> [N]
     is_greedy = canvases.is_greedy[rows.row_of]  # [N]
     keys = torch.where(is_greedy[:, None], noise.NO_KEY, drawn.keys[rows.row_of, rows.place])
@@ -88,7 +88,7 @@ def first_canvases(
         is_greedy=torch.zeros(num_rows, dtype=torch.bool, device=device),
         is_stop=is_stop.expand(num_rows, -1),
         held=torch.full((num_rows, length), -1, device=device),
-        numbers={
+        parameters={
             parameter.name: torch.full(
                 (num_rows,),
                 getattr(settings, parameter.setting),
@@ -97,8 +97,8 @@ def first_canvases(
             )
             for parameter in settings.parameters
         },
-        carried={
+        step_state={
             name: torch.zeros(num_rows, *shape, dtype=dtype, device=device)
-            for name, shape, dtype in carried(length)
+            for name, shape, dtype in step_state(length)
         },
     )

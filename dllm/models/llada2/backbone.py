@@ -1,4 +1,4 @@
-"""LLaDA2 for vLLM: its own class of Ling 2.0, with block-causal heads and canvases of masks."""
+"""LLaDA2 for vLLM: its own class of Ling 2.0, with block-causal spans and canvases of masks."""
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -17,11 +17,11 @@ class LLaDA2MoeModelLM(UnmaskingModel, BailingMoeV2ForCausalLM):
 
     settings: LLaDA2Settings
 
-    def make_family(self, vllm_config: VllmConfig) -> Unmasking:
+    def make_algorithm(self, vllm_config: VllmConfig) -> Unmasking:
         if not self.settings.editing:
             logger.info(
                 "Tokens are not edited. LLaDA2.1 was trained for it, and config.json does not say "
                 "whether this is one: if so, its authors' modes are --override-generation-config "
                 """'{"mode": "quality"}' and '{"mode": "speed"}'."""
             )
-        return super().make_family(vllm_config)
+        return super().make_algorithm(vllm_config)

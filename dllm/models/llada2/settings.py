@@ -60,9 +60,9 @@ class LLaDA2Settings(UnmaskingSettings):
     max_post_steps: int
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
-        """The numbers of a request; it cannot raise the server's numbers of steps."""
-        numbers = super().of_request(asked, temperature)
-        return {**numbers, "max_post_steps": min(asked["max_post_steps"], self.max_post_steps)}
+        """The parameters of a request; it cannot raise the server's numbers of steps."""
+        parameters = super().of_request(asked, temperature)
+        return {**parameters, "max_post_steps": min(asked["max_post_steps"], self.max_post_steps)}
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "LLaDA2Settings":

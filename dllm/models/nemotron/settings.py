@@ -35,7 +35,7 @@ class NemotronSettings(SDARSettings):
 
     @property
     def block_size(self) -> int:
-        """1: heads are causal."""
+        """1: no token of a causal span sees a later one."""
         return 1
 
     @property

@@ -1,4 +1,4 @@
-"""vLLM's own Llama, Qwen2, Qwen3 and Qwen3-MoE, with block-causal heads and canvases of masks."""
+"""vLLM's Llama, Qwen2, Qwen3 and Qwen3-MoE, with block-causal spans and canvases of masks."""
 
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM

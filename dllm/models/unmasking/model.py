@@ -1,7 +1,8 @@
 """UnmaskingModel: what turns an autoregressive model class of vLLM into one that fills in masks.
 
 It stands in front of that class in a list of bases. The backbone, its layers and its weight names
-are vLLM's. Attention differs (heads see blocks), and logits are those of canvas rows, in fp32.
+are vLLM's. Attention differs (causal spans see blocks), and logits are those of canvas rows, in
+fp32.
 """
 
 from collections.abc import Iterable
@@ -44,7 +45,7 @@ class UnmaskingModel:
                 see_blocks(layer, self.settings.block_size)
                 write_rounded(layer)
 
-    def make_family(self, vllm_config: VllmConfig) -> Unmasking:
+    def make_algorithm(self, vllm_config: VllmConfig) -> Unmasking:
         return Unmasking(self.settings)
 
     def forward(
@@ -55,7 +56,7 @@ class UnmaskingModel:
         inputs_embeds: torch.Tensor | None = None,
         is_canvas_row: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One pass over heads and canvases, whose tokens are embedded alike: ``[tokens, hidden]``.
+        """One pass over causal spans and canvases, embedded alike: ``[tokens, hidden]``.
 
         Args:
             intermediate_tensors: always None; pipeline parallelism is refused at start.

@@ -62,27 +62,27 @@ def transfer_count(step: Tensor, max_steps: Tensor, block_size: int) -> Tensor:
 
 
 def masks_to_replace(
-    is_mask: Tensor, proposal: Proposal, count: Tensor, numbers: Mapping[str, Tensor]
+    is_mask: Tensor, proposal: Proposal, count: Tensor, parameters: Mapping[str, Tensor]
 ) -> Tensor:
     """Which masks get their proposed token: [R, C] bool.
 
-    is_mask: [R, C] bool. count: [R] int, from `transfer_count`. numbers: as of `unmask_step`.
+    is_mask: [R, C] bool. count: [R] int, from `transfer_count`. parameters: as of `unmask_step`.
     """
     confidence = torch.where(is_mask, proposal.confidence, -torch.inf)
     order = torch.sort(confidence, dim=-1, descending=True, stable=True).indices
     place = torch.arange(is_mask.shape[-1], device=is_mask.device).expand_as(order)
     best = is_mask & _unsorted(place < count[:, None], order)
-    above = confidence > numbers["threshold"][:, None]
+    above = confidence > parameters["threshold"][:, None]
     dynamic = torch.where((above.sum(dim=-1) >= count)[:, None], above, best)
-    if "strategy" not in numbers:
+    if "strategy" not in parameters:
         return dynamic
     first = is_mask & (is_mask.long().cumsum(dim=-1) <= count[:, None])
     # Positions that are no masks come last, and make the sum infinite.
     entropy = torch.where(is_mask, proposal.entropy, torch.inf)
     ordered, order = torch.sort(entropy, dim=-1, stable=True)
-    is_within = ordered.cumsum(dim=-1) < numbers["entropy_bound"][:, None]
+    is_within = ordered.cumsum(dim=-1) < parameters["entropy_bound"][:, None]
     surest = is_mask & _unsorted(is_within | (place == 0), order)
-    strategy = numbers["strategy"][:, None]
+    strategy = parameters["strategy"][:, None]
     return torch.where(
         strategy == STATIC,
         best,
@@ -101,7 +101,7 @@ def unmask_step(
     steps_done: Tensor,
     post_steps: Tensor,
     width: Tensor,
-    numbers: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
     mask_token_id: int,
     block_size: int,
     thoughts: "Thoughts | None" = None,
@@ -112,8 +112,8 @@ def unmask_step(
         ids: [R, C] int64, the canvases that entered the model.
         steps_done, post_steps: [R] int, before this step.
         width: [R] int.
-        numbers: [R] each, of the parameters in the family's settings. Without a strategy it is the
-            dynamic one, and without editing nothing is edited.
+        parameters: [R] each, of the parameters in the family's settings. Without a strategy it is
+            the dynamic one, and without editing nothing is edited.
         thoughts: whose ends are held where their budgets end. An end that was held in vain, because
             the thought has ended in front of it, becomes a mask again. Not in the last step with
             editing, which could turn such places over and over.
@@ -121,17 +121,17 @@ def unmask_step(
     is_valid = torch.arange(ids.shape[-1], device=width.device) < width[:, None]
     is_mask = (ids == mask_token_id) & is_valid
     had_masks = is_mask.any(dim=-1)
-    max_steps, is_editing = numbers["max_steps"], torch.zeros_like(had_masks)
+    max_steps, is_editing = parameters["max_steps"], torch.zeros_like(had_masks)
     step = steps_done - post_steps
     count = transfer_count(step, max_steps, block_size)
-    replaced = masks_to_replace(is_mask, proposal, count, numbers)
+    replaced = masks_to_replace(is_mask, proposal, count, parameters)
     is_last = step + 1 >= max_steps
     replaced |= is_mask & is_last[:, None]
     edited = torch.zeros_like(is_mask)
-    if "editing" in numbers:
-        is_editing = numbers["editing"] > 0
+    if "editing" in parameters:
+        is_editing = parameters["editing"] > 0
         edited = is_valid & ~is_mask & is_editing[:, None] & (proposal.token != ids)
-        edited &= proposal.confidence > numbers["editing_threshold"][:, None]
+        edited &= proposal.confidence > parameters["editing_threshold"][:, None]
     decided = replaced | edited
     canvas = torch.where(decided, proposal.token, ids)
     is_stop = torch.where(decided, proposal.is_stop, proposal.was_stop) & is_valid
@@ -146,8 +146,8 @@ def unmask_step(
     left = is_valid & (canvas == mask_token_id)
     post_steps = post_steps + (~had_masks).to(post_steps.dtype)
     has_edited_enough = ~edited.any(dim=-1)
-    if "editing" in numbers:
-        has_edited_enough |= post_steps > numbers["max_post_steps"]
+    if "editing" in parameters:
+        has_edited_enough |= post_steps > parameters["max_post_steps"]
     is_settled = torch.where(had_masks, is_last, has_edited_enough)
     is_finished = (is_settled | ~is_editing) & ~left.any(dim=-1)
     has_new_stop = (decided & is_stop).any(dim=-1)

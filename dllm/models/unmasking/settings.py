@@ -64,7 +64,7 @@ class UnmaskingSettings:
         return (self.mask_token_id,)
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
-        """The numbers of a request; it cannot raise the server's number of steps."""
+        """The parameters of a request; it cannot raise the server's number of steps."""
         return {**asked, "max_steps": min(asked["max_steps"], self.max_denoising_steps)}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The engine's interface, ``engine.family.Family``, for canvases that start as masks.
+"""The ``engine.algorithm.DenoisingAlgorithm`` of canvases that start as masks.
 
 One denoise step leads from logits to the next canvas:
 
@@ -22,8 +22,8 @@ token this is an exact draw, of a whole text nearly one (perturb-and-MAP, Papand
 
 import torch
 
+from dllm.engine.algorithm import Canvases, Column, Denoised, DenoisingAlgorithm
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases, Column, Denoised, Family
 from dllm.grammar.viterbi import OTHER_THAN_FIXED
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.settings import UnmaskingSettings
@@ -38,11 +38,11 @@ EXCLUDED = 1e4
 ROWS_AT_ONCE = 64  # of noise, which takes several times their memory
 
 
-class Unmasking(Family):
+class Unmasking(DenoisingAlgorithm):
     """What the engine asks of an SDAR or a LLaDA2. They have no self-conditioning."""
 
     decides_for_good = True
-    carried = (Column("post_steps", (), torch.int32),)
+    step_state = (Column("post_steps", (), torch.int32),)
 
     def __init__(self, settings: UnmaskingSettings) -> None:
         self.settings: UnmaskingSettings = settings
@@ -65,9 +65,9 @@ class Unmasking(Family):
             ids=ids,
             proposal=proposal,
             steps_done=canvases.steps_done,
-            post_steps=canvases.carried["post_steps"],
+            post_steps=canvases.step_state["post_steps"],
             width=widths,
-            numbers=canvases.numbers,
+            parameters=canvases.parameters,
             mask_token_id=mask_token_id,
             block_size=self.settings.canvas_length,
             thoughts=canvases.thoughts,
@@ -84,7 +84,7 @@ class Unmasking(Family):
             accepted=~is_mask,
             converged=outcome.converged,
             steps_done=canvases.steps_done + (rows.widths > 0),
-            carried={"post_steps": outcome.post_steps},
+            step_state={"post_steps": outcome.post_steps},
             temperature=canvases.temperature[rows.row_of],
             stats=stats,
             decided=outcome.is_decided | is_given,
@@ -148,9 +148,9 @@ class Unmasking(Family):
             scores[some] = torch.where(is_greedy[some, None], x, noisy)
         ids = canvases.ids[part].long()
         stays = ids != self.settings.mask_token_id
-        if "editing" in canvases.numbers:
-            is_sure = torch.exp(-stats.log_z) > canvases.numbers["editing_threshold"][of]
-            is_editing = canvases.numbers["editing"][of] > 0
+        if "editing" in canvases.parameters:
+            is_sure = torch.exp(-stats.log_z) > canvases.parameters["editing_threshold"][of]
+            is_editing = canvases.parameters["editing"][of] > 0
             stays &= ~(is_editing & is_sure & (stats.argmax != ids))
         if canvases.thoughts is not None:  # a thought may end earlier by itself
             stays &= ~canvases.thoughts.ends_at(canvases.ids[rows.padded].long())[of, place]

@@ -1,10 +1,10 @@
-"""DiffusionGemma's implementation of the engine's interface, ``engine.family.Family``."""
+"""DiffusionGemma's ``engine.algorithm.DenoisingAlgorithm``: entropy-bound denoising."""
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from dllm.engine.algorithm import Canvases, Denoised, DenoisingAlgorithm
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases, Denoised, Family
 from dllm.models.gemma import step
 from dllm.models.gemma.self_conditioning import SelfConditioning, soft_embeddings
 from dllm.models.gemma.settings import GemmaSettings
@@ -12,12 +12,12 @@ from dllm.ops import noise
 from dllm.ops.filters import RowFilters
 
 
-class Gemma(Family):
+class EntropyBound(DenoisingAlgorithm):
     """What the engine asks of one loaded DiffusionGemma.
 
     Args:
-        probs_dtype: of the probabilities that ``denoise`` computes for ``look_back``. None: it
-            computes none, and ``look_back`` computes the few that it needs.
+        probs_dtype: of the probabilities that ``denoise`` computes for ``soft_embeddings``. None:
+            it computes none, and ``soft_embeddings`` computes the few that it needs.
         embedding: the token embedding; with tensor parallelism, this rank's part.
         normalizer: what token embeddings are multiplied by.
     """
@@ -32,7 +32,7 @@ class Gemma(Family):
         normalizer: torch.Tensor,
     ) -> None:
         self.settings: GemmaSettings = settings
-        self.carried = step.carried(settings.canvas_length)
+        self.step_state = step.step_state(settings.canvas_length)
         self.soft_size = embedding.embedding_dim
         self.vocab_size = vocab_size
         self.probs_dtype = probs_dtype
@@ -48,13 +48,13 @@ class Gemma(Family):
     ) -> Denoised:
         return step.denoise(logits, rows, canvases, self.settings, self.probs_dtype, filters)
 
-    def look_back(self, logits: torch.Tensor, denoised: Denoised) -> torch.Tensor:
+    def soft_embeddings(self, logits: torch.Tensor, denoised: Denoised) -> torch.Tensor:
         """The soft embeddings: the mean token embedding under this step's probabilities."""
         return soft_embeddings(
             logits, denoised.temperature, denoised.stats, self.embedding, self.normalizer
         )
 
-    def condition(
+    def self_condition(
         self, embeds: torch.Tensor, soft_embeds: torch.Tensor, steps_done: torch.Tensor
     ) -> torch.Tensor:
         """Token embeddings with self-conditioning; ``soft_embeds`` count as 0 in the first step."""

@@ -25,7 +25,7 @@ OF_OTHERS = ("mtp.", ".layers.", "visual.", "vision")
 
 
 @dataclass
-class TargetEnds:
+class TargetEmbeddingsAndHead:
     """What a drafter shares with its target, on one device.
 
     Attributes:
@@ -39,7 +39,7 @@ class TargetEnds:
     device: torch.device
 
     @classmethod
-    def read(cls, path: Path, device: str) -> "TargetEnds":
+    def read(cls, path: Path, device: str) -> "TargetEmbeddingsAndHead":
         """Read these tensors of a checkpoint, and no others.
 
         Raises:

@@ -1,20 +1,20 @@
-"""THE INTERFACE of a family of diffusion language models: everything that the engine asks of one.
+"""THE INTERFACE of a denoising algorithm: everything that the engine asks of a model family.
 
-A family declares which tensors it keeps for each canvas, and implements up to five methods. The
+It declares which tensors it keeps for each canvas, and implements up to five methods. The
 engine does the rest: it schedules canvases, stores their state, edits logits as a request asks, and
 emits canvases that have converged. In one denoise step the engine calls, in this order:
 
-    condition         makes the model's input of canvas rows: embeddings + the last step's result
+    self_condition    makes the model's input of canvas rows: embeddings + the last step's result
     (the model's forward pass; then the logit edits of each request)
     scores_of_texts   under grammars alone: which texts are the best ones
     denoise           logits -> the next canvas, and whether it has converged
-    look_back         computes what `condition` gets in the next step
+    soft_embeddings   computes what `self_condition` gets in the next step
 
 ``fresh_canvas`` makes the first canvas behind a prompt or behind an emitted block.
 
 What vLLM loads is the family's model class. Beside what vLLM asks of every model, it has
-``make_family(vllm_config)``; ``get_model_state_cls()``, which returns ``DiffusionModelState`` or a
-subclass; a ``forward`` that takes ``is_canvas_row`` (``[tokens]`` bool, may be ignored); and a
+``make_algorithm(vllm_config)``; ``get_model_state_cls()``, which returns ``DiffusionModelState`` or
+a subclass; a ``forward`` that takes ``is_canvas_row`` (``[tokens]`` bool, may be ignored); and a
 ``compute_logits`` that returns ``LogitRows`` for more rows than ``rows_at_once`` allows.
 
 Shapes: R canvases in a step, N rows of logits (one for each token of these canvases), C the served
@@ -36,7 +36,7 @@ from dllm.settings.denoising import DenoiseSettings
 
 
 class Column(NamedTuple):
-    """A tensor that a family keeps between steps: ``[slots, *shape]``, 0 when a canvas starts."""
+    """A tensor that is kept between denoise steps: ``[slots, *shape]``, 0 when a canvas starts."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,8 +63,8 @@ class Canvases(NamedTuple):
             honours it with ``with_held_tokens``. A canvas starts with it there.
         thoughts: in front of the canvases; ``denoise`` holds their ends with ``holding_ends``. None
             where there is no engine.
-        numbers: ``[R]`` each, ``RequestOptions.numbers`` by name.
-        carried: ``[R, ...]`` each, the family's columns by name.
+        parameters: ``[R]`` each, ``RequestOptions.parameters`` by name.
+        step_state: ``[R, ...]`` each, the algorithm's columns by name.
     """
 
     ids: Tensor
@@ -76,8 +76,8 @@ class Canvases(NamedTuple):
     is_greedy: Tensor
     is_stop: Tensor
     held: Tensor
-    numbers: Mapping[str, Tensor]
-    carried: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    step_state: Mapping[str, Tensor]
     thoughts: Thoughts | None = None
 
     def holding_ends(self, tokens: Tensor) -> "Canvases":
@@ -119,7 +119,7 @@ class Denoised(NamedTuple):
         accepted: ``[R, C]`` bool, whether ``canvas`` keeps the model's token; else it is noise.
         converged: ``[R]`` bool.
         steps_done: ``[R]`` int64, including this step.
-        carried: ``[R, ...]`` each, the family's columns by name.
+        step_state: ``[R, ...]`` each, the algorithm's columns by name.
         temperature: ``[N]`` fp32, of each row of logits.
         stats: the statistics of each row of logits at that temperature.
         decided: ``[R, C]`` bool, the positions whose logprob is of this step, unless a later step
@@ -132,31 +132,31 @@ class Denoised(NamedTuple):
     accepted: Tensor
     converged: Tensor
     steps_done: Tensor
-    carried: dict[str, Tensor]
+    step_state: dict[str, Tensor]
     temperature: Tensor
     stats: RowStats
     decided: Tensor | None = None
 
 
-class Family(ABC):
-    """What the engine asks of a family. A model class returns one from ``make_family``.
+class DenoisingAlgorithm(ABC):
+    """What the engine asks. A model class returns one from ``make_algorithm``.
 
     No attribute may be replaced after the first request: compiled code does not look again
     (``engine.compilation``).
 
     Attributes:
-        settings: how the family denoises unless a request says otherwise.
-        carried: the tensors that the family keeps between steps.
+        settings: how the algorithm denoises unless a request says otherwise.
+        step_state: the tensors that the algorithm keeps between steps.
         decides_for_good: every step decides some positions (``Denoised.decided``), and those of
             earlier steps stay. False: every step decides all positions anew.
         begins_causally: the first token of a canvas is decided by the causal pass in front of it
             (``engine.first_token``).
-        soft_size: last dimension of what ``look_back`` returns. None: a step depends on its canvas
-            alone, and ``look_back`` and ``condition`` are never called.
+        soft_size: last dimension of what ``soft_embeddings`` returns. None: a step depends on its
+            canvas alone, and ``soft_embeddings`` and ``self_condition`` are never called.
     """
 
     settings: DenoiseSettings
-    carried: tuple[Column, ...] = ()
+    step_state: tuple[Column, ...] = ()
     decides_for_good: bool = False
     begins_causally: bool = False
     soft_size: int | None = None
@@ -204,8 +204,8 @@ class Family(ABC):
         """
         return logits[part]
 
-    def look_back(self, logits: Tensor, denoised: Denoised) -> Tensor:
-        """What ``condition`` gets as ``soft_embeds`` in the next step: ``[N, soft_size]``.
+    def soft_embeddings(self, logits: Tensor, denoised: Denoised) -> Tensor:
+        """What ``self_condition`` gets as ``soft_embeds`` in the next step: ``[N, soft_size]``.
 
         Called only if ``soft_size`` is set.
 
@@ -213,15 +213,15 @@ class Family(ABC):
             logits: ``[N, V]`` fp32, those that ``denoise`` got.
             denoised: what ``denoise`` returned.
         """
-        raise NotImplementedError(f"{type(self).__name__} has a soft_size, but no look_back")
+        raise NotImplementedError(f"{type(self).__name__} has a soft_size, but no soft_embeddings")
 
-    def condition(self, embeds: Tensor, soft_embeds: Tensor, steps_done: Tensor) -> Tensor:
+    def self_condition(self, embeds: Tensor, soft_embeds: Tensor, steps_done: Tensor) -> Tensor:
         """The model's input of canvas rows: ``[N, hidden]``. Called only if ``soft_size`` is set.
 
         Args:
             embeds: ``[N, hidden]``, the embeddings of the canvas tokens.
-            soft_embeds: ``[N, soft_size]``, what ``look_back`` returned in the step before. In the
-                first step of a canvas (``steps_done`` 0) its values have no meaning.
+            soft_embeds: ``[N, soft_size]``, what ``soft_embeddings`` returned in the step before.
+                In the first step of a canvas (``steps_done`` 0) its values have no meaning.
             steps_done: ``[N]``, how many denoise steps the row's canvas has taken.
         """
-        raise NotImplementedError(f"{type(self).__name__} has a soft_size, but no condition")
+        raise NotImplementedError(f"{type(self).__name__} has a soft_size, but no self_condition")

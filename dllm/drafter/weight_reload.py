@@ -62,7 +62,7 @@ class Version(NamedTuple):
     weights: Weights
 
 
-class Renewal:
+class WeightReload:
     """One worker's watch over the folder.
 
     Args:
@@ -86,7 +86,7 @@ class Renewal:
         # checkpoints, and the server has to go back to this one if a newer one fails halfway.
         self._files = open_weights(initial)
         self._refused: set[int] = set()  # also where the folder cannot be written to
-        self._reader = ThreadPoolExecutor(1, "dllm-renewal")
+        self._reader = ThreadPoolExecutor(1, "dllm-weight-reload")
         self._reading: Future[Version | None] | None = None  # of the checkpoint ``_next``
         self._next = 0
 
