@@ -1,4 +1,4 @@
-"""Imports point one way: a room imports lower floors only, and there is no circle of modules."""
+"""Imports point one way: a package imports lower layers only, and there is no circle of modules."""
 
 import ast
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ import pytest
 from tests.support.process import run_python
 
 ROOT = Path(__file__).parents[1]
-# From the ground up. Rooms of one floor do not import each other.
-FLOORS = (
+# From the ground up. Packages of one layer do not import each other.
+LAYERS = (
     ("dllm.attention", "dllm.quant"),
     ("dllm.settings", "dllm.prompts", "dllm.ops", "dllm.cpu", "dllm.grammar"),
     ("dllm.engine",),
@@ -20,7 +20,7 @@ FLOORS = (
     ("dllm.train", "dllm.doctor"),
     ("dllm.cli",),
 )
-HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 # `dllm/__init__.py` holds the version and the entry point, which imports when it is called.
 ROOT_PACKAGE = "dllm"
 WITHOUT_VLLM = ("dllm.ops", "dllm.grammar", "dllm.prompts", "dllm.cpu", "dllm.quantize")
@@ -61,9 +61,9 @@ def named(tree: ast.AST, known: set[str]) -> Iterator[str]:
             yield from (each for each in (name, name.rpartition(".")[0]) if each in known)
 
 
-def room_of(module: str) -> str | None:
-    """The room that a module is in; None for other packages and for `dllm/__init__.py`."""
-    return next((room for room in HEIGHT if f"{module}.".startswith(f"{room}.")), None)
+def package_of(module: str) -> str | None:
+    """The package that a module is in; None for other packages and for `dllm/__init__.py`."""
+    return next((package for package in LAYER_OF if f"{module}.".startswith(f"{package}.")), None)
 
 
 def violations(modules: dict[str, ast.Module]) -> list[str]:
@@ -72,17 +72,17 @@ def violations(modules: dict[str, ast.Module]) -> list[str]:
     imported = {name: set(imports(tree, known)) for name, tree in modules.items()}
     wrong = []
     for name, tree in modules.items():
-        room = room_of(name)
+        package = package_of(name)
         everything = {*imported[name], *named(tree, known)}
         wrong += [f"{name} imports {each}" for each in everything if each.split(".")[0] in OUTSIDE]
-        if room is None:
-            assert name == ROOT_PACKAGE, f"{name} is in no room of FLOORS"
+        if package is None:
+            assert name == ROOT_PACKAGE, f"{name} is in no package of LAYERS"
             at_once = ast.Module([node for node in tree.body if is_import(node)], [])
             wrong += [f"{name} imports {each}" for each in {*imports(at_once, known)} & known]
             continue
         for other in everything & known - {ROOT_PACKAGE}:
-            below = room_of(other)
-            if below is None or (below != room and HEIGHT[below] >= HEIGHT[room]):
+            below = package_of(other)
+            if below is None or (below != package and LAYER_OF[below] >= LAYER_OF[package]):
                 wrong.append(f"{name} imports {other}")
     graph = {name: others & known for name, others in imported.items()}
     del graph[ROOT_PACKAGE]
@@ -106,12 +106,12 @@ def test_imports_go_down_and_never_in_a_circle(modules):
     assert violations(modules) == []
 
 
-@pytest.mark.parametrize("room", WITHOUT_VLLM)
-def test_lower_rooms_know_no_vllm(room, modules):
+@pytest.mark.parametrize("package", WITHOUT_VLLM)
+def test_lower_packages_know_no_vllm(package, modules):
     found = [
         (name, imported)
         for name, tree in modules.items()
-        if room_of(name) == room
+        if package_of(name) == package
         for imported in imports(tree, set(modules))
         if imported.split(".")[0] == "vllm"
     ]
@@ -129,9 +129,9 @@ def test_what_quantizes_is_imported_without_vllm():
     run_python("-c", "\n".join(lines))
 
 
-def test_every_room_says_what_it_is():
-    for room in HEIGHT:
-        path = ROOT / room.replace(".", "/") / "__init__.py"
+def test_every_package_says_what_it_is():
+    for package in LAYER_OF:
+        path = ROOT / package.replace(".", "/") / "__init__.py"
         if path.parent.is_dir():
             assert ast.get_docstring(ast.parse(path.read_text())), path
 
@@ -142,7 +142,7 @@ def test_every_room_says_what_it_is():
         ("dllm.engine.state", "from dllm.models.gemma import rule", "engine.state imports"),
         ("dllm.ops.noise", "def f():\n    import dllm.settings.checks", "ops.noise imports"),
         ("dllm.attention.masks", "from dllm.attention.reference import x", "circle"),
-        ("dllm.heap", "", "dllm.heap is in no room"),
+        ("dllm.heap", "", "dllm.heap is in no package"),
         ("dllm.engine.spans", 'X = "dllm.models.gemma.rule:Rules"', "engine.spans imports"),
         ("dllm.cpu.gumbel", "from bench import tables", "cpu.gumbel imports bench"),
         ("dllm", "from dllm.models import FAMILIES", "dllm imports dllm.models"),

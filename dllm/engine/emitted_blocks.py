@@ -77,8 +77,8 @@ class EmittedText(StructuredOutputGrammar):
         raise NotImplementedError
 
 
-def room_for(num_requests: int, vocab_size: int) -> Sizes:
-    """The room that all tables of running requests share.
+def capacity_for(num_requests: int, vocab_size: int) -> Sizes:
+    """The capacity that all tables of running requests share.
 
     One of the largest size, also with thoughts, and for each request one of a size that few exceed:
     some 300 MB for 64 requests and 262,144 tokens.
@@ -99,15 +99,15 @@ def with_thoughts(sizes: Sizes, table: Table, thoughts: Thoughts) -> Sizes:
     return sizes.plus(Sizes(0, more * sizes.states + classes, 1, classes, chunks))
 
 
-class GrammarRoom:
+class GrammarCapacity:
     """Which requests with a grammar may run: as many as their tables have room for.
 
     Args:
-        room: of all tables together; equal ones count once.
+        capacity: of all tables together; equal ones count once.
     """
 
-    def __init__(self, room: Sizes) -> None:
-        self._room = room
+    def __init__(self, capacity: Sizes) -> None:
+        self._capacity = capacity
         self._used = Sizes(0, 0, 0, 0, 0)
         self._let_in: dict[str, EmittedText] = {}
         self._count: Counter[Any] = Counter()  # of those, by equal tables
@@ -122,11 +122,11 @@ class GrammarRoom:
         if not isinstance(text, EmittedText) or request.request_id in self._let_in:
             return True
         assert asked is not None
-        if not text.sizes.fits(self._room):
+        if not text.sizes.fits(self._capacity):
             asked.grammar = ValueError("the table of the grammar is too large")  # type: ignore[assignment]
             return True
         needed = self._used if self._count[text.key] else self._used.plus(text.sizes)
-        if not needed.fits(self._room):
+        if not needed.fits(self._capacity):
             return False
         self._used = needed
         self._count[text.key] += 1

@@ -28,12 +28,12 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.emitted_blocks import room_for
+from dllm.engine.emitted_blocks import capacity_for
 from dllm.engine.thoughts import Thought
 from dllm.grammar.constraint import Constraint, Grammar, SlotGrammar
 from dllm.grammar.device import (
     NO_TABLE,
-    NoRoom,
+    OverCapacity,
     PackedTables,
     Paths,
     Searches,
@@ -265,8 +265,8 @@ class DeviceGrammars(CanvasGrammars):
         self._states = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self._staged: dict[int, int] = {}  # states of new requests, by slot
         vocab_size = vllm_config.model_config.get_vocab_size()
-        self._room = room_for(num_slots, vocab_size)
-        self._pool = TablePool(self._room, vocab_size, device)
+        self._capacity = capacity_for(num_slots, vocab_size)
+        self._pool = TablePool(self._capacity, vocab_size, device)
         self._least = 0, 0  # classes and states that kernels have room for
 
     def _put(self, slot: int, found: SlotGrammar | None) -> None:
@@ -277,9 +277,11 @@ class DeviceGrammars(CanvasGrammars):
         needed = Sizes(0, 0, 0, 0, 0)
         for grammar in self._grammars() if found else ():
             needed = needed.plus(Sizes.of(grammar.canvas.table))
-        if not needed.fits(self._room):
+        if not needed.fits(self._capacity):
             super()._put(slot, None)
-            raise NoRoom(f"tables of all requests need {needed}; there is room for {self._room}")
+            raise OverCapacity(
+                f"tables of all requests need {needed}; there is room for {self._capacity}"
+            )
 
     def _grammars(self) -> set[Grammar]:
         """Of all slots."""

@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm.engine.emitted_blocks import GrammarRoom, room_for
+from dllm.engine.emitted_blocks import GrammarCapacity, capacity_for
 from dllm.engine.frames import FrameMail
 from dllm.engine.metrics import KEY_OF_THOUGHTS, put_into
 from dllm.engine.thoughts import Thought
@@ -51,7 +51,9 @@ class CanvasScheduler(Scheduler):
         self._num_full_thoughts = 0  # that statistics have not told of yet
         self._num_passes = 1  # of the engine step whose output is being counted
         vocab_size = self.vllm_config.model_config.get_vocab_size()
-        self._grammar_room = GrammarRoom(room_for(self.scheduler_config.max_num_seqs, vocab_size))
+        self._grammar_capacity = GrammarCapacity(
+            capacity_for(self.scheduler_config.max_num_seqs, vocab_size)
+        )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """vLLM's counts behind the message; the tail of a causal span does not count as computed.
@@ -72,12 +74,12 @@ class CanvasScheduler(Scheduler):
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM's; a request waits, too, until there is room for the table of its grammar."""
-        admits = self._grammar_room.admits(request)
+        admits = self._grammar_capacity.admits(request)
         return admits and super()._handle_blocked_waiting_request(request)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         """vLLM's; gives back the room of the request's grammar."""
-        self._grammar_room.release(request)
+        self._grammar_capacity.release(request)
         self._thoughts.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 

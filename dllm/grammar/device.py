@@ -74,11 +74,11 @@ class Sizes(NamedTuple):
     def minus(self, other: "Sizes") -> "Sizes":
         return Sizes(*(one - less for one, less in zip(self, other, strict=True)))
 
-    def fits(self, room: "Sizes") -> bool:
-        return all(one <= most for one, most in zip(self, room, strict=True))
+    def fits(self, capacity: "Sizes") -> bool:
+        return all(one <= most for one, most in zip(self, capacity, strict=True))
 
 
-class NoRoom(ValueError):
+class OverCapacity(ValueError):
     """Raised for tables that do not fit into a pool together."""
 
 
@@ -89,29 +89,31 @@ class TablePool:
     the kernels that were launched before.
     """
 
-    def __init__(self, room: Sizes, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        if max(room.cells, room.edges, room.chunks) >= 1 << 31:
-            raise NoRoom(f"{room}: the kernels count in 32 bits")
+    def __init__(
+        self, capacity: Sizes, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if max(capacity.cells, capacity.edges, capacity.chunks) >= 1 << 31:
+            raise OverCapacity(f"{capacity}: the kernels count in 32 bits")
         self.vocab_size = vocab_size
-        self._room = room
+        self._capacity = capacity
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self._packed = PackedTables(
-            class_of=empty(room.tables, vocab_size),
-            next=empty(room.cells),
-            accepts=empty(room.states, dtype=torch.int8),
-            left=empty(room.states),
-            source=empty(room.edges),
-            kind=empty(room.edges),
-            target=empty(room.edges),
-            is_last=empty(room.edges, dtype=torch.int8),
-            into=empty(room.states + 1),
-            chunk=empty(room.chunks, CHUNK),
-            chunk_class=empty(room.chunks),
-            **{name: empty(room.tables + 1) for name in FIRSTS},
-            num_classes=empty(room.tables),
+            class_of=empty(capacity.tables, vocab_size),
+            next=empty(capacity.cells),
+            accepts=empty(capacity.states, dtype=torch.int8),
+            left=empty(capacity.states),
+            source=empty(capacity.edges),
+            kind=empty(capacity.edges),
+            target=empty(capacity.edges),
+            is_last=empty(capacity.edges, dtype=torch.int8),
+            into=empty(capacity.states + 1),
+            chunk=empty(capacity.chunks, CHUNK),
+            chunk_class=empty(capacity.chunks),
+            **{name: empty(capacity.tables + 1) for name in FIRSTS},
+            num_classes=empty(capacity.tables),
             most_classes=0,
             most_states=0,
             most_chunks=0,
@@ -129,14 +131,15 @@ class TablePool:
         Others stay as long as there is room.
 
         Raises:
-            NoRoom: there is none, even for these tables alone; those in front of the first one that
+            OverCapacity: there is none, even for these tables alone; those in front of the first
+            one that
                 does not fit are there.
         """
         new = self._missing(tables)
         needed = self._used
         for table in new:
             needed = needed.plus(Sizes.of(table))
-        if not needed.fits(self._room):
+        if not needed.fits(self._capacity):
             self._clear()
             new = self._missing(tables)
         for table in new:
@@ -153,8 +156,8 @@ class TablePool:
     def _write(self, table: Table, sizes: Sizes) -> None:
         used, packed = self._used, self._packed
         behind = used.plus(sizes)
-        if not behind.fits(self._room):
-            raise NoRoom(f"{behind} into {self._room}")
+        if not behind.fits(self._capacity):
+            raise OverCapacity(f"{behind} into {self._capacity}")
         source, kind, target = table.edges
         chunk, chunk_class = _chunks(table)
         is_last = np.append(target[1:] != target[:-1], True)[: len(target)]
@@ -198,10 +201,10 @@ FIRSTS = ("first_next", "first_state", "first_edge", "first_chunk")
 
 def pack(tables: Sequence[Table], device: torch.device | str = "cpu") -> PackedTables:
     """Tables of one vocabulary, at least one, in this order and in a pool of their size."""
-    room = Sizes(0, 0, 0, 0, 0)
+    capacity = Sizes(0, 0, 0, 0, 0)
     for table in tables:
-        room = room.plus(Sizes.of(table))
-    return TablePool(room, len(tables[0].class_of), device).place(tables)[0]
+        capacity = capacity.plus(Sizes.of(table))
+    return TablePool(capacity, len(tables[0].class_of), device).place(tables)[0]
 
 
 def _chunks(table: Table) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 
-from dllm.engine.emitted_blocks import EmittedText, GrammarRoom
+from dllm.engine.emitted_blocks import EmittedText, GrammarCapacity
 from dllm.engine.grammars import DeviceGrammars, HostGrammars
 from dllm.engine.warm_up import canvas_batch
 from dllm.grammar.constraint import Constraint
@@ -180,20 +180,22 @@ def test_requests_wait_for_room_for_their_tables(engine, monkeypatch):
     expected = engine.generate([prompt(12)] * 4, asked)
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     sizes = [EmittedText.of_request(admitted(engine, one)).sizes for one in asked]
-    room = GrammarRoom(Sizes(1, *(max(column) for column in list(zip(*sizes, strict=True))[1:])))
-    monkeypatch.setattr(scheduler, "_grammar_room", room)
+    capacity = GrammarCapacity(
+        Sizes(1, *(max(column) for column in list(zip(*sizes, strict=True))[1:]))
+    )
+    monkeypatch.setattr(scheduler, "_grammar_capacity", capacity)
     held = []
-    admits = GrammarRoom.admits
+    admits = GrammarCapacity.admits
     monkeypatch.setattr(
-        GrammarRoom,
+        GrammarCapacity,
         "admits",
-        lambda *given: ((is_in := admits(*given)) and held.append(len({*room._count}))) or is_in,
+        lambda *given: ((is_in := admits(*given)) and held.append(len({*capacity._count}))) or is_in,
     )
     assert engine.generate([prompt(12)] * 4, asked) == expected
     assert set(held) == {1}
-    assert not room._count and room._used == Sizes(0, 0, 0, 0, 0)
-    nothing = GrammarRoom(Sizes(0, 0, 0, 0, 0))
-    monkeypatch.setattr(scheduler, "_grammar_room", nothing)
+    assert not capacity._count and capacity._used == Sizes(0, 0, 0, 0, 0)
+    nothing = GrammarCapacity(Sizes(0, 0, 0, 0, 0))
+    monkeypatch.setattr(scheduler, "_grammar_capacity", nothing)
     large, free = engine.outputs([prompt(12)] * 2, [asked[0], params(None, max_tokens=4)])
     assert large.outputs[0].finish_reason == "error"
     assert len(free.outputs[0].token_ids) == 4

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dllm.grammar.device import NoRoom, PackedTables, Sizes, TablePool, pack
+from dllm.grammar.device import OverCapacity, PackedTables, Sizes, TablePool, pack
 from tests.support.grammars import GRAMMARS, WORDS, table
 
 
@@ -26,7 +26,7 @@ def test_a_pool_holds_what_fits_and_makes_room():
         max(len(two.accepts), len(three.accepts)),
         max(sizes[1].chunks, sizes[2].chunks),
     ]
-    with pytest.raises(NoRoom):
+    with pytest.raises(OverCapacity):
         pool.place([one, two, three])
     assert pool.place([one])[1]  # it goes on
 
@@ -39,5 +39,5 @@ def parts(packed: PackedTables) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("part", ["cells", "edges", "chunks"])
 def test_a_pool_beyond_what_kernels_count_is_refused(part):
-    with pytest.raises(NoRoom, match="32 bits"):
+    with pytest.raises(OverCapacity, match="32 bits"):
         TablePool(Sizes(1, 1, 1, 1, 1)._replace(**{part: 1 << 31}), 1, "meta")
