@@ -15,7 +15,7 @@ from dllm.settings.command import FAILED, INTERRUPTED, MISUSED, OK, CommandError
 
 # Name: (module, help text).
 COMMANDS = {
-    "calibrate": ("dllm.train.command", "train a drafter on what a target says"),
+    "train drafter": ("dllm.train.command", "train a drafter on what a target says"),
     "recalibrate": (
         "dllm.train.recalibrate",
         "go on training a server's drafter on its traffic",
@@ -36,6 +36,8 @@ COMMANDS = {
     "check-quant": ("dllm.quantize.check_command", "look for what is wrong with such a checkpoint"),
 }
 
+ALIASES = {"calibrate": "train drafter"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status.
@@ -46,10 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return OK if arguments else MISUSED
-    name, *rest = arguments
-    if name == "--version":
+    if arguments[0] == "--version":
         print(f"dllm {__version__}")
         return OK
+    num_words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
+    name, rest = " ".join(arguments[:num_words]), arguments[num_words:]
+    if name in ALIASES:
+        print(f"dllm {name} is the same as dllm {ALIASES[name]}", file=sys.stderr)
+        name = ALIASES[name]
     if name not in COMMANDS:
         hint = did_you_mean(name, list(COMMANDS))
         print(f"dllm: no command {name!r}{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)

@@ -3,9 +3,9 @@
     python -m bench.toys.prompts toys.jsonl --heldout 40 --train 1200
     python -m bench.toys.prompts toys.jsonl --heldout 200 --decisions
 
-The first is of prompts, for ``dllm calibrate``, ``check-drafter`` and ``quantize``; the second of
-typed decisions, for ``dllm eval``. Held-out questions come first, then those for training; so many
-of each family, one family after the other.
+The first is of prompts, for ``dllm train drafter``, ``check-drafter`` and ``quantize``; the second
+of typed decisions, for ``dllm eval``. Held-out questions come first, then those for training; so
+many of each family, one family after the other.
 """
 
 import json

@@ -50,7 +50,8 @@ class DrafterOptions:
             ones leave its KV cache. None keeps what the checkpoint says.
         mask_token_id: the token at undecided positions, if the checkpoint does not name one.
         record: folder in which tokens and hidden states of live traffic are recorded, for
-            ``dllm calibrate --from-buffer``; None records nothing. They reveal what users wrote.
+            ``dllm train drafter --from-buffer``; None records nothing. They reveal what users
+            wrote.
         record_layers: for a server without a drafter: layers of the target (0-based) whose outputs
             are recorded; a drafter says itself which ones it reads.
         record_mb: limit of that folder, MB (10^6 bytes); the oldest recordings are deleted first.

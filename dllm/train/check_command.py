@@ -12,7 +12,7 @@ from dllm.settings.command import FAILED, OK, CommandError, write_findings
 from dllm.train.acceptance import measure, possible, total
 from dllm.train.export import Drafter
 from dllm.train.prompts import Prompt, load_prompts
-from dllm.train.settings import CalibrateSettings
+from dllm.train.settings import DrafterTraining
 from dllm.train.target import Target, read_config, target_facts
 
 NUM_PROMPTS = 10
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     network = drafter.network().to(given.device).requires_grad_(False)
     target = Target(given.target, given.device)
     # All are measured; "held out" means nothing here.
-    asked = CalibrateSettings(heldout=1, responses=given.num_prompts)
+    asked = DrafterTraining(heldout=1, responses=given.num_prompts)
     prompts = load_prompts(given.target, given.prompts, asked)[: given.num_prompts]
     samples = respond(target, prompts, given.max_tokens)
     found = total(measure(network, target, samples, drafter.block))

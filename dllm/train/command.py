@@ -1,4 +1,4 @@
-"""``dllm calibrate``: from a target and prompts to a drafter that vLLM serves beside it."""
+"""``dllm train drafter``: from a target and prompts to a drafter that vLLM serves beside it."""
 
 import argparse
 import hashlib
@@ -32,7 +32,7 @@ from dllm.train.responses import (
 )
 from dllm.train.run import Run
 from dllm.train.run_files import LOG, MODEL, begin, weights_digest, write_log
-from dllm.train.settings import CONTINUED, NEW, CalibrateSettings
+from dllm.train.settings import CONTINUED, NEW, DrafterTraining
 from dllm.train.target import Target, read_config, target_facts
 from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dllm calibrate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="dllm train drafter", description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")
     parser.add_argument("--config", type=Path, help="TOML: settings of the run")
@@ -139,7 +139,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def load_settings(given: argparse.Namespace) -> CalibrateSettings:
+def load_settings(given: argparse.Namespace) -> DrafterTraining:
     """The settings of ``--config``, or the defaults of a new run or of one from a drafter.
 
     Flags override them.
@@ -148,7 +148,7 @@ def load_settings(given: argparse.Namespace) -> CalibrateSettings:
         CommandError: a setting is out of range.
     """
     if given.config is not None:
-        settings = CalibrateSettings.load(given.config)
+        settings = DrafterTraining.load(given.config)
     elif given.drafter is not None:
         settings = CONTINUED
     else:
@@ -159,13 +159,13 @@ def load_settings(given: argparse.Namespace) -> CalibrateSettings:
         ratio = settings.vector_lr / settings.matrix_lr
         changes |= {"matrix_lr": given.learning_rate, "vector_lr": given.learning_rate * ratio}
     try:
-        return CalibrateSettings.from_mapping(settings.to_mapping() | changes)
+        return DrafterTraining.from_mapping(settings.to_mapping() | changes)
     except ValueError as error:
         raise CommandError(str(error)) from None
 
 
 def load_drafter(
-    given: argparse.Namespace, settings: CalibrateSettings, target_config: dict[str, object]
+    given: argparse.Namespace, settings: DrafterTraining, target_config: dict[str, object]
 ) -> Drafter:
     """The drafter that is trained: that of ``--drafter``, or a new one of the settings' shape.
 
@@ -201,7 +201,7 @@ def _mask_token_id(target: Path) -> int | None:
 
 def inputs_of(
     given: argparse.Namespace,
-    settings: CalibrateSettings,
+    settings: DrafterTraining,
     drafter: Drafter,
     prompts: Sequence[Prompt],
 ) -> dict[str, object]:
@@ -226,6 +226,6 @@ def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
     else:
         data = f"responses of {target} to the prompts of {given.prompts.name}"
     shown = client.without_key([each for each in argv if each != "--resume"], given.api_key)
-    command = shlex.join(["dllm", "calibrate", *shown])
+    command = shlex.join(["dllm", "train", "drafter", *shown])
     write_model_card(run, model, command, f"{data}: {counts}.")
     print(model)

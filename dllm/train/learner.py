@@ -1,4 +1,4 @@
-"""What a run of ``dllm calibrate`` trains: a drafter on responses of its target."""
+"""What a run of ``dllm train drafter`` trains: a drafter on responses of its target."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from dllm.train.batch import Batch, load_batch
 from dllm.train.export import Drafter, write_checkpoint
 from dllm.train.network import NEVER, DraftNetwork, losses
 from dllm.train.precision import autocast
-from dllm.train.settings import CalibrateSettings
+from dllm.train.settings import DrafterTraining
 from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
 HEAD_ROWS = 4096  # that the spread of the first logits is measured on
@@ -31,7 +31,7 @@ class DraftLearner:
 
     def __init__(
         self,
-        settings: CalibrateSettings,
+        settings: DrafterTraining,
         drafter: Drafter,
         target: TargetEmbeddingsAndHead,
         samples: Sequence[Sample],

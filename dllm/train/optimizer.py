@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm.train.precision import product_dtype
-from dllm.train.settings import CalibrateSettings
+from dllm.train.settings import DrafterTraining
 
 # Coefficients of the iteration, chosen for the largest slope at 0 (same source).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -60,7 +60,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return (x.T if is_tall else x).float()
 
 
-def make_optimizers(model: nn.Module, settings: CalibrateSettings) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, settings: DrafterTraining) -> list[torch.optim.Optimizer]:
     """Muon over matrices, AdamW over norms and biases; frozen parameters are in neither."""
     trained = [param for param in model.parameters() if param.requires_grad]
     matrices = [param for param in trained if param.ndim == 2]
@@ -69,7 +69,7 @@ def make_optimizers(model: nn.Module, settings: CalibrateSettings) -> list[torch
     return [Muon(matrices, settings.matrix_lr), adamw]
 
 
-def lr_factor(step: int, settings: CalibrateSettings) -> float:
+def lr_factor(step: int, settings: DrafterTraining) -> float:
     """The fraction of the peak learning rate at a step: linear rise, constant, cosine fall."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
@@ -82,7 +82,7 @@ def lr_factor(step: int, settings: CalibrateSettings) -> float:
 
 
 def set_learning_rates(
-    optimizers: Iterable[torch.optim.Optimizer], step: int, settings: CalibrateSettings
+    optimizers: Iterable[torch.optim.Optimizer], step: int, settings: DrafterTraining
 ) -> None:
     """Give every optimizer its learning rate of a step; the one it was made with is the peak."""
     factor = lr_factor(step, settings)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from dllm.prompts.files import SHIPPED, SHIPPED_DOMAINS, read_conversations
 from dllm.settings.command import CommandError
-from dllm.train.settings import CalibrateSettings
+from dllm.train.settings import DrafterTraining
 
 OF_FILE = "prompts"  # the group of a file's prompts that name no domain
 
@@ -25,7 +25,7 @@ class Prompt:
     is_heldout: bool
 
 
-def load_prompts(target: Path, file: Path, settings: CalibrateSettings) -> list[Prompt]:
+def load_prompts(target: Path, file: Path, settings: DrafterTraining) -> list[Prompt]:
     """Prompts of a file, with the target's chat template; the first ``heldout`` are held out.
 
     A line of a text file is a prompt; a line of JSONL is an object with ``prompt`` or ``messages``,

@@ -19,7 +19,7 @@ from dllm.train.batch import load_batch
 from dllm.train.export import Drafter
 from dllm.train.network import count_params
 from dllm.train.prompts import Prompt
-from dllm.train.settings import CalibrateSettings
+from dllm.train.settings import DrafterTraining
 from dllm.train.target import Target, dtype_of
 
 TRAIN, HELDOUT = "train", "heldout"
@@ -37,7 +37,7 @@ def check_disk(
     out: Path,
     is_resumed: bool,
     prompts: Sequence[Prompt],
-    settings: CalibrateSettings,
+    settings: DrafterTraining,
     drafter: Drafter,
     target_config: Mapping[str, object],
 ) -> None:
@@ -114,7 +114,7 @@ def collect(
     respond: Respond,
     target: Target,
     layer_ids: tuple[int, ...],
-    settings: CalibrateSettings,
+    settings: DrafterTraining,
 ) -> Iterator[int]:
     """Write what a run trains on into ``folder``: ``train`` and ``heldout``.
 

@@ -1,4 +1,4 @@
-"""CalibrateSettings: everything that a run of ``dllm calibrate`` is made of, from a TOML file.
+"""DrafterTraining: everything that a run of ``dllm train drafter`` is made of, from a TOML file.
 
 The checks are pydantic's: a type or a bound of a field is all there is to write.
 """
@@ -56,7 +56,7 @@ class DrafterShape:
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
-class CalibrateSettings:
+class DrafterTraining:
     """One calibration; together with the run's inputs it decides the weights.
 
     Attributes:
@@ -133,7 +133,7 @@ class CalibrateSettings:
 
 
 # For a new drafter of any target.
-NEW = CalibrateSettings(
+NEW = DrafterTraining(
     steps=20000,
     batch_size=4,
     anchors=256,
@@ -144,7 +144,7 @@ NEW = CalibrateSettings(
     max_tokens=1024,
 )
 # For a run that starts from a trained drafter: low learning rates, so that it forgets little.
-CONTINUED = CalibrateSettings(
+CONTINUED = DrafterTraining(
     steps=1000, matrix_lr=0.003, vector_lr=0.0003, decay_from=0.0, anchors=16
 )
 

@@ -22,7 +22,7 @@ from dllm.models.unmasking.reference import Generated, generate_blocks, load_mod
 from dllm.settings.command import CommandError
 from dllm.tools import decisions
 from dllm.train.prompts import Prompt, load_prompts
-from dllm.train.settings import CalibrateSettings
+from dllm.train.settings import DrafterTraining
 from tests.support.chat_stub import Stub, serve
 from tests.support.family_checkpoints import LLADA2, NEMOTRON, SDAR, write
 
@@ -193,13 +193,13 @@ def test_a_file_of_questions_is_what_a_drafter_is_trained_on(
     file, target = tmp_path / "toys.jsonl", Path("checkpoints/tiny-ar")
     assert prompts.main([str(file), "--heldout", "2", "--train", "3"]) == 0
     num = len(FAMILIES)
-    found = load_prompts(target, file, CalibrateSettings(heldout=2 * num, responses=3 * num))
+    found = load_prompts(target, file, DrafterTraining(heldout=2 * num, responses=3 * num))
     drawn = [*questions(FAMILIES, "heldout", 2), *questions(FAMILIES, "train", 3)]
     assert found == [
         Prompt(tuple(encode_prompt(TOKENIZER, one.prompt)), one.family, at < 2 * num)
         for at, one in enumerate(drawn)
     ]
-    settings = CalibrateSettings.load(Path("bench/toys/tiny-drafter.toml"))
+    settings = DrafterTraining.load(Path("bench/toys/tiny-drafter.toml"))
     assert settings.heldout % num == settings.responses % num == 0
     assert prompts.main([str(file), "--heldout", "1000000"]) == 2
     assert "holds about" in capsys.readouterr().err

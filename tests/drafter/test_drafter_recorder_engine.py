@@ -87,7 +87,7 @@ def test_a_fresh_drafter_is_trained_from_it(recorded, tmp_path, capsys):
     config = tmp_path / "config.toml"
     config.write_text(CONFIG)
     arguments = ["--target", TARGET, "--from-buffer", folder, "--config", config, "--device", "cpu"]
-    run = ["calibrate", *map(str, arguments), "--out"]
+    run = ["train", "drafter", *map(str, arguments), "--out"]
     assert cli.main([*run, str(tmp_path / "run")]) == 0
     written, _ = read_checkpoint(tmp_path / "run/model")
     assert written["dflash_config"]["target_layer_ids"] == LAYERS  # the buffer's

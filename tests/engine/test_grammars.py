@@ -180,20 +180,20 @@ def test_requests_wait_for_room_for_their_tables(engine, monkeypatch):
     expected = engine.generate([prompt(12)] * 4, asked)
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     sizes = [EmittedText.of_request(admitted(engine, one)).sizes for one in asked]
-    capacity = GrammarCapacity(
+    tables = GrammarCapacity(
         Sizes(1, *(max(column) for column in list(zip(*sizes, strict=True))[1:]))
     )
-    monkeypatch.setattr(scheduler, "_grammar_capacity", capacity)
+    monkeypatch.setattr(scheduler, "_grammar_capacity", tables)
     held = []
     admits = GrammarCapacity.admits
     monkeypatch.setattr(
         GrammarCapacity,
         "admits",
-        lambda *given: ((is_in := admits(*given)) and held.append(len({*capacity._count}))) or is_in,
+        lambda *given: ((is_in := admits(*given)) and held.append(len({*tables._count}))) or is_in,
     )
     assert engine.generate([prompt(12)] * 4, asked) == expected
     assert set(held) == {1}
-    assert not capacity._count and capacity._used == Sizes(0, 0, 0, 0, 0)
+    assert not tables._count and tables._used == Sizes(0, 0, 0, 0, 0)
     nothing = GrammarCapacity(Sizes(0, 0, 0, 0, 0))
     monkeypatch.setattr(scheduler, "_grammar_capacity", nothing)
     large, free = engine.outputs([prompt(12)] * 2, [asked[0], params(None, max_tokens=4)])

@@ -13,7 +13,7 @@ from dllm.settings.drafting import DrafterOptions
 from dllm.train.export import Drafter
 from dllm.train.learner import DraftLearner
 from dllm.train.run import Run
-from dllm.train.settings import CalibrateSettings
+from dllm.train.settings import DrafterTraining
 from dllm.train.target import Target
 from tests.support.drafter_pairs import MASK, drafter_config, write_target
 
@@ -53,9 +53,9 @@ def read_config(**overrides: Any) -> DrafterConfig:
     return DrafterConfig.from_config(drafter_config(**overrides), DrafterOptions())
 
 
-def small_settings(**more: Any) -> CalibrateSettings:
+def small_settings(**more: Any) -> DrafterTraining:
     few = dict(steps=6, batch_size=4, anchors=4, evaluate_every=3, checkpoint_every=3)
-    return CalibrateSettings(**(few | dict(warmup_steps=2) | more))
+    return DrafterTraining(**(few | dict(warmup_steps=2) | more))
 
 
 def random_samples(target: Target, count: int, length: int = 14) -> list[Sample]:
@@ -79,7 +79,7 @@ def calibration(
     target: Target,
     samples: list[Sample],
     out: Path,
-    settings: CalibrateSettings,
+    settings: DrafterTraining,
     **overrides: Any,
 ) -> Run:
     """A run on these samples, which are the held-out ones, too."""

@@ -38,6 +38,16 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "no command 'evla' (did you mean 'eval'?)" in capsys.readouterr().err
 
 
+def test_the_former_name_of_a_command_works_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (["calibrate"], ["train", "drafter"]):
+        assert main([*words, "--target", "x", "--out", "/no/such/folder/run"]) == 1
+        assert "dllm train drafter: " in (said := capsys.readouterr().err)
+        assert ("dllm calibrate is the same as dllm train drafter" in said) == (len(words) == 1)
+    assert main(["train"]) == 2
+
+
 def test_run_as_a_module_it_reports_errors_in_one_line() -> None:
     """`python -m` gives the module two names; the error must be caught under both."""
     done = run_python("-m", "dllm.cli", "eval", "--decisions", "nothing", status=1)

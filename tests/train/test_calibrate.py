@@ -1,4 +1,4 @@
-"""dllm calibrate: the loop, files, responses and refusals, without an engine."""
+"""dllm train drafter: the loop, files, responses and refusals, without an engine."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ from dllm.train.export import Drafter, block_of, read_checkpoint
 from dllm.train.network import NEVER, count_params
 from dllm.train.responses import check_disk
 from dllm.train.run_files import LOG
-from dllm.train.settings import CalibrateSettings
+from dllm.train.settings import DrafterTraining
 from dllm.train.target import dtype_of, target_facts
 from dllm.train.target import read_config as read_target_config
 from tests.support.calibrate_cases import (
@@ -135,7 +135,7 @@ def calibrate(target_path: Path, files: Path, *more: str) -> int:
     arguments = ["--target", str(target_path), "--out", str(files / "run"), "--device", "cpu"]
     if "--from-buffer" not in more:
         arguments += ["--prompts", str(files / "prompts.txt")]
-    return cli.main(["calibrate", *arguments, "--config", str(files / "config.toml"), *more])
+    return cli.main(["train", "drafter", *arguments, "--config", str(files / "config.toml"), *more])
 
 
 def test_the_command_writes_a_checkpoint_and_resumes(target_path, files, capsys):
@@ -148,7 +148,7 @@ def test_the_command_writes_a_checkpoint_and_resumes(target_path, files, capsys)
     assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": [1, 3]}
     assert set(weights) == set(random_drafter(layers=1))
     card = (model / "README.md").read_text()
-    assert "dllm calibrate --target" in card and "| all | 1." in card
+    assert "dllm train drafter --target" in card and "| all | 1." in card
     assert len(read_log(model)) == 2
 
     assert calibrate(target_path, files) == 1  # holds a run
@@ -241,7 +241,7 @@ def test_a_flag_names_the_mask_token_where_the_tokenizer_has_none(target_path, f
 
 
 def test_a_drafter_without_block_size_has_the_block_of_a_new_one():
-    assert block_of({}) == CalibrateSettings().drafter.block_size
+    assert block_of({}) == DrafterTraining().drafter.block_size
     for size in (1, "8", None):
         with pytest.raises(CommandError, match="block_size"):
             block_of({"block_size": size})
@@ -249,7 +249,7 @@ def test_a_drafter_without_block_size_has_the_block_of_a_new_one():
 
 def test_a_disk_that_is_too_small_is_refused(target_path, tmp_path, monkeypatch, capsys):
     """What a resumed run wrote before the interruption counts as free."""
-    arguments = ([], CalibrateSettings(), new_drafter(), read_target_config(target_path))
+    arguments = ([], DrafterTraining(), new_drafter(), read_target_config(target_path))
     check_disk(tmp_path, False, *arguments)
     assert "disk: at most" in capsys.readouterr().out
     needed = 32 * count_params(new_drafter().read)
@@ -306,8 +306,8 @@ def test_shipped_settings_are_right():
     assert paths
     paths.append(Path(__file__).parents[2] / "bench/toys/tiny-drafter.toml")
     for path in paths:
-        settings = CalibrateSettings.load(path)
-        assert CalibrateSettings.from_mapping(settings.to_mapping()) == settings
+        settings = DrafterTraining.load(path)
+        assert DrafterTraining.from_mapping(settings.to_mapping()) == settings
 
 
 def test_sizes_that_the_config_leaves_out_are_the_targets(tmp_path):

@@ -55,7 +55,7 @@ def test_a_buffer_trains_without_the_targets_layers(hollow, target, tmp_path):
         arguments = ["--target", path, "--out", tmp_path / name, "--device", "cpu"]
         arguments += ["--config", tmp_path / "config.toml", "--drafter", drafter]
         arguments += ["--from-buffer", tmp_path / "buffer"]
-        assert cli.main(["calibrate", *map(str, arguments)]) == 0
+        assert cli.main(["train", "drafter", *map(str, arguments)]) == 0
         weights.append((tmp_path / name / "model/model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 

@@ -12,7 +12,7 @@ from dllm.settings.command import CommandError
 from dllm.train import command
 from dllm.train.prompts import load_prompts
 from dllm.train.run_files import START
-from dllm.train.settings import NEW, CalibrateSettings
+from dllm.train.settings import NEW, DrafterTraining
 from tests.support.calibrate_cases import TOML
 from tests.support.drafter_pairs import give_byte_tokenizer, write_drafter, write_target
 
@@ -40,7 +40,7 @@ def test_the_shipped_prompts_cover_every_domain_equally():
 def test_they_are_the_default(foreign, tmp_path):
     given = command.parse(["--target", str(foreign), "--out", str(tmp_path)])
     assert given.prompts == SHIPPED and command.load_settings(given) == NEW
-    prompts = load_prompts(foreign, SHIPPED, CalibrateSettings(heldout=100))
+    prompts = load_prompts(foreign, SHIPPED, DrafterTraining(heldout=100))
     assert len(prompts) == len(lines())
     heldout = [prompt.group for prompt in prompts if prompt.is_heldout]
     assert sorted(heldout) == sorted({line["domain"] for line in lines()})
@@ -52,7 +52,7 @@ def test_flags_override_the_config(foreign, tmp_path, capsys):
     (tmp_path / "config.toml").write_text(TOML)
     run = tmp_path / "run"
     flags = "--num-prompts 6 --heldout 3 --max-tokens 5 --steps 2 --batch-size 3"
-    arguments = ["calibrate", "--target", str(foreign), "--out", str(run), "--device", "cpu"]
+    arguments = ["train", "drafter", "--target", str(foreign), "--out", str(run), "--device", "cpu"]
     arguments += ["--config", str(tmp_path / "config.toml"), *flags.split()]
     assert cli.main([*arguments, "--learning-rate", "0.01"]) == 0
     used = json.loads((run / START).read_text())
@@ -73,10 +73,10 @@ def test_a_wrong_line_is_named_by_its_number_in_the_file(foreign, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('\n{"prompt": "a"}\n\n{"prompt": 3}\n')
     with pytest.raises(CommandError, match="line 4"):
-        load_prompts(foreign, file, CalibrateSettings(heldout=1))
+        load_prompts(foreign, file, DrafterTraining(heldout=1))
     file.write_bytes(b"\xff\n")
     with pytest.raises(CommandError, match="UTF-8"):
-        load_prompts(foreign, file, CalibrateSettings(heldout=1))
+        load_prompts(foreign, file, DrafterTraining(heldout=1))
 
 
 def test_a_drafter_is_checked_on_them(foreign, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""dllm calibrate on a Llama: a random one, and SmolLM2-135M, which `make smollm2` installs."""
+"""dllm train drafter on a Llama: a random one, and SmolLM2-135M, which `make smollm2` installs."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_the_command_makes_a_drafter_that_drafts_frequent_tokens(llama, tmp_path
     (tmp_path / "config.toml").write_text(small.replace("heldout = 4", "heldout = 2"))
     files = {"prompts": "prompts.txt", "config": "config.toml", "out": "run"}
     flags = [part for name, file in files.items() for part in (f"--{name}", tmp_path / file)]
-    command = ["calibrate", "--target", llama, *flags, "--device", "cpu"]
+    command = ["train", "drafter", "--target", llama, *flags, "--device", "cpu"]
     assert cli.main([str(part) for part in command]) == 1
     assert "--mask-token-id" in capsys.readouterr().err
     assert cli.main([str(part) for part in (*command, "--mask-token-id", mask)]) == 0
