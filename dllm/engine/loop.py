@@ -84,7 +84,7 @@ class DenoiseLoop:
         self._is_parallel = parallel.tensor_parallel_size > 1
 
     def begin_engine_step(self, allows_more_passes: bool) -> None:
-        """Called before the first pass; what the scheduler allows holds for this step only."""
+        """Before the first pass. What the scheduler allows holds for this step only."""
         self._is_allowed = allows_more_passes and self.bound > 0
         self.num_passes = 1
         self.replay = None

@@ -219,7 +219,7 @@ class DiffusionSampler:
         denoised = self._denoise_rows(
             logits, ids, texts.chosen, tile.rows, self.state, self.algorithm, tile.filters
         )
-        soft = self._look_back(logits, denoised, tile)
+        soft = self._soft_embeddings(logits, denoised, tile)
         decided = self.logprobs.of_decided(logits, denoised, tile)
         logits, num_emitted = self._emit_(logits, denoised, tile)
 
@@ -247,8 +247,10 @@ class DiffusionSampler:
 
         return logits, self.grammars.write_(logits, scores, tile.rows, tile.grammars)
 
-    def _look_back(self, logits: torch.Tensor, step: Denoised, tile: Tile) -> torch.Tensor | None:
-        """What the next step is conditioned on, ``[N, soft_size]``; nothing of given tokens."""
+    def _soft_embeddings(
+        self, logits: torch.Tensor, step: Denoised, tile: Tile
+    ) -> torch.Tensor | None:
+        """What the next step is conditioned on, ``[N, soft_size]``; 0 for given tokens."""
         if self.algorithm.soft_size is None:
             return None
         soft, rows = self.algorithm.soft_embeddings(logits, step), tile.rows
@@ -323,8 +325,8 @@ class DiffusionSampler:
 
         Every canvas token counts as rejected, also of a converged canvas. So vLLM does not advance
         the KV position. That is right because this step wrote bidirectional KV; an emitted block
-        gets its causal KV in the next step. Head tokens of a block that is not whole yet count as
-        rejected, too: they saw this canvas.
+        gets its causal KV in the next step. The tokens of a block that is not whole
+        yet count as rejected, too: they saw this canvas.
         """
         tokens, num_sampled, num_rejected = (column[:num_reqs] for column in stored)
         return SamplerOutput(

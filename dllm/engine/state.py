@@ -75,7 +75,7 @@ class CanvasState:
         self.commits = zeros(dtype=torch.bool)
 
         # What a request brings is one record, which goes to the device in one copy. The tensors
-        # below are columns of the records. Wide types come first, so that all are aligned.
+        # below are columns of the records; ``align`` pads between types of different widths.
         parameters = {one.name: one.dtype for one in algorithm.settings.parameters}
         self._layout = np.dtype(
             [
@@ -86,7 +86,8 @@ class CanvasState:
                 *sorted(parameters.items(), key=lambda item: -np.dtype(item[1]).itemsize),
                 ("temperature", "float32"),
                 ("pinned", "int32", PINNED_CANVASES * canvas_length),
-                # Far behind: torch.compile takes an offset that equals the batch size for it.
+                # Behind the large fields: where a column's offset equals the batch size,
+                # torch.compile takes it for the batch size.
                 *((f"thought_{name}", "int64") for name in NO_THOUGHT),
                 ("is_greedy", "bool"),
                 ("is_read_only", "bool"),

@@ -26,9 +26,9 @@ def condition_rows(
     state: CanvasState,
     algorithm: DenoisingAlgorithm,
 ) -> None:
-    """Condition the canvas rows among a model's inputs, and mark them.
+    """Self-condition the canvas rows among a model's inputs, and mark them.
 
-    A pending block is no canvas.
+    A block whose commit is deferred is no canvas.
 
     Args:
         rows: ``[N]``, which tokens of the batch are of canvases.
