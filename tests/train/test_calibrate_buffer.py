@@ -12,7 +12,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from dllm import cli
 from dllm.drafter.samples import write_shard
 from dllm.settings.command import CommandError
-from dllm.train import ends
+from dllm.train import target_embeddings
 from dllm.train.target import Target
 from dllm.train.target_embeddings import INDEX, SINGLE, TargetEmbeddingsAndHead, head_norm
 from tests.support.calibrate_cases import TOML, random_samples, target, target_path
@@ -61,13 +61,13 @@ def test_a_buffer_trains_without_the_targets_layers(hollow, target, tmp_path):
 
 
 def test_of_one_file_only_three_tensors_are_read(target_path, target, monkeypatch):
-    read, names = ends._read, []
+    read, names = target_embeddings._read, []
 
     def noted(path: Path, files: dict[str, str], name: str) -> torch.Tensor:
         names.append(name)
         return read(path, files, name)
 
-    monkeypatch.setattr(ends, "_read", noted)
+    monkeypatch.setattr(target_embeddings, "_read", noted)
     assert_same(TargetEmbeddingsAndHead.read(target_path, "cpu"), target)
     assert sorted(names) == sorted(ENDS)
 

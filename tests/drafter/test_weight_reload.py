@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dllm.drafter import renewal
+from dllm.drafter import weight_reload
 from dllm.drafter.pair import refuse_renewal_of
 from dllm.drafter.weight_reload import (
     REJECTED,
@@ -53,17 +53,17 @@ def publish(folder: Path, number: int, seed: int) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setattr(renewal, "answer_of_first_rank", lambda answer: answer)
-    monkeypatch.setattr(renewal, "all_ranks_say_yes", lambda answer: answer)
+    monkeypatch.setattr(weight_reload, "answer_of_first_rank", lambda answer: answer)
+    monkeypatch.setattr(weight_reload, "all_ranks_say_yes", lambda answer: answer)
 
 
 class Server:
-    """Steps of a renewal."""
+    """Steps of a weight reload."""
 
     def __init__(self, folder: Path, initial: Path) -> None:
         self.loaded: list[dict[str, torch.Tensor]] = []
         self.refused_by: list[threading.Thread] = []  # threads that checked weights
-        self.renewal = WeightReload(folder, initial, self.loaded.append, self.refuse)
+        self.reload = WeightReload(folder, initial, self.loaded.append, self.refuse)
 
     def refuse(self, weights: dict[str, torch.Tensor]) -> None:
         self.refused_by.append(threading.current_thread())
@@ -72,8 +72,8 @@ class Server:
 
     def serve(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            self.renewal.after_step()
-            reading = self.renewal._reading
+            self.reload.after_step()
+            reading = self.reload._reading
             if reading is not None:
                 reading.result()  # so that the next look finds it read
 
@@ -83,15 +83,15 @@ def test_the_newest_drafter_is_taken_two_looks_later(tmp_path):
     folder = tmp_path / "newer"
     server = Server(folder, publish(tmp_path / "initial", 1, seed=1))
     server.serve(4 * STEPS_BETWEEN_LOOKS)  # nothing is published
-    assert server.loaded == [] and server.renewal.current == 0
+    assert server.loaded == [] and server.reload.current == 0
     for numbers in ([1], [2, 3]):
         for number in numbers:
             publish(folder, number, seed=1 + number)
-        before = server.renewal.current
+        before = server.reload.current
         server.serve(2 * STEPS_BETWEEN_LOOKS - 1)
-        assert server.renewal.current == before
+        assert server.reload.current == before
         server.serve(1)
-        assert server.renewal.current == numbers[-1]
+        assert server.reload.current == numbers[-1]
         expected = weights_of(checkpoint(folder, numbers[-1]))
         assert all((server.loaded[-1][name] == tensor).all() for name, tensor in expected.items())
     server.serve(4 * STEPS_BETWEEN_LOOKS)
@@ -106,7 +106,7 @@ def test_what_cannot_be_used_is_not_loaded_and_no_step_waits_for_it(tmp_path, da
         reads.append(threading.current_thread())
         return read_weights(files)
 
-    monkeypatch.setattr(renewal, "read_weights", read)
+    monkeypatch.setattr(weight_reload, "read_weights", read)
     initial = publish(tmp_path / "initial", 1, seed=1)
     path = publish(tmp_path / "newer", 1, seed=2)
     (weights,) = path.glob("*.safetensors")
@@ -120,7 +120,7 @@ def test_what_cannot_be_used_is_not_loaded_and_no_step_waits_for_it(tmp_path, da
         (path / "config.json").unlink()  # still being written
     server = Server(tmp_path / "newer", initial)
     server.serve(400)
-    assert server.renewal.current == 0 and server.loaded == []
+    assert server.reload.current == 0 and server.loaded == []
     assert threading.current_thread() not in reads + server.refused_by
     assert (tmp_path / "newer" / REJECTED).exists() is (damage != "incomplete")
 
@@ -140,14 +140,14 @@ def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path, monkeypatch)
             raise OSError("read-only file system")
         return open_file(path, mode, *rest, **options)
 
-    monkeypatch.setattr(renewal, "read_weights", read)
+    monkeypatch.setattr(weight_reload, "read_weights", read)
     monkeypatch.setattr(Path, "open", open_to_read)
     server = Server(tmp_path / "newer", initial)
     server.serve(10 * STEPS_BETWEEN_LOOKS)
     assert reads == [checkpoint(tmp_path / "newer", 1)] and server.loaded == []
     (tmp_path / "newer" / REJECTED).mkdir()  # nor can it be read
     server.serve(2 * STEPS_BETWEEN_LOOKS)
-    assert server.renewal.current == 0
+    assert server.reload.current == 0
 
 
 @pytest.mark.parametrize("in_use", [0, 1])
@@ -158,10 +158,10 @@ def test_a_server_goes_back_to_a_drafter_that_was_deleted_meanwhile(tmp_path, in
     if in_use:
         publish(folder, in_use, seed=2)
         server.serve(2 * STEPS_BETWEEN_LOOKS)
-    assert server.renewal.current == in_use
-    expected = weights_of(server.renewal._path(in_use))
+    assert server.reload.current == in_use
+    expected = weights_of(server.reload._path(in_use))
     publish(folder, 7, seed=3)
-    shutil.rmtree(server.renewal._path(in_use))
+    shutil.rmtree(server.reload._path(in_use))
     loads = []
 
     def load(weights: Weights) -> None:
@@ -169,9 +169,9 @@ def test_a_server_goes_back_to_a_drafter_that_was_deleted_meanwhile(tmp_path, in
         if len(loads) == 1:
             raise RuntimeError("halfway")
 
-    server.renewal.load = load
+    server.reload.load = load
     server.serve(2 * STEPS_BETWEEN_LOOKS)
-    assert server.renewal.current == in_use and server.renewal._refused == {7}
+    assert server.reload.current == in_use and server.reload._refused == {7}
     assert len(loads) == 2
     assert all((loads[1][name] == tensor).all() for name, tensor in expected.items())
 
