@@ -140,7 +140,7 @@ class _Unpacked(NamedTuple):
 
 def _number(settings: Any, parameter: Any) -> Any:
     value = getattr(settings, parameter.setting)
-    return STRATEGIES.index(value) if isinstance(value, str) else value
+    return parameter.allowed.names.index(value) if isinstance(value, str) else value
 
 
 # --- every step, against all texts of a small grammar --------------------------------------------

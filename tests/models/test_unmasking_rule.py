@@ -1,5 +1,8 @@
 """Which masks are replaced and which tokens edited: against plain loops, and against diffusers."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ import torch
 from dllm.engine.thoughts import Thoughts
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.rule import STRATEGIES, Proposal
+from dllm.ops.schedule import SCHEDULES
 from tests.support import llada2_pipeline
 
 BLOCK, MASK, STOP, VOCAB = 8, 99, 7, 100
@@ -15,7 +19,7 @@ BLOCK, MASK, STOP, VOCAB = 8, 99, 7, 100
 def parameters(rows: int, **given: float) -> dict[str, torch.Tensor]:
     values = {
         "max_steps": BLOCK, "threshold": 0.5, "strategy": rule.DYNAMIC, "entropy_bound": 0.4,
-        "editing": 0, "editing_threshold": 0.5, "max_post_steps": 2,
+        "schedule": 0, "editing": 0, "editing_threshold": 0.5, "max_post_steps": 2,
     } | given  # fmt: skip
     return {name: torch.full((rows,), value) for name, value in values.items()}
 
@@ -45,6 +49,25 @@ def random_step(seed: int, rows: int = 16, **given: float) -> dict:
     )
 
 
+def counts_of(schedule: str, size: int, steps: int) -> list[int]:
+    """How many masks each step reveals at least, by plain numbers."""
+    if schedule == "linear":
+        return [max(1, size // steps + (step < size % steps)) for step in range(steps)]
+    masked = {
+        "cosine": lambda t: 1 - math.sin(math.pi * t / 2),
+        "sqrt": lambda t: math.sqrt(1 - t),
+    }[schedule]
+    edges = [masked(step / steps) for step in range(steps)]
+    counts = [max(1, int(size * (a - b) + 1e-9)) for a, b in itertools.pairwise(edges)]
+    return [*counts, max(1, size - sum(counts))]
+
+
+def test_the_counts_that_the_documents_print() -> None:
+    assert counts_of("cosine", 16, 4) == [6, 5, 3, 2]
+    assert counts_of("linear", 16, 4) == [4, 4, 4, 4]
+    assert counts_of("sqrt", 16, 4) == [2, 2, 3, 9]
+
+
 def naive_transfers(step: dict, row: int) -> set[int]:
     """The masks that the references' loops replace in one canvas."""
     width = int(step["width"][row])
@@ -54,7 +77,7 @@ def naive_transfers(step: dict, row: int) -> set[int]:
     done, total = int(step["steps_done"][row]), int(own["max_steps"])
     if done + 1 >= total:
         return set(masks)
-    count = BLOCK // total + (done < BLOCK % total)
+    count = counts_of(SCHEDULES[own["schedule"]], BLOCK, total)[done]
     name = STRATEGIES[own["strategy"]]
     by_confidence = sorted(masks, key=lambda at: -float(confidence[at]))
     if name in ("sequential", "leftmost"):
@@ -77,8 +100,14 @@ def naive_transfers(step: dict, row: int) -> set[int]:
 @pytest.mark.parametrize("max_steps", [1, 3, 4, 8, 20])
 @pytest.mark.parametrize("strategy", range(len(STRATEGIES)), ids=STRATEGIES)
 def test_every_strategy_replaces_what_its_reference_replaces(strategy: int, max_steps: int) -> None:
-    for seed in range(10):
-        step = random_step(seed, strategy=strategy, max_steps=max_steps, entropy_bound=0.7)
+    for seed in range(12):
+        step = random_step(
+            seed,
+            strategy=strategy,
+            max_steps=max_steps,
+            entropy_bound=0.7,
+            schedule=seed % len(SCHEDULES),
+        )
         outcome = rule.unmask_step(**step)
         for row in range(len(step["ids"])):
             decided = set(outcome.is_decided[row].nonzero().squeeze(1).tolist())

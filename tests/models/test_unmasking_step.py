@@ -70,8 +70,8 @@ def canvases(count: int, temperature: float, is_greedy: bool = False) -> Canvase
         is_stop=torch.zeros(count, VOCAB, dtype=torch.bool),
         held=torch.full((count, BLOCK), -1),
         parameters={
-            parameter.name: torch.full((count,), getattr(SETTINGS, parameter.setting))
-            for parameter in SETTINGS.parameters
+            name: torch.full((count,), number)
+            for name, number in RequestOptions.read(SamplingParams(), SETTINGS).parameters.items()
         },
         step_state={"post_steps": torch.zeros(count, dtype=torch.int32)},
     )

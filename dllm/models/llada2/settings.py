@@ -9,12 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dllm.models.unmasking.settings import (
-    MAX_STEPS,
-    PROBABILITIES,
-    THRESHOLD,
-    UnmaskingSettings,
-)
+from dllm.models.unmasking.settings import OF_ALL, PROBABILITIES, UnmaskingSettings
 from dllm.settings.checks import IntRange
 from dllm.settings.denoising import Parameter
 from dllm.settings.request import MAX_INT32
@@ -45,8 +40,7 @@ class LLaDA2Settings(UnmaskingSettings):
     """
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        MAX_STEPS,
-        THRESHOLD,
+        *OF_ALL,
         Parameter("editing", "editing", IntRange(0, 1), "int32"),
         Parameter("editing_threshold", "editing_threshold", PROBABILITIES, "float32"),
         Parameter("max_post_steps", "max_post_steps", IntRange(0, MAX_INT32), "int32"),

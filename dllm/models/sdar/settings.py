@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any, ClassVar, Self
 
 from dllm.models.unmasking.rule import STRATEGIES
-from dllm.models.unmasking.settings import MAX_STEPS, THRESHOLD, UnmaskingSettings
+from dllm.models.unmasking.settings import OF_ALL, UnmaskingSettings
 from dllm.settings.checks import Choices, FloatRange
 from dllm.settings.denoising import Parameter
 
@@ -28,8 +28,7 @@ class SDARSettings(UnmaskingSettings):
     """
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        MAX_STEPS,
-        THRESHOLD,
+        *OF_ALL,
         Parameter("strategy", "remasking_strategy", Choices(STRATEGIES), "int32"),
         Parameter("entropy_bound", "entropy_bound", FloatRange(0.0, 1e6), "float32"),
     )

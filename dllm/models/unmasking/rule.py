@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from dllm.ops.schedule import num_revealed
+
 if TYPE_CHECKING:  # it imports vLLM, and `dllm quantize` reads this module without it
     from dllm.engine.thoughts import Thoughts
 
@@ -50,23 +52,12 @@ class Outcome(NamedTuple):
     is_decided: Tensor  # [R, C] bool: the position got its token in this step
 
 
-def transfer_count(step: Tensor, max_steps: Tensor, block_size: int) -> Tensor:
-    """How many masks a step replaces at least: `block_size` spread over `max_steps`: [R] int.
-
-    The first `block_size % max_steps` steps replace one more. step: [R] int, the steps with masks
-    before this one. Source: `get_num_transfer_tokens` of both references.
-    """
-    max_steps = max_steps.clamp(min=1)  # 0 in the empty row of `CanvasRows.of_batch`
-    extra = (step < block_size % max_steps).to(step.dtype)
-    return (block_size // max_steps + extra).clamp(min=1)
-
-
 def masks_to_replace(
     is_mask: Tensor, proposal: Proposal, count: Tensor, parameters: Mapping[str, Tensor]
 ) -> Tensor:
     """Which masks get their proposed token: [R, C] bool.
 
-    is_mask: [R, C] bool. count: [R] int, from `transfer_count`. parameters: as of `unmask_step`.
+    is_mask: [R, C] bool. count: [R] int, how many at least. parameters: as of `unmask_step`.
     """
     confidence = torch.where(is_mask, proposal.confidence, -torch.inf)
     order = torch.sort(confidence, dim=-1, descending=True, stable=True).indices
@@ -123,7 +114,8 @@ def unmask_step(
     had_masks = is_mask.any(dim=-1)
     max_steps, is_editing = parameters["max_steps"], torch.zeros_like(had_masks)
     step = steps_done - post_steps
-    count = transfer_count(step, max_steps, block_size)
+    # `max_steps` is 0 in the empty row of `CanvasRows.of_batch`.
+    count = num_revealed(step, max_steps.clamp(min=1), block_size, parameters["schedule"])
     replaced = masks_to_replace(is_mask, proposal, count, parameters)
     is_last = step + 1 >= max_steps
     replaced |= is_mask & is_last[:, None]

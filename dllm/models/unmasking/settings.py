@@ -1,9 +1,10 @@
 """How canvases of masks are filled in: what SDAR and LLaDA2 have in common, checked at start."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from dllm.ops.schedule import SCHEDULES
 from dllm.settings.checks import Choices, FloatRange, IntRange, check_int, refuse_value
 from dllm.settings.denoising import CanvasWindow, Parameter, check_defaults, refuse_unknown
 from dllm.settings.request import MAX_INT32
@@ -12,6 +13,8 @@ PROBABILITIES = FloatRange(0.0, 1.0)
 
 MAX_STEPS = Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32")
 THRESHOLD = Parameter("threshold", "threshold", PROBABILITIES, "float32")
+SCHEDULE = Parameter("schedule", "noise_schedule", Choices(SCHEDULES), "int32")
+OF_ALL = (MAX_STEPS, THRESHOLD, SCHEDULE)
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,12 @@ class UnmaskingSettings:
     Attributes:
         canvas_length: tokens of the widest canvas, which is a whole block.
         mask_token_id: the token that stands for "not decided yet".
-        max_denoising_steps: a canvas has no masks left after this many denoise steps. The tokens
-            of a block are spread evenly over them.
+        max_denoising_steps: a canvas has no masks left after this many denoise steps.
+        noise_schedule: how the tokens of a block are spread over them (``ops.schedule``).
         threshold: a probability; masks whose token is likelier than this are replaced at once.
     """
 
-    parameters: ClassVar[tuple[Parameter, ...]] = (MAX_STEPS, THRESHOLD)
+    parameters: ClassVar[tuple[Parameter, ...]] = OF_ALL
     one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1}
     # Values of keys that generation_config.json may leave out.
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -38,6 +41,7 @@ class UnmaskingSettings:
     mask_token_id: int
     max_denoising_steps: int
     threshold: float
+    noise_schedule: str = field(default="linear", kw_only=True)
 
     def __post_init__(self) -> None:
         check_int("config.json: block_size", self.canvas_length, at_least=2)
@@ -89,7 +93,11 @@ class UnmaskingSettings:
                 "window; allowed: full attention. No other layer sees blocks here."
             )
         override = dict(model_config.override_generation_config)
-        given = {"max_denoising_steps": canvas_length, **cls.defaults}
+        given = {
+            "max_denoising_steps": canvas_length,
+            "noise_schedule": "linear",
+            **cls.defaults,
+        }
         generation = model_config.try_get_generation_config()
         refuse_unknown(override, generation, [*given, "mode"] if cls.modes else [*given])
         diffusion = vllm_config.diffusion_config

@@ -1,0 +1,45 @@
+"""How many masks each denoise step reveals, where a block is decided in a number of steps.
+
+A schedule is the fraction of a block that is still masked at time t, from 1 at t = 0 to 0 at t = 1.
+Step s of S reveals what the fraction loses between s / S and (s + 1) / S, rounded down, and at
+least one mask; whoever calls lets the last step reveal the rest.
+
+    linear   1 - t               the same number in every step; the first ones reveal one more each
+    cosine   1 - sin(pi t / 2)   many at first, few at the end: [6, 5, 3, 2] for 16 masks in 4 steps
+    sqrt     sqrt(1 - t)         few at first, many at the end: [2, 2, 3, 9]
+
+"cosine" is called so in AitherOS's article on block diffusion drafting (April 2026), which reveals
+[6, 5, 3, 2]. The formula that is printed there, cos(pi t / 2), is MaskGIT's and gives [1, 4, 5, 6].
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+SCHEDULES = ("linear", "cosine", "sqrt")
+LINEAR, COSINE, SQRT = range(len(SCHEDULES))
+
+
+def num_revealed(step: Tensor, num_steps: Tensor, size: int, schedule: Tensor) -> Tensor:
+    """How many masks a step reveals: an int tensor of the arguments' shape.
+
+    Args:
+        step: int, from 0.
+        num_steps: int, of the whole block; at least 1.
+        size: of a block.
+        schedule: int, the place in ``SCHEDULES``.
+    """
+    # As `get_num_transfer_tokens` of SDAR and LLaDA2.
+    even = size // num_steps + (step < size % num_steps).to(step.dtype)
+    lost = _masked(step / num_steps, schedule) - _masked((step + 1) / num_steps, schedule)
+    # The tiny addend keeps a difference that is a whole number from being rounded down.
+    curved = torch.floor(size * lost + 1e-9).to(step.dtype)
+    return torch.where(schedule == LINEAR, even, curved).clamp(min=1)
+
+
+def _masked(time: Tensor, schedule: Tensor) -> Tensor:
+    """The fraction that is masked: float64."""
+    time = time.double().clamp(max=1.0)
+    cosine = 1.0 - torch.sin(time * (math.pi / 2))
+    return torch.where(schedule == COSINE, cosine, torch.sqrt(1.0 - time))
