@@ -7,8 +7,8 @@ lowest priority, which ends itself when it takes too long.
 Children are forked from one process, which this module is when it runs as a program. That one loads
 xgrammar and the vocabulary, says so with one byte, and waits for sockets. For each of them it forks
 a child, which reads one request there, answers, and ends. A request is JSON: the fields of a
-`Spec`, ``most_states`` and ``absent``, tokens that are in no text. An answer is a letter for its
-kind, and a table or a message.
+`Spec`, ``most_states``, ``absent`` (tokens that are in no text), and ``marks`` (of `by_tokens`).
+An answer is a letter for its kind, and a table or a message.
 """
 
 import json
@@ -192,6 +192,7 @@ def table_of(
     vocabulary: Vocabulary,
     most_states: int,
     absent: list[int],
+    marks: list[int],
     **spec: Any,
 ) -> bytes:
     """The table of a grammar (``Table.to_bytes``), without texts that have ``absent`` tokens."""
@@ -203,7 +204,7 @@ def table_of(
             raise MemoryError from error
         raise Unsupported(f"xgrammar does not compile the grammar: {str(error)[:SHOWN]}") from error
     states = nearest(Automaton(serialized, spec["kind"]), most_states)
-    return by_tokens(states, vocabulary).without(absent).to_bytes()
+    return by_tokens(states, vocabulary, marks).without(absent).to_bytes()
 
 
 def _compile(

@@ -5,7 +5,8 @@ memory, if its states are too many, or if the tokens do too many different thing
 
 A special token (``<eos>``, ``<|turn>``) is no text: a JSON string must not hold one, though its
 name could be spelled there. Only the text of a structural tag may name special tokens, for instance
-those around a tool call; where a tag does, the token may stand for its name.
+those around a tool call; where a tag does, the token stands for its name, and where nothing but the
+name may be, no other tokens spell it. Parsers know a call by its token.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import prometheus_client
@@ -77,14 +79,17 @@ class Tokens(NamedTuple):
 
     Attributes:
         words: the bytes of every token id, also of special tokens; empty for one in no text.
+        names: of the special tokens.
+        marks: names of other tokens that a tokenizer finds in a text before it looks for words.
     """
 
     words: list[bytes]
-    names: dict[int, str]
+    names: Mapping[int, str]
+    marks: Mapping[int, str] = MappingProxyType({})
 
 
 def tokens_of(tokenizer: Any, vocab_size: int) -> Tokens:
-    """The bytes of every token, and the names of the special ones; takes 1 s for 262,144."""
+    """The tokens of a tokenizer; takes 1 s for 262,144."""
     import xgrammar  # here: it imports PyTorch
 
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
@@ -92,7 +97,10 @@ def tokens_of(tokenizer: Any, vocab_size: int) -> Tokens:
     names = {token: str(entry) for token, entry in added if entry.special}
     of_ids = tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids)
     names |= dict(zip(tokenizer.all_special_ids, of_ids, strict=True))
-    return Tokens(list(info.decoded_vocab), names)
+    marks = {token: str(entry) for token, entry in added if not entry.special}
+    # Others are lengths of white space, and letters.
+    marks = {token: name for token, name in marks.items() if len(name.split()) == 1 < len(name)}
+    return Tokens(list(info.decoded_vocab), names, marks)
 
 
 class Grammars:
@@ -177,9 +185,11 @@ class Grammars:
         spoken = ""
         if spec.kind == "structural_tag":
             spoken = "\n".join(_spoken(json.loads(spec.text)))
-        unnamed = (token for token, name in tokens.names.items() if name not in spoken)
-        limits = {"most_states": self.most_states, "absent": sorted({*stops, *unnamed})}
-        return children.table(asdict(spec) | limits)
+        absent = {token for token, name in tokens.names.items() if name not in spoken} | {*stops}
+        named = {token for token, name in tokens.marks.items() if name in spoken}
+        marks = named.union(tokens.names) - absent
+        limits = {"absent": sorted(absent), "marks": sorted(marks)}
+        return children.table(asdict(spec) | limits | {"most_states": self.most_states})
 
 
 @functools.cache

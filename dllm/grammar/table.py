@@ -123,13 +123,20 @@ def without_empty(class_of: np.ndarray, following: np.ndarray) -> tuple[np.ndarr
     return class_of, following[:, used]
 
 
-def by_tokens(states: ByteTable, vocabulary: Vocabulary) -> Table:
+def by_tokens(states: ByteTable, vocabulary: Vocabulary, marks: Sequence[int] = ()) -> Table:
     """The table over tokens of one over bytes.
+
+    Args:
+        marks: tokens that no others spell, where the grammar has their word and nothing else.
 
     Raises:
         Unsupported: no text can be spelled, or the words do too many different things.
     """
-    maps, map_of = _maps(states, vocabulary.trie)
+    spelled = [vocabulary.words[token] for token in marks]
+    maps, map_of = _maps(_without_spelled(states, spelled), vocabulary.trie)
+    for token, word in zip(marks, spelled, strict=True):
+        map_of[token] = len(maps)
+        maps.append(_map_of_word(states, word))
     map_of[~vocabulary.is_text] = NOWHERE
     used, kind_of = np.unique(map_of, return_inverse=True)
     following = np.stack([maps[each] for each in used], axis=1)  # [states, kinds]
@@ -169,6 +176,37 @@ def by_tokens(states: ByteTable, vocabulary: Vocabulary) -> Table:
         accepts=accepts,
         left=steps_to_end(following, accepts),
     )
+
+
+def _without_spelled(states: ByteTable, words: Sequence[bytes]) -> ByteTable:
+    """Without the last byte of each word, where nothing leads but the bytes in front of it.
+
+    In a string of JSON, for instance, the same bytes are text like any other.
+    """
+    rows = states.rows.copy()
+    sizes = np.bincount(states.class_of)
+    for word in filter(None, words):
+        is_inside = np.full(len(rows), len(word) > 1)  # behind the bytes so far, and no others
+        for byte in word[:-1]:
+            kind = states.class_of[byte]
+            is_other = np.ones(rows.shape, dtype=bool)
+            is_other[is_inside, kind] = sizes[kind] > 1
+            reached = np.zeros(len(rows) + 1, dtype=bool)  # the last one is for DEAD
+            reached[states.rows[is_inside, kind]] = True
+            reached[states.rows[is_other]] = False
+            is_inside = reached[:-1]
+        last = states.class_of[word[-1]]
+        if sizes[last] == 1:
+            rows[is_inside, last] = DEAD
+    return replace(states, rows=rows)
+
+
+def _map_of_word(states: ByteTable, word: bytes) -> np.ndarray:
+    rows = np.append(states.rows, np.full((1, states.rows.shape[1]), DEAD), axis=0)
+    found = np.arange(len(states.rows), dtype=np.int16)
+    for byte in word:
+        found = rows[found, states.class_of[byte]]
+    return found
 
 
 IDENTITY, NOWHERE = 0, 1  # the first maps: of the empty word, and of a word that is never allowed

@@ -101,6 +101,23 @@ def test_special_tokens_are_text_only_where_a_tag_names_them(children):
     assert made_by(made, spec, [ab]).read(0, [ab]) == DEAD
 
 
+def test_no_other_tokens_spell_the_mark_that_a_tag_names(children):
+    """But in its content, which may be any text, the same letters are text."""
+    letters = {letter: WORDS.index(letter.encode()) for letter in "abdemnr"}
+    name, red = WORDS.index(b"name"), WORDS.index(b"red")
+    content = {"type": "regex", "pattern": '"[a-z]*"'}
+    form = {"type": "tag", "begin": "name", "content": content, "end": "red"}
+    spec = Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    made = Grammars(lambda: Tokens(list(WORDS), {name: "name"}, {red: "red"}), children)
+    found, quote = made_by(made, spec), WORDS.index(b'"')
+    inside = [quote, *(letters[letter] for letter in "named"), quote]
+    assert found.accepts[found.read(0, [name, *inside, red])]
+    assert found.read(0, [letters[letter] for letter in "name"]) == DEAD
+    assert found.read(0, [name, *inside, *(letters[letter] for letter in "red")]) == DEAD
+    without = made_by(made, spec, [name])  # which ends the request
+    assert without.read(0, [letters[letter] for letter in "name"]) != DEAD
+
+
 def test_a_table_is_made_once(children):
     counted = Counted(children)
     made = grammars(counted)

@@ -17,6 +17,7 @@ from tests.support.server_harness import MODEL, Server
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-tools"
 PARSERS = {"gemma": "gemma4", "hermes": "hermes"}
+MARKS = {"gemma": (12, 13, 16), "hermes": (701, 702)}  # around calls, and Gemma's strings
 FAMILIES = ("weather", "alarm", "phone")
 STRICT = {
     name: tool | {"function": tool["function"] | {"strict": True}} for name, tool in TOOLS.items()
@@ -65,13 +66,14 @@ def asked(style: str, is_listed: bool, count: int = 6) -> list[Question]:
 def ask(client: openai.OpenAI, item: Question, **options: Any) -> Any:
     assert item.chat is not None
     thinking = options.pop("thinking", False)
+    fields = {"return_token_ids": True, "thinking_token_budget": options.pop("budget", None)}
     return client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": item.prompt}],
         tools=[STRICT[name] for name in item.chat.tools],
         max_tokens=MAX_TOKENS,
         seed=1,
-        extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
+        extra_body={"chat_template_kwargs": {"enable_thinking": thinking}, **fields},
         **options,
     )
 
@@ -124,15 +126,22 @@ def test_on_its_own_the_model_calls_or_says_that_it_cannot(client, style):
         assert not choice.message.tool_calls
 
 
-def test_a_stream_has_the_same_calls(client, style):
+@pytest.mark.parametrize("thought", [{}, {"thinking": True, "budget": 5}], ids=["none", "short"])
+def test_a_stream_has_the_same_calls(client, style, thought):
+    """The tokens that mark calls are unlikely; others could spell them."""
     item = asked(style, is_listed=True)[0]
-    (whole,) = ask(client, item, tool_choice="required").choices[0].message.tool_calls
+    unlikely = {str(token): -100 for token in MARKS[style]}
+    options = thought | {"tool_choice": "required", "logit_bias": unlikely}
+    (choice,) = ask(client, item, **options).choices
+    (whole,) = choice.message.tool_calls
     name = arguments = ""
-    for part in ask(client, item, tool_choice="required", stream=True):
+    for part in ask(client, item, stream=True, **options):
+        assert not (part.choices[0].delta.content or "").strip()
         for call in part.choices[0].delta.tool_calls or []:
             name += call.function.name or ""
             arguments += call.function.arguments or ""
     assert (name, json.loads(arguments)) == (whole.function.name, check(whole))
+    assert set(MARKS[style][:2]) <= set(choice.token_ids)
 
 
 def test_json_behind_a_thought(client):
