@@ -108,8 +108,8 @@ PATCHES = {
         "in the front end: arguments have the types that they are written with; vLLM guesses them"
     ),
     "vllm.parser.gemma4.Gemma4Parser._fix_arg_types": "it is what guesses",
-    "vllm.parser.gemma4.Gemma4Parser._events_to_delta": (
-        "in the front end: an answer that comes in one part with its thought is streamed, too"
+    "vllm.parser.abstract_parser.DelegatingParser.parse_delta": (
+        "in the front end: parsers of streams get one token at a time, and every thought"
     ),
     "vllm.v1.engine.core_client.AsyncMPClient.get_output_async": (
         "frames of unfinished canvases go to their streams; vLLM would count them as first tokens"

@@ -22,6 +22,7 @@ from dllm.api.http_request import HttpRequest, current, handling, places_of
 from dllm.api.page import CanvasPage
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
 from dllm.patches.adapters import refuse_wrong_adapters
+from dllm.patches.answers import read_token_by_token
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.patches.tool_calls import hold_tool_calls
 from dllm.settings.admission import refuse_without_canvases
@@ -75,6 +76,7 @@ def _extended(
                 await _refuse_fields_of_canvases(raw_request)
             return await create(self, request, raw_request)
         hold_tool_calls()
+        read_token_by_token()
         one = HttpRequest(places_of(self.engine_client.vllm_config))
         if getattr(request, "tools", None) and not request.extract_structured_outputs():
             one.client_names["structured_outputs"] = "tools"

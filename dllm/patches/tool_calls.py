@@ -48,7 +48,6 @@ def hold_tool_calls() -> None:
     _leave_arguments_free()
     _hold_gemma_calls()
     _read_typed_gemma_calls()
-    _keep_answers_beside_thoughts()
 
 
 def _leave_arguments_free() -> None:
@@ -140,31 +139,6 @@ def _read_typed_gemma_calls() -> None:
     gemma4._gemma4_arg_converter = _gemma4_arg_converter
     gemma4.gemma4_config.cache_clear()  # it holds the function
     gemma4.Gemma4Parser._fix_arg_types = _fix_arg_types  # type: ignore[method-assign]
-
-
-def _keep_answers_beside_thoughts() -> None:
-    """Keep what stands behind a thought in one and the same part of a stream, as in a canvas.
-
-    vLLM's parser of Gemma 4's thoughts expects a part for each token: it waits behind "thought",
-    the word that they begin with, and drops all else that came with it.
-    """
-    from vllm.parser.engine.events import EventType
-    from vllm.parser.gemma4 import Gemma4Parser
-
-    to_delta = Gemma4Parser._events_to_delta
-
-    def _events_to_delta(self: Any, events: Any, finished: bool = False) -> Any:
-        thought = [event for event in events if event.type is EventType.REASONING_CHUNK]
-        rest = [event for event in events if event.type is not EventType.REASONING_CHUNK]
-        if not thought or not rest:
-            return to_delta(self, events, finished)
-        first, delta = to_delta(self, thought), to_delta(self, rest, finished)
-        if first is None or delta is None:
-            return first or delta
-        delta.reasoning = first.reasoning
-        return delta
-
-    Gemma4Parser._events_to_delta = _events_to_delta  # type: ignore[method-assign]
 
 
 def _typed(value: Any) -> Any:

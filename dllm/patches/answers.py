@@ -1,0 +1,163 @@
+"""Patches of the API server: a streamed answer is read as a whole one is, whatever its parts.
+
+    a part of the stream -> tokens -> reasoning parser -> what is no thought -> tool parser
+
+vLLM's parsers expect a part for each token, and a canvas may hold thoughts, text and calls at
+once. So they get one token at a time. A whole answer goes through the reasoning parser to its end,
+however many thoughts it has. vLLM leaves that parser behind the first thought of a stream.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+READER = "dllm_reader"  # in the ``__dict__`` of a parser, which vLLM makes for each answer
+Parse = Callable[..., Any]  # vLLM's ``DelegatingParser.parse_delta``
+
+
+@cache
+def read_token_by_token() -> None:
+    """Give vLLM's parsers of streams one token at a time.
+
+    Called in an API server of one of our models, so that others stay as they are.
+    """
+    from vllm.parser.abstract_parser import DelegatingParser
+
+    parse = DelegatingParser.parse_delta
+
+    def parse_delta(
+        self: Any,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> Any:
+        if READER not in vars(self):
+            vars(self)[READER] = _Reader(self, request, prompt_token_ids or [])
+        parts = list(vars(self)[READER].parts(delta_text, delta_token_ids, finished))
+        read = [
+            _read(parse, self, part, (request, prompt_token_ids), finished and number == len(parts))
+            for number, part in enumerate(parts, 1)
+        ]
+        return _joined(read)
+
+    DelegatingParser.parse_delta = parse_delta  # type: ignore[method-assign]
+
+
+class _Reader:
+    """Cuts what arrives of one answer into tokens with their texts.
+
+    A text may come later than its token: vLLM holds back what could begin a stop string.
+    """
+
+    def __init__(self, parser: Any, request: Any, prompt: Sequence[int]) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        params = SamplingParams(
+            skip_special_tokens=request.skip_special_tokens,
+            # Responses have no such field.
+            spaces_between_special_tokens=getattr(request, "spaces_between_special_tokens", True),
+        )
+        asked: Any = SimpleNamespace(
+            sampling_params=params, prompt_token_ids=list(prompt), prompt_embeds=None, request_id=""
+        )
+        self._detokenizer = IncrementalDetokenizer.from_new_request(parser.model_tokenizer, asked)
+        self._waiting: deque[tuple[int, int]] = deque()  # tokens, and lengths of their texts
+        self._text = ""  # of them, as far as it has arrived
+
+    def parts(
+        self, text: str, tokens: Sequence[int], is_last: bool
+    ) -> Iterator[tuple[str, list[int]]]:
+        self._text += text
+        for token in tokens:
+            self._detokenizer.update([token], False)
+            spelled = self._detokenizer.get_next_output_text(False, True)
+            self._waiting.append((token, len(spelled)))
+        while self._waiting and self._waiting[0][1] <= len(self._text):
+            token, length = self._waiting.popleft()
+            yield self._text[:length], [token]
+            self._text = self._text[length:]
+        if is_last or (self._text and not self._waiting):
+            yield self._text, [token for token, _ in self._waiting]
+            self._text = ""
+
+
+def _read(
+    parse: Parse, parser: Any, part: tuple[str, list[int]], asked: tuple[Any, Any], is_last: bool
+) -> Any:
+    """What one token adds to the answer; None: nothing that can be shown by now.
+
+    Args:
+        asked: the request, and the tokens of its prompt.
+    """
+    from vllm.parser.engine.adapters import ParserEngineReasoningAdapter, ParserEngineToolAdapter
+
+    (text, tokens), (request, prompt) = part, asked
+    reasoner, state = parser.reasoning_parser, parser._stream_state
+    if isinstance(reasoner, ParserEngineReasoningAdapter):
+        if not state.reasoning_ended:
+            state.reasoning_ended = state.prompt_reasoning_checked = True
+            _begin_behind(reasoner, prompt or [])
+        thought = _thought(reasoner, text, tokens, request, is_last)
+        behind = thought.content or "" if thought is not None else ""
+        if thought is not None:
+            thought.content = None
+            thought = thought if request.include_reasoning else None
+        if not behind and not is_last:
+            return thought
+        is_read = behind != text
+    else:
+        thought, behind, is_read = None, text, False
+    # A whole answer's calls are read from its text alone.
+    if is_read or isinstance(parser.tool_parser, ParserEngineToolAdapter):
+        tokens = []
+    rest = parse(parser, behind, tokens, request, prompt, finished=is_last)
+    return _joined([thought, rest])
+
+
+def _begin_behind(reasoner: Any, prompt: Sequence[int]) -> None:
+    """Let a reasoning parser begin where the prompt ends: in a thought, or behind one."""
+    from vllm.parser.engine.parser_engine_config import ParserState
+
+    if reasoner.is_reasoning_end(prompt):
+        reasoner._parser_engine.initialize_streaming(initial_state=ParserState.CONTENT)
+    else:
+        reasoner.adjust_initial_state_from_prompt(prompt)
+
+
+def _thought(reasoner: Any, text: str, tokens: list[int], request: Any, is_last: bool) -> Any:
+    """Thoughts in the text, as ``reasoning``, and all else as ``content``."""
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+    from vllm.parser.engine.parser_engine_config import ParserState
+
+    engine = reasoner._parser_engine
+    spaces = engine._deferred_reasoning  # it drops them behind a thought, and more may come
+    read = [reasoner.extract_reasoning_streaming("", "", text, [], [], tokens)]
+    if read[0] is None or not read[0].reasoning:
+        engine._deferred_reasoning = engine._deferred_reasoning or spaces
+    if is_last:
+        if engine._engine.state is ParserState.REASONING:
+            answer = reasoner.get_streaming_fallback_content("", request)
+            read.append(DeltaMessage(content=answer))
+        read.append(reasoner.finish_streaming())
+    return _joined(read)
+
+
+def _joined(deltas: Sequence[Any]) -> Any:
+    """One message with what each of some adds; None if none adds anything."""
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+    from vllm.parser.engine.parser_engine import ParserEngine
+
+    some = [delta for delta in deltas if delta is not None]
+    joined: dict[str, Any] = {}
+    for name in ("reasoning", "content"):
+        if text := "".join(getattr(delta, name) or "" for delta in some):
+            joined[name] = text
+    if calls := [call for delta in some for call in delta.tool_calls or ()]:
+        joined["tool_calls"] = ParserEngine._coalesce_tool_call_deltas(calls)
+    return DeltaMessage(**joined) if joined else None

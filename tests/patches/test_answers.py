@@ -1,0 +1,116 @@
+"""Streams of answers, read in parts of any width, beside the same answers read as a whole."""
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser.parser_manager import ParserManager
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from dllm.patches.answers import read_token_by_token
+from dllm.patches.tool_calls import hold_tool_calls
+
+TOKENIZER = AutoTokenizer.from_pretrained("checkpoints/tiny-tools")
+TOKENIZER.add_tokens(["<think>", "</think>"])
+GEMMA, QWEN = ("<|channel>", "<channel|>"), ("<think>", "</think>")
+CALLS = {
+    "gemma4": '<|tool_call>call:t0{a:<|"|>x < y<|"|>,b:{c:[1,2]}}<tool_call|>',
+    "hermes": '<tool_call>\n{"name": "t0", "arguments": {"a": "x < y", "b": 1}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=t0>\n<parameter=a>\nx < y\n</parameter>\n</function>\n"
+    "</tool_call>",
+}
+# (reasoning parser, marks of its thoughts, whether there may be several, tool parser)
+PARSERS = [
+    ("gemma4", GEMMA, True, "gemma4"),
+    ("gemma4", GEMMA, True, "hermes"),
+    ("gemma4", GEMMA, True, None),
+    (None, GEMMA, True, "gemma4"),
+    ("qwen3", QWEN, False, "hermes"),
+    ("qwen3", QWEN, False, "qwen3_coder"),
+    ("nemotron_v3", QWEN, False, "qwen3_coder"),
+    ("deepseek_r1", QWEN, False, "hermes"),
+    (None, QWEN, False, "hermes"),
+]
+WORDS = ("The sum", " is 8 < 9", "\n", " ", "<|", "<tool", "é 日本 🎉", "call:")
+
+hold_tool_calls()
+read_token_by_token()
+
+
+def words(rng: random.Random) -> str:
+    return "".join(rng.choices(WORDS, k=rng.randint(0, 4)))
+
+
+def answer(rng: random.Random, marks: tuple[str, str], several: bool, call: str | None) -> str:
+    """Thoughts and texts, and calls behind them: a whole answer shows no text behind a call."""
+    begin, end = marks
+    thought = f"{begin}thought\n{words(rng)}.{end}" if several else f"{words(rng)}.{end}"
+    texts = [
+        rng.choice([f"{words(rng)}.", thought][: 1 + several]) for _ in range(rng.randint(0, 4))
+    ]
+    calls = [call] * rng.randint(0, 2) if call is not None else []
+    return "".join([rng.choice([thought, ""] if several else [thought]), *texts, *calls])
+
+
+def parts_of(tokens: list[int], rng: random.Random) -> Any:
+    """The tokens in parts of random widths, with the texts that vLLM has by then."""
+    stop = rng.choice([[], ["never written"]])  # what could be its beginning comes later
+    asked: Any = SimpleNamespace(
+        sampling_params=SamplingParams(skip_special_tokens=False, stop=stop),
+        prompt_token_ids=[2],
+        prompt_embeds=None,
+        request_id="",
+    )
+    detokenizer = IncrementalDetokenizer.from_new_request(TOKENIZER, asked)
+    at = 0
+    while at < len(tokens):
+        width = rng.choice([1, 2, 3, 8, 32])
+        part = tokens[at : at + width]
+        at += width
+        detokenizer.update(part, False)
+        yield detokenizer.get_next_output_text(at >= len(tokens), True), part, at >= len(tokens)
+
+
+def read(delta: Any, found: dict[str, Any]) -> None:
+    found["reasoning"] += (delta and delta.reasoning) or ""
+    found["content"] += (delta and delta.content) or ""
+    for call in (delta and delta.tool_calls) or ():
+        name, arguments = found["calls"].setdefault(call.index, ("", ""))
+        found["calls"][call.index] = (
+            name + (call.function.name or ""),
+            arguments + (call.function.arguments or ""),
+        )
+
+
+@pytest.mark.parametrize(("reasoning", "marks", "several", "tool"), PARSERS)
+def test_a_stream_reads_what_the_whole_answer_says(reasoning, marks, several, tool):
+    make = ParserManager.get_parser(tool, reasoning, enable_auto_tools=True)
+    schema = {"type": "object", "properties": {}}
+    request = ChatCompletionRequest(
+        messages=[{"role": "user", "content": "x"}],
+        tools=[{"type": "function", "function": {"name": "t0", "parameters": schema}}],
+        tool_choice="auto",
+        skip_special_tokens=False,
+    )
+    for seed in range(30):
+        rng = random.Random(seed)
+        text = answer(rng, marks, several, CALLS.get(tool))
+        tokens = TOKENIZER.encode(text, add_special_tokens=False) + [1] * (not text)
+        thought, content, calls = make(TOKENIZER, request.tools).parse(
+            TOKENIZER.decode(tokens), request, enable_auto_tools=tool is not None
+        )
+        parser = make(TOKENIZER, request.tools)
+        streamed: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}}
+        for piece, part, is_last in parts_of(tokens, rng):
+            read(parser.parse_delta(piece, part, request, [2], finished=is_last), streamed)
+        made = [(name, json.loads(inside)) for name, inside in streamed["calls"].values()]
+        shown = streamed["content"].strip() if made else streamed["content"]
+        got = streamed["reasoning"], shown, made
+        content = (content or "") if not calls else (content or "").strip()
+        want = thought or "", content, [(c.name, json.loads(c.arguments)) for c in calls or ()]
+        assert got == want, text
