@@ -87,7 +87,7 @@ def _extended(
                 if take is not None and type(self) is route:
                     answer = await take(create, self, request, raw_request)
                 else:
-                    await _refuse_our_fields(raw_request)
+                    await _refuse_our_fields(request, raw_request)
                     _take_thinking(request, one)
                     answer = await create(self, request, raw_request)
             except RecursionError:
@@ -155,7 +155,7 @@ async def _begun(stream: Any, one: HttpRequest) -> Any:
     return whole()
 
 
-async def _refuse_our_fields(raw_request: Any) -> None:
+async def _refuse_our_fields(request: Any, raw_request: Any) -> None:
     """Refuse our fields where nothing behind the route could.
 
     Responses start their stream before the request, and other routes drop the fields that they do
@@ -174,6 +174,8 @@ async def _refuse_our_fields(raw_request: Any) -> None:
         refuse_route(TRACE)
     if sent.get(pins.FIELD) is not None:
         refuse_route(pins.FIELD)
+    if sent.get(BUDGET) is not None and BUDGET not in type(request).model_fields:
+        refuse(BUDGET, f"{BUDGET} is not read here. Send it within vllm_xargs.")
 
 
 async def _refuse_fields_of_canvases(raw_request: Any) -> None:
