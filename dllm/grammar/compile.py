@@ -5,8 +5,8 @@ memory, if its states are too many, or if the tokens do too many different thing
 
 A special token (``<eos>``, ``<|turn>``) is no text: a JSON string must not hold one, though its
 name could be spelled there. Only the text of a structural tag may name special tokens, for instance
-those around a tool call; where a tag does, the token stands for its name, and where nothing but the
-name may be, no other tokens spell it. Parsers know a call by its token.
+those around a tool call. Where it does, the token stands for its name, and no other tokens spell it
+(`table`): parsers know a call by its token.
 """
 
 import contextlib

@@ -127,16 +127,16 @@ def by_tokens(states: ByteTable, vocabulary: Vocabulary, marks: Sequence[int] = 
     """The table over tokens of one over bytes.
 
     Args:
-        marks: tokens that no others spell, where the grammar has their word and nothing else.
+        marks: tokens that no others spell where the grammar has their word and nothing else.
 
     Raises:
         Unsupported: no text can be spelled, or the words do too many different things.
     """
-    spelled = [vocabulary.words[token] for token in marks]
-    maps, map_of = _maps(_without_spelled(states, spelled), vocabulary.trie)
-    for token, word in zip(marks, spelled, strict=True):
-        map_of[token] = len(maps)
-        maps.append(_map_of_word(states, word))
+    marks = [token for token in marks if vocabulary.is_text[token]]
+    others, of_marks = _of_marks(states, [vocabulary.words[token] for token in marks])
+    maps, map_of = _maps(others, vocabulary.trie)
+    map_of[marks] = np.arange(len(maps), len(maps) + len(marks))
+    maps += of_marks
     map_of[~vocabulary.is_text] = NOWHERE
     used, kind_of = np.unique(map_of, return_inverse=True)
     following = np.stack([maps[each] for each in used], axis=1)  # [states, kinds]
@@ -178,14 +178,18 @@ def by_tokens(states: ByteTable, vocabulary: Vocabulary, marks: Sequence[int] = 
     )
 
 
-def _without_spelled(states: ByteTable, words: Sequence[bytes]) -> ByteTable:
-    """Without the last byte of each word, where nothing leads but the bytes in front of it.
+def _of_marks(states: ByteTable, words: Sequence[bytes]) -> tuple[ByteTable, list[np.ndarray]]:
+    """(the states for all tokens but marks; the map of each mark).
 
-    In a string of JSON, for instance, the same bytes are text like any other.
+    A mark stands where nothing leads but the bytes in front of its last one: there no other tokens
+    spell it. In free text, which may end behind it, it is text. It is in no string of JSON.
     """
-    rows = states.rows.copy()
+    rows, maps = states.rows.copy(), []
     sizes = np.bincount(states.class_of)
-    for word in filter(None, words):
+    steps = np.append(states.rows, np.full((1, rows.shape[1]), DEAD), axis=0)  # also from DEAD
+    may_end = np.append(states.accepts, False)
+    for word in words:
+        at = np.arange(len(rows), dtype=np.int16)
         is_inside = np.full(len(rows), len(word) > 1)  # behind the bytes so far, and no others
         for byte in word[:-1]:
             kind = states.class_of[byte]
@@ -194,19 +198,13 @@ def _without_spelled(states: ByteTable, words: Sequence[bytes]) -> ByteTable:
             reached = np.zeros(len(rows) + 1, dtype=bool)  # the last one is for DEAD
             reached[states.rows[is_inside, kind]] = True
             reached[states.rows[is_other]] = False
-            is_inside = reached[:-1]
+            at, is_inside = steps[at, kind], reached[:-1]
         last = states.class_of[word[-1]]
-        if sizes[last] == 1:
-            rows[is_inside, last] = DEAD
-    return replace(states, rows=rows)
-
-
-def _map_of_word(states: ByteTable, word: bytes) -> np.ndarray:
-    rows = np.append(states.rows, np.full((1, states.rows.shape[1]), DEAD), axis=0)
-    found = np.arange(len(states.rows), dtype=np.int16)
-    for byte in word:
-        found = rows[found, states.class_of[byte]]
-    return found
+        is_inside &= sizes[last] == 1
+        rows[is_inside, last] = DEAD
+        behind = steps[at, last]
+        maps.append(np.where(np.append(is_inside, False)[at] | may_end[behind], behind, DEAD))
+    return replace(states, rows=rows), maps
 
 
 IDENTITY, NOWHERE = 0, 1  # the first maps: of the empty word, and of a word that is never allowed

@@ -102,7 +102,7 @@ def test_special_tokens_are_text_only_where_a_tag_names_them(children):
 
 
 def test_no_other_tokens_spell_the_mark_that_a_tag_names(children):
-    """But in its content, which may be any text, the same letters are text."""
+    """But in its content, which may be any text, the same letters are text, and no mark is."""
     letters = {letter: WORDS.index(letter.encode()) for letter in "abdemnr"}
     name, red = WORDS.index(b"name"), WORDS.index(b"red")
     content = {"type": "regex", "pattern": '"[a-z]*"'}
@@ -114,6 +114,7 @@ def test_no_other_tokens_spell_the_mark_that_a_tag_names(children):
     assert found.accepts[found.read(0, [name, *inside, red])]
     assert found.read(0, [letters[letter] for letter in "name"]) == DEAD
     assert found.read(0, [name, *inside, *(letters[letter] for letter in "red")]) == DEAD
+    assert found.read(0, [name, quote, red]) == DEAD
     without = made_by(made, spec, [name])  # which ends the request
     assert without.read(0, [letters[letter] for letter in "name"]) != DEAD
 

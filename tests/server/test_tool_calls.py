@@ -126,12 +126,19 @@ def test_on_its_own_the_model_calls_or_says_that_it_cannot(client, style):
         assert not choice.message.tool_calls
 
 
-@pytest.mark.parametrize("thought", [{}, {"thinking": True, "budget": 5}], ids=["none", "short"])
-def test_a_stream_has_the_same_calls(client, style, thought):
-    """The tokens that mark calls are unlikely; others could spell them."""
+SHORT = {"thinking": True, "budget": 5}
+
+
+@pytest.mark.parametrize(
+    ("bias", "thought"),
+    [(-100, {}), (-100, SHORT), (100, {})],
+    ids=["unlikely", "unlikely behind a thought", "likely"],
+)
+def test_a_stream_has_the_same_calls(client, style, bias, thought):
+    """Where the tokens that mark calls are unlikely, others could spell them."""
     item = asked(style, is_listed=True)[0]
-    unlikely = {str(token): -100 for token in MARKS[style]}
-    options = thought | {"tool_choice": "required", "logit_bias": unlikely}
+    biased = {str(token): bias for token in MARKS[style]}
+    options = thought | {"tool_choice": "required", "logit_bias": biased}
     (choice,) = ask(client, item, **options).choices
     (whole,) = choice.message.tool_calls
     name = arguments = ""
