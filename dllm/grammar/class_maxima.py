@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm.grammar import device
-from dllm.grammar.device import CHUNK, PackedTables
+from dllm.grammar.device import CHUNK, PackedTables, pointers
 
 NO_TABLE = tl.constexpr(device.NO_TABLE)
 HIGHEST = tl.constexpr(0x7FFFFFFF)
@@ -44,8 +44,7 @@ def class_maxima(
     keys = torch.full((num_rows, most), NOTHING, dtype=torch.int64, device=logits.device)
     if num_rows and tables.most_chunks:
         _chunk_kernel[(num_rows, triton.cdiv(tables.most_chunks, chunks))](
-            logits, logits.stride(0), table_of, tables.chunk, tables.chunk_class,
-            tables.first_chunk, keys, most,
+            logits, logits.stride(0), table_of, pointers(tables), keys, most,
             CHUNKS=chunks, CHUNK=CHUNK, num_warps=8,
         )  # fmt: skip
     # The upper half is the logit with its bits in order, the lower one counts tokens backwards.
@@ -58,8 +57,7 @@ def class_maxima(
 
 @triton.jit(do_not_specialize=["most"])
 def _chunk_kernel(
-    logits, row_stride, table_of, chunk, chunk_class, first_chunk, keys, most,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    logits, row_stride, table_of, tables, keys, most, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Class maxima of CHUNKS chunks of one row, merged into ``keys`` [rows, classes] int64.
 
@@ -69,10 +67,10 @@ def _chunk_kernel(
     table = tl.load(table_of + row)
     if table == NO_TABLE:
         return
-    index = tl.load(first_chunk + table) + tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
-    is_there = index < tl.load(first_chunk + table + 1)
+    index = tl.load(tables.first_chunk + table) + tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+    is_there = index < tl.load(tables.first_chunk + table + 1)
     cells = index.to(tl.int64)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    token = tl.load(chunk + cells, mask=is_there[:, None], other=0)
+    token = tl.load(tables.chunk + cells, mask=is_there[:, None], other=0)
     x = tl.load(logits + row * row_stride + token, mask=is_there[:, None], other=0.0)
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
@@ -80,5 +78,5 @@ def _chunk_kernel(
     bits = x.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & HIGHEST)
     key = (ordered.to(tl.int64) << 32) + (-token + HIGHEST).to(tl.int64)
-    kind = tl.load(chunk_class + index, mask=is_there, other=0)
+    kind = tl.load(tables.chunk_class + index, mask=is_there, other=0)
     tl.atomic_max(keys + row * most + kind, tl.max(key, axis=1), mask=is_there)

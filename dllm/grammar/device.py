@@ -16,7 +16,7 @@ Several tables lie in one pool, because rows of one batch have different grammar
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -250,6 +250,14 @@ class Paths(NamedTuple):
     states: Tensor  # [N] int32, before each position; STOPPED behind the stop
     end: Tensor  # [R] int32, the state behind the last position
     score: Tensor  # [R] fp64, at most 0: what the path has less than the likeliest tokens
+
+
+def pointers(parts: Any) -> Any:
+    """The tensors of a NamedTuple, as a kernel's argument; None in place of the numbers.
+
+    For a number in a tuple that is 1 or a multiple of 16, Triton would compile a kernel of its own.
+    """
+    return parts._make(part if isinstance(part, Tensor) else None for part in parts)
 
 
 def ends(logits: Tensor, likeliest: Tensor, stops: Tensor, fillers: Tensor) -> Ends:

@@ -12,6 +12,7 @@ Row masks: one program for a block of tokens of one row. What is allowed is not 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,14 +21,13 @@ from torch import Tensor
 
 from dllm.grammar import automaton, viterbi
 from dllm.grammar.class_maxima import HIGHEST, NO_TABLE, ClassMaxima, class_maxima
-from dllm.grammar.device import Ends, PackedTables, Paths, Searches, ends
+from dllm.grammar.device import Ends, PackedTables, Paths, Searches, ends, pointers
 
 DEAD = tl.constexpr(automaton.DEAD)
 STOPPED = tl.constexpr(viterbi.STOPPED)
 WORST = tl.constexpr(viterbi.WORST)
 LOWEST = tl.constexpr(viterbi.LOWEST)
 NEVER = tl.constexpr(2**31 - 1)
-CANVAS_PARTS = 6  # that kernels read
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,14 @@ class PathTiles:
     edges: int = 1024
     tokens: int = 4096  # of a program of row masks
     num_warps: int = 8
+
+
+class KeptScores(NamedTuple):
+    """What the search keeps of R canvases: the best scores in front of each of P places."""
+
+    at: Tensor  # [R, P, S] fp64, of each state; -inf where the search begins
+    accepted: Tensor  # [R, P] fp64, of the states that accept
+    accepted_state: Tensor  # [R, P] int32, the one with it
 
 
 def write_paths(
@@ -92,70 +100,59 @@ def best_paths_kernels(
     )
     if not num_canvases:
         return paths
-    places = canvases.most_rows + 1
-    at = torch.full(
-        (num_canvases, places, tables.most_states), -torch.inf, dtype=torch.float64, device=device
+    shape = num_canvases, canvases.most_rows + 1
+    kept = KeptScores(
+        torch.full((*shape, tables.most_states), -torch.inf, dtype=torch.float64, device=device),
+        torch.empty(shape, dtype=torch.float64, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
     )
-    accepted = torch.empty(num_canvases, places, dtype=torch.float64, device=device)
-    accepted_state = torch.empty(num_canvases, places, dtype=torch.int32, device=device)
     is_text = torch.empty(num_canvases, dtype=torch.int8, device=device)
-    _read_kernel[(num_canvases,)](
-        found.likeliest, found.is_stop, *canvases[:CANVAS_PARTS], tables.class_of, tables.next,
-        tables.first_next, tables.num_classes, tables.accepts, tables.left, tables.first_state,
-        paths.tokens, paths.states, paths.end, paths.score, is_text, tables.class_of.shape[1],
-        num_warps=1,
-    )  # fmt: skip
+    inputs = found, pointers(canvases), pointers(tables)
+    _read_kernel[(num_canvases,)](*inputs, is_text, paths, tables.class_of.shape[1], num_warps=1)
     _search_kernel[(num_canvases,)](
-        maxima.best, maxima.token, maxima.best.shape[1],
-        found.peak, found.stop, found.stop_token, found.filled, *canvases[:CANVAS_PARTS],
-        tables.source, tables.kind, tables.target, tables.is_last, tables.into, tables.first_edge,
-        tables.accepts, tables.left, tables.first_state, at, accepted, accepted_state,
-        places, tables.most_states, is_text, paths.tokens, paths.states, paths.end, paths.score,
+        *inputs, is_text, paths, maxima, kept,
+        maxima.best.shape[1], shape[1], tables.most_states,
         BLOCK=cut.edges, num_warps=cut.num_warps,
     )  # fmt: skip
     return paths
 
 
 @triton.jit
-def _read_kernel(
-    likeliest, is_stop, first_row, length, table_of, state_of, budget_of, thoughts_end, class_of,
-    following, first_next, num_classes, accepts, left, first_state, tokens, states, end, score,
-    is_text, vocab_size,
-):  # fmt: skip
+def _read_kernel(found, canvases, tables, is_text, paths, vocab_size):
     """Read the likeliest tokens of one canvas; ``is_text`` says whether they are its path.
 
     Grid: (canvases,).
     """
     canvas = tl.program_id(0)
-    table = tl.load(table_of + canvas)
-    row = tl.load(first_row + canvas).to(tl.int64)
-    num_places = tl.load(length + canvas)
+    table = tl.load(canvases.table + canvas)
+    row = tl.load(canvases.first_row + canvas).to(tl.int64)
+    num_places = tl.load(canvases.length + canvas)
     has_table = table != NO_TABLE
     table = tl.maximum(table, 0)
-    budget = tl.load(budget_of + canvas)
-    start = tl.load(state_of + canvas)
+    budget = tl.load(canvases.budget + canvas)
+    start = tl.load(canvases.state + canvas)
     state = tl.where(has_table, start, STOPPED)
-    first = tl.load(first_state + table)
-    kinds = tl.load(num_classes + table)
-    matrix = following + tl.load(first_next + table)
-    thinking = tl.load(first_state + table + 1) - first - 1
-    last_thought = tl.load(thoughts_end + canvas)
+    first = tl.load(tables.first_state + table)
+    kinds = tl.load(tables.num_classes + table)
+    matrix = tables.next + tl.load(tables.first_next + table)
+    thinking = tl.load(tables.first_state + table + 1) - first - 1
+    last_thought = tl.load(canvases.thoughts_end + canvas)
     for place in range(num_places):
-        token = tl.load(likeliest + row + place)
-        tl.store(tokens + row + place, token)
-        tl.store(states + row + place, state)
-        kind = tl.load(class_of + table.to(tl.int64) * vocab_size + token)
+        token = tl.load(found.likeliest + row + place)
+        tl.store(paths.tokens + row + place, token)
+        tl.store(paths.states + row + place, state)
+        kind = tl.load(tables.class_of + table.to(tl.int64) * vocab_size + token)
         is_open = state >= 0
-        accepting = tl.load(accepts + first + state, mask=is_open, other=0) != 0
-        is_over = is_open & accepting & (tl.load(is_stop + row + place) != 0)
+        accepting = tl.load(tables.accepts + first + state, mask=is_open, other=0) != 0
+        is_over = is_open & accepting & (tl.load(found.is_stop + row + place) != 0)
         target = tl.load(matrix + state * kinds + kind, mask=is_open & (kind >= 0), other=DEAD)
-        needed = tl.load(left + first + target, mask=target >= 0, other=NEVER)
+        needed = tl.load(tables.left + first + target, mask=target >= 0, other=NEVER)
         target = tl.where(needed <= budget - place - 1, target, DEAD)
         no_longer = tl.where(place < last_thought, DEAD, thinking)
         target = tl.where(target == no_longer, DEAD, target)
         state = tl.where(is_open, tl.where(is_over, STOPPED, target), state)
-    tl.store(end + canvas, tl.where(has_table, state, start))
-    tl.store(score + canvas, 0.0)
+    tl.store(paths.end + canvas, tl.where(has_table, state, start))
+    tl.store(paths.score + canvas, 0.0)
     tl.store(is_text + canvas, (state != DEAD).to(tl.int8))
 
 
@@ -173,11 +170,8 @@ def _finite(score):
 
 @triton.jit(do_not_specialize=["most_classes", "num_places_kept", "most_states"])
 def _search_kernel(
-    best, best_token, most_classes, peak, stop, stop_token, filled,
-    first_row, length, table_of, state_of, budget_of, thoughts_end,
-    source, kind, target, is_last, into, first_edge, accepts, left, first_state,
-    at, accepted, accepted_state, num_places_kept, most_states, is_text,
-    tokens, states, end, score_of, BLOCK: tl.constexpr,
+    found, canvases, tables, is_text, paths, maxima, kept,
+    most_classes, num_places_kept, most_states, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find and write the best path of one canvas whose likeliest tokens are no text.
 
@@ -187,31 +181,31 @@ def _search_kernel(
     canvas = tl.program_id(0)
     if tl.load(is_text + canvas) != 0:
         return
-    table = tl.load(table_of + canvas)
-    row = tl.load(first_row + canvas).to(tl.int64)
-    num_places = tl.load(length + canvas)
-    budget = tl.load(budget_of + canvas)
-    first = tl.load(first_state + table)
-    num_states = tl.load(first_state + table + 1) - first
-    last_thought = tl.load(thoughts_end + canvas)
+    table = tl.load(canvases.table + canvas)
+    row = tl.load(canvases.first_row + canvas).to(tl.int64)
+    num_places = tl.load(canvases.length + canvas)
+    budget = tl.load(canvases.budget + canvas)
+    first = tl.load(tables.first_state + table)
+    num_states = tl.load(tables.first_state + table + 1) - first
+    last_thought = tl.load(canvases.thoughts_end + canvas)
     thinking = num_states - 1
-    low_edge = tl.load(first_edge + table)
-    high_edge = tl.load(first_edge + table + 1)
+    low_edge = tl.load(tables.first_edge + table)
+    high_edge = tl.load(tables.first_edge + table + 1)
     # Offsets within one canvas fit 32 bits.
-    at += canvas.to(tl.int64) * num_places_kept * most_states
-    accepted += canvas * num_places_kept
-    accepted_state += canvas * num_places_kept
+    at = kept.at + canvas.to(tl.int64) * num_places_kept * most_states
+    accepted = kept.accepted + canvas * num_places_kept
+    accepted_state = kept.accepted_state + canvas * num_places_kept
     lane = tl.arange(0, BLOCK)
-    tl.store(at + tl.load(state_of + canvas), 0.0)
+    tl.store(at + tl.load(canvases.state + canvas), 0.0)
     tl.debug_barrier()  # what other threads have written is there
 
     for place in range(num_places):
         here = at + place * most_states
-        highest, which = _best_state(here, accepts + first, num_states, True, BLOCK)
+        highest, which = _best_state(here, tables.accepts + first, num_states, True, BLOCK)
         tl.store(accepted + place, highest)
         tl.store(accepted_state + place, which)
-        top = tl.load(peak + row + place)
-        of_row = best + (row + place) * most_classes
+        top = tl.load(found.peak + row + place)
+        of_row = maxima.best + (row + place) * most_classes
         no_longer = tl.where(place < last_thought, -1, thinking)
         held_behind = tl.where(place == last_thought, thinking, -1)
         carried = tl.full((), float("-inf"), tl.float64)
@@ -219,16 +213,16 @@ def _search_kernel(
         for begin in range(low_edge, high_edge, BLOCK):
             edge = begin + lane
             is_edge = edge < high_edge
-            to = tl.load(target + edge, mask=is_edge, other=-3)
-            origin = tl.load(source + edge, mask=is_edge, other=0)
-            weight = tl.load(of_row + tl.load(kind + edge, mask=is_edge, other=0)) - top
+            to = tl.load(tables.target + edge, mask=is_edge, other=-3)
+            origin = tl.load(tables.source + edge, mask=is_edge, other=0)
+            weight = tl.load(of_row + tl.load(tables.kind + edge, mask=is_edge, other=0)) - top
             is_held = (origin == held_behind) & (to != thinking)
             weight = tl.where(is_held, 0.0, _finite(weight))
             value = tl.where(is_edge, tl.load(here + origin) + weight, float("-inf"))
             value, _ = tl.associative_scan((value, to), 0, _better_of_segment)
             value = tl.where((to == carried_to) & (carried > value), carried, value)
-            needed = tl.load(left + first + to, mask=is_edge, other=NEVER)
-            is_end = tl.load(is_last + edge, mask=is_edge, other=0) != 0
+            needed = tl.load(tables.left + first + to, mask=is_edge, other=NEVER)
+            is_end = tl.load(tables.is_last + edge, mask=is_edge, other=0) != 0
             fits = is_end & (needed <= budget - place - 1) & (to != no_longer)
             tl.store(here + most_states + to, value, mask=fits)
             carried = tl.max(tl.where(lane == BLOCK - 1, value, float("-inf")), axis=0)
@@ -236,43 +230,44 @@ def _search_kernel(
         tl.debug_barrier()
 
     behind = at + num_places * most_states
-    total, state = _best_state(behind, accepts + first, num_states, False, BLOCK)
+    total, state = _best_state(behind, tables.accepts + first, num_states, False, BLOCK)
     rest = tl.full((), 0.0, tl.float64)
     ending = tl.full((), float("-inf"), tl.float64)
     stop_place = num_places * 0  # 0, of the type that it has after the loop
     for step in range(num_places):
         place = num_places - 1 - step
-        top = tl.load(peak + row + place)
-        value = tl.load(accepted + place) + _finite(tl.load(stop + row + place) - top) + rest
+        top = tl.load(found.peak + row + place)
+        value = tl.load(accepted + place) + _finite(tl.load(found.stop + row + place) - top) + rest
         stop_place = tl.where(value >= ending, place, stop_place)
         ending = tl.where(value >= ending, value, ending)
-        rest += _finite(tl.load(filled + row + place) - top)
+        rest += _finite(tl.load(found.filled + row + place) - top)
     stops = ending >= total
     stop_place = tl.where(stops, stop_place, num_places)
-    tl.store(score_of + canvas, tl.where(stops, ending, total))
-    tl.store(end + canvas, tl.where(stops, STOPPED, state))
+    tl.store(paths.score + canvas, tl.where(stops, ending, total))
+    tl.store(paths.end + canvas, tl.where(stops, STOPPED, state))
     state = tl.where(stops, tl.load(accepted_state + stop_place, mask=stops, other=0), state)
-    its_stop = tl.load(stop_token + row + stop_place, mask=stops, other=0)
-    tl.store(tokens + row + stop_place, its_stop, mask=stops)
-    tl.store(states + row + stop_place, state, mask=stops)
+    its_stop = tl.load(found.stop_token + row + stop_place, mask=stops, other=0)
+    tl.store(paths.tokens + row + stop_place, its_stop, mask=stops)
+    tl.store(paths.states + row + stop_place, state, mask=stops)
 
     for step in range(num_places):
         place = num_places - 1 - step
-        tl.store(states + row + place, STOPPED, mask=place > stop_place)
+        tl.store(paths.states + row + place, STOPPED, mask=place > stop_place)
         if place < stop_place:
             here = at + place * most_states
-            top = tl.load(peak + row + place)
+            top = tl.load(found.peak + row + place)
             of_row = (row + place) * most_classes
             held_behind = tl.where(place == last_thought, thinking, -1)
-            low = tl.load(into + first + state)
-            high = tl.load(into + first + state + 1)
+            low = tl.load(tables.into + first + state)
+            high = tl.load(tables.into + first + state + 1)
             highest = tl.full((), float("-inf"), tl.float64)
             chosen = low
             for begin in range(low, high, BLOCK):
                 edge = begin + lane
                 is_edge = edge < high
-                origin = tl.load(source + edge, mask=is_edge, other=0)
-                weight = tl.load(best + of_row + tl.load(kind + edge, mask=is_edge, other=0)) - top
+                origin = tl.load(tables.source + edge, mask=is_edge, other=0)
+                kind = tl.load(tables.kind + edge, mask=is_edge, other=0)
+                weight = tl.load(maxima.best + of_row + kind) - top
                 is_held = (origin == held_behind) & (state != thinking)
                 value = tl.load(here + origin) + tl.where(is_held, 0.0, _finite(weight))
                 value = tl.where(is_edge, value, float("-inf"))
@@ -280,10 +275,10 @@ def _search_kernel(
                 earliest = tl.min(tl.where(value == largest, edge, HIGHEST), axis=0)
                 chosen = tl.where(largest > highest, earliest, chosen)
                 highest = tl.where(largest > highest, largest, highest)
-            k = tl.load(kind + chosen)
-            tl.store(tokens + row + place, tl.load(best_token + of_row + k).to(tl.int64))
-            state = tl.load(source + chosen)
-            tl.store(states + row + place, state)
+            token = tl.load(maxima.token + of_row + tl.load(tables.kind + chosen))
+            tl.store(paths.tokens + row + place, token.to(tl.int64))
+            state = tl.load(tables.source + chosen)
+            tl.store(paths.states + row + place, state)
 
 
 @triton.jit
@@ -328,16 +323,14 @@ def mask_rows_kernel(
     if num_rows:
         _mask_kernel[(num_rows, triton.cdiv(vocab_size, cut.tokens))](
             logits, logits.stride(0), table_of, states, budgets, goes_on, stops, stops.shape[1],
-            tables.class_of, tables.next, tables.first_next, tables.num_classes,
-            tables.accepts, tables.left, tables.first_state, vocab_size,
-            BLOCK=cut.tokens, num_warps=cut.num_warps,
+            pointers(tables), vocab_size, BLOCK=cut.tokens, num_warps=cut.num_warps,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_stops"])
 def _mask_kernel(
-    logits, row_stride, table_of, states, budgets, goes_on, stops, num_stops, class_of, following,
-    first_next, num_classes, accepts, left, first_state, vocab_size, BLOCK: tl.constexpr,
+    logits, row_stride, table_of, states, budgets, goes_on, stops, num_stops, tables, vocab_size,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mask one block of tokens of one row. Grid: (rows, blocks of tokens)."""
     row = tl.program_id(0).to(tl.int64)
@@ -345,17 +338,19 @@ def _mask_kernel(
     state = tl.load(states + row)
     if (table == NO_TABLE) | (state == STOPPED):
         return
-    first = tl.load(first_state + table)
-    matrix = following + tl.load(first_next + table) + state * tl.load(num_classes + table)
+    first = tl.load(tables.first_state + table)
+    kinds = tl.load(tables.num_classes + table)
+    matrix = tables.next + tl.load(tables.first_next + table) + state * kinds
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocab_size
-    kind = tl.load(class_of + table.to(tl.int64) * vocab_size + token, mask=is_token, other=-1)
+    class_of = tables.class_of + table.to(tl.int64) * vocab_size
+    kind = tl.load(class_of + token, mask=is_token, other=-1)
     target = tl.load(matrix + kind, mask=kind >= 0, other=DEAD)
-    needed = tl.load(left + first + target, mask=target >= 0, other=NEVER)
-    thinking = tl.load(first_state + table + 1) - first - 1
+    needed = tl.load(tables.left + first + target, mask=target >= 0, other=NEVER)
+    thinking = tl.load(tables.first_state + table + 1) - first - 1
     no_longer = tl.where(tl.load(goes_on + row) != 0, DEAD, thinking)
     is_allowed = (needed <= tl.load(budgets + row) - 1) & (target != no_longer)
-    may_stop = tl.load(accepts + first + state) != 0
+    may_stop = tl.load(tables.accepts + first + state) != 0
     for index in range(num_stops):
         is_stop = token == tl.load(stops + row * num_stops + index)
         is_allowed = tl.where(is_stop, may_stop, is_allowed)
