@@ -59,11 +59,9 @@ def main(argv: Sequence[str]) -> int:
     settings = load_settings(given)
     target_config = read_config(given.target)
     drafter = load_drafter(given, settings, target_config)
-    prompts: list[Prompt] = []
-    if given.from_buffer is None:
-        prompts = load_prompts(given.target, given.prompts, settings)
-    else:
-        samples, heldout = split_buffer(given.from_buffer, drafter.read)
+    is_recorded = given.from_buffer is not None
+    recorded = split_buffer(given.from_buffer, drafter.read) if is_recorded else None
+    prompts = [] if is_recorded else load_prompts(given.target, given.prompts, settings)
     server = None
     if given.from_server is not None:
         server = client.connect(given.from_server, given.model, given.api_key)
@@ -71,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     begin(given.out, inputs_of(given, settings, drafter, prompts), given.resume)
     torch.set_num_threads(settings.threads)
     ends: TargetEmbeddingsAndHead
-    if given.from_buffer is not None:
-        ends = TargetEmbeddingsAndHead.read(given.target, given.device)
+    if recorded is not None:
+        ends, samples = TargetEmbeddingsAndHead.read(given.target, given.device), recorded
     else:
         ends = target = Target(given.target, given.device)
         respond = from_target(target, settings.max_tokens)
@@ -82,8 +80,8 @@ def main(argv: Sequence[str]) -> int:
         with progress("responses", len(prompts)) as shown:
             for done in collect(folder, prompts, respond, target, layers, settings):
                 shown.advance(done)
-        samples, heldout = usable(folder / TRAIN), usable(folder / HELDOUT)
-    run = Run(DraftLearner(settings, drafter, ends, samples, heldout), given.out)
+        samples = usable(folder / TRAIN), usable(folder / HELDOUT)
+    run = Run(DraftLearner(settings, drafter, ends, *samples), given.out)
     if given.resume:
         run.resume()
     train_shown(run)
