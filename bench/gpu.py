@@ -32,6 +32,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -58,8 +59,7 @@ class Part(NamedTuple):
     """One process.
 
     Attributes:
-        command: arguments of ``python -m``, with OUT for the part's folder, MODEL for the folder of
-            the model without weights, and a tilde for a blank inside of an argument.
+        command: arguments of ``python -m``, as a shell reads them.
         toy: more arguments, which make it small.
         weights: fp8 or bf16, for a part with a model without weights.
     """
@@ -72,21 +72,19 @@ class Part(NamedTuple):
     weights: str = ""
 
     def arguments(self, out: Path, models: Path, *, is_toy: bool) -> list[str]:
-        """The arguments of ``python -m``."""
-        words = f"{self.command} {self.toy if is_toy else ''}".split()
-        places = (("OUT", out / self.name), ("MODEL", models / self.weights), ("~", " "))
-        for name, place in places:
-            words = [word.replace(name, str(place)) for word in words]
-        return words
+        """The arguments of ``python -m``, with the part's own folder in ``out``."""
+        results = ["--results", str(out / self.name)] if self.command.startswith("bench.") else []
+        model = ["--model", str(models / self.weights)] if self.weights else []
+        return [*shlex.split(f"{self.command} {self.toy if is_toy else ''}"), *results, *model]
 
 
 # With images it insists on an image processor. It never runs more than 8 requests at a time, so it
 # needs less room for keys and values.
-BUILTIN = "built-in~--language-model-only~--kv-cache-memory-bytes~4G"
+BUILTIN = "'built-in --language-model-only --kv-cache-memory-bytes 4G'"
 # On a GPU the loop is off unless it is asked for, and asynchronous scheduling on. A second is long
 # enough for a whole block; a request that arrives is seen at once.
-LOOP = "ours~--no-async-scheduling~--additional-config.dllm.denoise_loop_ms~1000"
-TOY = "--enforce-eager~--max-model-len~512~--kv-cache-memory-bytes~64M"
+LOOP = "'ours --no-async-scheduling --additional-config.dllm.denoise_loop_ms 1000'"
+TOY = "--enforce-eager --max-model-len 512 --kv-cache-memory-bytes 64M"
 NOT_COMPILED = "--compilation-config.mode 0 --compilation-config.cudagraph_mode FULL_DECODE_ONLY"
 LLM = {"load_format": "dummy", "language_model_only": True}
 # A start without torch.compile, which takes most of the time. Graphs are for canvases alone.
@@ -101,27 +99,27 @@ GRAPHS_ALONE: dict[str, object] = {
 
 def _answers(name: str, call: int, budget_s: float, flags: str = "") -> Part:
     """All bundled models at once: they are small, and starting takes most of the time."""
-    command = f"bench.answers --results OUT {flags}"
-    return Part(name, call, budget_s, command, "--servers tiny-dllm --enforce-eager")
+    toy = "--servers tiny-dllm --enforce-eager"
+    return Part(name, call, budget_s, f"bench.answers {flags}", toy)
 
 
 def _serve(weights: str, call: int, budget_s: float, contestants: str) -> Part:
     """Contestants in turn on dummy weights, 16 fixed steps."""
     # So that several engines fit on one GPU; each may take its share whatever the others took.
-    share = 0.9 / len(contestants.split())
-    flags = "--load-format~dummy~--max-model-len~2048~--kv-cache-memory-bytes~12G"
+    share = 0.9 / len(shlex.split(contestants))
+    flags = "--load-format dummy --max-model-len 2048 --kv-cache-memory-bytes 12G"
     minutes = (budget_s - 40) / 60  # for the last round to end
     return Part(
         f"serve-{weights}",
         call,
         budget_s,
-        f"bench.serve --model MODEL --results OUT --schedule fixed --minutes {minutes:.1f} "
+        f"bench.serve --schedule fixed --minutes {minutes:.1f} "
         f"--num-requests 16 --input-len {CONTEXT} --output-len 512 --rounds 9 "
         f"--concurrency 1 2 4 8 32 --contestants {contestants} "
-        f"--serve-flags {flags}~--gpu-memory-utilization~{share:.2f}",
+        f"--serve-flags '{flags} --gpu-memory-utilization {share:.2f}'",
         "--rounds 1 --input-len 64 --output-len 64 --num-requests 4 --concurrency 1 2 "
         f"--contestants {contestants.replace(BUILTIN, 'built-in')} "
-        f"--serve-flags --load-format~dummy~{TOY}",
+        f"--serve-flags '--load-format dummy {TOY}'",
         weights,
     )
 
@@ -131,8 +129,8 @@ def _profile(name: str, call: int, budget_s: float, more: dict[str, object]) -> 
         name,
         call,
         budget_s,
-        "bench.profile_step --model MODEL --results OUT --server ours built-in --together --blocks "
-        f"4 --rounds 5 --concurrency 1 8 --input-len {CONTEXT} --coverage 0.5 "
+        "bench.profile_step --server ours built-in --together --blocks 4 --rounds 5 "
+        f"--concurrency 1 8 --input-len {CONTEXT} --coverage 0.5 "
         f"{_llm(kv_cache_memory_bytes=10 << 30, gpu_memory_utilization=0.4, **more)}",
         f"--rounds 1 --concurrency 1 --input-len 64 --coverage 0 {_llm(enforce_eager=True)}",
         "fp8",
@@ -140,14 +138,14 @@ def _profile(name: str, call: int, budget_s: float, more: dict[str, object]) -> 
 
 
 def _llm(**more: object) -> str:
-    return f"--llm {json.dumps(LLM | more, separators=(',', ':'))}"
+    return f"--llm '{json.dumps(LLM | more)}'"
 
 
 # In the order in which they are run: a call begins with what tells most.
 PARTS = (
     Part("parity", 1, 110, "pytest --noconftest -q -p no:cacheprovider", "-k no_rows"),
     _answers("answers", 1, 110, NOT_COMPILED),
-    Part("kernels", 1, 100, "bench.kernels sampler attention --rounds 3 --results OUT", "--smoke"),
+    Part("kernels", 1, 100, "bench.kernels sampler attention --rounds 3", "--smoke"),
     _profile("step-fp8", 1, 190, GRAPHS_ALONE),
     _answers("compiled", 2, 130),
     _profile("profile-fp8", 2, 390, {}),

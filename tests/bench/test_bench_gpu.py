@@ -98,7 +98,7 @@ def test_a_part_ends_with_its_servers(
 def test_a_failure_is_the_exit_code_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Part("whole", 1, 60, "bench.roofline --results OUT")
+    whole = Part("whole", 1, 60, "bench.roofline")
     broken = Part("broken", 1, 60, "bench.roofline --batch none")
     monkeypatch.setattr(gpu, "PARTS", [broken, whole])
     assert gpu.main(["--toy", "--out", str(tmp_path)]) == 1
