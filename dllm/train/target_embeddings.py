@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dllm.quantize.checkpoint import INDEX, WEIGHTS, open_file
 from dllm.settings.command import CommandError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 NORMS = ("norm", "norm_f")  # in front of the head, beside the embedding
 HEAD = "lm_head.weight"
@@ -80,13 +79,12 @@ def _files(path: Path) -> dict[str, str]:
     if (path / INDEX).exists():
         files: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
         return files
-    if not (path / SINGLE).exists():
+    if not (path / WEIGHTS).exists():
         raise CommandError(
-            f"--target {path}: neither {INDEX} nor {SINGLE}; --from-buffer reads embedding and "
+            f"--target {path}: neither {INDEX} nor {WEIGHTS}; --from-buffer reads embedding and "
             "head from safetensors files."
         )
-    with safe_open(path / SINGLE, "pt") as file:
-        return dict.fromkeys(file.keys(), SINGLE)
+    return dict.fromkeys(open_file(path / WEIGHTS).keys(), WEIGHTS)
 
 
 def _only(path: Path, what: str, names: Iterable[str], endings: tuple[str, ...]) -> str:
@@ -108,8 +106,7 @@ def _only(path: Path, what: str, names: Iterable[str], endings: tuple[str, ...])
 
 
 def _read(path: Path, files: dict[str, str], name: str) -> Tensor:
-    with safe_open(path / files[name], "pt") as file:
-        tensor: Tensor = file.get_tensor(name)
+    tensor: Tensor = open_file(path / files[name]).get_tensor(name)
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise CommandError(
             f"--target {path}: {name} is quantized ({tensor.dtype}); --from-buffer needs it in 16 "

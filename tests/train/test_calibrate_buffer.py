@@ -11,10 +11,11 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from dllm import cli
 from dllm.drafter.samples import write_shard
+from dllm.quantize.checkpoint import INDEX, WEIGHTS
 from dllm.settings.command import CommandError
 from dllm.train import target_embeddings
 from dllm.train.target import Target
-from dllm.train.target_embeddings import INDEX, SINGLE, TargetEmbeddingsAndHead, head_norm
+from dllm.train.target_embeddings import TargetEmbeddingsAndHead, head_norm
 from tests.support.calibrate_cases import TOML, random_samples, target, target_path
 from tests.support.drafter_pairs import write_drafter
 
@@ -34,8 +35,8 @@ def hollow(target_path, tmp_path):
     """A copy of the target in two files, one of which is lost: that with all of its layers."""
     path = tmp_path / "hollow"
     shutil.copytree(target_path, path)
-    tensors = load_file(path / SINGLE)
-    (path / SINGLE).unlink()
+    tensors = load_file(path / WEIGHTS)
+    (path / WEIGHTS).unlink()
     save_file({name: tensors[name] for name in ENDS}, path / "ends.safetensors")
     files = {name: "ends.safetensors" if name in ENDS else "lost.safetensors" for name in tensors}
     (path / INDEX).write_text(json.dumps({"weight_map": files}))
@@ -83,22 +84,22 @@ def test_names_of_other_families_are_found(target_path, target, tmp_path):
     path = shutil.copytree(target_path, tmp_path / "other")
     tensors = {
         name.replace("model.", "model.language_model."): tensor
-        for name, tensor in load_file(path / SINGLE).items()
+        for name, tensor in load_file(path / WEIGHTS).items()
     }
     for name in ("mtp.embed_tokens.weight", "model.visual.embeddings.weight", "mtp.norm.weight"):
         tensors[name] = torch.zeros(3)
-    save_file(tensors, path / SINGLE)
+    save_file(tensors, path / WEIGHTS)
     assert_same(TargetEmbeddingsAndHead.read(path, "cpu"), target)
 
 
 def quantize(path: Path, name: str, *, is_packed: bool) -> None:
-    tensors = load_file(path / SINGLE)
+    tensors = load_file(path / WEIGHTS)
     weight = tensors.pop(name)
     if is_packed:
         tensors[name.replace("weight", "weight_packed")] = torch.zeros(3, dtype=torch.uint8)
     else:
         tensors[name] = weight.to(torch.float8_e4m3fn)
-    save_file(tensors, path / SINGLE)
+    save_file(tensors, path / WEIGHTS)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +119,15 @@ def test_quantized_ends_are_refused(target_path, tmp_path, name, is_packed, mess
 
 def test_other_files_are_refused(target_path, tmp_path):
     path = shutil.copytree(target_path, tmp_path / "pickled")
-    (path / SINGLE).rename(path / "pytorch_model.bin")
+    (path / WEIGHTS).rename(path / "pytorch_model.bin")
     with pytest.raises(CommandError, match="reads embedding and head from safetensors"):
         TargetEmbeddingsAndHead.read(path, "cpu")
+
+
+def test_a_file_that_is_missing_is_named(hollow):
+    (hollow / "ends.safetensors").unlink()
+    with pytest.raises(CommandError, match=r"ends\.safetensors"):
+        TargetEmbeddingsAndHead.read(hollow, "cpu")
 
 
 def test_a_norm_whose_weight_is_around_zero_counts_from_one():
