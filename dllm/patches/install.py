@@ -48,8 +48,9 @@ def _serve_families() -> None:
     # Not loaded where vLLM's own classes serve.
     from dllm.patches.admission import check_requests_at_admission
     from dllm.patches.async_llm import check_requests_early, start_in_turn
+    from dllm.patches.endpoints import add_endpoint_plugins
     from dllm.patches.grammars import serve_structured_outputs
-    from dllm.patches.routes import add_endpoint_plugins, extend_routes
+    from dllm.patches.routes import extend_routes
     from dllm.patches.streaming import take_frames_out
 
     if not current_platform.is_cpu():

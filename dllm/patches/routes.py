@@ -12,15 +12,11 @@ from collections.abc import Awaitable, Callable
 from types import AsyncGeneratorType
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
 
-from dllm import LOGGER
 from dllm.api import fill, pins
-from dllm.api.early_refusal import bound_bodies, bounded_type
 from dllm.api.http_request import HttpRequest, current, handling, places_of
-from dllm.api.page import CanvasPage
-from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
+from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.adapters import refuse_wrong_adapters
 from dllm.patches.answers import read_token_by_token
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
@@ -28,15 +24,10 @@ from dllm.patches.tool_calls import hold_tool_calls
 from dllm.settings.admission import refuse_without_canvases
 from dllm.settings.request import BUDGET, LOGITS_MODES, STREAM, TRACE, refuse
 
-logger = init_logger(LOGGER)
-
 # Fields of completions that cannot stand beside a suffix.
 BESIDE_NO_SUFFIX = (
-    "echo",
-    "prompt_embeds",
-    "use_beam_search",
-    "response_format",
-    "structured_outputs",
+    *("echo", "prompt_embeds", "use_beam_search", "response_format", "structured_outputs"),
+    pins.FIELD,
 )
 
 
@@ -58,7 +49,6 @@ def extend_routes() -> None:
         setattr(route, method, _extended(route, getattr(route, method), take))
     refuse_wrong_adapters()
     _refuse_scores()
-    _bound_invocations()
 
 
 def _extended(
@@ -206,41 +196,12 @@ def _refuse_scores() -> None:
     ServingGenerativeScoring.create_generative_scoring = create_score  # type: ignore[method-assign]
 
 
-def _bound_invocations() -> None:
-    """Let ``/invocations``, which has validators of its own, read bodies with bounds."""
-    from vllm.entrypoints.serve.sagemaker import api_router
-
-    types = api_router.get_generate_invocation_types
-
-    def bounded_types(supported_tasks: Any, model_config: Any = None) -> Any:
-        given = types(supported_tasks, model_config)
-        if model_config is None or model_config.architecture not in FAMILIES:
-            return given
-        return [(bounded_type(model), served) for model, served in given]
-
-    api_router.get_generate_invocation_types = bounded_types
-
-
-def _read_no_structural_tags() -> None:
-    """Leave structural tags to the process that compiles them, which has limits (``grammar``).
-
-    vLLM lets xgrammar read them on the event loop: 65 kB with ``minProperties`` take minutes.
-    """
-    from vllm.entrypoints.generate.base import protocol
-    from vllm.exceptions import VLLMValidationError
-
-    def is_text(payload: Any, *, parameter: str) -> None:
-        if not isinstance(payload, str) or not payload:
-            raise VLLMValidationError(f"{parameter}: no structural tag", parameter=parameter)
-
-    protocol.validate_structural_tag_payload = is_text
-
-
 async def _write_pins(self: Any, request: Any) -> None:
     given = getattr(request, pins.FIELD, None)
     if given is not None:
         canvas = self.engine_client.vllm_config.diffusion_config.canvas_length
-        written = await _off_the_loop(self, pins.as_extra_args, given, _tokenizer(self), canvas)
+        parts = given, self.renderer.get_tokenizer(), canvas
+        written = await _off_the_loop(self, pins.as_extra_args, *parts)
         both = written.keys() & (request.vllm_xargs or {}).keys()
         if both:
             refuse(pins.FIELD, f"{pins.FIELD} beside {min(both)}; allowed: one. Leave one out.")
@@ -249,7 +210,7 @@ async def _write_pins(self: Any, request: Any) -> None:
 
 async def _take_fill(self: Any, request: Any) -> fill.Fill:
     """Take the suffix out of a request of completions; vLLM refuses it for our models."""
-    for field in (*BESIDE_NO_SUFFIX, pins.FIELD):
+    for field in BESIDE_NO_SUFFIX:
         if getattr(request, field, None):
             fill.refuse_beside_suffix(field)
     if form_asked(request) is not None:
@@ -266,7 +227,7 @@ async def _take_fill(self: Any, request: Any) -> fill.Fill:
     canvas = llm.vllm_config.diffusion_config.canvas_length
     end = llm.renderer.get_eos_token_id()
     vocab_size = llm.model_config.get_vocab_size()
-    given = (request.suffix, extra, _tokenizer(self), end, canvas, vocab_size)
+    given = (request.suffix, extra, self.renderer.get_tokenizer(), end, canvas, vocab_size)
     hole: fill.Fill = await _off_the_loop(self, fill.fill_of, *given)
     request.suffix = None
     request.vllm_xargs = {k: v for k, v in extra.items() if k not in (fill.WIDTHS, fill.END)}
@@ -282,69 +243,3 @@ def _refuse_hole_without_suffix(request: Any) -> None:
 async def _off_the_loop(self: Any, tokenize: Callable[..., Any], *args: Any) -> Any:
     """Run a function that tokenizes on the threads where vLLM tokenizes prompts."""
     return await make_async(tokenize, self.renderer._executor)(*args)
-
-
-def _tokenizer(self: Any) -> Any:
-    return self.renderer.get_tokenizer()
-
-
-class OurRoutes:
-    """An endpoint plugin of vLLM: for our models, typed decisions, scores, bounds of all bodies."""
-
-    name = "dllm_routes"
-    required_tasks = ("generate",)
-
-    def attach_router(self, app: Any) -> None:
-        """Remember the app, and let vLLM's own route read our families with our strategy."""
-        from dllm.api.decisions.reads import CanvasReads  # imports vLLM's API server
-        from dllm.settings.vllm_names import strategies
-
-        class Reads(CanvasReads):
-            def __init__(self, context: Any) -> None:
-                super().__init__(context, settings_of(context.engine_client.vllm_config))
-
-        self._app = app
-        for architecture in FAMILIES:
-            strategies.READ_STRATEGIES[architecture] = Reads
-
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Add ``/v1/decisions`` and ``/v1/scores``, and bound all bodies.
-
-        vLLM's route of decisions takes as many options as ours. If the model cannot be asked, the
-        routes say why.
-        """
-        from dllm.api import scores
-        from dllm.api.decisions import reads, route
-        from dllm.settings.vllm_names import question_types
-
-        if not engine_client or engine_client.model_config.architecture not in FAMILIES:
-            return
-        question_types.QUESTION_TYPES["choice"] = reads.WideChoice()
-        question_types.QUESTION_TYPES["score"] = reads.WideScore()
-        route.attach(self._app)
-        scores.attach(self._app, settings_of(engine_client.vllm_config))
-        if getattr(state, "serving_structured_decisions", None) is None:
-            logger.warning("/v1/decisions answers HTTP 501: %s", route.why_not(state))
-        bound_bodies(self._app.routes)
-        _read_no_structural_tags()
-
-
-def add_endpoint_plugins() -> None:
-    """Serve decisions, refuse wrong bodies early, serve ``/canvas`` if ``VLLM_PLUGINS`` names it.
-
-    Entry points would do as well; but then vLLM would warn every user who does not set
-    ``VLLM_PLUGINS``, whether they know of the page or not.
-    """
-    from vllm import envs, plugins
-
-    load = plugins.load_endpoint_plugins
-
-    def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
-        loaded = load(supported_tasks)
-        if "generate" in (supported_tasks or ()):
-            loaded = [*loaded, OurRoutes()]
-            if CanvasPage.name in (envs.VLLM_PLUGINS or ()):
-                loaded.append(CanvasPage())
-        return loaded
-
-    plugins.load_endpoint_plugins = load_endpoint_plugins

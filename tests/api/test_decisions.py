@@ -15,8 +15,8 @@ from dllm.api.decisions import protocol, reads, route
 from dllm.api.decisions.labels import Labels
 from dllm.grammar.viterbi import UNLIMITED, Canvas
 from dllm.models import FAMILIES
-from dllm.patches import routes
-from dllm.patches.routes import OurRoutes
+from dllm.patches import endpoints
+from dllm.patches.endpoints import OurRoutes
 from dllm.settings.vllm_names import strategies
 from tests.support.grammars import STOP, WORDS
 from tests.support.grammars import table as grammar_table
@@ -184,12 +184,12 @@ def test_the_route_is_ours_for_our_families_alone(architecture, has_theirs, monk
         model_config=SimpleNamespace(architecture=architecture), vllm_config=None
     )
     plugin.attach_router(app)
-    monkeypatch.setattr(routes, "settings_of", lambda config: None)  # of scores
+    monkeypatch.setattr(endpoints, "settings_of", lambda config: None)  # of scores
     app.state.engine_client = engine
     monkeypatch.setattr(route, "why_not", lambda state: "no template")
-    monkeypatch.setattr(routes, "_read_no_structural_tags", lambda: None)  # it is for ever
+    monkeypatch.setattr(endpoints, "_read_no_structural_tags", lambda: None)  # it is for ever
     said: list[str] = []
-    monkeypatch.setattr(routes.logger, "warning", lambda *parts: said.append(str(parts)))
+    monkeypatch.setattr(endpoints.logger, "warning", lambda *parts: said.append(str(parts)))
     asyncio.run(plugin.init_state(engine, app.state, None))
     served = [one.endpoint.__module__ for one in app.routes if one.path == route.PATH]
     theirs = [__name__] * has_theirs

@@ -1,0 +1,105 @@
+"""An endpoint plugin of vLLM: routes that vLLM lacks, and bounds of the bodies of all routes."""
+
+from typing import Any
+
+from vllm.logger import init_logger
+
+from dllm import LOGGER
+from dllm.api.early_refusal import bound_bodies, bounded_type
+from dllm.api.page import CanvasPage
+from dllm.models import FAMILIES, settings_of
+
+logger = init_logger(LOGGER)
+
+
+class OurRoutes:
+    """An endpoint plugin of vLLM: for our models, typed decisions, scores, bounds of all bodies."""
+
+    name = "dllm_routes"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Remember the app, and let vLLM's own route read our families with our strategy."""
+        from dllm.api.decisions.reads import CanvasReads  # imports vLLM's API server
+        from dllm.settings.vllm_names import strategies
+
+        class Reads(CanvasReads):
+            def __init__(self, context: Any) -> None:
+                super().__init__(context, settings_of(context.engine_client.vllm_config))
+
+        self._app = app
+        for architecture in FAMILIES:
+            strategies.READ_STRATEGIES[architecture] = Reads
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Add ``/v1/decisions`` and ``/v1/scores``, and bound all bodies.
+
+        vLLM's route of decisions takes as many options as ours. If the model cannot be asked, the
+        routes say why.
+        """
+        from dllm.api import scores
+        from dllm.api.decisions import reads, route
+        from dllm.settings.vllm_names import question_types
+
+        if not engine_client or engine_client.model_config.architecture not in FAMILIES:
+            return
+        question_types.QUESTION_TYPES["choice"] = reads.WideChoice()
+        question_types.QUESTION_TYPES["score"] = reads.WideScore()
+        route.attach(self._app)
+        scores.attach(self._app, settings_of(engine_client.vllm_config))
+        if getattr(state, "serving_structured_decisions", None) is None:
+            logger.warning("/v1/decisions answers HTTP 501: %s", route.why_not(state))
+        bound_bodies(self._app.routes)
+        _read_no_structural_tags()
+
+
+def add_endpoint_plugins() -> None:
+    """Serve decisions, refuse wrong bodies early, serve ``/canvas`` if ``VLLM_PLUGINS`` names it.
+
+    Entry points would do as well; but then vLLM would warn every user who does not set
+    ``VLLM_PLUGINS``, whether they know of the page or not.
+    """
+    from vllm import envs, plugins
+
+    _bound_invocations()
+    load = plugins.load_endpoint_plugins
+
+    def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
+        loaded = load(supported_tasks)
+        if "generate" in (supported_tasks or ()):
+            loaded = [*loaded, OurRoutes()]
+            if CanvasPage.name in (envs.VLLM_PLUGINS or ()):
+                loaded.append(CanvasPage())
+        return loaded
+
+    plugins.load_endpoint_plugins = load_endpoint_plugins
+
+
+def _bound_invocations() -> None:
+    """Let ``/invocations``, which has validators of its own, read bodies with bounds."""
+    from vllm.entrypoints.serve.sagemaker import api_router
+
+    types = api_router.get_generate_invocation_types
+
+    def bounded_types(supported_tasks: Any, model_config: Any = None) -> Any:
+        given = types(supported_tasks, model_config)
+        if model_config is None or model_config.architecture not in FAMILIES:
+            return given
+        return [(bounded_type(model), served) for model, served in given]
+
+    api_router.get_generate_invocation_types = bounded_types
+
+
+def _read_no_structural_tags() -> None:
+    """Leave structural tags to the process that compiles them, which has limits (``grammar``).
+
+    vLLM lets xgrammar read them on the event loop: 65 kB with ``minProperties`` take minutes.
+    """
+    from vllm.entrypoints.generate.base import protocol
+    from vllm.exceptions import VLLMValidationError
+
+    def is_text(payload: Any, *, parameter: str) -> None:
+        if not isinstance(payload, str) or not payload:
+            raise VLLMValidationError(f"{parameter}: no structural tag", parameter=parameter)
+
+    protocol.validate_structural_tag_payload = is_text
