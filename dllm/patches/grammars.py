@@ -10,16 +10,15 @@ So a grammar is compiled once, within limits of time and memory, and all hold th
 
 import asyncio
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from dllm.api.http_request import current
-from dllm.grammar.compile import Grammars, Spec, check_length, tokens_of
-from dllm.grammar.constraint import Constraint, Thoughts
-from dllm.grammar.rules import Unsupported
+from dllm.api.structured_outputs import refusing, spec_of, thoughts_of
+from dllm.grammar.compile import Grammars, tokens_of
+from dllm.grammar.constraint import Constraint
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
 from dllm.settings.request import STREAM, has_structured_outputs, refuse, with_grammar
@@ -50,7 +49,7 @@ def _admit() -> None:
             return
         if tokenizer is None:
             refuse("structured_outputs", "Structured outputs need a tokenizer. Serve with one.")
-        _spec(self.structured_outputs, is_compact=False)
+        spec_of(self.structured_outputs, is_compact=False)
 
     SamplingParams._validate_structured_outputs = _validate_structured_outputs  # type: ignore[method-assign]
 
@@ -94,9 +93,9 @@ def _compile_before_an_offline_engine() -> None:
             refuse(STREAM, f"{STREAM} needs a server (vllm serve). Leave it out.")
         if needs_table(self, params):
             self.input_processor._validate_params(params, ("generate",))
-            with _refusing():
+            with refusing():
                 table = _begin(self, params).result()
-            thoughts = _thoughts(self.input_processor, prompt, None, {})
+            thoughts = thoughts_of(self.input_processor, prompt, None, {})
             params = with_grammar(params, Constraint.serialize(table, thoughts))
         return add(self, request_id, prompt, params, *args, **kwargs)
 
@@ -138,19 +137,11 @@ async def serialized_grammar(
     Args:
         reasoning_ended: None: the reasoning parser says it of the prompt.
     """
-    with _refusing():
+    with refusing():
         # Shielded: a client that hangs up does not end it for others.
         table = await asyncio.shield(asyncio.wrap_future(_begin(engine, params)))
-    thoughts = _thoughts(engine.input_processor, prompt, reasoning_ended, of_parser)
+    thoughts = thoughts_of(engine.input_processor, prompt, reasoning_ended, of_parser)
     return Constraint.serialize(table, thoughts)
-
-
-@contextmanager
-def _refusing() -> Iterator[None]:
-    try:
-        yield
-    except (Unsupported, ChildProcessError) as reason:
-        refuse("structured_outputs", f"structured_outputs: {reason}")
 
 
 def _begin(engine: Any, params: Any) -> Future[bytes]:
@@ -164,46 +155,7 @@ def _begin(engine: Any, params: Any) -> Future[bytes]:
             "stop_token_ids.",
         )
     is_compact = processor.structured_outputs_config.disable_any_whitespace
-    return _grammars_of(processor).begin(_spec(params.structured_outputs, is_compact), stops)
-
-
-def _spec(asked: Any, is_compact: bool) -> Spec:
-    """A grammar as vLLM's xgrammar backend reads it. Takes no longer than to read its text.
-
-    Raises:
-        VLLMValidationError: it is empty, too long or nested too deeply, or whitespace is a pattern.
-    """
-    from vllm.sampling_params import check_json_nesting
-    from vllm.v1.structured_output.request import get_structured_output_key
-    from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
-
-    if asked.whitespace_pattern is not None:
-        refuse(
-            "structured_outputs",
-            "structured_outputs: whitespace_pattern is not served; allowed: "
-            "disable_any_whitespace. Leave it out.",
-        )
-    is_compact |= asked.disable_any_whitespace
-    check_json_nesting(asked.json)
-    check_json_nesting(asked.structural_tag, structural_tag=True)
-    option, text = get_structured_output_key(asked)
-    kind = option.name.lower()
-    is_empty = asked.choice == [] or (kind not in ("regex", "json_object") and not text.strip())
-    if is_empty or asked.json_object is False or "\0" in text:
-        refuse(
-            "structured_outputs",
-            f"structured_outputs: {kind} is empty, false or has a NUL character; allowed: a text "
-            "without. Give one, or leave structured_outputs out.",
-        )
-    with _refusing():
-        check_length(text)
-    if kind == "json_object":
-        kind, text = "json", '{"type": "object"}'
-    elif kind == "choice":
-        kind, text = "grammar", choice_as_grammar(asked.choice)
-    elif kind == "grammar" and grammar_is_likely_lark(text):
-        kind = "lark"
-    return Spec(kind, text, not is_compact, (",", ":") if is_compact else None)
+    return _grammars_of(processor).begin(spec_of(params.structured_outputs, is_compact), stops)
 
 
 _grammars: weakref.WeakKeyDictionary[Any, Grammars] = weakref.WeakKeyDictionary()
@@ -215,39 +167,3 @@ def _grammars_of(processor: Any) -> Grammars:
         vocab_size = processor.model_config.get_vocab_size()
         _grammars[processor] = Grammars(partial(tokens_of, processor.tokenizer, vocab_size))
     return _grammars[processor]
-
-
-def _thoughts(
-    processor: Any, prompt: Any, reasoning_ended: bool | None, of_parser: Mapping[str, Any]
-) -> Thoughts | None:
-    """The thoughts in front of the answer; None if it starts at once."""
-    from vllm.reasoning import ReasoningParserManager
-
-    config = processor.structured_outputs_config
-    if not config.reasoning_parser or config.enable_in_reasoning or reasoning_ended:
-        return None
-    parser = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)
-    reasoner = parser(tokenizer=processor.tokenizer, **of_parser)
-    if reasoning_ended is None and reasoner.is_reasoning_end(_token_ids(processor, prompt)):
-        return None
-    text = reasoner.reasoning_end_str or ""
-    end = processor.tokenizer.get_vocab().get(text)
-    if end is None:
-        refuse(
-            "structured_outputs",
-            f"structured outputs with the reasoning parser {config.reasoning_parser}: its thoughts "
-            f"end with {text!r}, which is not one token of this model. Serve without a reasoning "
-            "parser, or send include_reasoning: false.",
-        )
-    # Some parsers take the first token of a tool call as the end, too. Here every thought is ended.
-    others = set(getattr(reasoner, "reasoning_end_token_ids", ())) - {end}
-    return Thoughts(end, tuple(sorted(others)))
-
-
-def _token_ids(processor: Any, prompt: Any) -> list[int]:
-    """The token ids of a prompt, which vLLM has made ids of unless it is plain text."""
-    if isinstance(prompt, dict):
-        if prompt.get("prompt_token_ids") is not None:
-            return list(prompt["prompt_token_ids"])
-        prompt = prompt.get("prompt", "")
-    return list(processor.tokenizer.encode(prompt))
