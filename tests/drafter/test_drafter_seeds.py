@@ -126,8 +126,8 @@ def test_how_sure_the_drafter_is_says_nothing_of_what_was_drawn(engine, monkeypa
             patch.setattr(
                 speculator,
                 "sample_draft",
-                lambda hidden, positions, *rest, sample=sample, shift=shift: sample(
-                    hidden, positions + shift, *rest
+                lambda hidden, positions, *rest, sample=sample, shift=shift, **options: sample(
+                    hidden, positions + shift, *rest, **options
                 ),
             )
             engine.generate([PROMPTS[0]], greedy(12, temperature=2.0, seed=3))
