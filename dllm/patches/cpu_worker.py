@@ -45,6 +45,9 @@ class CanvasCPUWorker(Records, EngineSteps, Drafts, CPUWorker):
         reload_compiled_backbone()
         allow_product_of_no_rows()
         self._trim_at = time.monotonic() + TRIM_SECONDS
+        # vLLM 0.33 gives each data-parallel replica a memory node of its own, and a replica whose
+        # node the machine lacks cannot start. Without these, it takes the node of its cores.
+        vllm_config.parallel_config.assigned_physical_gpu_ids = None
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
