@@ -9,6 +9,7 @@ A client that reads slowly misses frames; nothing else waits for it.
 """
 
 import asyncio
+import itertools
 import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -100,7 +101,8 @@ class Watchers:
         self._processor = processor
         self._limit = limit
         self._streams: weakref.WeakSet[CanvasFeed] = weakref.WeakSet()
-        # By the request id that the route gave the engine.
+        self._numbers = itertools.count()  # of requests that are watched
+        # By the id of ``start``.
         self._feeds: weakref.WeakValueDictionary[str, CanvasFeed] = weakref.WeakValueDictionary()
 
     def open(self, rate: int, shows_canvases: bool, num_choices: int) -> CanvasFeed | None:
@@ -112,9 +114,17 @@ class Watchers:
             self._streams.add(feed)
         return feed
 
-    def start(self, request_id: str, feed: CanvasFeed) -> None:
-        self._feeds[request_id] = feed
-        feed.add_request(request_id)
+    def start(self, request_id: str, feed: CanvasFeed) -> str:
+        """Give a feed the frames of a request that starts.
+
+        Returns:
+            The request's id for the engine, which no other watched request has. Several clients may
+            send the same one (``X-Request-Id``), and none may see the canvases of another.
+        """
+        own = f"{request_id}-{next(self._numbers)}"
+        self._feeds[own] = feed
+        feed.add_request(own)
+        return own
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
         for state, frame in frames_taken(self._processor, outputs.outputs):

@@ -42,7 +42,7 @@ def check_requests_early() -> None:
                 self.renderer.validate_token_ids(ids)
             if isinstance(sampling_params, SamplingParams):
                 _check_now(self, sampling_params)
-                start_watching(self, sampling_params, request_id)
+                request_id = start_watching(self, sampling_params, request_id)
                 hole = (prompt, sampling_params, request_id, *args)
                 if (filled := _start_fill(self, generate, *hole, **kwargs)) is not None:
                     return filled

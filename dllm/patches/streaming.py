@@ -36,31 +36,34 @@ Create = Callable[[Any, Any, Any], Awaitable[Any]]  # a route's method: self, re
 _watchers: weakref.WeakKeyDictionary[Any, Watchers] = weakref.WeakKeyDictionary()
 
 
-def start_watching(llm: Any, params: Any, request_id: str) -> None:
+def start_watching(llm: Any, params: Any, request_id: str) -> str:
     """Give a request that asks for its canvases to the stream of its route.
 
     Called before a request starts, with vLLM's ``AsyncLLM``.
+
+    Returns:
+        The request's id for the engine; the same one if nobody watches.
 
     Raises:
         VLLMValidationError: no stream shows them.
     """
     is_shown = (params.extra_args or {}).get(STREAM) is not None
     if not is_shown and traced(params) is None:
-        return
+        return request_id
     one = current.get()
     if one is None or one.feed is None:
         if not is_shown:
             # Nobody watches, but frames are taken out before vLLM cuts what arrives into slices.
             # In a slice behind the one that ends its request, a frame would find no request.
             _watchers_of(llm)
-            return
+            return request_id
         refuse_route(STREAM)
     worker = llm.vllm_config.parallel_config.worker_cls
     if worker not in (CPU_WORKER, GPU_WORKER):  # nobody would take the frames
         asked = STREAM if is_shown else TRACE
         refuse(asked, f"{asked} is not served with the worker {worker}. Leave it out.")
     one.feed.request_id = one.feed.request_id or request_id
-    _watchers_of(llm).start(request_id, one.feed)
+    return _watchers_of(llm).start(request_id, one.feed)
 
 
 def _watchers_of(llm: Any) -> Watchers:

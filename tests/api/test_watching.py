@@ -38,14 +38,24 @@ def requests(*names: str, server: int = 0) -> dict[str, Any]:
     return {name: SimpleNamespace(**about) for name in names}
 
 
-def watchers(*names: str, limit: int = 2) -> Watchers:
-    """Of engine requests that are called like the route's, with a number behind."""
-    states = {
-        f"{name}/{index}": SimpleNamespace(external_req_id=name, request_index=index)
-        for name in names
-        for index in range(2)
-    }
-    return Watchers(SimpleNamespace(request_states=states), limit)
+STATES: dict[str, Any] = {}  # of vLLM's output processor
+
+
+def watchers(limit: int = 2) -> Watchers:
+    STATES.clear()
+    return Watchers(SimpleNamespace(request_states=STATES), limit)
+
+
+def start(several: Watchers, feed: CanvasFeed, *names: str, sent: str | None = None) -> None:
+    """Start a request for each name, with two samples "NAME/0" and "NAME/1".
+
+    sent: the id that the client sends with all of them; None: their names.
+    """
+    for name in names:
+        external = several.start(sent or name, feed)
+        for index in range(2):
+            state = SimpleNamespace(external_req_id=external, request_index=index)
+            STATES[f"{name}/{index}"] = state
 
 
 class Steps:
@@ -132,10 +142,9 @@ def test_a_place_is_free_again_when_its_stream_is_gone_or_has_ended():
 
 
 def test_frames_reach_the_choice_that_they_belong_to():
-    several = watchers("a", "b")
+    several = watchers()
     feed = several.open(30, True, 2)
-    for name in ("a", "b"):  # the prompts of one completion
-        several.start(name, feed)
+    start(several, feed, "a", "b")  # the prompts of one completion
     step = StepFrames(["a/1", "b/0"], ["pass"] * 2, np.stack([packed(12), packed(9, 3, 2, True)]))
     outputs = mailed(step, of=requests("a/1", "b/0"), emits=("b/0",))
     token = outputs[0].outputs[0]
@@ -149,6 +158,18 @@ def test_frames_reach_the_choice_that_they_belong_to():
     assert first.accepted.tolist() == [True, False, True, False]
     assert (other, second.offset, second.step, second.is_final) == (2, 2, 3, True)
     assert second.canvas.tolist() == [0, 1]  # of the request's own width
+
+
+def test_nobody_sees_the_frames_of_another_who_sent_the_same_id():
+    several = watchers()
+    feeds = {name: several.open(30, True, 1) for name in ("mine", "theirs")}
+    for name, feed in feeds.items():
+        start(several, feed, name, sent="same")
+    names = [f"{name}/0" for name in feeds]
+    step = StepFrames(names, ["pass"] * 2, np.stack([packed(step=1), packed(step=2)]))
+    several.deliver(mailed(step, of=requests(*names))[0])
+    seen = {name: [frame.step for _, frame in feed.take()] for name, feed in feeds.items()}
+    assert seen == {"mine": [1], "theirs": [2]}
 
 
 def test_frames_of_a_step_come_once_to_those_who_want_them_once():
@@ -180,9 +201,9 @@ def test_each_api_server_gets_the_frames_of_its_requests_and_aborted_ones_have_n
 
 
 def test_frames_of_an_ended_stream_are_dropped():
-    several = watchers("a")
+    several = watchers()
     feed = several.open(30, True, 1)
-    several.start("a", feed)
+    start(several, feed, "a")
     del feed
     gc.collect()
     outputs = mailed(StepFrames(["a/0"], ["pass"], packed()[None]), of=requests("a/0"))
