@@ -128,7 +128,15 @@ def _check_numbers(params: "SamplingParams") -> None:
     # Of n samples, vLLM later gives sample i the seed seed + i, which has to fit 64 bits, too.
     check_integers("seed", [params.seed], -(2**63), 2**63 - params.n)
     check_integers("top_k", [params.top_k], -1, MAX_INT32)
+    check_integers("max_tokens", [params.max_tokens], 1, MAX_INT32 // 2)
     check_integers("min_tokens", [params.min_tokens], 0, MAX_INT32 // 2)
+    check_integers("thinking_token_budget", [params.thinking_token_budget], -1, MAX_INT32)
+    check_integers("prompt_logprob_start", [params.prompt_logprob_start], 0, MAX_INT32)
+    # The next two cannot be sent to the engine: without a refusal the client would get HTTP 500.
+    check_integers("stream_interval", [params.stream_interval], 1, MAX_INT32)
+    if (repeated := params.repetition_detection) is not None:
+        sizes = repeated.max_pattern_size, repeated.min_pattern_size, repeated.min_count
+        check_integers("repetition_detection", sizes, 0, MAX_INT32)
     if params.repetition_penalty not in REPETITION_PENALTIES:
         refuse_value("repetition_penalty", params.repetition_penalty, REPETITION_PENALTIES)
     for name, given, at_most in (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 from dllm.models.gemma.settings import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES
 from dllm.settings.admission import (
@@ -256,6 +256,10 @@ PARAMETERS = [
     *((dict(logit_bias={3: 1.0, 4: x}), "logit_bias", f"= {x}; allowed: {LOGIT_BIASES}")
       for x in (-math.inf, math.inf, math.nan, 1e7)),
     (dict(min_tokens=2**30, max_tokens=None), "min_tokens", "= 1073741824; allowed"),
+    *((dict(logprob_token_ids=[1]) | {name: 2**40}, name, "= 1099511627776; allowed") for name in
+      ("max_tokens", "top_k", "thinking_token_budget", "prompt_logprob_start", "stream_interval")),
+    (dict(logprob_token_ids=[1], repetition_detection=RepetitionDetectionParams(2**40, 0, 2)),
+     "repetition_detection", "= 1099511627776; allowed"),
 ]  # fmt: skip
 
 
