@@ -77,7 +77,8 @@ def thoughts_of(
             return None
     text = reasoner.reasoning_end_str or ""
     end = processor.tokenizer.get_vocab().get(text)
-    if end is None:
+    vocab_size = processor.model_config.get_vocab_size()
+    if end is None or end >= vocab_size:  # a tokenizer may have more tokens than the model
         refuse(
             "structured_outputs",
             f"structured outputs with the reasoning parser {config.reasoning_parser}: its thoughts "
@@ -86,4 +87,5 @@ def thoughts_of(
         )
     # Some parsers take the first token of a tool call as the end, too. Here every thought is ended.
     others = set(getattr(reasoner, "reasoning_end_token_ids", ())) - {end}
+    others = {token for token in others if token < vocab_size}
     return Thoughts(end, tuple(sorted(others)))

@@ -185,9 +185,11 @@ class Grammars:
         spoken = ""
         if spec.kind == "structural_tag":
             spoken = "\n".join(_spoken(json.loads(spec.text)))
-        absent = {token for token, name in tokens.names.items() if name not in spoken} | {*stops}
+        unnamed = {token for token, name in tokens.names.items() if name not in spoken}
+        # A tokenizer may have more tokens than the model.
+        absent = {token for token in unnamed | {*stops} if token < len(tokens.words)}
         named = {token for token, name in tokens.marks.items() if name in spoken}
-        marks = named.union(tokens.names) - absent
+        marks = {token for token in named.union(tokens.names) - absent if token < len(tokens.words)}
         limits = {"absent": sorted(absent), "marks": sorted(marks)}
         return children.table(asdict(spec) | limits | {"most_states": self.most_states})
 

@@ -19,13 +19,18 @@ class Marks(NamedTuple):
 
 
 def marks_of(vllm_config: Any) -> Marks | None:
-    """The marks of a server's model; None without a reasoning parser, or if they are no tokens."""
+    """The marks of a server's model; None without a reasoning parser, or if they are no tokens.
+
+    A tokenizer may have tokens that the model has no row for.
+    """
     config = vllm_config.reasoning_config
     if config is None or not config.enabled:
         return None
     ends = config.reasoning_end_token_ids, config.natural_reasoning_end_token_ids
     marks = config.reasoning_start_token_ids, *ends
     if ends[0] != ends[1] or any(len(one) != 1 for one in marks):
+        return None
+    if max(map(max, marks)) >= vllm_config.model_config.get_vocab_size():
         return None
     return Marks(config.reasoning_start_token_ids[0], ends[0][0])
 
@@ -68,7 +73,8 @@ def _refuse_without_marks(config: Any) -> NoReturn:
     if not config.enabled:
         _refuse("is not served: this server's reasoning parser names no marks. Leave it out.")
     _refuse(
-        "is not served: it needs thoughts that begin and end with one token each. Here they begin "
+        "is not served: it needs thoughts that begin and end with one token each, which the model "
+        "has in its vocabulary. Here they begin "
         f"with {len(config.reasoning_start_token_ids)}, end with "
         f"{len(config.natural_reasoning_end_token_ids)}, and are ended with "
         f"{len(config.reasoning_end_token_ids)} (--reasoning-config). Leave it out."

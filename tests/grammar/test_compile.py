@@ -119,6 +119,12 @@ def test_no_other_tokens_spell_the_mark_that_a_tag_names(children):
     assert without.read(0, [letters[letter] for letter in "name"]) != DEAD
 
 
+def test_tokens_that_the_model_lacks_are_in_no_text(children):
+    """A tokenizer may have more tokens than the model."""
+    made = grammars(children, names={len(WORDS) + 3: "<pad>"})
+    assert same(made_by(made, PERSON, [len(WORDS)]), made_by(grammars(children), PERSON))
+
+
 def test_a_table_is_made_once(children):
     counted = Counted(children)
     made = grammars(counted)

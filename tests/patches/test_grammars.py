@@ -98,7 +98,8 @@ def test_equal_requests_have_one_turn_and_none_is_ended_with_another(held):
     run(test())
 
 
-def test_a_stream_waits_for_all_that_may_refuse_it(held, monkeypatch):
+@pytest.mark.parametrize("vocabulary", [{}, {"</t>": 2}], ids=["no token", "none of the model"])
+def test_a_stream_waits_for_all_that_may_refuse_it(held, monkeypatch, vocabulary):
     """Also for thoughts that no token ends: behind HTTP 200 nothing can be refused."""
 
     def parser(tokenizer: Any) -> Any:
@@ -110,7 +111,8 @@ def test_a_stream_waits_for_all_that_may_refuse_it(held, monkeypatch):
     processor.structured_outputs_config = SimpleNamespace(
         reasoning_parser="some", enable_in_reasoning=False
     )
-    processor.tokenizer = SimpleNamespace(get_vocab=dict)
+    processor.tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary)
+    processor.model_config = SimpleNamespace(get_vocab_size=lambda: 2)
     held.may_go.set()
 
     async def test(*reasoning: Any):

@@ -21,17 +21,23 @@ def config(
         natural_reasoning_end_token_ids=end if natural is None else natural,
     )
     outputs = SimpleNamespace(**{"enable_in_reasoning": False} | structured)
-    return SimpleNamespace(reasoning_config=reasoning, structured_outputs_config=outputs)
+    return SimpleNamespace(
+        reasoning_config=reasoning,
+        structured_outputs_config=outputs,
+        model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB_SIZE),
+    )
 
 
+VOCAB_SIZE = 20
 ONE = config([7], [8])
+NO_ROW = config([7], [VOCAB_SIZE])  # a token of the tokenizer that the model lacks
 BUDGET = SamplingParams(thinking_token_budget=3)
 GRAMMAR = StructuredOutputsParams(regex="a")
 
 
 def test_a_mark_is_one_token():
     assert marks_of(ONE) == Marks(7, 8)
-    for other in (config([7, 9], [8]), config([7], [9, 8]), config([7], [9, 8], [8])):
+    for other in (config([7, 9], [8]), config([7], [9, 8]), config([7], [9, 8], [8]), NO_ROW):
         assert marks_of(other) is None
     assert marks_of(SimpleNamespace(reasoning_config=None)) is None
 
@@ -44,6 +50,7 @@ def test_a_mark_is_one_token():
         config([7, 9], [8]),
         config([7], [9, 8]),
         config([7], [9, 8], [8]),  # --reasoning-config
+        NO_ROW,
     ],
 )
 def test_without_marks_a_budget_is_refused(server):
