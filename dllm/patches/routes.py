@@ -67,6 +67,7 @@ def _extended(
             return await create(self, request, raw_request)
         hold_tool_calls()
         read_token_by_token()
+        _leave_out_transfers(self, request)
         one = HttpRequest(places_of(self.engine_client.vllm_config))
         if getattr(request, "tools", None) and not request.extract_structured_outputs():
             one.client_names["structured_outputs"] = "tools"
@@ -91,6 +92,18 @@ def _extended(
         return answer
 
     return create_extended
+
+
+def _leave_out_transfers(self: Any, request: Any) -> None:
+    """Drop what nobody reads: it may be as long as a body, and each prompt would carry a copy.
+
+    KV transfer is refused at start (``configure``).
+    """
+    if getattr(request, "kv_transfer_params", None) is not None:
+        request.kv_transfer_params = None
+    is_read = getattr(self.engine_client.vllm_config, "ec_transfer_config", None) is not None
+    if not is_read and getattr(request, "ec_transfer_params", None) is not None:
+        request.ec_transfer_params = None
 
 
 def _take_thinking(request: Any, one: HttpRequest) -> None:

@@ -63,3 +63,17 @@ def test_holes_are_not_compared_by_logits():
     asked = SimpleNamespace(suffix="b", vllm_xargs=None)
     with pytest.raises(VLLMValidationError, match="--logprobs-mode"):
         asyncio.run(OpenAIServingCompletion.create_completion(route, asked, sent({})))
+
+
+@pytest.mark.parametrize("reads_encodings", [False, True])
+def test_no_prompt_carries_what_nobody_reads(reads_encodings):
+    route = CohereLike()
+    if reads_encodings:
+        route.engine_client.vllm_config.ec_transfer_config = object()
+    long = {"a": [[1]] * 1000}
+    asked = SimpleNamespace(kv_transfer_params=long, ec_transfer_params=long)
+    with pytest.raises(VLLMValidationError):
+        body = {"diffusing": True}  # refused behind it
+        asyncio.run(ServingTokens.serve_tokens(route, asked, sent(body)))
+    assert asked.kv_transfer_params is None
+    assert asked.ec_transfer_params == (long if reads_encodings else None)
