@@ -212,6 +212,10 @@ PATCHES = {
         "the engine core ends when the process that started it is gone, also after SIGKILL; vLLM's "
         "stays, with the memory of the model"
     ),
+    "vllm.model_executor.models.gemma4_mm": (
+        "with DLLM_DISABLE=1 on a CPU without torchvision: a stand-in, while vLLM's DiffusionGemma "
+        "is imported, for the image processing that it takes from there"
+    ),
     "vllm.platforms.cpu.CpuPlatform.check_and_update_config": (
         "VLLM_WORKER_MULTIPROC_METHOD=fork may stand: spawned processes import everything again"
     ),

@@ -19,8 +19,16 @@ from tests.support.vllm_source import (
     subclasses_of_vllm,
 )
 
-# Of objects that are no part of what vLLM runs, although an attribute has the name of one that is.
+# Of objects that are no part of what vLLM runs, although an attribute has the name of one that is,
+# or nothing says which name it has ("?").
 OF_NOBODY = {
+    "answer.?": "fields of a message of the worker",
+    "choice.?": "a field of an answer in JSON",
+    "found.?": "counts of training",
+    "layer.?": "weights of a layer, which our method of quantization has converted",
+    "module.?": "our stand-in for a module",
+    "output.?": "a new attribute of an answer",
+    "owner.?": "what we have replaced, and listed, is put back",
     "hf_config.dflash_config": "config.json of a drafter",
     "layer.experts": "a new attribute, which our method of quantization reads",
     "layer.mlp.experts": "a model of transformers",
@@ -51,6 +59,9 @@ def test_the_contract_lists_what_our_source_replaces_of_objects():
         ("self.model_runner.sampler = made", "self.model_runner.sampler"),
         ("setattr(runner, 'execute_model', made)", "runner.execute_model"),
         ("a, runner.block_tables = made", "runner.block_tables"),
+        ("cls = type(runner)\n    cls.execute_model = made", "cls.execute_model"),
+        ("for owner, name in made: setattr(owner, name, made)", "owner.?"),
+        ("object.__setattr__(runner, 'execute_model', made)", "runner.execute_model"),
         ("runner.model_state.__class__ = Ours", "runner.model_state.__class__"),
         ("Theirs.__init__(runner.input_buffers, 3)", "runner.input_buffers.__init__"),
     ],

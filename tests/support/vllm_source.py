@@ -162,22 +162,35 @@ def overrides(paths: Sequence[Path] = SOURCES) -> list[Override]:
 
 
 def assignments(path: Path) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """(target, value) of a file; also of setattr, where a loop goes through (owner, name)."""
-    for node in nodes_of(path):
-        if isinstance(node, ast.Assign):
-            yield from ((target, node.value) for target in node.targets)
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            yield node.target, node.value
+    """(target, value) of a file: of all that it assigns to or deletes, also by setattr.
+
+    "?" stands for the name of an attribute that setattr does not write out.
+    """
+    nodes, values, written_out = nodes_of(path), {}, set()
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = getattr(node, "targets", None) or [node.target]
+            values |= {id(target): node.value for target in targets}
+    for node in nodes:
+        is_place = isinstance(node, ast.Attribute | ast.Subscript)
+        if is_place and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node, values.get(id(node))
         elif isinstance(node, ast.For) and (calls := list(filter(is_setattr, ast.walk(node)))):
             for item in getattr(node.iter, "elts", ()):
-                pair = getattr(item, "elts", [item])
-                yield ast.Attribute(pair[0], getattr(pair[-1], "value", "?")), calls[0].args[2]
-        elif is_setattr(node):
-            yield ast.Attribute(node.args[0], getattr(node.args[1], "value", "?")), node.args[2]
+                of = getattr(item, "elts", [item])
+                if not isinstance(of[0], ast.Constant):
+                    written_out |= set(map(id, calls))
+                    yield ast.Attribute(of[0], getattr(of[-1], "value", "?")), calls[0].args[2]
+    for node in nodes:
+        if is_setattr(node) and id(node) not in written_out:
+            owner, name, value = [*node.args, None][:3]  # there is no value to delete
+            yield ast.Attribute(owner, getattr(name, "value", "?")), value
 
 
 def is_setattr(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and getattr(node.func, "id", None) == "setattr"
+    called = getattr(node, "func", None)
+    name = getattr(called, "id", getattr(called, "attr", None))
+    return name in ("setattr", "delattr", "__setattr__", "__delattr__") and len(node.args) > 1
 
 
 # Modules of vLLM whose classes hold data: configurations, messages, parameters. Their fields are
@@ -262,13 +275,12 @@ def set_on_objects(path: Path) -> set[str]:
     """
     theirs, found = names_of_vllm(path), set()
     for target, _ in assignments(path):
-        for each in getattr(target, "elts", [target]):
-            if not isinstance(each, ast.Attribute):
-                continue
-            is_own = getattr(each.value, "id", None) in ("self", "cls", *theirs)
-            is_theirs = each.attr in members_of_machinery() - fields_of_data()
-            if not is_own and (is_theirs or each.attr == "__class__"):
-                found.add(ast.unparse(each))
+        if not isinstance(target, ast.Attribute):
+            continue
+        is_own = getattr(target.value, "id", None) in ("self", *theirs)
+        is_theirs = target.attr in members_of_machinery() - fields_of_data()
+        if not is_own and (is_theirs or target.attr in ("__class__", "?")):
+            found.add(ast.unparse(target))
     for node in nodes_of(path):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".__init__"):
             is_super = ast.unparse(node.func).startswith("super()")
@@ -286,7 +298,7 @@ class Replaced(NamedTuple):
 
 
 def replaced(path: Path) -> list[Replaced]:
-    """Attributes that a file assigns to names that it imports from vLLM, and tables it changes."""
+    """Attributes that a file assigns to names of vLLM, modules that it puts, tables it changes."""
     theirs = names_of_vllm(path)
     found = []
     for target, value in assignments(path):
@@ -298,12 +310,25 @@ def replaced(path: Path) -> list[Replaced]:
         if owner is not target and getattr(owner, "id", None) in theirs:
             name = ".".join([theirs[owner.id], *names])
             found.append(Replaced(name, function_behind(value, path)))
+        module = module_put(target, path)
+        if module.split(".")[0] == "vllm":
+            found.append(Replaced(module, None))
     for node in nodes_of(path):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in CHANGES:
             first, _, rest = ast.unparse(node.func.value).partition(".")
             if first in theirs:
                 found.append(Replaced(f"{theirs[first]}.{rest}".rstrip("."), None))
     return found
+
+
+def module_put(target: ast.expr, path: Path) -> str:
+    """The name in ``sys.modules[name]``, written there or in a constant; else empty."""
+    if not isinstance(target, ast.Subscript) or ast.unparse(target.value) != "sys.modules":
+        return ""
+    made = (node for node in tree_of(path).body if isinstance(node, ast.Assign))
+    constants = {getattr(node.targets[0], "id", None): node.value for node in made}
+    name = constants.get(getattr(target.slice, "id", None), target.slice)
+    return str(getattr(name, "value", ""))
 
 
 def function_behind(value: ast.expr | None, path: Path) -> Function | None:
