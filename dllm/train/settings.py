@@ -36,13 +36,14 @@ class DrafterShape:
             empty: as many as the drafter has layers, spread evenly (``config.spread_layers``).
         draft_vocab_size: tokens that it can draft, the most frequent ones of the responses; None:
             every token, by the target's own head. The head costs most of a small drafter's pass.
-        mask_token_id: token at the positions to draft; None: the tokenizer's mask token.
+        mask_token_id: token at the positions to draft, as an id or as the target's tokenizer writes
+            it; None: the tokenizer's mask token.
     """
 
     num_layers: Count = 5
     block_size: Annotated[int, Field(ge=2)] = 16
     target_layer_ids: tuple[Id, ...] = ()
-    mask_token_id: Id | None = None
+    mask_token_id: Id | str | None = None
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
     head_dim: Count | None = None

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from dllm import cli
 from dllm.cli import CommandError
@@ -33,7 +34,13 @@ from tests.support.calibrate_cases import (
     weights_of,
 )
 from tests.support.chat_stub import Stub, serve
-from tests.support.drafter_pairs import MASK, random_drafter, write_drafter, write_target
+from tests.support.drafter_pairs import (
+    MASK,
+    give_byte_tokenizer,
+    random_drafter,
+    write_drafter,
+    write_target,
+)
 
 __all__ = ["target", "target_path"]  # fixtures
 
@@ -235,6 +242,8 @@ def test_a_flag_names_the_mask_token_where_the_tokenizer_has_none(target_path, f
     (files / "config.toml").write_text(TOML.replace(f"mask_token_id = {MASK}", ""))
     assert calibrate(plain, files) == 1
     assert "--mask-token-id" in capsys.readouterr().err
+    assert calibrate(plain, files, "--mask-token-id", "<no>") == 1
+    assert "mask_token_id = '<no>' is not one token" in capsys.readouterr().err
     assert calibrate(plain, files, "--mask-token-id", "7", "--steps", "1") == 0
     config, _ = read_checkpoint(files / "run/model")
     assert config["dflash_config"]["mask_token_id"] == 7
@@ -311,14 +320,15 @@ def test_shipped_settings_are_right():
 
 
 def test_sizes_that_the_config_leaves_out_are_the_targets(tmp_path):
-    path = write_target(tmp_path / "target", layers=6)
-    (tmp_path / "config.toml").write_text("[drafter]\nnum_layers = 2\nmask_token_id = 3\n")
+    path = give_byte_tokenizer(write_target(tmp_path / "target", layers=6))
+    (tmp_path / "config.toml").write_text('[drafter]\nnum_layers = 2\nmask_token_id = "a"\n')
     given = command.parse(
         ["--target", str(path), "--out", str(tmp_path), "--config", str(tmp_path / "config.toml")]
     )
     found = command.load_drafter(given, command.load_settings(given), read_target_config(path))
     assert found.read.target_layer_ids == (1, 3)
     assert (found.read.num_heads, found.read.head_dim) == (4, 32)
+    assert found.read.mask_token_id == AutoTokenizer.from_pretrained(path).get_vocab()["a"]
     assert found.read.rope_parameters["rope_theta"] == 10000.0
 
 
