@@ -32,7 +32,7 @@ from dllm.train.responses import (
 )
 from dllm.train.run import Run
 from dllm.train.run_files import LOG, MODEL, begin, weights_digest, write_log
-from dllm.train.settings import CONTINUED, NEW, DrafterTraining
+from dllm.train.settings import CONTINUED, NEW, DrafterTraining, shipped_configs
 from dllm.train.target import Target, read_config, target_facts
 from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
@@ -95,7 +95,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dllm train drafter", description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")
-    parser.add_argument("--config", type=Path, help="TOML: settings of the run")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help=f"settings of the run: a TOML file, or a name: {', '.join(shipped_configs())}",
+    )
     data = parser.add_mutually_exclusive_group()
     data.add_argument(
         "--prompts",

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from dllm.settings.checks import did_you_mean, refuse_value
 from dllm.settings.command import CommandError
 
+CONFIGS = Path(__file__).parent / "configs"
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=1)]
@@ -110,7 +111,17 @@ class DrafterTraining:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises CommandError: no such file, no TOML, or a field is unknown or out of range."""
+        """Read a file, or the shipped one of this name.
+
+        Raises:
+            CommandError: no such file, no TOML, or a field is unknown or out of range.
+        """
+        names = shipped_configs()
+        if str(path) in names:
+            path = CONFIGS / f"{path}.toml"
+        elif not path.exists():
+            hint = did_you_mean(str(path), names)
+            raise CommandError(f"{path}: no such file{hint}; allowed, too: {', '.join(names)}.")
         try:
             return cls.from_mapping(tomllib.loads(path.read_text()))
         except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
@@ -131,6 +142,11 @@ class DrafterTraining:
 
     def to_mapping(self) -> dict[str, object]:
         return dataclasses.asdict(self)
+
+
+def shipped_configs() -> list[str]:
+    """Names of the settings that are shipped: one for each target, or family of them."""
+    return sorted(path.name.removesuffix(".toml") for path in CONFIGS.glob("*.toml"))
 
 
 # For a new drafter of any target.

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -19,7 +20,7 @@ from dllm.train.export import Drafter, block_of, read_checkpoint
 from dllm.train.network import NEVER, count_params
 from dllm.train.responses import check_disk
 from dllm.train.run_files import LOG
-from dllm.train.settings import DrafterTraining
+from dllm.train.settings import DrafterTraining, shipped_configs
 from dllm.train.target import dtype_of, target_facts
 from dllm.train.target import read_config as read_target_config
 from tests.support.calibrate_cases import (
@@ -151,6 +152,10 @@ def test_the_command_writes_a_checkpoint_and_resumes(target_path, files, capsys)
     # Without a terminal: a line for the first step, and one for the last.
     assert "calibrate: 1/4, " in printed and "calibrate: 4/4, " in printed
     model = files / "run/model"
+    shown = re.search(r"parameters, ([\d.]+) MB in bf16; ([\d.]+) ms a pass of 4 pos", printed)
+    written = (model / "model.safetensors").stat().st_size
+    # Two digits are printed, and the file has a header of some KB.
+    assert abs(written / 1e6 - float(shown[1])) < 0.01 and float(shown[2]) > 0
     config, weights = read_checkpoint(model)
     assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": [1, 3]}
     assert set(weights) == set(random_drafter(layers=1))
@@ -311,11 +316,8 @@ def test_other_mistakes_are_refused(target_path, files, capsys, tmp_path):
 
 
 def test_shipped_settings_are_right():
-    paths = [*(Path(command.__file__).parent / "configs").glob("*.toml")]
-    assert paths
-    paths.append(Path(__file__).parents[2] / "bench/toys/tiny-drafter.toml")
-    for path in paths:
-        settings = DrafterTraining.load(path)
+    for path in (*shipped_configs(), Path(__file__).parents[2] / "bench/toys/tiny-drafter.toml"):
+        settings = DrafterTraining.load(Path(path))
         assert DrafterTraining.from_mapping(settings.to_mapping()) == settings
 
 
