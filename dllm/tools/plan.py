@@ -34,10 +34,12 @@ SHARE, NUMBER = FloatRange(0.0, 1.0), FloatRange(0.0, 1e9)
 LOOKAHEAD = {
     "remote": (0, 0),
     "dflash": (1, 1),
+    "self_speculation": (1, 1),
     "draft_model": (1, 0),
     "eagle3": (1, 0),
     "ngram": (0, 0),
 }
+ONE_PASS = ("dflash", "self_speculation")  # over [last token, K masks]
 ATTENTION = ("full_attention", "sliding_attention")
 # Keys of config.json of models with layers that keep something else than keys and values.
 OTHER_CACHES = ("kv_lora_rank", "hybrid_override_pattern", "full_attention_interval")
@@ -74,7 +76,7 @@ def gains(
 def main(argv: Sequence[str]) -> int:
     """Print, from measured times, what each number of drafts gains and takes, and mark the best."""
     given = _parse(argv)
-    is_block = given.block or given.source == "dflash"
+    is_block = given.block or given.source in ONE_PASS
     round_trip_ms = given.round_trip_ms if given.source == "remote" else 0.0
     survival, step_ms, draft_ms = given.survival, given.step_ms, given.draft_ms
     if given.alpha is not None:
@@ -118,7 +120,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--per-draft-ms", type=number, default=0.0, help="what a verified draft adds to a step")
     add("--source", choices=list(LOOKAHEAD), default="remote", help="what drafts (%(default)s)")
     add("--round-trip-ms", type=number, default=0.5, help="of remote: an empty ask (%(default)s)")
-    add("--block", action="store_true", help="one pass makes all drafts (dflash: always)")
+    add("--block", action="store_true", help="remote: one pass makes all drafts")
     kept = parser.add_mutually_exclusive_group(required=True)
     kept.add_argument("--alpha", type=_in(SHARE), help="each draft is kept with this probability")
     kept.add_argument("--survival", type=_in(SHARE), nargs="+", help="share kept at each place")
