@@ -128,7 +128,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--drafts", type=int, default=16, help="with --alpha: the most (%(default)s)")
     add("--requests", type=positive, default=1, metavar="N", help="at once (%(default)s)")
     add("--page", type=positive, default=16, metavar="N", help="tokens in a page (%(default)s)")
-    add("--model", type=Path, nargs="+", default=[], metavar="DIR", help="target (and drafter)")
+    add(
+        "--model",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="target (and drafter), for MB",
+    )
     add("--kv-bytes", type=positive, metavar="N", help="of a token, in place of --model")
     add("--target-price", type=number, default=0.0, help="of the target's GPUs, an hour")
     add("--draft-price", type=number, default=0.0, help="of the draft model's GPUs, an hour")

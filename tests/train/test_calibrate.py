@@ -315,10 +315,13 @@ def test_other_mistakes_are_refused(target_path, files, capsys, tmp_path):
     assert "--from-server" in capsys.readouterr().err
 
 
-def test_shipped_settings_are_right():
+def test_shipped_settings_are_right_and_listed(capsys):
     for path in (*shipped_configs(), Path(__file__).parents[2] / "bench/toys/tiny-drafter.toml"):
         settings = DrafterTraining.load(Path(path))
         assert DrafterTraining.from_mapping(settings.to_mapping()) == settings
+    with pytest.raises(SystemExit):
+        command.parse(["--help"])
+    assert ",".join(shipped_configs()) in "".join(capsys.readouterr().out.split())
 
 
 def test_sizes_that_the_config_leaves_out_are_the_targets(tmp_path):
