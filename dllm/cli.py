@@ -28,6 +28,7 @@ COMMANDS = {
         "dllm.tools.decisions",
         "score a server's typed decisions on the questions of a file",
     ),
+    "plan": ("dllm.tools.plan", "how many drafts pay, and what they take"),
     "doctor": ("dllm.doctor.command", "look at what a server needs of this machine"),
     "watch": ("dllm.tools.watch", "watch a canvas settle, step by step"),
     "draft-worker": ("dllm.remote.command", "serve drafts to targets, from a pool of its own"),

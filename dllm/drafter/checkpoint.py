@@ -15,13 +15,14 @@ Sources: vLLM 0.32, ``model_executor/models/qwen3_dflash.py`` and
 ``transformers_utils/configs/speculators``; vllm-project/speculators, ``models/dflash/config.py``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dllm.settings.drafting import WHERE, DrafterOptions
 
 Config = Mapping[str, object]
+TokenId = Callable[[str], int | None]  # of a token of the target's tokenizer; None: no such token
 T = TypeVar("T")
 
 SPECULATORS = "speculators"  # the model type that vLLM gives to a checkpoint of that format
@@ -80,11 +81,14 @@ class DrafterConfig:
     layers: tuple[LayerAttention, ...]
 
     @classmethod
-    def from_config(cls, config: Config, options: DrafterOptions) -> "DrafterConfig":
+    def from_config(
+        cls, config: Config, options: DrafterOptions, token_id: TokenId | None = None
+    ) -> "DrafterConfig":
         """Read the (translated) config.json of a drafter.
 
         Args:
             config: its top-level keys.
+            token_id: finds a mask token that is named by its string; None refuses such names.
 
         Raises:
             ValueError: a key is missing, has a wrong type, or asks for what is not implemented.
@@ -111,7 +115,7 @@ class DrafterConfig:
             target_layer_ids=_target_layer_ids(config, dflash),
             target_hidden_size=_get(config, "target_hidden_size", int) or hidden_size,
             num_target_layers=_get(config, "num_target_layers", int),
-            mask_token_id=_mask_token_id(config, dflash, options),
+            mask_token_id=_mask_token_id(config, dflash, options, token_id),
             layers=_windowed(layers, options.window),
         )
 
@@ -318,14 +322,22 @@ def _windowed(layers: Sequence[LayerAttention], window: int | None) -> tuple[Lay
     )
 
 
-def _mask_token_id(config: Config, dflash: Config, options: DrafterOptions) -> int:
+def _mask_token_id(
+    config: Config, dflash: Config, options: DrafterOptions, token_id: TokenId | None
+) -> int:
     """The mask token's id, which all places that name it must agree on."""
-    given = {
+    given: dict[str, int | str | None] = {
         "dflash_config.mask_token_id": _get(dflash, "mask_token_id", int),
+        "dflash_config.mask_token": _get(dflash, "mask_token", str),
         "mask_token_id of config.json": _get(config, "mask_token_id", int),
         f"{WHERE}: mask_token_id": options.mask_token_id,
     }
-    ids = {name: token for name, token in given.items() if token is not None}
+    ids: dict[str, int] = {}
+    for name, token in given.items():
+        if isinstance(token, str):
+            ids[f"{name} {token!r}"] = _resolve(name, token, token_id)
+        elif token is not None:
+            ids[name] = token
     if len(set(ids.values())) == 1:
         return next(iter(ids.values()))
     if not ids:
@@ -335,3 +347,15 @@ def _mask_token_id(config: Config, dflash: Config, options: DrafterOptions) -> i
         )
     listed = ", ".join(f"{name} = {token}" for name, token in ids.items())
     raise ValueError(f"The drafter's mask token is ambiguous: {listed}. Leave one of them.")
+
+
+def _resolve(name: str, token: str, token_id: TokenId | None) -> int:
+    if token_id is None:
+        raise ValueError(f"{name} = {token!r}; allowed here: an id, as mask_token_id.")
+    found = token_id(token)
+    if found is None:
+        raise ValueError(
+            f"{name} = {token!r} is not one token of the target's tokenizer; allowed: a token of "
+            "its vocabulary, or an id."
+        )
+    return found

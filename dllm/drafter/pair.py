@@ -25,11 +25,15 @@ def drafter_options(vllm_config: VllmConfig) -> DrafterOptions:
 
 def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
     """Raises ValueError as ``DrafterConfig.from_config`` does."""
-    speculative = vllm_config.speculative_config
+    speculative, target = vllm_config.speculative_config, vllm_config.model_config
     assert speculative is not None, "no drafter"
     hf_config = speculative.draft_model_config.hf_config
     config: Config = {**vars(hf_config), "model_type": hf_config.model_type}
-    return DrafterConfig.from_config(config, drafter_options(vllm_config))
+
+    def token_id(token: str) -> int | None:
+        return _vocabulary(target.tokenizer, target.tokenizer_revision).get(token)
+
+    return DrafterConfig.from_config(config, drafter_options(vllm_config), token_id)
 
 
 def end_ids(vllm_config: VllmConfig) -> set[int]:

@@ -31,6 +31,10 @@ def _are_layers(given: Any) -> bool:
 
 
 LAYERS = Values(_are_layers, "a list of layers of the target, 0-based and ascending")
+MASK_TOKEN = Values(
+    lambda given: isinstance(given, str) or given in IntRange(0),
+    "an id of at least 0, or a token of the target's tokenizer",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class DrafterOptions:
             where that promises more than the drafter does (``dllm.drafter.prompt_lookup``).
         window: number of context tokens before the draft block that the drafter attends to; earlier
             ones leave its KV cache. None keeps what the checkpoint says.
-        mask_token_id: the token at undecided positions, if the checkpoint does not name one.
+        mask_token_id: the token at undecided positions, if the checkpoint does not name one: its
+            id, or as the target's tokenizer writes it.
         record: folder in which tokens and hidden states of live traffic are recorded, for
             ``dllm train drafter --from-buffer``; None records nothing. They reveal what users
             wrote.
@@ -65,7 +70,7 @@ class DrafterOptions:
     hysteresis: Hysteresis = 0.03
     prompt_lookup: Flag = False
     window: Annotated[int | None, IntRange(1)] = None
-    mask_token_id: Annotated[int | None, IntRange(0)] = None
+    mask_token_id: Annotated[int | str | None, MASK_TOKEN] = None
     record: Text = None
     record_layers: Annotated[Sequence[int] | None, LAYERS] = None
     record_mb: Annotated[int, IntRange(1)] = 1000

@@ -32,7 +32,7 @@ from dllm.train.responses import (
 )
 from dllm.train.run import Run
 from dllm.train.run_files import LOG, MODEL, begin, weights_digest, write_log
-from dllm.train.settings import CONTINUED, NEW, DrafterTraining
+from dllm.train.settings import CONTINUED, NEW, DrafterTraining, shipped_configs
 from dllm.train.target import Target, read_config, target_facts
 from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
@@ -93,7 +93,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dllm train drafter", description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")
-    parser.add_argument("--config", type=Path, help="TOML: settings of the run")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help=f"settings of the run: a TOML file, or a name: {', '.join(shipped_configs())}",
+    )
     data = parser.add_mutually_exclusive_group()
     data.add_argument(
         "--prompts",
@@ -110,10 +114,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, help="go on from this drafter's weights")
     parser.add_argument(
         "--mask-token-id",
-        type=int,
+        type=id_or_token,
         metavar="ID",
-        help="token that stands at positions to draft; one that no text holds (default: the "
-        "tokenizer's mask token)",
+        help="token that stands at positions to draft, or its id; one that no text holds "
+        "(default: the tokenizer's mask token)",
     )
     for flag, (field, text) in OVERRIDES.items():
         parser.add_argument(flag, type=int, dest=field, metavar="N", help=text)
@@ -178,8 +182,8 @@ def load_drafter(
         # Several kinds of layers in one buffer are refused by `split_buffer`.
         noted = recorded_layers(given.from_buffer)
         shape = replace(shape, target_layer_ids=noted[0] if noted else ())
-    choices = (given.mask_token_id, shape.mask_token_id, _mask_token_id(given.target))
-    mask = next((token for token in choices if token is not None), None)
+    asked = shape.mask_token_id if given.mask_token_id is None else given.mask_token_id
+    mask = asked if isinstance(asked, int) else _mask_token_id(given.target, asked)
     if mask is None:
         raise CommandError(
             f"the tokenizer of {given.target} has no mask token. Give --mask-token-id: a token "
@@ -190,11 +194,27 @@ def load_drafter(
     return Drafter.of(drafter_config(shape, target_config, facts), facts)
 
 
-def _mask_token_id(target: Path) -> int | None:
-    if not (target / "tokenizer.json").exists():
-        return None
-    mask: int | None = AutoTokenizer.from_pretrained(target).mask_token_id
-    return mask
+def id_or_token(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _mask_token_id(target: Path, token: str | None) -> int | None:
+    """The id of a token of the target's tokenizer; without a token, of its own mask token.
+
+    Raises:
+        CommandError: the tokenizer has no such token.
+    """
+    has_tokenizer = (target / "tokenizer.json").exists()
+    tokenizer = AutoTokenizer.from_pretrained(target) if has_tokenizer else None
+    if token is None:
+        return None if tokenizer is None else tokenizer.mask_token_id
+    found: int | None = None if tokenizer is None else tokenizer.get_vocab().get(token)
+    if found is None:
+        raise CommandError(
+            f"mask_token_id = {token!r} is not one token of the tokenizer of {target}; allowed: a "
+            "token of its vocabulary, or an id."
+        )
+    return found
 
 
 def inputs_of(

@@ -1,6 +1,7 @@
 """What a run of ``dllm train drafter`` trains: a drafter on responses of its target."""
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dllm.train.settings import DrafterTraining
 from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
 HEAD_ROWS = 4096  # that the spread of the first logits is measured on
+TIMED_CONTEXT = 256  # tokens in front of a block whose pass is timed
 
 
 class DraftLearner:
@@ -58,6 +60,23 @@ class DraftLearner:
     def gamma(self) -> float:
         """In the loss, draft k weighs exp(-(k - 1) / gamma)."""
         return self.settings.gamma or self.drafter.block / 2
+
+    @torch.no_grad()
+    def pass_ms(self) -> float:
+        """Milliseconds of a pass here, in torch: one block of drafts, the head included."""
+        read, device = self.drafter.read, self.target.device
+        size = read.target_hidden_size * len(read.target_layer_ids)
+        features = torch.zeros(1, TIMED_CONTEXT, size, device=device)
+        embeds = self.embedding[read.mask_token_id].expand(1, 1, self.drafter.block, -1)
+        anchors = torch.tensor([[TIMED_CONTEXT]], device=device)
+        seconds = []
+        for _ in range(4):  # the first one warms up
+            start = time.perf_counter()
+            with autocast(device):
+                logits = self.model(features, embeds, anchors) @ self.model.head_of(self.head).T
+            logits.argmax(-1).cpu()  # waits for the device
+            seconds.append(time.perf_counter() - start)
+        return 1e3 * min(seconds[1:])
 
     def loss(self, step: int) -> Tensor:
         """Mean cross-entropy of the drafts behind random anchors, weighted by their position."""

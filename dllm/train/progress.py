@@ -13,6 +13,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from dllm.train.learner import TIMED_CONTEXT
+from dllm.train.network import count_params
+from dllm.train.precision import processor
 from dllm.train.run import Run
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -55,7 +58,18 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Shown]:
 
 
 def train_shown(run: Run) -> None:
-    """Train to the last step, with the running loss and the last evaluation shown."""
+    """Train to the last step, with the running loss and the last evaluation shown.
+
+    First it says how large the drafter is, and how long a pass of it takes on this device.
+    """
+    learner = run.learner
+    num_params, block = count_params(learner.drafter.read), learner.drafter.block
+    print(
+        f"drafter: {num_params / 1e6:.2f}M parameters, {2 * num_params / 1e6:.2f} MB in bf16; "
+        f"{learner.pass_ms():.1f} ms a pass of {block} positions behind {TIMED_CONTEXT} tokens, on "
+        f"{processor(run.device)}",
+        flush=True,
+    )
     with progress("calibrate", run.settings.steps, run.step) as shown:
         for _ in run.run():
             shown.advance(note=f"loss {run.loss:.3f}  {run.learner.summary()}")

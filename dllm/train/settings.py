@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from dllm.settings.checks import did_you_mean, refuse_value
 from dllm.settings.command import CommandError
 
+CONFIGS = Path(__file__).parent / "configs"
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=1)]
@@ -36,13 +37,14 @@ class DrafterShape:
             empty: as many as the drafter has layers, spread evenly (``config.spread_layers``).
         draft_vocab_size: tokens that it can draft, the most frequent ones of the responses; None:
             every token, by the target's own head. The head costs most of a small drafter's pass.
-        mask_token_id: token at the positions to draft; None: the tokenizer's mask token.
+        mask_token_id: token at the positions to draft, as an id or as the target's tokenizer writes
+            it; None: the tokenizer's mask token.
     """
 
     num_layers: Count = 5
     block_size: Annotated[int, Field(ge=2)] = 16
     target_layer_ids: tuple[Id, ...] = ()
-    mask_token_id: Id | None = None
+    mask_token_id: Id | str | None = None
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
     head_dim: Count | None = None
@@ -109,7 +111,17 @@ class DrafterTraining:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises CommandError: no such file, no TOML, or a field is unknown or out of range."""
+        """Read a file, or the shipped one of this name.
+
+        Raises:
+            CommandError: no such file, no TOML, or a field is unknown or out of range.
+        """
+        names = shipped_configs()
+        if str(path) in names:
+            path = CONFIGS / f"{path}.toml"
+        elif not path.exists():
+            hint = did_you_mean(str(path), names)
+            raise CommandError(f"{path}: no such file{hint}; allowed, too: {', '.join(names)}.")
         try:
             return cls.from_mapping(tomllib.loads(path.read_text()))
         except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
@@ -130,6 +142,11 @@ class DrafterTraining:
 
     def to_mapping(self) -> dict[str, object]:
         return dataclasses.asdict(self)
+
+
+def shipped_configs() -> list[str]:
+    """Names of the settings that are shipped: one for each target, or family of them."""
+    return sorted(path.name.removesuffix(".toml") for path in CONFIGS.glob("*.toml"))
 
 
 # For a new drafter of any target.

@@ -18,10 +18,11 @@ from tests.support.drafter_pairs import MASK, drafter_config, speculators_config
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
 TARGET = TargetFacts(hidden_size=64, num_layers=4, vocab_size=512, is_neox_style=True)
+TOKENS = {"<mask>": MASK, "<other>": 7}
 
 
 def read(config: dict[str, Any], **options: Any) -> DrafterConfig:
-    return DrafterConfig.from_config(config, DrafterOptions(**options))
+    return DrafterConfig.from_config(config, DrafterOptions(**options), TOKENS.get)
 
 
 def dflash(**keys: Any) -> dict[str, Any]:
@@ -86,6 +87,8 @@ def test_windows_of_the_checkpoint_and_of_the_server():
     [
         (drafter_config(), {}),
         (drafter_config(), {"mask_token_id": MASK}),
+        (drafter_config(), {"mask_token_id": "<mask>"}),
+        (drafter_config(dflash_config={"target_layer_ids": [1], "mask_token": "<mask>"}), {}),
         (drafter_config(dflash_config={"target_layer_ids": [1]}), {"mask_token_id": MASK}),
         (drafter_config(dflash_config={"target_layer_ids": [1]}, mask_token_id=MASK), {}),
     ],
@@ -99,6 +102,8 @@ def test_the_mask_token_comes_from_an_option_or_the_checkpoint(given):
     ("config", "options", "words"),
     [
         (drafter_config(), {"mask_token_id": 7}, ["ambiguous", "= 500", "= 7"]),
+        (drafter_config(), {"mask_token_id": "<other>"}, ["ambiguous", "'<other>' = 7", "= 500"]),
+        (drafter_config(), {"mask_token_id": "<no>"}, ["mask_token_id = '<no>'", "not one token"]),
         (drafter_config(mask_token_id=9), {}, ["ambiguous", "= 500", "= 9"]),
         (drafter_config(dflash_config={"target_layer_ids": [1]}), {}, ["names no mask token"]),
         (drafter_config(**dflash(target_layer_ids=[3, 1])), {}, ["[3, 1]", "[1, 3]", "fc"]),
@@ -179,6 +184,8 @@ def test_another_tokenizer_is_refused_with_both_ids():
         ({"width": -1}, ["width = -1", "at least 0"]),
         ({"width": True}, ["width = True"]),
         ({"window": 0}, ["window = 0", "at least 1"]),
+        ({"mask_token_id": -1}, ["mask_token_id = -1", "at least 0"]),
+        ({"mask_token_id": True}, ["mask_token_id = True"]),
         ({"record": 3}, ["record = 3", "a string"]),
         ({"record": "x", "record_mb": 0}, ["record_mb = 0", "at least 1"]),
         ({"record_dir": "x"}, ["did you mean 'record'?"]),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from dllm import cli
 from dllm.cli import CommandError
@@ -18,7 +20,7 @@ from dllm.train.export import Drafter, block_of, read_checkpoint
 from dllm.train.network import NEVER, count_params
 from dllm.train.responses import check_disk
 from dllm.train.run_files import LOG
-from dllm.train.settings import DrafterTraining
+from dllm.train.settings import DrafterTraining, shipped_configs
 from dllm.train.target import dtype_of, target_facts
 from dllm.train.target import read_config as read_target_config
 from tests.support.calibrate_cases import (
@@ -33,7 +35,13 @@ from tests.support.calibrate_cases import (
     weights_of,
 )
 from tests.support.chat_stub import Stub, serve
-from tests.support.drafter_pairs import MASK, random_drafter, write_drafter, write_target
+from tests.support.drafter_pairs import (
+    MASK,
+    give_byte_tokenizer,
+    random_drafter,
+    write_drafter,
+    write_target,
+)
 
 __all__ = ["target", "target_path"]  # fixtures
 
@@ -144,6 +152,10 @@ def test_the_command_writes_a_checkpoint_and_resumes(target_path, files, capsys)
     # Without a terminal: a line for the first step, and one for the last.
     assert "calibrate: 1/4, " in printed and "calibrate: 4/4, " in printed
     model = files / "run/model"
+    shown = re.search(r"parameters, ([\d.]+) MB in bf16; ([\d.]+) ms a pass of 4 pos", printed)
+    written = (model / "model.safetensors").stat().st_size
+    # Two digits are printed, and the file has a header of some KB.
+    assert abs(written / 1e6 - float(shown[1])) < 0.01 and float(shown[2]) > 0
     config, weights = read_checkpoint(model)
     assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": [1, 3]}
     assert set(weights) == set(random_drafter(layers=1))
@@ -235,6 +247,8 @@ def test_a_flag_names_the_mask_token_where_the_tokenizer_has_none(target_path, f
     (files / "config.toml").write_text(TOML.replace(f"mask_token_id = {MASK}", ""))
     assert calibrate(plain, files) == 1
     assert "--mask-token-id" in capsys.readouterr().err
+    assert calibrate(plain, files, "--mask-token-id", "<no>") == 1
+    assert "mask_token_id = '<no>' is not one token" in capsys.readouterr().err
     assert calibrate(plain, files, "--mask-token-id", "7", "--steps", "1") == 0
     config, _ = read_checkpoint(files / "run/model")
     assert config["dflash_config"]["mask_token_id"] == 7
@@ -301,24 +315,25 @@ def test_other_mistakes_are_refused(target_path, files, capsys, tmp_path):
     assert "--from-server" in capsys.readouterr().err
 
 
-def test_shipped_settings_are_right():
-    paths = [*(Path(command.__file__).parent / "configs").glob("*.toml")]
-    assert paths
-    paths.append(Path(__file__).parents[2] / "bench/toys/tiny-drafter.toml")
-    for path in paths:
-        settings = DrafterTraining.load(path)
+def test_shipped_settings_are_right_and_listed(capsys):
+    for path in (*shipped_configs(), Path(__file__).parents[2] / "bench/toys/tiny-drafter.toml"):
+        settings = DrafterTraining.load(Path(path))
         assert DrafterTraining.from_mapping(settings.to_mapping()) == settings
+    with pytest.raises(SystemExit):
+        command.parse(["--help"])
+    assert ",".join(shipped_configs()) in "".join(capsys.readouterr().out.split())
 
 
 def test_sizes_that_the_config_leaves_out_are_the_targets(tmp_path):
-    path = write_target(tmp_path / "target", layers=6)
-    (tmp_path / "config.toml").write_text("[drafter]\nnum_layers = 2\nmask_token_id = 3\n")
+    path = give_byte_tokenizer(write_target(tmp_path / "target", layers=6))
+    (tmp_path / "config.toml").write_text('[drafter]\nnum_layers = 2\nmask_token_id = "a"\n')
     given = command.parse(
         ["--target", str(path), "--out", str(tmp_path), "--config", str(tmp_path / "config.toml")]
     )
     found = command.load_drafter(given, command.load_settings(given), read_target_config(path))
     assert found.read.target_layer_ids == (1, 3)
     assert (found.read.num_heads, found.read.head_dim) == (4, 32)
+    assert found.read.mask_token_id == AutoTokenizer.from_pretrained(path).get_vocab()["a"]
     assert found.read.rope_parameters["rope_theta"] == 10000.0
 
 

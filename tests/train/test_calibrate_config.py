@@ -1,13 +1,17 @@
 """config.json of a new drafter: z-lab's shapes, and the RoPE of its target."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dllm.drafter.checkpoint import DrafterConfig, check_pair
+from dllm.settings.command import CommandError
 from dllm.settings.drafting import DrafterOptions
 from dllm.train.config import drafter_config, spread_layers
-from dllm.train.settings import DrafterShape
+from dllm.train.network import count_params
+from dllm.train.settings import NEW, DrafterShape, DrafterTraining, shipped_configs
 from dllm.train.target import target_facts
 
 # Fields of config.json of Qwen/Qwen3.5-27B (its text_config) and meta-llama/Llama-3.1-8B.
@@ -47,6 +51,32 @@ LLAMA: dict[str, Any] = {
 }
 
 
+def sizes(hidden: int, layers: int, vocab: int, intermediate: int, heads: tuple[int, int, int]):
+    """Of a target; ``heads``: of queries, of keys, and their size."""
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
+        "max_position_embeddings": 40960,
+    }
+
+
+# Name of the settings, target, and GiB of z-lab's file in bf16 (None: not known to us). Targets:
+# fields of their config.json.
+SHIPPED: list[tuple[str, dict[str, Any], float | None]] = [
+    ("qwen3", sizes(2560, 36, 151936, 9728, (32, 8, 128)), 1.00),
+    ("qwen3", sizes(4096, 36, 151936, 12288, (32, 8, 128)), 1.95),
+    ("qwen3.5-27b", QWEN, 3.22),
+    ("qwen3.5-35b-a3b", sizes(2048, 40, 248320, 512, (16, 2, 256)), None),
+    ("llama-3.1-8b", LLAMA, 1.95),
+    ("gpt-oss-20b", sizes(2880, 24, 201088, 2880, (64, 8, 64)), 1.46),
+]
+
+
 def new_drafter(target: dict[str, Any], **sizes: Any) -> tuple[dict[str, Any], DrafterConfig]:
     """config.json of a drafter for a target, which it fits, and the same as it is read."""
     facts = target_facts(target)
@@ -54,6 +84,27 @@ def new_drafter(target: dict[str, Any], **sizes: Any) -> tuple[dict[str, Any], D
     read = DrafterConfig.from_config(config, DrafterOptions())
     check_pair(read, facts)  # sizes, vocabulary, layers, mask token, RoPE style
     return config, read
+
+
+@pytest.mark.parametrize(("name", "target", "gib"), SHIPPED)
+def test_a_shipped_shape_fits_its_target_and_is_as_large_as_the_released_drafter(name, target, gib):
+    settings = DrafterTraining.load(Path(name))
+    shape = settings.drafter
+    if isinstance(shape.mask_token_id, str):
+        shape = replace(shape, mask_token_id=128002)
+    facts = target_facts(target)
+    read = DrafterConfig.from_config(drafter_config(shape, target, facts), DrafterOptions())
+    check_pair(read, facts)
+    if gib is not None:
+        assert 2 * count_params(read) / 2**30 == pytest.approx(gib, abs=0.005)
+    # The rest is as for a drafter of any target.
+    assert replace(settings, drafter=NEW.drafter, hidden_states=NEW.hidden_states) == NEW
+
+
+def test_every_shipped_config_but_our_own_is_checked():
+    assert {name for name, *_ in SHIPPED} == set(shipped_configs()) - {"smollm2"}
+    with pytest.raises(CommandError, match=r"did you mean 'qwen3'.*llama-3\.1-8b, qwen3, "):
+        DrafterTraining.load(Path("qwen_3"))
 
 
 def test_with_its_sizes_it_is_the_released_drafter():
