@@ -15,12 +15,8 @@ from dllm.drafter.checkpoint import (
     check_pair,
     check_tokenizers,
 )
-from dllm.settings.drafting import WHERE, DrafterOptions
-from dllm.settings.server import PluginOptions
-
-
-def drafter_options(vllm_config: VllmConfig) -> DrafterOptions:
-    return PluginOptions.from_vllm(vllm_config).drafter
+from dllm.settings.drafting import WHERE
+from dllm.settings.server import options_of
 
 
 def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
@@ -33,7 +29,7 @@ def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
     def token_id(token: str) -> int | None:
         return _vocabulary(target.tokenizer, target.tokenizer_revision).get(token)
 
-    return DrafterConfig.from_config(config, drafter_options(vllm_config), token_id)
+    return DrafterConfig.from_config(config, options_of(vllm_config).drafter, token_id)
 
 
 def end_ids(vllm_config: VllmConfig) -> set[int]:
@@ -50,7 +46,7 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     """The drafter's configuration. Raises ValueError if target or options do not fit it."""
     speculative, target = vllm_config.speculative_config, vllm_config.model_config
     assert speculative is not None, "no drafter"
-    options, num_drafts = drafter_options(vllm_config), speculative.num_speculative_tokens
+    options, num_drafts = options_of(vllm_config).drafter, speculative.num_speculative_tokens
     draft = speculative.draft_model_config
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     options.check_against(num_drafts, speculative.enable_adaptive_verification)

@@ -17,10 +17,11 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 from dllm import LOGGER
-from dllm.drafter.pair import drafter_config, drafter_options
+from dllm.drafter.pair import drafter_config
 from dllm.drafter.recorder import Recorder
 from dllm.drafter.step import TargetStep
 from dllm.settings.drafting import WHERE
+from dllm.settings.server import options_of
 
 logger = init_logger(LOGGER)
 
@@ -29,12 +30,12 @@ def layers_without_drafter(vllm_config: VllmConfig) -> Sequence[int]:
     """Layers of the target that a server without a drafter records; empty if it records none."""
     if vllm_config.speculative_config is not None:
         return ()
-    return drafter_options(vllm_config).record_layers or ()
+    return options_of(vllm_config).drafter.record_layers or ()
 
 
 def refuse_unrecordable(vllm_config: VllmConfig) -> None:
     """Raises ValueError if a target without a drafter does not name its layers, or lacks them."""
-    options, parallel = drafter_options(vllm_config), vllm_config.parallel_config
+    options, parallel = options_of(vllm_config).drafter, vllm_config.parallel_config
     if options.record_layers is None:
         raise ValueError(
             f"{WHERE}: record = {options.record!r}, and there is no drafter that says what it "
@@ -69,7 +70,7 @@ def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
     All workers of a tensor-parallel group have the same hidden states, so only the first one
     records.
     """
-    options, parallel = drafter_options(vllm_config), vllm_config.parallel_config
+    options, parallel = options_of(vllm_config).drafter, vllm_config.parallel_config
     if options.record is None or parallel.rank % parallel.tensor_parallel_size:
         return None
     if vllm_config.speculative_config is not None:

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.context import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, Counts
-from dllm.drafter.pair import drafter_options, end_ids
+from dllm.drafter.pair import end_ids
 from dllm.drafter.prompt_lookup import Lookup, lookup_of
 from dllm.drafter.recording import make_recorder
 from dllm.drafter.step import TargetStep
@@ -34,6 +34,7 @@ from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.engine.ranks import answer_of_first_rank
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
+from dllm.settings.server import options_of
 
 DraftPass = Callable[[], torch.Tensor]  # stores a step's context and drafts: [rows, N] token ids
 
@@ -55,7 +56,7 @@ class Drafter(DFlashSpeculator):
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
     ) -> None:
         super().__init__(vllm_config, device)
-        options = drafter_options(vllm_config)
+        options = options_of(vllm_config).drafter
         self._req_states = req_states
         self._looks_up = options.prompt_lookup
         num_drafts = self.num_speculative_steps

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import CHUNK_SIZE
 
 from dllm.engine.logprobs import joined
 from dllm.ops.staging import to_device
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import options_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def rows_at_once(vllm_config: VllmConfig) -> int:
     At least ``CHUNK_SIZE``: vLLM asks for the logits of so many prompt tokens at once when it
     computes prompt logprobs, and needs them as a tensor.
     """
-    workspace_mib = PluginOptions.from_vllm(vllm_config).logits_workspace_mib
+    workspace_mib = options_of(vllm_config).logits_workspace_mib
     row_bytes = 4 * vllm_config.model_config.get_vocab_size()
     return max(CHUNK_SIZE, (workspace_mib << 20) // row_bytes)
 

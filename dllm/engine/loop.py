@@ -41,7 +41,7 @@ from dllm.engine.logit_rows import LogitRows
 from dllm.engine.ranks import answer_of_first_rank
 from dllm.engine.spans import Spans
 from dllm.ops.staging import to_device
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import PluginOptions, options_of
 
 CPU_LOOP_S = 0.05
 Forward = Callable[[], torch.Tensor | LogitRows]
@@ -71,7 +71,7 @@ class DenoiseLoop:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         parallel = vllm_config.parallel_config
-        self.bound = bound_s(PluginOptions.from_vllm(vllm_config), is_on_cpu)
+        self.bound = bound_s(options_of(vllm_config), is_on_cpu)
         if parallel.data_parallel_size > 1:
             self.bound = 0.0
         self.clock = clock

@@ -26,7 +26,7 @@ from dllm.engine.metrics import KEY_OF_THOUGHTS, put_into
 from dllm.engine.thoughts import Thought
 from dllm.settings.denoising import NO_TOKEN, block_size_of
 from dllm.settings.request import requested_canvas_width
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import options_of
 from dllm.settings.thoughts import marks_of
 
 
@@ -35,7 +35,7 @@ class CanvasScheduler(Scheduler):
 
     def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args, **kwargs)
-        options = PluginOptions.from_vllm(self.vllm_config)
+        options = options_of(self.vllm_config)
         self._separate_commit = options.commit == "separate"
         self._overlaps_first_step = options.first_step == "overlapped"
         # Of requests that have not emitted anything yet: fields of the worker's answer, by request.

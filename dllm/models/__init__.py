@@ -106,13 +106,15 @@ REFUSED = {
 
 
 def settings_of(vllm_config: Any) -> DenoiseSettings:
-    """How a server's model denoises unless a request says otherwise.
+    """How a server's model denoises unless a request says otherwise; kept with its configuration.
 
     Raises:
         ValueError: a value of the checkpoint or of a flag is not allowed.
     """
-    served = FAMILIES[vllm_config.model_config.architecture]
-    settings: DenoiseSettings = served.settings_class().from_vllm(vllm_config)
+    if "dllm_settings" not in vars(vllm_config):
+        served = FAMILIES[vllm_config.model_config.architecture]
+        vllm_config.dllm_settings = served.settings_class().from_vllm(vllm_config)
+    settings: DenoiseSettings = vllm_config.dllm_settings
     return settings
 
 

@@ -1,8 +1,6 @@
 """Patches of the API server: what cannot be served is refused there, with HTTP 400 and a reason."""
 
 import importlib.util
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -10,14 +8,74 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
-from dllm.settings.denoising import DenoiseSettings
 
 logger = init_logger(LOGGER)
 
-# In the ``__dict__`` of parameters that were checked a moment ago: what vLLM's check returned.
-VERDICT = "dllm_verdict"
-# The settings of a server, by its InputProcessor.
-_settings: weakref.WeakKeyDictionary[Any, DenoiseSettings] = weakref.WeakKeyDictionary()
+
+def prepare(processor: Any, params: Any) -> Any:
+    """Check a request's sampling parameters where it comes in, and complete them.
+
+    1. What our model does not serve, or what the worker's tables cannot hold, is refused.
+    2. So is a thinking budget that this server cannot keep.
+    3. vLLM checks the rest.
+    4. Stop tokens and bad words become ids, unless their text is too long for a table.
+    5. Our own arguments become vLLM's edits of logits.
+    6. Ids that are too many, and edits that leave no token, are refused.
+
+    Of a model that is served token by token, steps 2 and 5 are vLLM's; of other models, all are.
+
+    Args:
+        processor: vLLM's InputProcessor.
+        params: stay as they are, because one object may belong to several requests.
+
+    Returns:
+        What the request goes on with. To prepare that again changes nothing.
+
+    Raises:
+        VLLMValidationError: it cannot be served; the client gets HTTP 400.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
+    from dllm.settings.request import constrained
+    from dllm.settings.thoughts import admit_budget
+
+    model, tasks = processor.model_config, ("generate",)
+    if not isinstance(params, SamplingParams):
+        return params
+    if model.architecture in AUTOREGRESSIVE:
+        admit_next_tokens(params)
+        processor._validate_params(params, tasks)
+        check_sizes(with_resolved_ids(processor, params))
+    if model.architecture not in FAMILIES:
+        return params
+    settings, vocab_size = settings_of(processor.vllm_config), model.get_vocab_size()
+    admit(params, settings, vocab_size)
+    admit_budget(params, processor.vllm_config)
+    # Without any of these, nothing is completed: each position has a possible token, and the tables
+    # are large enough.
+    is_plain = not (
+        params.extra_args or params.min_tokens or params.bad_words or params.allowed_token_ids
+    )
+    params = params if is_plain else params.clone()
+    processor._validate_params(params, tasks)  # changes a request that only reads
+    if is_plain:
+        return params
+    _check_length_of_words(processor, params)
+    params = constrained(with_resolved_ids(processor, params))
+    admit_ids(params, settings, vocab_size)
+    return params
+
+
+def _check_length_of_words(processor: Any, params: Any) -> None:
+    from vllm import envs
+
+    from dllm.api.pins import check_length
+
+    if params.bad_words and processor.tokenizer is not None:
+        num_chars = sum(len(word) for word in params.bad_words)
+        most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+        check_length("bad_words", num_chars, most, processor.tokenizer)
 
 
 def check_requests_at_admission() -> None:
@@ -25,51 +83,46 @@ def check_requests_at_admission() -> None:
 
     The message says what was given, what is allowed and what to do.
     """
-    _parse_requests()
+    _keep_to_vllms_checks()
     _explain_refusals()
     _explain_missing_images()
 
 
-def _parse_requests() -> None:
-    """Check every request with ``settings.admission``.
+def _keep_to_vllms_checks() -> None:
+    """Let vLLM's own checks take what ``prepare`` has admitted.
 
-    vLLM's own check of diffusion requests is left out for our architectures: it refuses parameters
-    that our sampler applies.
+    vLLM refuses parameters of diffusion models that our sampler applies, and ids of a first canvas
+    that stand for noise. Behind its checks it makes ids of stop tokens and bad words.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from dllm.settings.request import constrained
+    from dllm.settings.pins import without_noise
 
     validate_params = InputProcessor._validate_params
     validate_diffusion = SamplingParams._validate_diffusion
     process = InputProcessor.process_inputs
 
     def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
-        def validate() -> Any:
+        extra = getattr(params, "extra_args", None)
+        if not extra or self.model_config.architecture not in FAMILIES:
             return validate_params(self, params, supported_tasks)
+        params.extra_args = without_noise(extra)
+        try:
+            return validate_params(self, params, supported_tasks)
+        finally:
+            params.extra_args = extra
 
-        if not isinstance(params, SamplingParams):
-            return validate()
-        if VERDICT in vars(params):
-            return vars(params).pop(VERDICT)
-        if self.model_config.architecture in AUTOREGRESSIVE:
-            return _admit_next_tokens(self, params, validate)
-        if self.model_config.architecture in FAMILIES:
-            return _admit_canvases(self, params, validate)
-        return validate()
-
-    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = process(self, *args, **kwargs)
-        if request.sampling_params is None:
-            return request
-        is_canvas = self.model_config.architecture in FAMILIES
-        if is_canvas or self.vllm_config.parallel_config.worker_cls in (CPU_WORKER, GPU_WORKER):
+    def process_inputs(
+        self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("resumable"):  # a piece of a prompt, which may have other parameters
+            params = prepare(self, params)
+        request = process(self, request_id, prompt, params, *args, **kwargs)
+        worker = self.vllm_config.parallel_config.worker_cls
+        is_ours = self.model_config.architecture in FAMILIES or worker in (CPU_WORKER, GPU_WORKER)
+        if is_ours and request.sampling_params is not None:
             drop_impossible_ids(request.sampling_params, self.model_config.get_vocab_size())
-        if is_canvas:
-            # Here and not in the worker: vLLM's detokenizer, which finds stop strings, is to see
-            # the same `min_tokens`.
-            request.sampling_params = constrained(request.sampling_params)
         return request
 
     def _validate_diffusion(self: Any, model_config: Any) -> None:
@@ -79,48 +132,6 @@ def _parse_requests() -> None:
     InputProcessor._validate_params = _validate_params  # type: ignore[method-assign]
     InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
     SamplingParams._validate_diffusion = _validate_diffusion  # type: ignore[method-assign]
-
-
-def _admit_next_tokens(processor: Any, params: Any, validate: Callable[[], Any]) -> Any:
-    """What vLLM's check (``validate``) returns for a request of an autoregressive model."""
-    from dllm.settings.admission import admit_next_tokens, check_sizes
-
-    admit_next_tokens(params)
-    is_watermarked = validate()
-    check_sizes(with_resolved_ids(processor, params))
-    return is_watermarked
-
-
-def _admit_canvases(processor: Any, params: Any, validate: Callable[[], Any]) -> Any:
-    """What vLLM's check (``validate``) returns for a request of a diffusion model."""
-    from vllm import envs
-
-    from dllm.api.pins import check_length
-    from dllm.settings.admission import admit, admit_ids
-    from dllm.settings.pins import without_noise
-    from dllm.settings.request import constrained
-    from dllm.settings.thoughts import admit_budget
-
-    settings = _settings.get(processor)
-    if settings is None:
-        settings = _settings[processor] = settings_of(processor.vllm_config)
-    vocab_size = processor.model_config.get_vocab_size()
-    admit(params, settings, vocab_size)
-    admit_budget(params, processor.vllm_config)
-    extra = params.extra_args
-    params.extra_args = without_noise(extra) if extra else extra
-    try:
-        is_watermarked = validate()
-    finally:
-        params.extra_args = extra
-    if params.bad_words and processor.tokenizer is not None:
-        num_chars = sum(len(word) for word in params.bad_words)
-        most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
-        check_length("bad_words", num_chars, most, processor.tokenizer)
-    # Without any of these, each position has a possible token, and the tables are large enough.
-    if params.extra_args or params.min_tokens or params.bad_words or params.allowed_token_ids:
-        admit_ids(constrained(with_resolved_ids(processor, params)), settings, vocab_size)
-    return is_watermarked
 
 
 def with_resolved_ids(processor: Any, params: Any) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 
 from dllm.api import fill
 from dllm.api.http_request import current, in_turn
-from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
-from dllm.patches.admission import VERDICT
+from dllm.models import FAMILIES, settings_of
+from dllm.patches.admission import prepare
 from dllm.patches.grammars import needs_table, serialized_grammar, wait_before_the_stream
 from dllm.patches.streaming import start_watching
 from dllm.settings.denoising import block_size_of
@@ -25,10 +25,8 @@ def check_requests_early() -> None:
     """Refuse a bad streaming request with HTTP 400 as well.
 
     ``AsyncLLM.generate`` is a generator. vLLM's checks run when the first item is taken from it; by
-    then the server has sent HTTP 200. Here the checks run when ``generate`` is called, and vLLM's
-    next call of them returns the same verdict.
+    then the server has sent HTTP 200. Here a request is prepared when ``generate`` is called.
     """
-    from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     generate = AsyncLLM.generate
@@ -40,31 +38,18 @@ def check_requests_early() -> None:
             ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
             if ids is not None:
                 self.renderer.validate_token_ids(ids)
-            if isinstance(sampling_params, SamplingParams):
-                _check_now(self, sampling_params)
-                request_id = start_watching(self, sampling_params, request_id)
-                hole = (prompt, sampling_params, request_id, *args)
-                if (filled := _start_fill(self, generate, *hole, **kwargs)) is not None:
-                    return filled
-                _count(1, sampling_params.n)
-                wait_before_the_stream(self, prompt, sampling_params, _reasoning(kwargs))
-        elif self.model_config.architecture in AUTOREGRESSIVE:
-            _check_now(self, sampling_params)
-        given = (self, prompt, sampling_params, request_id, *args)
+        params = prepare(self.input_processor, sampling_params)
+        if self.model_config.architecture in FAMILIES:
+            request_id = start_watching(self, params, request_id)
+            hole = (prompt, sampling_params, request_id, *args)
+            if (filled := _start_fill(self, generate, *hole, **kwargs)) is not None:
+                return filled
+            _count(1, params.n)
+            wait_before_the_stream(self, prompt, params, _reasoning(kwargs))
+        given = (self, prompt, params, request_id, *args)
         return _paced(generate, *given, **kwargs)
 
     AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
-
-
-def _check_now(llm: Any, params: Any) -> None:
-    """Check parameters again, whatever was found before; vLLM's next check uses the result.
-
-    Raises:
-        VLLMValidationError: the request cannot be served.
-    """
-    vars(params).pop(VERDICT, None)
-    verdict = llm.input_processor._validate_params(params, ("generate",))
-    vars(params)[VERDICT] = verdict
 
 
 def _reasoning(options: Mapping[str, Any]) -> tuple[bool | None, Mapping[str, Any]]:
@@ -83,9 +68,9 @@ def _count(number: int, num_samples: int) -> None:
         one.add(number * num_samples, "n" if num_samples > 1 else "prompt")
 
 
-def _paced(generate: Any, *args: Any, **options: Any) -> Any:
+def _paced(generate: Any, llm: Any, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
     """What ``generate`` returns, for a request that waits for a place of its HTTP request."""
-    one, outputs = current.get(), generate(*args, **options)
+    one, outputs = current.get(), generate(llm, prompt, params, *args, **options)
     return outputs if one is None else in_turn(one.places, outputs)
 
 
@@ -112,8 +97,11 @@ def _start_fill(
     widths = hole.width_range(params.min_tokens, params.max_tokens, room)
     _count(len(widths), params.n)
     candidate = hole.candidate(params, widths[-1], 0)
-    llm.input_processor._validate_params(candidate, ("generate",))
-    start = functools.partial(_paced, generate, llm)
+    prepare(llm.input_processor, candidate)
+
+    def start(prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
+        return _paced(generate, llm, prompt, prepare(llm.input_processor, params), *args, **options)
+
     decode = functools.partial(
         llm.renderer.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens
     )

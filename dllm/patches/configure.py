@@ -1,8 +1,4 @@
-"""Configures a server of a diffusion model: scheduler, worker, attention, CUDA graphs, limits.
-
-vLLM calls ``configure_dllm`` before anything is loaded, through the entry of our architecture in
-its ``MODELS_CONFIG_MAP``. Flags that cannot work are refused with what to do.
-"""
+"""Configures a server of a diffusion model (``kinds``): attention, pages, CUDA graphs, limits."""
 
 import math
 from types import SimpleNamespace
@@ -13,11 +9,11 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.models import FAMILIES, settings_of
 from dllm.models.quantized import emulate_on_cpu
-from dllm.patches.contract import ASYNC_SCHEDULER, CPU_WORKER, GPU_WORKER, SCHEDULER, SCHEDULERS
-from dllm.patches.cpu import make_replicas_independent, set_cpu_worker
+from dllm.patches import cpu
+from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.patches.cuda_graphs import choose_cuda_graphs
-from dllm.patches.serving import prepare_front_end
 from dllm.settings.denoising import DenoiseSettings
+from dllm.settings.server import options_of
 
 if TYPE_CHECKING:
     from dllm.engine.attention_layers import Layer
@@ -34,38 +30,29 @@ GPU_PAGE_SIZE = 64  # tokens of a page of the KV cache
 LEAST_ASYNC_BLOCK = 32
 
 
-def configure_dllm(vllm_config: Any) -> None:
-    """Choose our scheduler, worker and attention backend in ``vllm_config``, in place.
+def configure_canvases(vllm_config: Any) -> None:
+    """Choose what only canvases have, and whether engine steps are scheduled ahead, in place.
 
     Raises:
         ValueError: a value of the checkpoint or of a flag is not allowed.
     """
     from vllm.config.diffusion import DiffusionConfig
-    from vllm.platforms import current_platform
-
-    from dllm.settings.server import PluginOptions
 
     settings = settings_of(vllm_config)
-    PluginOptions.from_vllm(vllm_config)
     if vllm_config.diffusion_config is None:
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=settings.canvas_length)
     if settings.begins_causally:
         _separate_passes(vllm_config)
-    _set_scheduler(vllm_config, settings)
-    _refuse_unsupported(vllm_config)
+    vllm_config.scheduler_config.async_scheduling = _is_asynchronous(vllm_config, settings)
+    _refuse_small_budgets(vllm_config.scheduler_config, settings.canvas_length)
     _choose_pages(vllm_config.cache_config, settings.block_size)
-    _choose_attention(vllm_config, settings)
     choose_cuda_graphs(vllm_config, settings.canvas_length)
     if vllm_config.model_config.is_multimodal_model and vllm_config.model_config.is_mm_prefix_lm:
         # The tokens of an image see each other, so they have to come in one chunk of the prompt.
         vllm_config.scheduler_config.disable_chunked_mm_input = True
-    make_replicas_independent(vllm_config)
-    set_cpu_worker(vllm_config)
-    prepare_front_end()
-    if not current_platform.is_cpu() and vllm_config.parallel_config.worker_cls == "auto":
-        vllm_config.parallel_config.worker_cls = GPU_WORKER
+    cpu.make_replicas_independent(vllm_config)
     worker = vllm_config.parallel_config.worker_cls
-    if worker not in (CPU_WORKER, GPU_WORKER):
+    if worker not in ("auto", CPU_WORKER, GPU_WORKER):
         logger.warning(
             "dllm: the worker %s does not patch vLLM's model runner: memory profiling sees no "
             "canvas, and a request for prompt logprobs scores every token of its steps",
@@ -133,15 +120,7 @@ def set_batch_defaults() -> None:
     )
 
 
-def _set_scheduler(vllm_config: Any, settings: DenoiseSettings) -> None:
-    scheduler, canvas_length = vllm_config.scheduler_config, settings.canvas_length
-    if scheduler.scheduler_cls not in (None, *SCHEDULERS):
-        raise ValueError(
-            f"--scheduler-cls {scheduler.scheduler_cls}: diffusion models need {SCHEDULER}. "
-            "Leave the flag out."
-        )
-    scheduler.async_scheduling = _is_asynchronous(vllm_config, settings)
-    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+def _refuse_small_budgets(scheduler: Any, canvas_length: int) -> None:
     for flag, limit in (
         ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
         ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
@@ -164,14 +143,12 @@ def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
     """
     from vllm.v1.executor.abstract import Executor
 
-    from dllm.settings.server import PluginOptions
-
     given = vllm_config.scheduler_config.async_scheduling
     if given is False:
         return False
-    loop_ms = PluginOptions.from_vllm(vllm_config).denoise_loop_ms
+    loop_ms = options_of(vllm_config).denoise_loop_ms
     for forbids, why in (
-        (_platform_is_synchronous(), "vLLM has none on a CPU"),
+        (cpu.is_synchronous(), "vLLM has none on a CPU"),
         (
             not Executor.get_class(vllm_config).supports_async_scheduling(),
             "the executor of --distributed-executor-backend supports none",
@@ -188,15 +165,10 @@ def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
     return bool(given) or not 1 < settings.block_size < LEAST_ASYNC_BLOCK
 
 
-def _platform_is_synchronous() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
-def _refuse_unsupported(vllm_config: Any) -> None:
+def canvas_limits(vllm_config: Any) -> tuple[tuple[Any, str, str], ...]:
+    """As ``kinds.Kind.refuses`` says."""
     parallel = vllm_config.parallel_config
-    for given, flag, why in (
+    return (
         (vllm_config.speculative_config, "--speculative-config", "a canvas is its own draft"),
         (
             parallel.pipeline_parallel_size > 1,
@@ -238,9 +210,7 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             "--logits-processors",
             "the canvas sampler runs none",
         ),
-    ):
-        if given:
-            raise ValueError(f"{flag} does not work with diffusion models: {why}. Leave it out.")
+    )
 
 
 def _choose_pages(cache: Any, block_size: int) -> None:
@@ -272,6 +242,10 @@ def _choose_pages(cache: Any, block_size: int) -> None:
     if not cache.user_specified_block_size:
         cache.block_size = math.lcm(default, block_size)
         cache.user_specified_block_size = True  # or vLLM sets its default later
+
+
+def canvas_attention(vllm_config: Any) -> None:
+    _choose_attention(vllm_config, settings_of(vllm_config))
 
 
 def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:

@@ -60,15 +60,15 @@ PATCHES = {
         "admits the parameters that the built-in sampler cannot honour and ours does"
     ),
     "vllm.v1.engine.input_processor.InputProcessor._validate_params": (
-        "settings.admission refuses bad requests in the API server, with HTTP 400. "
-        "LogitsProcessor.validate_params sees parameters alone: neither the model, nor its "
-        "tokenizer; and its class would be a logits processor of every model"
+        "it takes the places of a first canvas that stand for noise"
     ),
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": (
-        "writes our arguments as vLLM's edits of logits: allowed tokens, min_tokens"
+        "leaves out ends and bad words that are outside of the vocabulary, which vLLM adds here"
     ),
     "vllm.v1.engine.async_llm.AsyncLLM.generate": (
-        "a bad streaming request gets HTTP 400, not 200 and then an error; also a bad grammar"
+        "requests are prepared: a bad one gets HTTP 400, also if it streams. "
+        "LogitsProcessor.validate_params sees parameters alone: neither the model, nor its "
+        "tokenizer; and its class would be a logits processor of every model"
     ),
     "vllm.sampling_params.SamplingParams._validate_structured_outputs": (
         "admits structured outputs, which vLLM refuses for diffusion models"
@@ -83,7 +83,7 @@ PATCHES = {
         "between two prompts of a body the API server answers others"
     ),
     "vllm.v1.engine.llm_engine.LLMEngine.add_request": (
-        "a request's grammar is compiled and sent with it; canvases are shown in streams alone"
+        "the same without a server: requests are prepared, grammars compiled and sent with them"
     ),
     "vllm.tool_parsers.structural_tag_registry.register_vllm_structural_tag": (
         "in the front end: the grammar of tool calls in Gemma 4's syntax"

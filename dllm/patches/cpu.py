@@ -29,28 +29,31 @@ def is_cpu_without_triton() -> bool:
     return current_platform.is_cpu() and not HAS_TRITON
 
 
-def set_cpu_worker(vllm_config: Any) -> None:
-    """On a CPU without Triton use our worker, unless the user chose another.
+def is_synchronous() -> bool:
+    """Whether vLLM schedules no step ahead on this platform."""
+    from vllm.platforms import current_platform
 
-    It runs in the engine's process if OpenMP has one thread and no binding. vLLM always gives a CPU
-    worker a process of its own, because each worker may need other settings of OpenMP. With one
-    thread and no binding there is nothing to set, and two processes only cost time: they poll for
-    each other's messages several times a step, and take each other's core.
+    return current_platform.is_cpu()
+
+
+def prepare_worker(vllm_config: Any) -> None:
+    """Prepare a server that our worker serves on a CPU.
+
+    The worker runs in the engine's process if OpenMP has one thread and no binding. vLLM always
+    gives a CPU worker a process of its own, because each worker may need other settings of OpenMP.
+    With one thread and no binding there is nothing to set, and two processes only cost time: they
+    poll for each other's messages several times a step, and take each other's core.
 
     Raises:
         ValueError: the machine lacks what the worker needs.
     """
     parallel = vllm_config.parallel_config
-    if is_cpu_without_triton() and parallel.worker_cls == "auto":
-        parallel.worker_cls = CPU_WORKER
-    if parallel.worker_cls == CPU_WORKER:
-        refuse_missing_parts(vllm_config)
-        if vllm_config.model_config.architecture in FAMILIES:
-            os.environ.setdefault(*ONEDNN_PRODUCTS)  # the worker's process inherits it
+    refuse_missing_parts(vllm_config)
+    if vllm_config.model_config.architecture in FAMILIES:
+        os.environ.setdefault(*ONEDNN_PRODUCTS)  # the worker's process inherits it
     # "uni" (in process) is vLLM's own choice for one rank. Its CPU platform overwrites "uni" later,
     # but not a class path.
-    is_alone = parallel.distributed_executor_backend == "uni"
-    if is_alone and parallel.worker_cls == CPU_WORKER and _needs_no_openmp_setup():
+    if parallel.distributed_executor_backend == "uni" and _needs_no_openmp_setup():
         parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
 
 

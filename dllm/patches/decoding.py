@@ -4,15 +4,14 @@ Served as such it is a causal language model to vLLM, with whatever vLLM does fo
 ``self_speculation`` it drafts for itself, as a "custom_class" of ``--speculative-config``.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.cpu import choose_dtype, register_model
+from dllm.patches.drafting import SELF_DRAFTER, draft_limits, drafts_itself, schedule_drafts
 from dllm.patches.neighbours import explain_refusal
-from dllm.patches.serving import use_our_worker
-from dllm.settings.server import WHERE, PluginOptions
-
-SPECULATOR = "dllm.drafter.self_drafter.SelfDrafter"
+from dllm.settings.server import WHERE, PluginOptions, options_of
 
 
 def serve_decodings() -> None:
@@ -22,24 +21,17 @@ def serve_decodings() -> None:
     _reserve_slots()
 
 
-def drafts_itself(speculative_config: Any) -> bool:
-    return (
-        speculative_config is not None
-        and speculative_config.method == "custom_class"
-        and speculative_config.model == SPECULATOR
-    )
-
-
 def configure_self_drafting(vllm_config: Any) -> None:
     """Raises ValueError if an option or a flag does not work with a self-drafting model."""
-    from dllm.drafter.pair import drafter_options, refuse_other_rules
+    from dllm.drafter.pair import refuse_other_rules
     from dllm.settings.drafting import WHERE
 
-    speculative, options = vllm_config.speculative_config, drafter_options(vllm_config)
-    if vllm_config.model_config.architecture not in AUTOREGRESSIVE:
+    speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
+    architecture = vllm_config.model_config.architecture
+    if architecture not in AUTOREGRESSIVE:
         raise ValueError(
-            f"--speculative-config names {SPECULATOR}, and {vllm_config.model_config.architecture} "
-            f"does not draft for itself; allowed: {', '.join(AUTOREGRESSIVE)}."
+            f"--speculative-config names {SELF_DRAFTER}, and {architecture} does not draft for "
+            f"itself; allowed: {', '.join(AUTOREGRESSIVE)}."
         )
     most = vllm_config.model_config.hf_config.widest_canvas - 1
     if speculative.num_speculative_tokens > most:
@@ -47,39 +39,38 @@ def configure_self_drafting(vllm_config: Any) -> None:
             f"num_speculative_tokens = {speculative.num_speculative_tokens}; allowed: at most "
             f"{most}, because the model was trained with canvases of {most + 1} tokens."
         )
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ValueError(
-            "--decode-context-parallel-size and --prefill-context-parallel-size: a model that "
-            "drafts for itself reads its own KV, which they divide. Leave them out."
-        )
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
-    for key in ("window", "record", "renew", "mask_token_id"):
+    for key in ("window", "mask_token_id"):
         if getattr(options, key) is not None:
             raise ValueError(f"{WHERE}: {key} with a model that drafts for itself. Leave it out.")
+    schedule_drafts(vllm_config)
+
+
+def self_drafting_attention(vllm_config: Any) -> None:
+    """vLLM's, of a kind that can draft on a canvas."""
     vllm_config.attention_config.use_non_causal = True
 
 
-def use_v2_for_autoregressive(vllm_config: Any) -> None:
-    """On a CPU, serve a model token by token on the runner that draws its numbers as drafts do.
+def self_drafting_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
+    """As ``kinds.Kind.refuses`` says."""
+    yield from draft_limits(vllm_config)
+    parallel, why = vllm_config.parallel_config, "it reads its own KV, which is divided"
+    is_decode = parallel.decode_context_parallel_size > 1
+    yield is_decode, "--decode-context-parallel-size", why
+    yield parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size", why
 
-    A seed then gives the same text with and without self-speculation.
 
-    Raises:
-        ValueError: a flag does not work with it.
-    """
+def adapter_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
+    """Of models that have canvases, too, and are served token by token: as ``kinds`` says."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and vllm_config.model_config.architecture in AUTOREGRESSIVE:
-        if vllm_config.lora_config is not None:
-            raise ValueError(
-                "--enable-lora does not work token by token on a CPU: vLLM adapts answers that ask "
-                "for no adapter. Leave it out, or serve the model's canvases."
-            )
-        use_our_worker(vllm_config, "serving token by token needs")
+    is_given = vllm_config.lora_config is not None
+    is_ours = vllm_config.model_config.architecture in AUTOREGRESSIVE
+    why = "on a CPU vLLM adapts answers that ask for no adapter; canvases work"
+    yield is_given and is_ours and current_platform.is_cpu(), "--enable-lora", why
 
 
 def _choose_model_config() -> None:
@@ -124,7 +115,7 @@ def _choose_speculator(arguments: Any, config: Any, decoding: str) -> None:
         )
     if decoding != "self_speculation":
         return
-    if (given := arguments.speculative_config) and given.get("model") != SPECULATOR:
+    if (given := arguments.speculative_config) and given.get("model") != SELF_DRAFTER:
         raise ValueError(
             f"{WHERE}: decoding = 'self_speculation' beside --speculative-config; allowed: one "
             "of them, because both say what drafts. Leave that flag out, or choose 'ar'."
@@ -132,7 +123,7 @@ def _choose_speculator(arguments: Any, config: Any, decoding: str) -> None:
     if given is None:
         arguments.speculative_config = {
             "method": "custom_class",
-            "model": SPECULATOR,
+            "model": SELF_DRAFTER,
             "num_speculative_tokens": config.hf_config.widest_canvas - 1,
             "draft_sample_method": "probabilistic",
         }

@@ -7,53 +7,36 @@ our rule.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dllm.models import FAMILIES
-from dllm.patches.contract import DRAFTING_SCHEDULER
-from dllm.patches.cpu import register_model
-from dllm.patches.decoding import (
-    configure_self_drafting,
-    drafts_itself,
-    use_v2_for_autoregressive,
-)
-from dllm.patches.remote import (
-    configure_remote,
-    drafts_remotely,
-    run_our_speculators_on_v2,
-)
-from dllm.patches.serving import use_our_worker
-from dllm.settings.drafting import DRAFTER_ARCHITECTURE, OUR_DRAFTER
+from dllm.patches.cpu import is_cpu_without_triton, register_model
+from dllm.patches.remote import drafts_remotely, run_custom_speculators_on_v2
+from dllm.settings.drafting import DRAFTER_ARCHITECTURE, OUR_DRAFTER, WHERE, always_verifies_all
+from dllm.settings.server import options_of
 
 DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
+SELF_DRAFTER = "dllm.drafter.self_drafter.SelfDrafter"
 
 
 def serve_drafters() -> None:
     """Let this process serve DFlash drafters with our classes, where a server asks for them."""
-    from vllm.config import VllmConfig
-
     register_model(OUR_DRAFTER, DRAFTER_MODEL)
-    verify_and_update = VllmConfig.try_verify_and_update_config
-
-    def try_verify_and_update_config(self: Any) -> None:
-        is_first = not getattr(self.model_config, "config_updated", True)
-        verify_and_update(self)
-        if is_first and drafts_itself(self.speculative_config):
-            configure_self_drafting(self)
-            _choose_classes(self)
-        elif is_first and _asks_for_our_drafter(self):
-            _configure_drafting(self)
-        elif is_first and not configure_remote(self):
-            use_v2_for_autoregressive(self)
-            _configure_recording(self)
-
-    VllmConfig.try_verify_and_update_config = try_verify_and_update_config  # type: ignore[method-assign]
-    run_our_speculators_on_v2()
+    run_custom_speculators_on_v2(
+        lambda speculative: drafts_remotely(speculative) or drafts_itself(speculative)
+    )
     _admit_all_sampling_parameters()
 
 
-def _asks_for_our_drafter(vllm_config: Any) -> bool:
+def drafts_itself(speculative_config: Any) -> bool:
+    return (
+        speculative_config is not None
+        and speculative_config.method == "custom_class"
+        and speculative_config.model == SELF_DRAFTER
+    )
+
+
+def asks_for_our_drafter(vllm_config: Any) -> bool:
     """Whether a server has a DFlash drafter that our classes are to serve."""
     from vllm.platforms import current_platform
 
@@ -74,14 +57,18 @@ def _names(speculative_config: Any, architecture: str) -> bool:
     return architecture in (speculative_config.draft_model_config.architectures or ())
 
 
-def _configure_drafting(vllm_config: Any) -> None:
-    """Choose worker, attention backend and scheduler of a server with a drafter.
+def draft_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
+    """As ``kinds.Kind.refuses`` says."""
+    why = "they are made for the weights without an adapter"
+    yield vllm_config.lora_config is not None, "--enable-lora", why
+
+
+def configure_drafting(vllm_config: Any) -> None:
+    """Let vLLM load our classes for a drafter, and read its configuration as ours do.
 
     Raises:
         ValueError: target and drafter do not fit each other, or a flag does not work with drafting.
     """
-    from vllm.platforms import current_platform
-
     from dllm.drafter.pair import refuse_mismatch
 
     drafter = refuse_mismatch(vllm_config)
@@ -90,33 +77,18 @@ def _configure_drafting(vllm_config: Any) -> None:
     hf_config.architectures = [OUR_DRAFTER]
     speculative.update_arch_()
     _write_resolved_fields(hf_config, drafter.mask_token_id)
-    if not current_platform.is_cpu():
-        _choose_draft_attention(speculative, any(layer.is_anchored for layer in drafter.layers))
-    _choose_classes(vllm_config)
+    schedule_drafts(vllm_config)
 
 
-def _choose_classes(vllm_config: Any) -> None:
-    from vllm.platforms import current_platform
+def schedule_drafts(vllm_config: Any) -> None:
+    """Schedule no step ahead where a step's size, or its use, depends on the one before.
 
-    from dllm.drafter.pair import drafter_options
-    from dllm.settings.drafting import always_verifies_all
-
-    if vllm_config.lora_config is not None:
-        raise ValueError(
-            "--enable-lora does not work with --speculative-config: a drafter, also a model that "
-            "drafts for itself, drafts for the weights without an adapter. Leave one of them out."
-        )
-    use_our_worker(
-        vllm_config,
-        "drafting needs",
-        "Leave the flag out, or set DLLM_DISABLE=1 for vLLM's own drafter.",
-    )
-    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
-    options = drafter_options(vllm_config)
-    verifies_all = always_verifies_all(options, speculative.num_speculative_tokens)
-    if (current_platform.is_cpu() or not verifies_all) and scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = DRAFTING_SCHEDULER
-    if not verifies_all:
+    Raises:
+        ValueError: the user asks for it with ``--async-scheduling``.
+    """
+    num_drafts = vllm_config.speculative_config.num_speculative_tokens
+    options = options_of(vllm_config).drafter
+    if not always_verifies_all(options, num_drafts):
         _schedule_synchronously(
             vllm_config,
             "how many drafts are verified is decided after each step",
@@ -143,31 +115,17 @@ def _record_synchronously(vllm_config: Any) -> None:
     )
 
 
-def _configure_recording(vllm_config: Any) -> None:
-    """Choose the worker of a server without a drafter that records (``drafter.recording``).
+def configure_recording(vllm_config: Any) -> None:
+    """Check a server without a drafter that records (``drafter.recording``).
 
     Raises:
         ValueError: the server cannot record what is asked for.
     """
     from dllm.drafter.recording import refuse_unrecordable
-    from dllm.settings.drafting import WHERE
-    from dllm.settings.server import PluginOptions
 
-    options = PluginOptions.from_vllm(vllm_config).drafter
-    if options.renew is not None:
-        raise ValueError(f"{WHERE}: renew without a DFlash drafter. Leave it out.")
-    if options.record is None:
-        return
-    is_diffusion = vllm_config.model_config.architecture in FAMILIES
-    if vllm_config.speculative_config is not None or is_diffusion:
-        raise ValueError(
-            f"{WHERE}: record works for autoregressive targets, with a DFlash drafter or without "
-            "--speculative-config. Leave it out."
-        )
     refuse_unrecordable(vllm_config)
-    use_our_worker(vllm_config, "recording needs")
     _record_synchronously(vllm_config)
-    if not vllm_config.use_v2_model_runner:
+    if not (is_cpu_without_triton() or vllm_config.use_v2_model_runner):
         raise ValueError(
             f"{WHERE}: record needs vLLM's Model Runner V2, and this server would run another one."
         )
@@ -185,13 +143,24 @@ def _write_resolved_fields(hf_config: Any, mask_token_id: int) -> None:
     hf_config.dflash_config = dflash
 
 
-def _choose_draft_attention(speculative: Any, is_anchored: bool) -> None:
-    """Let the drafter use our attention backend, unless the user asks for another."""
+def draft_attention(vllm_config: Any) -> None:
+    """On a GPU, let the drafter use our attention backend, unless the user asks for another.
+
+    Raises:
+        ValueError: the backend that the user asks for cannot serve this drafter.
+    """
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    from dllm.drafter.pair import drafter_config
+
+    if current_platform.is_cpu():
+        return
+    speculative = vllm_config.speculative_config
     if speculative.attention_backend is None:
         speculative.attention_backend = AttentionBackendEnum.CUSTOM
-    elif is_anchored and speculative.attention_backend != AttentionBackendEnum.CUSTOM:
+    is_anchored = any(layer.is_anchored for layer in drafter_config(vllm_config).layers)
+    if is_anchored and speculative.attention_backend != AttentionBackendEnum.CUSTOM:
         raise ValueError(
             f"attention_backend {speculative.attention_backend.name} of --speculative-config has "
             "no draft window. Leave it out, or leave the drafter's window out."

@@ -18,8 +18,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.engine.warm_up import warm_up
 from dllm.patches.cuda_graphs import canvas_runner, keep_mixed_batches_out
-from dllm.patches.decoding import drafts_itself
-from dllm.patches.drafting import drafts_with_ours
+from dllm.patches.drafting import drafts_itself, drafts_with_ours
 from dllm.patches.graph_check import drop_wrong_graphs
 from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
 from dllm.patches.worker import Drafts, EngineSteps, Records

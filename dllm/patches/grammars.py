@@ -20,7 +20,7 @@ from dllm.api.structured_outputs import refusing, spec_of, thoughts_of
 from dllm.grammar.compile import Grammars, tokens_of
 from dllm.grammar.constraint import Constraint
 from dllm.models import FAMILIES
-from dllm.patches.admission import with_resolved_ids
+from dllm.patches.admission import prepare, with_resolved_ids
 from dllm.settings.request import STREAM, has_structured_outputs, refuse, with_grammar
 
 
@@ -76,7 +76,7 @@ def _check_in_the_engine() -> None:
 
 
 def _compile_before_an_offline_engine() -> None:
-    """Let a request of vLLM's Python classes go on with its table, as in a server (``async_llm``).
+    """Prepare a request of vLLM's Python classes, and send its table, as a server (``async_llm``).
 
     One that asks for its canvases is refused: they are shown in streams alone.
     """
@@ -91,8 +91,8 @@ def _compile_before_an_offline_engine() -> None:
         is_ours = self.model_config.architecture in FAMILIES
         if is_ours and isinstance(params, SamplingParams) and (params.extra_args or {}).get(STREAM):
             refuse(STREAM, f"{STREAM} needs a server (vllm serve). Leave it out.")
+        params = prepare(self.input_processor, params)
         if needs_table(self, params):
-            self.input_processor._validate_params(params, ("generate",))
             with refusing():
                 table = _begin(self, params).result()
             thoughts = thoughts_of(self.input_processor, prompt, None, {})

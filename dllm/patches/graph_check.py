@@ -16,7 +16,7 @@ from dllm import LOGGER
 from dllm.engine.ranks import all_ranks_say_yes
 from dllm.engine.warm_up import serve_made_up
 from dllm.patches.self_test import OFF
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import options_of
 
 logger = init_logger(LOGGER)
 
@@ -41,7 +41,7 @@ def drop_wrong_graphs(runner: Any) -> None:
     graphs = list(chain(*captured.values()))
     right = {graph.cg_mode for graph in graphs}
     is_parallel = config.parallel_config.data_parallel_size > 1
-    if not right or is_parallel or not PluginOptions.from_vllm(config).self_test:
+    if not right or is_parallel or not options_of(config).self_test:
         return
     most = max((graph.num_reqs for graph in graphs if graph.cg_mode == FULL), default=1)
     counts = sorted({1, 2, most})

@@ -8,15 +8,12 @@ import functools
 from typing import Any
 
 from dllm.models import FAMILIES, own_configs
-from dllm.patches.configure import configure_dllm, set_batch_defaults
-from dllm.patches.cpu import (
-    enable_cpu_runtime,
-    is_cpu_without_triton,
-    register_model,
-    set_cpu_worker,
-)
+from dllm.patches.configure import set_batch_defaults
+from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, register_model
 from dllm.patches.decoding import serve_decodings
 from dllm.patches.drafting import serve_drafters
+from dllm.patches.kinds import BUILTIN as VLLMS_OWN
+from dllm.patches.kinds import choose_worker, configure_servers
 from dllm.patches.neighbours import is_disabled
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
@@ -37,6 +34,7 @@ def install() -> None:
         return
     _serve_families()
     serve_drafters()
+    configure_servers()
 
 
 def _serve_families() -> None:
@@ -59,7 +57,7 @@ def _serve_families() -> None:
     _CONFIG_REGISTRY.update(own_configs())
     for architecture, served in FAMILIES.items():
         register_model(architecture, served.model_path())
-        MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm, served.config_class())
+        MODELS_CONFIG_MAP[architecture] = _config_hook(config=served.config_class())
     set_batch_defaults()
     serve_decodings()
     check_requests_at_admission()
@@ -79,17 +77,19 @@ def _keep_builtin() -> None:
 
     def configure(vllm_config: Any) -> None:
         builtin_hook.verify_and_update_config(vllm_config)
-        set_cpu_worker(vllm_config)
+        choose_worker(vllm_config, VLLMS_OWN)
 
     MODELS_CONFIG_MAP[BUILTIN_ARCHITECTURE] = _config_hook(configure)
     if is_cpu_without_triton():
         register_model(BUILTIN_ARCHITECTURE, BUILTIN)
 
 
-def _config_hook(configure: Any, config: Any = None) -> Any:
-    """A class as MODELS_CONFIG_MAP holds it, whose method calls ``configure``.
+def _config_hook(configure: Any = lambda vllm_config: None, config: Any = None) -> Any:
+    """A class as MODELS_CONFIG_MAP holds it, in the place of vLLM's for an architecture.
 
     Args:
+        configure: is called with a server's configuration. What we serve is configured later, with
+            all other kinds of servers (``kinds``).
         config: the class of config.json. transformers chooses one by ``model_type``, which an
             architecture of ours may share with one of its own.
     """

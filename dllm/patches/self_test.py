@@ -15,7 +15,7 @@ from dllm.engine.attention_layers import Layer, layers_of, on_one_gpu
 from dllm.models import settings_of
 from dllm.ops.dispatch import WRONG_KERNELS
 from dllm.patches.configure import flash_layers
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import options_of
 
 logger = init_logger(LOGGER)
 
@@ -52,7 +52,7 @@ def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
         WRONG_KERNELS.add(name)
         return "its definition"
 
-    if PluginOptions.from_vllm(vllm_config).self_test:
+    if options_of(vllm_config).self_test:
         _run(canvas_trials(*layers_to_check(vllm_config), device), replace, device)
 
 
@@ -84,7 +84,7 @@ def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> Non
         speculative.attention_backend = None
         return "vLLM's"
 
-    if PluginOptions.from_vllm(vllm_config).self_test:
+    if options_of(vllm_config).self_test:
         _run(attention_trials(layers, device), replace, device)
 
 

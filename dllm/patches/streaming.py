@@ -27,7 +27,7 @@ from dllm.api.watching import (
 )
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.settings.request import STREAM, TRACE, refuse, traced
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import options_of
 
 Create = Callable[[Any, Any, Any], Awaitable[Any]]  # a route's method: self, request, raw request
 
@@ -68,7 +68,7 @@ def start_watching(llm: Any, params: Any, request_id: str) -> str:
 
 def _watchers_of(llm: Any) -> Watchers:
     if llm.engine_core not in _watchers:
-        limit = PluginOptions.from_vllm(llm.vllm_config).canvas_watchers
+        limit = options_of(llm.vllm_config).canvas_watchers
         _watchers[llm.engine_core] = Watchers(llm.output_processor, limit)
     return _watchers[llm.engine_core]
 
@@ -124,7 +124,7 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
         return await create(self, request, raw_request)
     if form is not None:
         _refuse_what_is_not_shown(self, request, form)
-    options = PluginOptions.from_vllm(self.engine_client.vllm_config)
+    options = options_of(self.engine_client.vllm_config)
     watchers = _watchers_of(self.engine_client)
     feed = watchers.open(options.canvas_frames_per_s, form is not None, request.n or 1)
     if feed is None:

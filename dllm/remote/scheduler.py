@@ -36,7 +36,7 @@ from dllm.remote.keys import Keys
 from dllm.remote.link import Link
 from dllm.remote.wire import reply_bytes
 from dllm.settings.remote import WHERE
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import options_of
 
 
 class RemoteDrafter:
@@ -241,7 +241,7 @@ def make_drafter(vllm_config: VllmConfig, counts: Counts) -> tuple[RemoteDrafter
         ValueError: the folder of keys is not as it should be, a worker's host is not known, or
             Dynamo's runtime is not there.
     """
-    options = PluginOptions.from_vllm(vllm_config).remote
+    options = options_of(vllm_config).remote
     assert options is not None, "checked at start"
     num_drafts = vllm_config.num_speculative_tokens
     num_slots = vllm_config.scheduler_config.max_num_seqs

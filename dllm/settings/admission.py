@@ -1,6 +1,6 @@
 """Admits a request, or refuses it with HTTP 400: the message says what to do.
 
-``patches.admission`` calls these functions where vLLM checks the parameters of a request:
+``patches.admission.prepare`` calls these functions, in this order:
 
     canvases          ``admit``, and when stop tokens and bad words are ids, ``admit_ids``
     token by token    ``admit_next_tokens``, and when they are ids, ``check_sizes``

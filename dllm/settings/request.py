@@ -223,8 +223,8 @@ def constrained(params: "SamplingParams") -> "SamplingParams":
     if not extra.get(CONSTRAINED) and not held and extra.get(BUDGET) is None:
         return params
     params = params.clone()
+    params.extra_args = {key: extra[key] for key in extra if key not in (BUDGET, CONSTRAINED)}
     if (budget := extra.get(BUDGET)) is not None:
-        params.extra_args = {key: value for key, value in extra.items() if key != BUDGET}
         params.thinking_token_budget = None if budget < 0 else budget
     if extra.get(CONSTRAINED):
         params.allowed_token_ids = params.logprob_token_ids

@@ -85,11 +85,6 @@ class PluginOptions:
         check_fields(self, WHERE)
 
     @classmethod
-    def from_vllm(cls, vllm_config: Any) -> "PluginOptions":
-        """Raises ValueError as ``from_additional_config`` does."""
-        return cls.from_additional_config(vllm_config.additional_config)
-
-    @classmethod
     def from_additional_config(cls, additional_config: object) -> "PluginOptions":
         """The options in ``vllm_config.additional_config``; what is not given has its default.
 
@@ -108,3 +103,19 @@ class PluginOptions:
             kind: Any = GROUPS[name]
             values[name] = kind(**known_fields(kind, values[name], f'{WHERE}: "{name}"'))
         return cls(**values)
+
+
+def options_of(vllm_config: Any) -> PluginOptions:
+    """A server's options: parsed when they are first asked for, and kept with its configuration.
+
+    vLLM sends the configuration to the server's other processes, and the options with it.
+
+    Raises:
+        ValueError: as ``PluginOptions.from_additional_config`` does.
+    """
+    given = vllm_config.additional_config
+    kept = vars(vllm_config).get("dllm_options")
+    if kept is None or kept[0] is not given:
+        kept = vllm_config.dllm_options = given, PluginOptions.from_additional_config(given)
+    options: PluginOptions = kept[1]
+    return options

@@ -3,16 +3,17 @@
 import asyncio
 import importlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.registry import MultiModalRegistry
+from vllm.v1.engine.input_processor import InputProcessor
 
-from dllm.patches import async_llm, install
-from dllm.patches.admission import VERDICT
+from dllm.patches import install
+from dllm.patches.admission import prepare
 from tests.support import family_checkpoints
 
 install.install()
@@ -34,7 +35,6 @@ MESSAGES = [
 
 def parse_chat(model: Path, messages: list[dict[str, Any]]) -> Any:
     """What the API server does first with a chat request."""
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers.chat_utils import parse_chat_messages_async
 
     config = EngineArgs(model=str(model), enforce_eager=True).create_model_config()
@@ -79,15 +79,37 @@ def test_other_text_only_models_get_vllms_own_answer():
         registry.create_processor(config)
 
 
-def test_a_verdict_that_was_not_taken_is_not_used_by_the_next_request():
-    params, given = SamplingParams(), []
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory) -> InputProcessor:
+    """What the front end of a server prepares requests with."""
+    model = family_checkpoints.write(
+        tmp_path_factory.mktemp("admission") / "model", family_checkpoints.SDAR
+    )
+    arguments = EngineArgs(str(model), enforce_eager=True, skip_tokenizer_init=True)
+    return InputProcessor(arguments.create_engine_config())
 
-    def validate(params: Any, tasks: Any) -> bool:
-        given.append(VERDICT in vars(params))
-        return False
 
-    llm = SimpleNamespace(input_processor=SimpleNamespace(_validate_params=validate))
-    async_llm._check_now(llm, params)
-    async_llm._check_now(llm, params)  # of a request with the same parameters, perhaps changed
-    assert given == [False, False]
-    assert vars(params)[VERDICT] is False
+def test_what_is_prepared_is_complete_and_the_given_parameters_stay(processor):
+    extra = {"diffusion_pin_at": [3], "diffusion_pin_ids": [5], "diffusion_pin_mode": "hold"}
+    extra |= {"diffusion_constrained": True, "thinking_token_budget": -1}
+    given = SamplingParams(max_tokens=8, logprob_token_ids=[5, 6], extra_args=dict(extra))
+    prepared = prepare(processor, given)
+    assert (given.min_tokens, given.allowed_token_ids, given.extra_args) == (0, None, extra)
+    assert (prepared.min_tokens, prepared.allowed_token_ids) == (3, [5, 6])
+    assert prepare(processor, prepared) == prepared
+
+
+def test_parameters_are_checked_for_each_request(processor):
+    """Somebody may have changed them; and each piece of a prompt may have its own."""
+    params = SamplingParams(max_tokens=8)
+    assert prepare(processor, params) == params
+    params.extra_args = {"diffusion_max_steps": 0}
+    for again in (
+        lambda: prepare(processor, params),
+        lambda: processor.process_inputs(
+            "a piece", {"prompt_token_ids": [1]}, params, ("generate",), resumable=True
+        ),
+    ):
+        with pytest.raises(VLLMValidationError) as refusal:
+            again()
+        assert refusal.value.parameter == "diffusion_max_steps"

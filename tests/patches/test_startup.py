@@ -26,7 +26,7 @@ from dllm.engine.scheduler import CanvasScheduler
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.patches.cpu import is_cpu_without_triton
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import options_of
 from tests.support import family_checkpoints
 from tests.support.forced_async import asynchronous_platform
 
@@ -143,7 +143,7 @@ def test_hf_overrides_choose_the_canvas_window(edited, given, window):
 
 def test_plugin_options_arrive(checkpoint):
     config = engine_config(checkpoint(), additional_config={"dllm": {"commit": "separate"}})
-    assert PluginOptions.from_vllm(config).commit == "separate"
+    assert options_of(config).commit == "separate"
 
 
 @pytest.mark.parametrize(

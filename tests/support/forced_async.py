@@ -18,7 +18,7 @@ def asynchronous_platform() -> Iterator[None]:
     """As if vLLM's CPU platform left ``async_scheduling`` as it is."""
     from vllm.platforms.cpu import CpuPlatform
 
-    from dllm.patches import configure
+    from dllm.patches import cpu
 
     check_and_update = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
 
@@ -29,7 +29,7 @@ def asynchronous_platform() -> Iterator[None]:
 
     replaced = classmethod(check_and_update_config)
     with (
-        mock.patch.object(configure, "_platform_is_synchronous", lambda: False),
+        mock.patch.object(cpu, "is_synchronous", lambda: False),
         mock.patch.object(CpuPlatform, "check_and_update_config", replaced),
     ):
         yield

@@ -28,7 +28,7 @@ from dllm.api.http_request import in_turn, places_of
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.request import refuse
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import options_of
 from dllm.settings.vllm_names import question_types, strategies
 
 # The most that one HTTP request may ask for, over all of its questions.
@@ -89,7 +89,7 @@ class CanvasReads(strategies.NextTokenStrategy):
             )
             raise ValueError(CanvasReads.why_not)
         self.vllm_config = config = context.engine_client.vllm_config
-        self.options: DecisionOptions = PluginOptions.from_vllm(config).decisions
+        self.options: DecisionOptions = options_of(config).decisions
         self.settings = settings
         self.block_size = settings.block_size
         self.width = min(self.options.read_width, config.diffusion_config.canvas_length)

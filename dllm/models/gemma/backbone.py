@@ -36,7 +36,7 @@ from dllm.models.gemma.weights import (
     refuse_missing,
 )
 from dllm.ops.dispatch import uses_sparse_product
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import options_of
 
 if TYPE_CHECKING:
     from dllm.engine.model_state import DiffusionModelState
@@ -146,7 +146,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         vocab_size = vllm_config.model_config.get_vocab_size()
         embedding = self.model.embed_tokens
         # The exact product needs all probabilities; the sparse one computes the few that it needs.
-        option = PluginOptions.from_vllm(vllm_config).soft_embedding
+        option = options_of(vllm_config).soft_embedding
         is_sparse = uses_sparse_product(option, vocab_size, embedding.weight.device)
         return EntropyBound(
             self.settings,

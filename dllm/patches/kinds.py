@@ -1,0 +1,207 @@
+"""What is served with what: ``KINDS`` has a row for each kind of server.
+
+The first kind that a configuration asks for serves. Flags that cannot work with it are refused,
+before anything is loaded. What a model's requests may ask for is in ``settings.admission``.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dllm.models import AUTOREGRESSIVE, FAMILIES
+from dllm.patches import configure, contract, cpu, decoding, drafting, remote
+from dllm.settings.drafting import WHERE
+from dllm.settings.server import PluginOptions, options_of
+
+Limits = Iterable[tuple[Any, str, str]]  # whether it is asked for, the flag, why it does not work
+# Whose worker runs. With OURS, ``--worker-cls`` may name no other one.
+OURS, UNLESS_NAMED, VLLMS = "ours", "ours unless --worker-cls names another", "vLLM's"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of server. What a row leaves out is vLLM's.
+
+    Attributes:
+        name: as messages call it.
+        is_asked: whether a server's configuration and options ask for it.
+        on_cpu, on_cuda: whose worker runs there.
+        scheduler: the class for steps that wait for each other.
+        async_scheduler: the class for steps that are scheduled ahead, the default on CUDA.
+        takes_scheduler: whether ``--scheduler-cls`` may name another one.
+        attention: chooses the attention backend.
+        refuses: what does not work with it.
+        configure: checks and chooses what no other kind has. It may forbid scheduling ahead.
+    """
+
+    name: str
+    is_asked: Callable[[Any, PluginOptions], bool]
+    on_cpu: str = VLLMS
+    on_cuda: str = VLLMS
+    scheduler: str | None = None
+    async_scheduler: str | None = None
+    takes_scheduler: bool = True
+    attention: Callable[[Any], None] = lambda config: None
+    refuses: Callable[[Any], Limits] = lambda config: ()
+    configure: Callable[[Any], None] = lambda config: None
+
+
+# To our schedulers a canvas is draft tokens; our worker profiles, warms up and repeats its steps;
+# our attention backend has its masks.
+CANVASES = Kind(
+    "diffusion models",
+    lambda config, options: config.model_config.architecture in FAMILIES,
+    on_cpu=UNLESS_NAMED,
+    on_cuda=UNLESS_NAMED,
+    scheduler=contract.SCHEDULER,
+    async_scheduler=contract.ASYNC_SCHEDULER,
+    takes_scheduler=False,
+    attention=configure.canvas_attention,
+    refuses=configure.canvas_limits,
+    configure=configure.configure_canvases,
+)
+# Our worker verifies drafts by our rule, and our scheduler passes their counts to the metrics.
+SELF_DRAFTS = Kind(
+    "drafts of the model itself",
+    lambda config, options: drafting.drafts_itself(config.speculative_config),
+    on_cpu=OURS,
+    on_cuda=OURS,
+    scheduler=contract.DRAFTING_SCHEDULER,
+    attention=decoding.self_drafting_attention,
+    refuses=decoding.self_drafting_limits,
+    configure=decoding.configure_self_drafting,
+)
+DFLASH = Kind(
+    "drafts of a DFlash drafter",
+    lambda config, options: drafting.asks_for_our_drafter(config),
+    on_cpu=OURS,
+    on_cuda=OURS,
+    scheduler=contract.DRAFTING_SCHEDULER,
+    attention=drafting.draft_attention,
+    refuses=drafting.draft_limits,
+    configure=drafting.configure_drafting,
+)
+# Our scheduler asks the draft workers between two steps.
+REMOTE = Kind(
+    "remote drafts",
+    lambda config, options: remote.drafts_remotely(config.speculative_config),
+    on_cpu=OURS,
+    on_cuda=OURS,
+    scheduler=contract.REMOTE_SCHEDULER,
+    takes_scheduler=False,
+    configure=remote.configure_remote,
+)
+# Our worker reads the hidden states of a target that has no drafter.
+RECORDED = Kind(
+    "recordings",
+    lambda config, options: (
+        options.drafter.record is not None and config.speculative_config is None
+    ),
+    on_cpu=OURS,
+    on_cuda=OURS,
+    refuses=decoding.adapter_limits,
+    configure=drafting.configure_recording,
+)
+# On a CPU, the runner that draws its numbers as drafts do: a seed gives the same text with both.
+TOKEN_BY_TOKEN = Kind(
+    "answers token by token",
+    lambda config, options: config.model_config.architecture in AUTOREGRESSIVE,
+    on_cpu=OURS,
+    refuses=decoding.adapter_limits,
+)
+DRAFT_WORKER = Kind("draft workers", lambda config, options: options.draft_worker, UNLESS_NAMED)
+OTHERS = Kind("other models", lambda config, options: True)
+KINDS = (CANVASES, SELF_DRAFTS, DFLASH, REMOTE, RECORDED, TOKEN_BY_TOKEN, DRAFT_WORKER, OTHERS)
+# Where DLLM_DISABLE=1 keeps vLLM's class, the only one: on a CPU it runs on our kernels.
+BUILTIN = Kind("vLLM's DiffusionGemma", lambda config, options: True, UNLESS_NAMED)
+
+
+def configure_servers() -> None:
+    """Let every server of this process be configured by its row, where vLLM completes its flags."""
+    from vllm.config import VllmConfig
+
+    verify_and_update = VllmConfig.try_verify_and_update_config
+
+    def try_verify_and_update_config(self: Any) -> None:
+        is_first = not getattr(self.model_config, "config_updated", True)
+        verify_and_update(self)
+        if is_first:
+            _configure(self)
+
+    VllmConfig.try_verify_and_update_config = try_verify_and_update_config  # type: ignore[method-assign]
+
+
+def _configure(vllm_config: Any) -> None:
+    """Choose worker, scheduler, attention backend and limits of a server, in place.
+
+    Raises:
+        ValueError: a value of the checkpoint, an option or a flag does not work.
+    """
+    options = options_of(vllm_config)
+    kind = next(kind for kind in KINDS if kind.is_asked(vllm_config, options))
+    _refuse_options_of_others(kind, options)
+    for is_given, flag, why in kind.refuses(vllm_config):
+        if is_given:
+            raise ValueError(f"{flag} does not work with {kind.name}: {why}. Leave it out.")
+    kind.configure(vllm_config)
+    kind.attention(vllm_config)
+    _choose_scheduler(vllm_config, kind)
+    if choose_worker(vllm_config, kind):
+        from dllm.patches import lifetime, metrics  # lifetime: imports vLLM's engine core
+
+        metrics.read_statistics()
+        lifetime.end_together()
+
+
+def _refuse_options_of_others(kind: Kind, options: PluginOptions) -> None:
+    if options.remote is not None and kind is not REMOTE:
+        remote.refuse_without_speculator()
+    if options.drafter.renew is not None and kind is not DFLASH:
+        raise ValueError(f"{WHERE}: renew without a DFlash drafter. Leave it out.")
+    if options.drafter.record is not None and kind not in (DFLASH, RECORDED):
+        raise ValueError(
+            f"{WHERE}: record works for autoregressive targets, with a DFlash drafter or without "
+            "--speculative-config. Leave it out."
+        )
+
+
+def _choose_scheduler(vllm_config: Any, kind: Kind) -> None:
+    scheduler = vllm_config.scheduler_config
+    if not kind.takes_scheduler:
+        ours = None, kind.scheduler, kind.async_scheduler
+        _refuse_another("--scheduler-cls", scheduler.scheduler_cls, ours, kind)
+        scheduler.scheduler_cls = None
+    waits = cpu.is_synchronous() or scheduler.async_scheduling is False
+    scheduler.scheduler_cls = scheduler.scheduler_cls or (
+        kind.scheduler if waits else kind.async_scheduler
+    )
+
+
+def choose_worker(vllm_config: Any, kind: Kind) -> bool:
+    """Choose the worker of a kind, in place; returns whether it is ours by default.
+
+    Raises:
+        ValueError: the user chose a worker that does not work, or the machine lacks it needs.
+    """
+    from vllm.platforms import current_platform
+
+    parallel = vllm_config.parallel_config
+    whose, ours = kind.on_cuda, contract.GPU_WORKER
+    if current_platform.is_cpu():
+        whose, ours = kind.on_cpu, contract.CPU_WORKER
+    if whose == VLLMS:
+        return False
+    if whose == OURS:
+        _refuse_another("--worker-cls", parallel.worker_cls, ("auto", ours), kind)
+    # On a CPU with Triton, vLLM's worker can do what ours is not needed for.
+    is_default = whose == OURS or not current_platform.is_cpu() or cpu.is_cpu_without_triton()
+    if parallel.worker_cls == "auto" and is_default:
+        parallel.worker_cls = ours
+    if parallel.worker_cls == contract.CPU_WORKER:
+        cpu.prepare_worker(vllm_config)
+    return True
+
+
+def _refuse_another(flag: str, given: str | None, ours: tuple[str | None, ...], kind: Kind) -> None:
+    if given not in ours:
+        raise ValueError(f"{flag} {given}: {kind.name} need {ours[1]}. Leave the flag out.")
