@@ -1,6 +1,7 @@
 """Configures a server of a diffusion model (``kinds``): attention, pages, CUDA graphs, limits."""
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +71,7 @@ def configure_canvases(vllm_config: Any) -> None:
 
 
 def _separate_passes(vllm_config: Any) -> None:
-    """Give prompts and emitted blocks passes of their own, which decide the first tokens.
-
-    Raises:
-        ValueError: the user asks for asynchronous scheduling, which knows too late what is emitted.
-    """
-    scheduler = vllm_config.scheduler_config
-    if scheduler.async_scheduling:
-        raise ValueError("--async-scheduling with first_token = 'causal'. Leave one of them out.")
-    scheduler.async_scheduling = False
+    """Give prompts and emitted blocks passes of their own, which decide the first tokens."""
     given = vllm_config.additional_config or {}
     separate = {"commit": "separate", "first_step": "separate"}
     vllm_config.additional_config = {**given, "dllm": {**(given.get("dllm") or {}), **separate}}
@@ -153,6 +146,7 @@ def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
             not Executor.get_class(vllm_config).supports_async_scheduling(),
             "the executor of --distributed-executor-backend supports none",
         ),
+        (settings.begins_causally, "with first_token = 'causal' it knows too late what is emitted"),
         (
             loop_ms not in ("auto", 0),
             f"denoise_loop_ms is {loop_ms}, and a loop needs the scheduler to wait for it",
@@ -165,52 +159,27 @@ def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
     return bool(given) or not 1 < settings.block_size < LEAST_ASYNC_BLOCK
 
 
-def canvas_limits(vllm_config: Any) -> tuple[tuple[Any, str, str], ...]:
+def canvas_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     """As ``kinds.Kind.refuses`` says."""
-    parallel = vllm_config.parallel_config
-    return (
-        (vllm_config.speculative_config, "--speculative-config", "a canvas is its own draft"),
-        (
-            parallel.pipeline_parallel_size > 1,
-            "--pipeline-parallel-size",
-            "what the last stage decides is the first stage's input in the next step",
-        ),
-        (
-            parallel.decode_context_parallel_size > 1,
-            "--decode-context-parallel-size",
-            "canvas rows see each other across the shards",
-        ),
-        (
-            parallel.prefill_context_parallel_size > 1,
-            "--prefill-context-parallel-size",
-            "canvas rows see each other across the shards",
-        ),
-        (
-            parallel.enable_batch_sharded_sampling,
-            "--enable-batch-sharded-sampling",
-            "every rank denoises all canvases",
-        ),
-        (
-            parallel.use_ubatching,
-            "--enable-dbo (and --ubatch-size above 1)",
-            "causal spans and canvases of a batch are not split",
-        ),
-        (
-            vllm_config.kv_transfer_config or vllm_config.cache_config.kv_offloading_size,
-            "--kv-transfer-config (and KV offloading)",
-            "the last block of a request has no KV that another request may load",
-        ),
-        (
-            vllm_config.structured_outputs_config.backend not in ("auto", "xgrammar"),
-            "--structured-outputs-config.backend",
-            "canvases need xgrammar's automata, which is the default",
-        ),
-        (
-            vllm_config.model_config.logits_processors,
-            "--logits-processors",
-            "the canvas sampler runs none",
-        ),
-    )
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    yield vllm_config.speculative_config, "--speculative-config", "a canvas is its own draft"
+    why = "what the last stage decides is the first stage's input in the next step"
+    yield parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size", why
+    why = "canvas rows see each other across the shards"
+    yield parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size", why
+    yield parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size", why
+    why = "every rank denoises all canvases"
+    yield parallel.enable_batch_sharded_sampling, "--enable-batch-sharded-sampling", why
+    why = "causal spans and canvases of a batch are not split"
+    yield parallel.use_ubatching, "--enable-dbo (and --ubatch-size above 1)", why
+    transfers = vllm_config.kv_transfer_config or cache.kv_offloading_size
+    why = "the last block of a request has no KV that another request may load"
+    yield transfers, "--kv-transfer-config (and KV offloading)", why
+    backend = vllm_config.structured_outputs_config.backend
+    why = "canvases need xgrammar's automata, which is the default"
+    yield backend not in ("auto", "xgrammar"), "--structured-outputs-config.backend", why
+    processors = vllm_config.model_config.logits_processors
+    yield processors, "--logits-processors", "the canvas sampler runs none"
 
 
 def _choose_pages(cache: Any, block_size: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.cpu import choose_dtype, register_model
-from dllm.patches.drafting import SELF_DRAFTER, draft_limits, drafts_itself, schedule_drafts
+from dllm.patches.drafting import SELF_DRAFTER, draft_limits, drafts_itself
 from dllm.patches.neighbours import explain_refusal
 from dllm.settings.server import WHERE, PluginOptions, options_of
 
@@ -46,7 +46,6 @@ def configure_self_drafting(vllm_config: Any) -> None:
     for key in ("window", "mask_token_id"):
         if getattr(options, key) is not None:
             raise ValueError(f"{WHERE}: {key} with a model that drafts for itself. Leave it out.")
-    schedule_drafts(vllm_config)
 
 
 def self_drafting_attention(vllm_config: Any) -> None:

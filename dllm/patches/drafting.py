@@ -29,11 +29,8 @@ def serve_drafters() -> None:
 
 
 def drafts_itself(speculative_config: Any) -> bool:
-    return (
-        speculative_config is not None
-        and speculative_config.method == "custom_class"
-        and speculative_config.model == SELF_DRAFTER
-    )
+    method = getattr(speculative_config, "method", None)
+    return method == "custom_class" and bool(speculative_config.model == SELF_DRAFTER)
 
 
 def asks_for_our_drafter(vllm_config: Any) -> bool:
@@ -77,42 +74,19 @@ def configure_drafting(vllm_config: Any) -> None:
     hf_config.architectures = [OUR_DRAFTER]
     speculative.update_arch_()
     _write_resolved_fields(hf_config, drafter.mask_token_id)
-    schedule_drafts(vllm_config)
 
 
-def schedule_drafts(vllm_config: Any) -> None:
-    """Schedule no step ahead where a step's size, or its use, depends on the one before.
-
-    Raises:
-        ValueError: the user asks for it with ``--async-scheduling``.
-    """
-    num_drafts = vllm_config.speculative_config.num_speculative_tokens
-    options = options_of(vllm_config).drafter
-    if not always_verifies_all(options, num_drafts):
-        _schedule_synchronously(
-            vllm_config,
-            "how many drafts are verified is decided after each step",
-            '"policy" and "width"',
-        )
+def why_steps_wait(vllm_config: Any) -> str | None:
+    """As ``kinds.Kind.waits`` says, of a server that drafts or records."""
+    options, speculative = options_of(vllm_config).drafter, vllm_config.speculative_config
+    if speculative is not None and not always_verifies_all(
+        options, speculative.num_speculative_tokens
+    ):
+        return 'how many drafts are verified is decided after each step ("policy" and "width")'
     if options.record is not None:
-        _record_synchronously(vllm_config)
-
-
-def _schedule_synchronously(vllm_config: Any, why: str, options: str) -> None:
-    scheduler = vllm_config.scheduler_config
-    if scheduler.async_scheduling:
-        raise ValueError(
-            f"--async-scheduling: {why}, and this schedules the next one before. Leave the flag "
-            f"out, or leave {options} out of the drafter's options."
-        )
-    scheduler.async_scheduling = False
-
-
-def _record_synchronously(vllm_config: Any) -> None:
-    """With asynchronous scheduling one step too many would be recorded of a text that has ended."""
-    _schedule_synchronously(
-        vllm_config, "whether a text has ended is known after each step", '"record"'
-    )
+        # Scheduled ahead, a step behind the end of a text would be recorded, too.
+        return 'whether a text has ended is known after each step ("record")'
+    return None
 
 
 def configure_recording(vllm_config: Any) -> None:
@@ -124,7 +98,6 @@ def configure_recording(vllm_config: Any) -> None:
     from dllm.drafter.recording import refuse_unrecordable
 
     refuse_unrecordable(vllm_config)
-    _record_synchronously(vllm_config)
     if not (is_cpu_without_triton() or vllm_config.use_v2_model_runner):
         raise ValueError(
             f"{WHERE}: record needs vLLM's Model Runner V2, and this server would run another one."

@@ -31,7 +31,8 @@ class Kind:
         takes_scheduler: whether ``--scheduler-cls`` may name another one.
         attention: chooses the attention backend.
         refuses: what does not work with it.
-        configure: checks and chooses what no other kind has. It may forbid scheduling ahead.
+        waits: why no step is scheduled ahead; None: vLLM decides.
+        configure: checks and chooses what no other kind has.
     """
 
     name: str
@@ -43,13 +44,14 @@ class Kind:
     takes_scheduler: bool = True
     attention: Callable[[Any], None] = lambda config: None
     refuses: Callable[[Any], Limits] = lambda config: ()
+    waits: Callable[[Any], str | None] = lambda config: None
     configure: Callable[[Any], None] = lambda config: None
 
 
 # To our schedulers a canvas is draft tokens; our worker profiles, warms up and repeats its steps;
 # our attention backend has its masks.
 CANVASES = Kind(
-    "diffusion models",
+    "a diffusion model",
     lambda config, options: config.model_config.architecture in FAMILIES,
     on_cpu=UNLESS_NAMED,
     on_cuda=UNLESS_NAMED,
@@ -62,55 +64,60 @@ CANVASES = Kind(
 )
 # Our worker verifies drafts by our rule, and our scheduler passes their counts to the metrics.
 SELF_DRAFTS = Kind(
-    "drafts of the model itself",
+    "drafting for itself",
     lambda config, options: drafting.drafts_itself(config.speculative_config),
     on_cpu=OURS,
     on_cuda=OURS,
     scheduler=contract.DRAFTING_SCHEDULER,
     attention=decoding.self_drafting_attention,
     refuses=decoding.self_drafting_limits,
+    waits=drafting.why_steps_wait,
     configure=decoding.configure_self_drafting,
 )
 DFLASH = Kind(
-    "drafts of a DFlash drafter",
+    "drafting with a DFlash drafter",
     lambda config, options: drafting.asks_for_our_drafter(config),
     on_cpu=OURS,
     on_cuda=OURS,
     scheduler=contract.DRAFTING_SCHEDULER,
     attention=drafting.draft_attention,
     refuses=drafting.draft_limits,
+    waits=drafting.why_steps_wait,
     configure=drafting.configure_drafting,
 )
 # Our scheduler asks the draft workers between two steps.
 REMOTE = Kind(
-    "remote drafts",
+    "remote drafting",
     lambda config, options: remote.drafts_remotely(config.speculative_config),
     on_cpu=OURS,
     on_cuda=OURS,
     scheduler=contract.REMOTE_SCHEDULER,
     takes_scheduler=False,
+    refuses=remote.remote_limits,
+    waits=lambda config: remote.WHY_STEPS_WAIT,
     configure=remote.configure_remote,
 )
 # Our worker reads the hidden states of a target that has no drafter.
 RECORDED = Kind(
-    "recordings",
+    "recording",
     lambda config, options: (
         options.drafter.record is not None and config.speculative_config is None
     ),
     on_cpu=OURS,
     on_cuda=OURS,
     refuses=decoding.adapter_limits,
+    waits=drafting.why_steps_wait,
     configure=drafting.configure_recording,
 )
 # On a CPU, the runner that draws its numbers as drafts do: a seed gives the same text with both.
 TOKEN_BY_TOKEN = Kind(
-    "answers token by token",
+    "decoding token by token",
     lambda config, options: config.model_config.architecture in AUTOREGRESSIVE,
     on_cpu=OURS,
     refuses=decoding.adapter_limits,
 )
-DRAFT_WORKER = Kind("draft workers", lambda config, options: options.draft_worker, UNLESS_NAMED)
-OTHERS = Kind("other models", lambda config, options: True)
+DRAFT_WORKER = Kind("a draft worker", lambda config, options: options.draft_worker, UNLESS_NAMED)
+OTHERS = Kind("another model", lambda config, options: True)
 KINDS = (CANVASES, SELF_DRAFTS, DFLASH, REMOTE, RECORDED, TOKEN_BY_TOKEN, DRAFT_WORKER, OTHERS)
 # Where DLLM_DISABLE=1 keeps vLLM's class, the only one: on a CPU it runs on our kernels.
 BUILTIN = Kind("vLLM's DiffusionGemma", lambda config, options: True, UNLESS_NAMED)
@@ -171,6 +178,10 @@ def _choose_scheduler(vllm_config: Any, kind: Kind) -> None:
         ours = None, kind.scheduler, kind.async_scheduler
         _refuse_another("--scheduler-cls", scheduler.scheduler_cls, ours, kind)
         scheduler.scheduler_cls = None
+    if (why := kind.waits(vllm_config)) is not None:
+        if scheduler.async_scheduling:
+            raise ValueError(f"--async-scheduling: {why}. Leave the flag out.")
+        scheduler.async_scheduling = False
     waits = cpu.is_synchronous() or scheduler.async_scheduling is False
     scheduler.scheduler_cls = scheduler.scheduler_cls or (
         kind.scheduler if waits else kind.async_scheduler
@@ -181,7 +192,7 @@ def choose_worker(vllm_config: Any, kind: Kind) -> bool:
     """Choose the worker of a kind, in place; returns whether it is ours by default.
 
     Raises:
-        ValueError: the user chose a worker that does not work, or the machine lacks it needs.
+        ValueError: the user chose a worker that does not work, or the machine lacks a part.
     """
     from vllm.platforms import current_platform
 
@@ -204,4 +215,4 @@ def choose_worker(vllm_config: Any, kind: Kind) -> bool:
 
 def _refuse_another(flag: str, given: str | None, ours: tuple[str | None, ...], kind: Kind) -> None:
     if given not in ours:
-        raise ValueError(f"{flag} {given}: {kind.name} need {ours[1]}. Leave the flag out.")
+        raise ValueError(f"{flag} {given}: {kind.name} needs {ours[1]}. Leave the flag out.")

@@ -4,21 +4,25 @@ A target asks for it in ``--speculative-config``: method "custom_class", and as 
 ``dllm.remote.speculator.RemoteDrafts``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from dllm.settings.remote import WHERE
 from dllm.settings.server import options_of
 
 SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
+WHY_STEPS_WAIT = "the host decides behind each step what is verified in the next one"
 
 
 def drafts_remotely(speculative_config: Any) -> bool:
-    return (
-        speculative_config is not None
-        and speculative_config.method == "custom_class"
-        and speculative_config.model == SPECULATOR
-    )
+    method = getattr(speculative_config, "method", None)
+    return method == "custom_class" and bool(speculative_config.model == SPECULATOR)
+
+
+def remote_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
+    """As ``kinds.Kind.refuses`` says."""
+    is_given = vllm_config.speculative_config.enable_adaptive_verification
+    yield is_given, "enable_adaptive_verification", WHY_STEPS_WAIT
 
 
 def refuse_without_speculator() -> NoReturn:
@@ -53,16 +57,6 @@ def configure_remote(vllm_config: Any) -> None:
         Keys(options.keys)
     if options.discovery == "dynamo":
         find_python()
-    for flag, is_given in (
-        ("--async-scheduling", vllm_config.scheduler_config.async_scheduling),
-        ("enable_adaptive_verification", speculative.enable_adaptive_verification),
-    ):
-        if is_given:
-            raise ValueError(
-                f"{flag}: the host decides behind each step what is verified in the next one. "
-                "Leave it out."
-            )
-    vllm_config.scheduler_config.async_scheduling = False
 
 
 def run_custom_speculators_on_v2(is_ours: Callable[[Any], bool]) -> None:
