@@ -40,9 +40,9 @@ def prepare(processor: Any, params: Any) -> Any:
     from dllm.settings.request import constrained
     from dllm.settings.thoughts import admit_budget
 
-    model, tasks = processor.model_config, ("generate",)
     if not isinstance(params, SamplingParams):
         return params
+    model, tasks = processor.model_config, ("generate",)
     if model.architecture in AUTOREGRESSIVE:
         admit_next_tokens(params)
         processor._validate_params(params, tasks)
@@ -52,15 +52,8 @@ def prepare(processor: Any, params: Any) -> Any:
     settings, vocab_size = settings_of(processor.vllm_config), model.get_vocab_size()
     admit(params, settings, vocab_size)
     admit_budget(params, processor.vllm_config)
-    # Without any of these, nothing is completed: each position has a possible token, and the tables
-    # are large enough.
-    is_plain = not (
-        params.extra_args or params.min_tokens or params.bad_words or params.allowed_token_ids
-    )
-    params = params if is_plain else params.clone()
+    params = params.clone()
     processor._validate_params(params, tasks)  # changes a request that only reads
-    if is_plain:
-        return params
     _check_length_of_words(processor, params)
     params = constrained(with_resolved_ids(processor, params))
     admit_ids(params, settings, vocab_size)
@@ -79,10 +72,6 @@ def _check_length_of_words(processor: Any, params: Any) -> None:
 
 
 def check_requests_at_admission() -> None:
-    """Refuse requests that cannot be served, with HTTP 400.
-
-    The message says what was given, what is allowed and what to do.
-    """
     _keep_to_vllms_checks()
     _explain_refusals()
     _explain_missing_images()

@@ -41,7 +41,7 @@ PATCHES = {
         "fewer requests at a time by default; a configuration does not say what the user gave"
     ),
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": (
-        "scheduler, worker, canvas length and limits are set for these architectures only"
+        "the class of config.json is ours, and vLLM's settings of its DiffusionGemma are left out"
     ),
     "vllm.entrypoints.openai.decisions.strategies.READ_STRATEGIES": (
         "typed decisions are read from a canvas by our strategy"
@@ -157,7 +157,7 @@ PATCHES = {
         "an image request gets HTTP 400 with the reason; vLLM only says 'not a multimodal model'"
     ),
     "vllm.config.VllmConfig.try_verify_and_update_config": (
-        "with a drafter: the pair is checked, worker, scheduler, attention chosen, for any target"
+        "worker, scheduler, attention backend and limits are chosen (kinds), for any target"
     ),
     "vllm.sampling_params.SamplingParams._validate_spec_decode": (
         "with a drafter of ours: admits min_p and logit_bias, which Model Runner V2 honours"

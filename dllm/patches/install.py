@@ -12,8 +12,7 @@ from dllm.patches.configure import set_batch_defaults
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, register_model
 from dllm.patches.decoding import serve_decodings
 from dllm.patches.drafting import serve_drafters
-from dllm.patches.kinds import BUILTIN as VLLMS_OWN
-from dllm.patches.kinds import choose_worker, configure_servers
+from dllm.patches.kinds import configure_servers
 from dllm.patches.neighbours import is_disabled
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
@@ -29,12 +28,12 @@ def install() -> None:
     drafter stay in place.
     """
     enable_cpu_runtime()
-    if is_disabled():
-        _keep_builtin()
-        return
-    _serve_families()
-    serve_drafters()
     configure_servers()
+    if not is_disabled():
+        _serve_families()
+        serve_drafters()
+    elif is_cpu_without_triton():
+        register_model(BUILTIN_ARCHITECTURE, BUILTIN)
 
 
 def _serve_families() -> None:
@@ -57,7 +56,7 @@ def _serve_families() -> None:
     _CONFIG_REGISTRY.update(own_configs())
     for architecture, served in FAMILIES.items():
         register_model(architecture, served.model_path())
-        MODELS_CONFIG_MAP[architecture] = _config_hook(config=served.config_class())
+        MODELS_CONFIG_MAP[architecture] = _config_hook(served.config_class())
     set_batch_defaults()
     serve_decodings()
     check_requests_at_admission()
@@ -69,27 +68,10 @@ def _serve_families() -> None:
     take_frames_out()
 
 
-def _keep_builtin() -> None:
-    """Leave vLLM's own DiffusionGemma in place, and let it run on a CPU without Triton."""
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-
-    builtin_hook = MODELS_CONFIG_MAP[BUILTIN_ARCHITECTURE]
-
-    def configure(vllm_config: Any) -> None:
-        builtin_hook.verify_and_update_config(vllm_config)
-        choose_worker(vllm_config, VLLMS_OWN)
-
-    MODELS_CONFIG_MAP[BUILTIN_ARCHITECTURE] = _config_hook(configure)
-    if is_cpu_without_triton():
-        register_model(BUILTIN_ARCHITECTURE, BUILTIN)
-
-
-def _config_hook(configure: Any = lambda vllm_config: None, config: Any = None) -> Any:
+def _config_hook(config: type | None) -> Any:
     """A class as MODELS_CONFIG_MAP holds it, in the place of vLLM's for an architecture.
 
     Args:
-        configure: is called with a server's configuration. What we serve is configured later, with
-            all other kinds of servers (``kinds``).
         config: the class of config.json. transformers chooses one by ``model_type``, which an
             architecture of ours may share with one of its own.
     """
@@ -100,9 +82,5 @@ def _config_hook(configure: Any = lambda vllm_config: None, config: Any = None) 
         def verify_and_update_model_config(model_config: Any) -> None:
             if config is not None:
                 model_config.hf_config.__class__ = config
-
-        @staticmethod
-        def verify_and_update_config(vllm_config: Any) -> None:
-            configure(vllm_config)
 
     return ConfigHook

@@ -10,6 +10,7 @@ from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches import configure, contract, cpu, decoding, drafting, remote
+from dllm.patches.neighbours import is_disabled
 from dllm.settings.drafting import WHERE
 from dllm.settings.server import PluginOptions, options_of
 
@@ -119,8 +120,8 @@ TOKEN_BY_TOKEN = Kind(
 DRAFT_WORKER = Kind("a draft worker", lambda config, options: options.draft_worker, UNLESS_NAMED)
 OTHERS = Kind("another model", lambda config, options: True)
 KINDS = (CANVASES, SELF_DRAFTS, DFLASH, REMOTE, RECORDED, TOKEN_BY_TOKEN, DRAFT_WORKER, OTHERS)
-# Where DLLM_DISABLE=1 keeps vLLM's class, the only one: on a CPU it runs on our kernels.
-BUILTIN = Kind("vLLM's DiffusionGemma", lambda config, options: True, UNLESS_NAMED)
+# With DLLM_DISABLE=1, in the place of all others: on a CPU vLLM's class runs on our kernels.
+BUILTIN = Kind("vLLM's DiffusionGemma", CANVASES.is_asked, UNLESS_NAMED)
 
 
 def configure_servers() -> None:
@@ -132,8 +133,10 @@ def configure_servers() -> None:
     def try_verify_and_update_config(self: Any) -> None:
         is_first = not getattr(self.model_config, "config_updated", True)
         verify_and_update(self)
-        if is_first:
+        if is_first and not is_disabled():
             _configure(self)
+        elif is_first and BUILTIN.is_asked(self, PluginOptions()):
+            _choose_worker(self, BUILTIN)
 
     VllmConfig.try_verify_and_update_config = try_verify_and_update_config  # type: ignore[method-assign]
 
@@ -153,7 +156,7 @@ def _configure(vllm_config: Any) -> None:
     kind.configure(vllm_config)
     kind.attention(vllm_config)
     _choose_scheduler(vllm_config, kind)
-    if choose_worker(vllm_config, kind):
+    if _choose_worker(vllm_config, kind):
         from dllm.patches import lifetime, metrics  # lifetime: imports vLLM's engine core
 
         metrics.read_statistics()
@@ -188,7 +191,7 @@ def _choose_scheduler(vllm_config: Any, kind: Kind) -> None:
     )
 
 
-def choose_worker(vllm_config: Any, kind: Kind) -> bool:
+def _choose_worker(vllm_config: Any, kind: Kind) -> bool:
     """Choose the worker of a kind, in place; returns whether it is ours by default.
 
     Raises:

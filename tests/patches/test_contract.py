@@ -339,7 +339,6 @@ ALSO_USED = {
     "CanvasReads.read",
     "CanvasScheduler._update_request_with_output",
     "CanvasScheduler.schedule",
-    "ConfigHook.verify_and_update_config",
     "DFlashDrafter.load_weights",
     "DiffusionGemmaForBlockDiffusion.embed_input_ids",
     "DiffusionGemmaWithImages.embed_multimodal",

@@ -4,7 +4,9 @@
 """
 
 import math
+import pickle
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from dllm.models.gemma.settings import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES, GemmaSettings
 from dllm.settings.checks import IntRange
-from dllm.settings.server import PluginOptions
+from dllm.settings.server import PluginOptions, options_of
 from tests.support.denoise_cases import CONFIG, GENERATION, HF_CONFIG
 
 INTEGERS = {"canvas_length": 1, "max_denoising_steps": 1, "stability_threshold": 0}
@@ -177,3 +179,15 @@ def test_another_choice_is_refused(key, value):
 def test_options_that_are_none_are_refused(options, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         PluginOptions.from_additional_config({"dllm": options})
+
+
+def test_options_are_parsed_once_and_sent_with_the_configuration(monkeypatch):
+    server = SimpleNamespace(additional_config={"dllm": {"commit": "separate"}})
+    assert options_of(server).commit == "separate"
+    parse = PluginOptions.from_additional_config
+    monkeypatch.setattr(PluginOptions, "from_additional_config", None)  # whoever calls it fails
+    assert options_of(server) is options_of(server)
+    assert options_of(pickle.loads(pickle.dumps(server))) == options_of(server)
+    monkeypatch.setattr(PluginOptions, "from_additional_config", parse)
+    server.additional_config = {}
+    assert options_of(server).commit == "overlapped"

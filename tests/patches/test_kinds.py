@@ -1,0 +1,79 @@
+"""What each kind of server is served with on a CPU (on CUDA: ``test_cuda_start``)."""
+
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
+
+from dllm.patches.contract import CPU_WORKER, DRAFTING_SCHEDULER, REMOTE_SCHEDULER, SCHEDULER
+from dllm.patches.cpu import is_cpu_without_triton
+from dllm.patches.drafting import SELF_DRAFTER
+from dllm.patches.remote import SPECULATOR
+from tests.support.process import ROOT
+
+pytestmark = pytest.mark.skipif(not is_cpu_without_triton(), reason="a GPU, or a CPU with Triton")
+
+VLLMS = "vllm.v1.worker.cpu_worker.CPUWorker"
+NAMED = "vllm.v1.core.sched.scheduler.Scheduler"
+
+
+def drafts(method: str, model: str) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "model": model, "num_speculative_tokens": 3}}
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return {"additional_config": {"dllm": given}}
+
+
+def configured(model: str, **flags: Any) -> tuple[str, Any]:
+    """The worker and the scheduler of a server."""
+    load_general_plugins()
+    arguments = EngineArgs(str(ROOT / "checkpoints" / model), enforce_eager=True, **flags)
+    config = arguments.create_engine_config()
+    return config.parallel_config.worker_cls, config.scheduler_config.scheduler_cls
+
+
+DFLASH = drafts("dflash", str(ROOT / "checkpoints/tiny-drafter"))
+REMOTE = drafts("custom_class", SPECULATOR) | options(remote={"workers": ["/nowhere/w.sock"]})
+RECORD = options(drafter={"record": "/nowhere", "record_layers": [1]})
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "worker", "scheduler"),
+    [
+        ("tiny-dllm", {}, CPU_WORKER, SCHEDULER),
+        ("tiny-dllm", {"worker_cls": VLLMS}, VLLMS, SCHEDULER),
+        ("tiny-ar", DFLASH, CPU_WORKER, DRAFTING_SCHEDULER),
+        ("tiny-ar", DFLASH | {"scheduler_cls": NAMED}, CPU_WORKER, NAMED),
+        ("tiny-ar", REMOTE, CPU_WORKER, REMOTE_SCHEDULER),
+        ("tiny-ar", RECORD, CPU_WORKER, None),
+        ("tiny-ar", options(draft_worker=True), CPU_WORKER, None),
+        ("tiny-ar", {}, VLLMS, None),
+        ("tiny-nemotron", options(decoding="ar"), CPU_WORKER, None),
+        ("tiny-nemotron", options(decoding="self_speculation"), CPU_WORKER, DRAFTING_SCHEDULER),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.startswith("tiny") else "",
+)
+def test_worker_and_scheduler(model, flags, worker, scheduler):
+    assert configured(model, **flags) == (worker, scheduler)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "message"),
+    [
+        (
+            "tiny-ar",
+            DFLASH | {"worker_cls": VLLMS},
+            "--worker-cls vllm.*: drafting with .* needs",
+        ),
+        ("tiny-ar", options(drafter={"renew": "/nowhere"}), "renew without a DFlash drafter"),
+        ("tiny-dllm", options(drafter={"record": "/nowhere"}), "record works for autoregressive"),
+        ("tiny-ar", drafts("custom_class", SELF_DRAFTER), "does not draft for itself"),
+        ("tiny-ar", DFLASH | {"enable_lora": True}, "--enable-lora does not work with drafting"),
+    ],
+    ids=["worker", "renew", "record", "itself", "lora"],
+)
+def test_what_belongs_to_another_kind_is_refused(model, flags, message):
+    with pytest.raises(ValueError, match=message):
+        configured(model, **flags)
