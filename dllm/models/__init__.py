@@ -6,6 +6,7 @@ engine, grammar, ops, settings, tasks, ``attention`` and ``quant``.
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,14 @@ def own_configs() -> dict[str, type]:
     return {
         kind.model_type: kind for kind in classes if kind.model_type not in CONFIG_MAPPING_NAMES
     }
+
+
+def is_ours(architectures: Sequence[str] | None) -> bool:
+    """Whether a config.json is of a model that is served with canvases; also without a name.
+
+    Models of other architectures may have a ``model_type`` of ours.
+    """
+    return not architectures or not FAMILIES.keys().isdisjoint(architectures)
 
 
 def takes_images(hf_config: Any) -> bool:

@@ -12,6 +12,7 @@ from transformers import Glm4MoeForCausalLM
 from vllm.transformers_utils.config import get_config
 
 from dllm import register
+from dllm.models import FAMILIES, Served
 from dllm.models.llada2.reference import glm4_config
 from dllm.models.unmasking.reference import backbone_of
 from tests.support.llada2_names import to_released
@@ -80,3 +81,13 @@ def test_sdar_has_the_published_size() -> None:
     assert sum(t.numel() for t in model.state_dict().values()) / 1e9 == pytest.approx(
         2.03, abs=0.01
     )
+
+
+@pytest.mark.parametrize(
+    "served", [one for one in FAMILIES.values() if one.config], ids=lambda one: one.config
+)
+def test_a_config_of_another_architecture_is_of_no_diffusion_model(served: Served) -> None:
+    """Its ``model_type`` may be one of ours; vLLM asks for ``canvas_length``."""
+    made = served.config_class()
+    assert made(architectures=["Qwen3ForCausalLM"], block_size=4).canvas_length is None
+    assert made(architectures=[served.architecture], block_size=4).canvas_length == 4

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from dllm.models import is_ours
 from dllm.models.llada2.shapes import DEFAULTS
 
 
@@ -23,4 +24,4 @@ class LLaDA2MoeConfig(PreTrainedConfig):
     @property
     def canvas_length(self) -> int | None:
         """A canvas is the rest of a block; vLLM recognizes a diffusion model by this name."""
-        return self.block_size
+        return self.block_size if is_ours(self.architectures) else None

@@ -5,6 +5,8 @@ The released checkpoints bring a class like this as remote code, which is not ne
 
 from transformers import Ministral3Config
 
+from dllm.models import is_ours
+
 AUTOREGRESSIVE = "NemotronLabsDiffusionForCausalLM"
 
 
@@ -37,7 +39,7 @@ class NemotronLabsDiffusionConfig(Ministral3Config):
 
     @property
     def canvas_length(self) -> int | None:
-        return None if AUTOREGRESSIVE in (self.architectures or ()) else self.widest_canvas
+        return self.widest_canvas if is_ours(self.architectures) else None
 
     @canvas_length.setter
     def canvas_length(self, value: int | None) -> None:

@@ -6,6 +6,8 @@ their config.json leave out has the value that all of them were trained with.
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from dllm.models import is_ours
+
 MASK_TOKEN_ID = 151669  # behind the last token of Qwen3's own tokenizers
 
 
@@ -15,13 +17,14 @@ class _Blocks:
     ``canvas_length`` is the name by which vLLM recognizes a diffusion model.
     """
 
+    architectures: list[str] | None
     block_size: int | None = None
     mask_token_id: int = MASK_TOKEN_ID
 
     @property
     def canvas_length(self) -> int | None:
         """A canvas is the rest of a block."""
-        return self.block_size
+        return self.block_size if is_ours(self.architectures) else None
 
 
 class SDARConfig(_Blocks, Qwen3Config):
