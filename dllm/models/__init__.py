@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dllm.settings.denoising import DenoiseSettings
+from dllm.settings.server import once_for_each
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,15 @@ REFUSED = {
 }
 
 
+@once_for_each
 def settings_of(vllm_config: Any) -> DenoiseSettings:
-    """How a server's model denoises unless a request says otherwise; kept with its configuration.
+    """How a server's model denoises unless a request says otherwise.
 
     Raises:
         ValueError: a value of the checkpoint or of a flag is not allowed.
     """
-    if "dllm_settings" not in vars(vllm_config):
-        served = FAMILIES[vllm_config.model_config.architecture]
-        vllm_config.dllm_settings = served.settings_class().from_vllm(vllm_config)
-    settings: DenoiseSettings = vllm_config.dllm_settings
+    served = FAMILIES[vllm_config.model_config.architecture]
+    settings: DenoiseSettings = served.settings_class().from_vllm(vllm_config)
     return settings
 
 

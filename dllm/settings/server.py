@@ -5,9 +5,10 @@ canvases are denoised is not set here, but by the checkpoint and by vLLM's flags
 of each family, for example ``models.gemma.settings``.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from dllm.settings.checks import Flag, FloatRange, IntRange, Values, check_fields, known_fields
 from dllm.settings.decisions import DecisionOptions
@@ -16,6 +17,7 @@ from dllm.settings.remote import RemoteOptions
 
 WHERE = '--additional-config: "dllm"'  # how messages name the place of these options
 
+Made = TypeVar("Made")
 PassMode = Literal["overlapped", "separate"]
 SoftEmbedding = Literal["auto", "sparse", "exact"]
 Decoding = Literal["diffusion", "self_speculation", "ar"]
@@ -105,17 +107,36 @@ class PluginOptions:
         return cls(**values)
 
 
-def options_of(vllm_config: Any) -> PluginOptions:
-    """A server's options: parsed when they are first asked for, and kept with its configuration.
+class _Same(NamedTuple):
+    """Equal if it holds the same object: vLLM's configuration has no hash."""
 
-    vLLM sends the configuration to the server's other processes, and the options with it.
+    one: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.one is other.one
+
+    def __hash__(self) -> int:
+        return id(self.one)
+
+
+def once_for_each(make: Callable[[Any], Made]) -> Callable[[Any], Made]:
+    """Keep what ``make`` says of a vLLM configuration as long as it has the same options.
+
+    Not as an attribute of it: vLLM's ``replace`` takes its fields alone.
+    """
+
+    @functools.lru_cache(maxsize=8)  # a process has one or two
+    def kept(vllm_config: _Same, options: _Same) -> Made:
+        return make(vllm_config.one)
+
+    return lambda config: kept(_Same(config), _Same(config.additional_config))
+
+
+@once_for_each
+def options_of(vllm_config: Any) -> PluginOptions:
+    """A server's options, parsed when they are first asked for.
 
     Raises:
         ValueError: as ``PluginOptions.from_additional_config`` does.
     """
-    given = vllm_config.additional_config
-    kept = vars(vllm_config).get("dllm_options")
-    if kept is None or kept[0] is not given:
-        kept = vllm_config.dllm_options = given, PluginOptions.from_additional_config(given)
-    options: PluginOptions = kept[1]
-    return options
+    return PluginOptions.from_additional_config(vllm_config.additional_config)
