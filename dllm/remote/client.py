@@ -203,6 +203,7 @@ class Client:
             for reply in link.receive():
                 if any(max(row.tokens, default=0) >= self._vocab_size for row in reply.rows):
                     link.count("refused")
+                    link.is_foreign = True
                     continue
                 by_number = {session.number: session for session in self.sessions.values()}
                 for row in reply.rows:

@@ -46,6 +46,7 @@ class Link:
         step: of the last ask that has a reply.
         asked_at: when the oldest ask was sent that was not answered; None if all were.
         over: sessions that have ended, which the worker has yet to be told.
+        is_foreign: it has answered with tokens that the target does not have.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Link:
         self.step = self.num_ups = 0
         self.asked_at: float | None = None
         self.over: list[int] = []
+        self.is_foreign = False
         self._dial, self._deadline_s, self._clock = dial, deadline_s, clock
         self._counts = counts
         self._dialed_at = float("-inf")
@@ -151,7 +153,10 @@ class Link:
 
     def _say(self) -> None:
         name = f"The draft worker {self.address}"
-        if self.state is State.UP:
+        if self.state is State.UP and self.is_foreign:
+            why = "it has not the target's tokenizer: it answered with tokens that the target lacks"
+            self._report(f"{name} is asked for drafts, but {why}", logging.WARNING)
+        elif self.state is State.UP:
             self._report(f"{name} is asked for drafts")
         elif self.state is State.LATE:
             after = f"{1e3 * self._deadline_s:g} ms"

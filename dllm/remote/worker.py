@@ -6,11 +6,13 @@ finds everything before. A worker that runs ahead drafts on while the target ver
 has is of use if the target keeps all drafts and its next token is the guess, too.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dllm.remote.report import Report
 from dllm.remote.stream import Server
 from dllm.remote.wire import MAX_GUESS, Ask, Guess, Reply, Told
 
@@ -110,6 +112,7 @@ class DraftWorker:
         self._drafts, self._ahead, self._clock = drafts, ahead, clock
         self._askers: dict[int, Asker] = {}  # by the number of the connection
         self._runs: dict[str, Work] = {}
+        self._report = Report(clock)
 
     @property
     def num_sessions(self) -> int:
@@ -179,6 +182,12 @@ class DraftWorker:
         if not work.hear(row):
             self._drop_run(work)
         is_known = max(row.tokens, default=0) < self._drafts.vocab_size
+        if not is_known:
+            self._report(
+                "A target sends tokens that this model lacks: they have not the same tokenizer. It "
+                "gets no drafts for such texts",
+                logging.WARNING,
+            )
         work.is_readable = is_known and len(work.tokens) <= self._drafts.max_len
         if not work.is_readable:
             self._drop_run(work)

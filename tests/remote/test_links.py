@@ -18,8 +18,9 @@ from dllm.remote.report import EVERY_S
 from dllm.remote.wire import Ask, Told
 from tests.support.clock import Clock
 from tests.support.draft_links import ANSWER, TCP, ask, linked, serving, until
+from tests.support.oracle import VOCAB
 from tests.support.patience import HANG_S
-from tests.support.remote_harness import Net, link_to, worker
+from tests.support.remote_harness import Net, Target, link_to, worker
 
 DEADLINE_S = 0.05
 ASK = Ask(1, 1000, [Told(1, 0, [1, 2, 3], 1)])
@@ -75,6 +76,23 @@ def test_each_state_that_lasts_is_logged_once(said):
     for line, what in zip(said, ("down", "is asked", "50 ms", "is asked", "down"), strict=True):
         assert what in line and net.address in line
     assert link.num_ups == 1
+
+
+def test_tokens_that_the_other_side_lacks_are_named_on_both(said):
+    """Once each: nothing else shows that two models have not the same tokenizer."""
+    clock = Clock()
+    target = Target([Net(worker(clock), clock)], clock)
+    target.client._vocab_size = 3
+    target.add("few", [1, 2], 40)
+    target.run()
+    assert target.count("refused") > 1 and not target.count("drafts")
+    clock.now += EVERY_S
+    target.links[0].receive()
+    target.client._vocab_size = VOCAB
+    target.add("many", [VOCAB + 7, 3], 40)
+    target.run()
+    foreign = [line for line in said if "same tokenizer" in line or "target's tokenizer" in line]
+    assert ["answered with" in line for line in foreign] == [True, False], said
 
 
 def test_a_worker_that_comes_and_goes_cannot_fill_the_log(said):
