@@ -7,7 +7,6 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 from bench.context import GateError, Row, progress
 from bench.runs import SPEEDS, Client, answer_questions, figures
-from bench.servers import SERVE_FLAGS, Server
+from bench.servers import SERVE_FLAGS, Engine, Server
 from bench.toys.report import wilson_interval
 from bench.workloads import ANSWER_TOKENS, FIXED, Shape, Workload
 
@@ -157,6 +156,9 @@ def run_workload(client: Client, contestant: Contestant, workload: Workload, see
         assert contestant.local is not None
         given = *contestant.local, asked, ANSWER_TOKENS, client.folder / f"{name}.json"
         saved = client.call(name, answer_questions, *given)
+    elif isinstance(server, Engine):
+        at_once = workload.concurrency or 1
+        saved = server.answer([one.prompt for one in asked], at_once, ANSWER_TOKENS)
     else:
         flags = workload.client_flags(seed, client.folder / "questions.json")
         flags += contestant.client_flags
@@ -230,17 +232,15 @@ def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:
     assert server is not None
     server.wait_until_ready()
 
-    def ask(**more: Any) -> list[int]:
-        body = {"prompt": shape.prompt, "max_tokens": shape.output_len, "ignore_eos": True}
-        reply = server.post("/v1/completions", **body, return_token_ids=True, **more)
-        tokens: list[int] = reply["choices"][0]["token_ids"]
-        if len(tokens) != shape.output_len:
-            wanted = shape.output_len
-            raise GateError(f"{contestant.name}: {len(tokens)} tokens instead of {wanted}")
-        return tokens
+    def ask(count: int = 1, **more: Any) -> list[list[int]]:
+        wanted = shape.output_len
+        found = server.complete(shape.prompt, wanted, count, **more)
+        for tokens in found:
+            if len(tokens) != wanted:
+                raise GateError(f"{contestant.name}: {len(tokens)} tokens instead of {wanted}")
+        return found
 
     ask()
     if contestant.takes_seeds and ask(seed=1) != ask(seed=1):
         raise GateError(f"{contestant.name}: two equal requests with a seed have other tokens")
-    with ThreadPoolExecutor(at_once) as senders:
-        list(senders.map(lambda _: ask(), range(at_once)))
+    ask(at_once)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from bench import decisions, drafter, kernels, profile_step, remote, roofline, soak
 from bench.context import ROOT, Rows, command_line, read_csv
 from bench.drafter import FILE as DRAFTER
-from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
+from bench.serve import AUTOREGRESSIVE, BUILTIN, ENGINE, OURS, PIPELINE, REFERENCE, SERVING
 from bench.tables import Section, contestant_table, load_tables, markdown, of, ratios
 from bench.workloads import ADAPTIVE, MIXED
 
@@ -30,7 +30,7 @@ LINK = re.compile(r"\]\((?=bench/|checkpoints/)")
 # --- README's table: ours beside what a user might take instead, wins and losses -----------------
 
 LOADS = ("1", "8", "32")  # requests at once
-SERVING, SETTINGS, FAMILIES = "serve_compiled.csv", "serve_settings.csv", "families.csv"
+SETTINGS, FAMILIES = "serve_settings.csv", "families.csv"
 SMOLLM2, NEMOTRON = "smollm2.csv", "serve_nemotron.csv"
 
 
@@ -45,7 +45,8 @@ class Line(NamedTuple):
     where: dict[str, str]
 
 
-DIFFUSION, DRAFTS = "DiffusionGemma", "SmolLM2-135M, our drafter and prompt lookup"
+DIFFUSION, ALONE = "DiffusionGemma", "the same without HTTP: `LLM.chat`"
+DRAFTS = "SmolLM2-135M, our drafter and prompt lookup"
 MORE_TITLE, MORE = "the same with `--max-num-seqs 64` (default: 8)", f"{BUILTIN} --max-num-seqs 64"
 QUESTIONS, PAIR = {"schedule": ADAPTIVE}, {"target": "smollm2", "family": MIXED}
 LINES = (
@@ -53,6 +54,8 @@ LINES = (
     Line(DIFFUSION, MORE_TITLE, SETTINGS, OURS, MORE, QUESTIONS),
     Line(DIFFUSION, "Hugging Face's `generate`, no server", SERVING, OURS, REFERENCE, QUESTIONS),
     Line(DIFFUSION, "an autoregressive model", SERVING, OURS, AUTOREGRESSIVE, QUESTIONS),
+    Line(ALONE, "vLLM's built-in DiffusionGemma", ENGINE, OURS, BUILTIN, QUESTIONS),
+    Line(ALONE, "an autoregressive model", ENGINE, OURS, AUTOREGRESSIVE, QUESTIONS),
     Line(
         "SDAR, blocks of 32", "diffusers' pipeline, no server", FAMILIES, OURS, PIPELINE, QUESTIONS
     ),
@@ -62,13 +65,14 @@ LINES = (
 
 
 def comparison(results: Path) -> str:
-    """Our tokens/s, divided by the other's, at each load."""
+    """Our tokens/s, divided by the other's, at each load; lines of files that are there."""
     files = {line.file: read_csv(results / line.file) for line in LINES}
-    if not all(files.values()):
+    lines = [line for line in LINES if files[line.file]]
+    if not lines:
         return "Not measured yet: `make bench`."
     header = ["ours", "beside", *(f"{load} at once" for load in LOADS), "commit"]
-    table = markdown(header, [cells(line, files[line.file]) for line in LINES])
-    first = files[SERVING][0]
+    table = markdown(header, [cells(line, files[line.file]) for line in lines])
+    first = files[lines[0].file][0]
     return f"{table}\n\n{first['machine']}, {first['versions']}."
 
 

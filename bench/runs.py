@@ -53,9 +53,9 @@ PRELOADED = (
     "vllm.benchmarks.serve",
 )
 # How a server commits blocks, which decides how its passes are counted: in passes of canvases, or
-# in passes that its counter takes for canvases'. Canvases that are the rest of a block have many
-# widths, and the counters say only how many tokens all of them had.
-OVERLAPPED, BUILTIN_PASSES, NO_CANVAS, MANY_WIDTHS = "overlapped", "built-in", "none", "many widths"
+# in passes that its counter takes for canvases'. Uncounted: engines without HTTP; and canvases that
+# are the rest of a block, of whose many widths the counters say only the sum.
+OVERLAPPED, BUILTIN_PASSES, NO_CANVAS, UNCOUNTED = "overlapped", "built-in", "none", "uncounted"
 TRANSFORMERS, PIPELINE = "transformers", "diffusers"  # whose answers, without a server
 SPEEDS = ("tokens_per_s", "ttft_ms", "latency_ms", "latency_p99_ms", "ms_per_denoise_step")
 FIGURES = (*SPEEDS, "steps_per_block", "passes_per_block", "tokens_per_pass", "acceptance_length")
@@ -221,7 +221,7 @@ def count_passes(
     """Blocks of a run, and its denoise steps and passes behind prompts; zeros if nobody counts."""
     if "denoise_steps" in saved:  # what runs without a server counts its own
         return saved["blocks"], saved["denoise_steps"], saved["denoise_steps"]
-    if commits in (NO_CANVAS, MANY_WIDTHS) or "diffusion_canvas_positions" not in saved:
+    if commits in (NO_CANVAS, UNCOUNTED) or "diffusion_canvas_positions" not in saved:
         return 0, 0.0, 0.0
     lengths, width = saved["output_lens"], workload.shape.canvas_length
     blocks = sum(math.ceil(length / width) for length in lengths)
@@ -250,7 +250,7 @@ def run_problem(commits: str, saved: Mapping[str, Any], workload: Workload, step
             return f"answers of {bad} tokens; allowed: 1 to {ANSWER_TOKENS}"
     elif bad := [length for length in lengths if length != workload.shape.output_len]:
         return f"{bad} tokens instead of {workload.shape.output_len}"
-    if commits in (NO_CANVAS, MANY_WIDTHS):
+    if commits in (NO_CANVAS, UNCOUNTED):
         return ""
     if not steps:
         return "no diffusion counters: is this a diffusion model?"

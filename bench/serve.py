@@ -3,6 +3,7 @@
     python -m bench.serve                       # compiled; the tables of our pages
     python -m bench.serve --schedule fixed --concurrency 1 --rounds 9
     python -m bench.serve --contestants ours "built-in --max-num-seqs 32" --concurrency 32
+    python -m bench.serve --no-http             # the engine alone, without servers
 
 A contestant is one of the names below and more flags for its server, so that a setting is compared
 with another one, too. The first is compared with each of the others.
@@ -21,10 +22,15 @@ stop when they converge (``adaptive``), random tokens with --steps denoise steps
 and two equal seeded requests equally (the built-in refuses a seed). A run that is incomplete, of
 another length or of another number of steps has no speed, nor has a contestant with fewer right
 answers than the others. Written to --results: --file, one row a run.
+
+--no-http: each contestant is an ``LLM`` with its scheduler and worker in one process. The questions
+are given to ``LLM.chat``, --concurrency of them in each call, of which the next one follows when
+all are answered. Denoise steps are not counted, and there are neither request rates nor ``fixed``.
 """
 
 import argparse
 import json
+import math
 import re
 import shlex
 import sys
@@ -38,15 +44,16 @@ from pathlib import Path
 
 from bench.context import ROOT, Row, command_line, progress, publish, read_csv, reporting_failures
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
-from bench.runs import BUILTIN_PASSES, MANY_WIDTHS, NO_CANVAS, OVERLAPPED, PIPELINE, Client
+from bench.runs import BUILTIN_PASSES, NO_CANVAS, OVERLAPPED, PIPELINE, UNCOUNTED, Client
 from bench.runs import TRANSFORMERS as REFERENCE
-from bench.servers import BUILTIN_ENVIRONMENT, Server
+from bench.servers import BUILTIN_ENVIRONMENT, Engine, Server
 from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, EXTRACT, FIXED, ONE_BLOCK, STRUCTURED, Shape, Workload
 from dllm.settings.command import CommandError
 from tests.support import llada2_pipeline
 
 KINDS = OURS, BUILTIN, AUTOREGRESSIVE = "ours", "built-in", "tiny-ar"
+SERVING, ENGINE = "serve_compiled.csv", "engine.csv"
 LOCAL = (REFERENCE, PIPELINE)  # without a server
 
 
@@ -129,7 +136,8 @@ def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:
     families = EXTRACT if schedule == STRUCTURED else ONE_BLOCK
     make = partial(Workload, schedule, shape=shape, families=families)
     return [
-        *(make(max(2 * n, count), concurrency=n) for n in options.concurrency),
+        # In whole batches, which matters without HTTP.
+        *(make(max(2, math.ceil(count / n)) * n, concurrency=n) for n in options.concurrency),
         *(make(count, rate=rate) for rate in options.rates),
     ]
 
@@ -153,12 +161,14 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
         environment = dict(BUILTIN_ENVIRONMENT) if spec.kind == BUILTIN else {}
         if spec.source is not None:
             environment["PYTHONPATH"] = str(spec.source)
-        server = Server(spec.name, str(model), folder / f"{index}.log", flags, environment)
+        kind = Engine if options.no_http else Server
+        server = kind(spec.name, str(model), folder / f"{index}.log", flags, environment)
+        is_uncounted = options.no_http or (has_many and spec.commits == OVERLAPPED)
         found.append(
             Contestant(
                 spec.name,
                 None if is_local else server,
-                MANY_WIDTHS if has_many and spec.commits == OVERLAPPED else spec.commits,
+                UNCOUNTED if is_uncounted else spec.commits,
                 client_flags=("--temperature", "0") if is_twin else (),
                 takes_seeds=spec.kind != BUILTIN,
                 local=(spec.kind, model) if is_local else None,
@@ -194,8 +204,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=(ADAPTIVE, STRUCTURED, FIXED),
         default=[ADAPTIVE, FIXED],
     )
+    parser.add_argument("--no-http", action="store_true", help="LLM.chat in place of servers")
     parser.add_argument("--steps", type=int, default=16, help="per block, fixed schedule")
-    parser.add_argument("--file", default="serve_compiled.csv", help="name of the CSV file")
+    parser.add_argument("--file", help=f"name of the CSV file ({SERVING}; --no-http: {ENGINE})")
     add_options(parser, rounds=3, minutes=14, num_requests=100, concurrency=[1, 8, 32])
     parser.add_argument("--rates", type=float, nargs="*", default=[8, 24], help="requests per s")
     parser.add_argument("--input-len", type=int, default=64, help="of random prompts")
@@ -221,6 +232,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         given.schedule = [ADAPTIVE]  # blocks that begin in a prompt, and edits, take other steps
     else:
         _leave_out(given, (PIPELINE,), f"{given.model} has no blocks")
+    if given.no_http:
+        given.schedule, given.rates = [ADAPTIVE], []
+    given.file = given.file or (ENGINE if given.no_http else SERVING)
     return given
 
 

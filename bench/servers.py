@@ -1,10 +1,14 @@
-"""``vllm serve`` processes of a benchmark: started on free ports, paused, stopped."""
+"""The processes that a benchmark measures: started, asked, paused, stopped.
+
+``Server`` is a ``vllm serve`` on a free port, ``Engine`` an ``LLM`` without HTTP.
+"""
 
 import contextlib
 import json
 import multiprocessing
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -15,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -58,6 +62,7 @@ class Server:
     """
 
     process: "subprocess.Popen[bytes]"
+    pipe: int | None = None  # of its input and output; None: it has no input, and its log is both
 
     def __init__(
         self,
@@ -84,8 +89,10 @@ class Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self.command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                bufsize=0,
+                stdin=self.pipe,
+                stdout=self.pipe or log,
+                stderr=log,
                 env=child_environment() | self.environment,
                 start_new_session=True,
             )
@@ -131,6 +138,17 @@ class Server:
         except OSError as error:
             raise GateError(f"{self.name}: {error}\n{tail(self.log)}") from None
 
+    def complete(
+        self, prompt: list[int], num_tokens: int, count: int = 1, **more: Any
+    ) -> list[list[int]]:
+        """The tokens of ``count`` answers to the same prompt, at once; ``more`` is sent with it."""
+        body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True} | more
+        with ThreadPoolExecutor(count) as senders:
+            replies = senders.map(
+                lambda _: self.post("/v1/completions", **body, return_token_ids=True), range(count)
+            )
+            return [reply["choices"][0]["token_ids"] for reply in replies]
+
     def counters(self) -> dict[str, float]:
         """NAME -> value of a counter under /metrics, labels summed.
 
@@ -170,6 +188,69 @@ class Server:
         self.process.wait()
 
 
+class Engine(Server):
+    """An ``LLM`` in a process of its own, with its scheduler and worker (``bench/engine.py``).
+
+    Errors of what is asked are RuntimeErrors with the end of its log.
+    """
+
+    pipe = subprocess.PIPE
+
+    @property
+    def command(self) -> list[str]:
+        program = Path(__file__).with_name("engine.py")
+        return [sys.executable, "-P", str(program), self.model, *self.flags]
+
+    def __enter__(self) -> "Engine":
+        self.environment = ALONE | self.environment
+        super().__enter__()
+        return self
+
+    def wait_until_ready(self) -> None:
+        self._answer()
+
+    def ask(self, **asked: Any) -> dict[str, Any]:
+        """What ``bench/engine.py`` answers."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its log says why
+            self.process.stdin.write(json.dumps(asked).encode() + b"\n")
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        output = self.process.stdout
+        assert output is not None
+        is_there, *_ = select.select([output], [], [], READY_TIMEOUT_S)
+        if line := output.readline() if is_there else b"":
+            return dict(json.loads(line))
+        raise RuntimeError(f"{self.name} does not answer:\n{tail(self.log)}")
+
+    def complete(
+        self, prompt: list[int], num_tokens: int, count: int = 1, **more: Any
+    ) -> list[list[int]]:
+        params = {"max_tokens": num_tokens, "ignore_eos": True} | more
+        found: list[list[int]] = self.ask(prompts=[prompt] * count, params=params)["token_ids"]
+        return found
+
+    def answer(self, prompts: Sequence[str], at_once: int, max_tokens: int) -> dict[str, Any]:
+        """Answer prompts, ``at_once`` in each call of ``LLM.chat``; the first are asked twice.
+
+        Returns what ``vllm bench serve`` would have saved, as far as ``runs.figures`` reads it.
+        """
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        batches = [chats[i : i + at_once] for i in range(0, len(chats), at_once)]
+        params = {"max_tokens": max_tokens}
+        _, *replies = [self.ask(chat=chat, params=params) for chat in (batches[0], *batches)]
+        lengths = [len(ids) for reply in replies for ids in reply["token_ids"]]
+        return {
+            "completed": len(lengths),
+            "failed": 0,
+            "output_throughput": sum(lengths) / sum(reply["seconds"] for reply in replies),
+            "output_lens": lengths,
+            "generated_texts": [text for reply in replies for text in reply["texts"]],
+            "latencies": [reply["seconds"] for reply in replies for _ in reply["texts"]],
+        }
+
+
 def vllm_command() -> str:
     """The ``vllm`` of this interpreter's environment, else the one on the path."""
     beside = Path(sys.executable).parent / "vllm"
@@ -180,8 +261,12 @@ def vllm_command() -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of servers and clients alike, without a ``DLLM_DISABLE`` of the caller's."""
-    inherited = {key: value for key, value in os.environ.items() if key != "DLLM_DISABLE"}
+    """The environment of servers, engines and clients alike: ours, beside the caller's.
+
+    Of the caller's without what would overrule what each of them is given.
+    """
+    overruling = "DLLM_DISABLE", "VLLM_CPU_KVCACHE_SPACE"
+    inherited = {key: value for key, value in os.environ.items() if key not in overruling}
     return ENVIRONMENT | inherited
 
 
@@ -194,7 +279,6 @@ def with_engine(
     for several.
     """
     given = child_environment() | ALONE | dict(environment or {})
-    given.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule what an ``LLM`` is given
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         with STARTING, mock.patch.dict(os.environ, given, clear=True):
             result = process.submit(function, *arguments)

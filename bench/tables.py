@@ -112,7 +112,8 @@ def load_tables(rows: Rows) -> str:
 def load_table(rows: Rows) -> str:
     """One line a load and contestant, of one schedule; the last columns are ratios pair by pair."""
     first, *_ = names_of(rows)
-    header = ["load", "", *(heading for _, heading, *_ in COLUMNS), "correct"]
+    columns = [one for one in COLUMNS if any(row[one[0]] for row in rows)]
+    header = ["load", "", *(heading for _, heading, *_ in columns), "correct"]
     header += [f"{first} / this: latency p50", f"{first} / this: tokens/s"]
     lines = []
     for (at_once, rate), here in grouped(rows, "concurrency", "rate").items():
@@ -122,7 +123,7 @@ def load_table(rows: Rows) -> str:
             if name != first:
                 both = of(here, first), own
                 compared = [ratios(*both, column) for column in ("latency_ms", "tokens_per_s")]
-            numbers = [show(own, column, n) for column, _, n, show in COLUMNS]
+            numbers = [show(own, column, n) for column, _, n, show in columns]
             lines.append([title, name, *numbers, _correct(own), *compared])
     return markdown(header, lines)
 

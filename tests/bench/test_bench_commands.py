@@ -15,7 +15,7 @@ import pytest
 
 from bench import answers, compare, race, serve
 from bench.context import ROOT, read_csv
-from bench.serve import OURS, REFERENCE
+from bench.serve import BUILTIN, OURS, REFERENCE
 from bench.servers import Server
 from tests.support.forced_async import write_plugin
 from tests.support.process import python_path
@@ -98,6 +98,24 @@ def test_asynchronous_scheduling_takes_the_same_steps_and_more_passes(
     (row,) = read_csv(tmp_path / "serve_compiled.csv")
     assert not row["problem"] and float(row["ms_per_denoise_step"]) > 0
     assert (float(row["steps_per_block"]), float(row["passes_per_block"])) == (16, 17)
+
+
+@pytest.mark.nightly
+def test_engines_without_http_answer_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours and the built-in on the same checkpoint, each an ``LLM`` in a process of its own."""
+    options = ["--model", str(MODEL), "--rounds", "1", "--num-requests", "3", "--concurrency", "2"]
+    options += ["--no-http", "--contestants", OURS, BUILTIN, "--output-len", "32"]
+    flags = shlex.join(FLAGS)
+    assert serve.main([*options, "--serve-flags", flags, "--results", str(tmp_path)]) == 0
+    rows = read_csv(tmp_path / serve.ENGINE)
+    assert [(row["contestant"], row["num_requests"]) for row in rows] == [
+        (OURS, "4"),
+        (BUILTIN, "4"),
+    ]
+    assert all(float(row["tokens_per_s"]) > 0 and int(row["num_correct"]) > 0 for row in rows)
+    assert "| load |  | tokens/s | latency p50, ms | p99, ms | correct |" in capsys.readouterr().out
 
 
 # --- two commits ---------------------------------------------------------------------------------

@@ -66,12 +66,18 @@ def test_a_section_without_a_csv_says_what_to_run(name: str, tmp_path: Path) -> 
 
 def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
     section = readme.SECTIONS["serving"](results)
-    assert re.search(r"\| 8 at once \| ours \| 300 \[300 .. 300\] \| .*\| 36 / 40 \|  \|", section)
+    assert re.search(r"\| 8 at once \| ours \| 300 \[300 .. 300\] \| 36 / 40 \|  \|", section)
     assert re.search(
-        r"\| 4 per s \| built-in \| 100 \[100 .. 100\] \| .*\| 3.00 \[3.00 .. 3.00\] \|", section
+        r"\| 4 per s \| built-in \| 100 \[100 .. 100\] \| 36 / 40 \| - \| 3.00 \[3.00 .. 3.00\] \|",
+        section,
     )
     assert "commit abc1234, a machine" in section
     assert "**adaptive denoise steps, questions (rounds: 1)**" in section
+
+
+def test_what_was_not_measured_has_no_line(results: Path) -> None:
+    text = readme.comparison(results)
+    assert "| DiffusionGemma | vLLM's built-in" in text and "LLM.chat" not in text
 
 
 # --- README's table: ours divided by the other's, round by round ---------------------------------
@@ -95,6 +101,7 @@ def compared(tmp_path: Path) -> Path:
     settings = runs(about, 32, OURS, 110) + runs(about, 32, f"{BUILTIN} --max-num-seqs 64", 100)
     write_csv(tmp_path / readme.SETTINGS, settings)
     write_csv(tmp_path / readme.FAMILIES, runs(about, 1, OURS, 90) + runs(about, 1, PIPELINE, 30))
+    write_csv(tmp_path / readme.ENGINE, runs(about, 1, OURS, 240) + runs(about, 1, BUILTIN, 120))
     about = {"target": "smollm2", "family": "mixed"}
     drafting = runs(about, 1, "adaptive, lookup", 90) + runs(about, 1, "n-gram", 100)
     drafting += runs(about | {"target": "another"}, 1, "n-gram", 1)
@@ -109,6 +116,7 @@ def compared(tmp_path: Path) -> Path:
         "| [abc1234](bench/results/serve_compiled.csv) |",
         "(default: 8) | - | - | 1.10 [1.10 .. 1.10] | [abc1234](bench/results/serve_settings.csv)",
         "SDAR, blocks of 32 | diffusers' pipeline, no server | 3.00 [3.00 .. 3.00] | - | - |",
+        "`LLM.chat` | vLLM's built-in DiffusionGemma | 2.00 [2.00 .. 2.00] | - | - |",
         "| vLLM without drafts | - | - | - |",
         "| vLLM's n-gram drafts | 0.90 [0.90 .. 0.90] | - | - | [abc1234]",
     ],

@@ -1,7 +1,9 @@
 """What the serving benchmark makes of a run: numbers, refusals, turns, tables. No servers."""
 
 import json
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,9 @@ import pytest
 from bench import race, serve
 from bench.context import GateError, Row, Rows, read_csv, write_csv
 from bench.race import Contestant, admit, rounds, undisturbed, withhold
-from bench.runs import BUILTIN_PASSES, MANY_WIDTHS, NO_CANVAS, OVERLAPPED, SPEEDS, Client, figures
+from bench.runs import BUILTIN_PASSES, NO_CANVAS, OVERLAPPED, SPEEDS, UNCOUNTED, Client, figures
 from bench.serve import BUILTIN, OURS, Spec
-from bench.servers import Server
+from bench.servers import Engine, Server
 from bench.tables import load_tables, ratios, spread
 from bench.toys.suite import FAMILIES, Question
 from bench.workloads import ADAPTIVE, FIXED, STRUCTURED, Shape, Workload, draw_questions
@@ -95,7 +97,7 @@ def test_an_autoregressive_model_has_a_token_a_step_and_the_drafts_that_it_accep
 
 def test_canvases_of_many_widths_are_not_counted() -> None:
     workload = replace(WORKLOAD, schedule=ADAPTIVE, steps_per_block=None)
-    one = figures(MANY_WIDTHS, saved(), workload)
+    one = figures(UNCOUNTED, saved(), workload)
     assert one["tokens_per_s"] and not one["problem"]
     assert one["steps_per_block"] is None and one["tokens_per_pass"] is None
 
@@ -206,6 +208,47 @@ def test_no_table_and_no_file_when_the_gate_fails(
     printed = capsys.readouterr()
     assert printed.out == "" and "ours: 3 tokens instead of 64" in printed.err
     assert list(tmp_path.iterdir()) == []
+
+
+# --- engines without HTTP ------------------------------------------------------------------------
+
+
+class FakeEngine(Engine):
+    """Answers in a second with as many tokens as there are letters."""
+
+    def ask(self, **asked: Any) -> dict[str, Any]:
+        texts = [chat[0]["content"] for chat in asked["chat"]]
+        return {"seconds": 1.0, "texts": texts, "token_ids": [list(range(len(t))) for t in texts]}
+
+
+def test_an_engine_answers_batch_after_batch(tmp_path: Path) -> None:
+    """A request waits for its batch. What is asked before the clock starts does not count."""
+    found = FakeEngine(OURS, "model", tmp_path / "log").answer(["a", "bb", "ccc", "dd"], 2, 9)
+    assert found["generated_texts"] == ["a", "bb", "ccc", "dd"]
+    assert found["output_throughput"] == (1 + 2 + 3 + 2) / 2 and found["latencies"] == [1.0] * 4
+    workload = Workload(ADAPTIVE, 4, SHAPE, concurrency=2)
+    row = figures(UNCOUNTED, found, workload)
+    assert not row["problem"] and row["tokens_per_s"] == 4.0 and row["steps_per_block"] is None
+
+
+class EndingEngine(Engine):
+    command = (sys.executable, "-c", "raise ValueError('no such flag')")  # type: ignore[assignment]
+
+
+def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
+    with EndingEngine(OURS, "model", tmp_path / "log") as engine:
+        for ask in (engine.wait_until_ready, partial(engine.ask, chat=[])):
+            with pytest.raises(RuntimeError, match="not answer:\nValueError: no such flag"):
+                ask()
+
+
+def test_without_http_engines_take_questions_in_whole_batches(tmp_path: Path) -> None:
+    options = serve.parse(["--model", str(MODEL), "--no-http"])
+    racing = serve.contestants(options, ADAPTIVE, tmp_path)
+    assert all(isinstance(one.server, Engine) for one in racing if not one.local)
+    assert (options.schedule, options.file) == ([ADAPTIVE], serve.ENGINE)
+    sizes = [(load.concurrency, load.num_requests) for load in serve.workloads(options, ADAPTIVE)]
+    assert sizes == [(1, 100), (8, 104), (32, 128)]
 
 
 # --- turns ---------------------------------------------------------------------------------------
