@@ -92,7 +92,7 @@ def ask(server: Server) -> Row:
         server.wait_until_ready()
         progress(f"{server.name} is ready")
         model = ServedModel(connect(server.url, None), ANSWER_TOKENS, len(asked), temperature=0)
-        answers = model.answer(asked, lambda: None).answers
+        answers = model.answer(asked).answers
     except (CommandError, RuntimeError) as error:
         return row | {"log": str(error)}
     row["right"] = sum(one.is_correct(got.text) for one, got in zip(asked, answers, strict=True))

@@ -156,7 +156,7 @@ def answer_questions(
         reference: Any = Pipeline(model, max_tokens, None)
     else:
         reference = open_reference(model, max_tokens)
-    reference.answer(asked[:1], lambda: None)
+    reference.answer(asked[:1])
     ends = [time.perf_counter()]
     run = reference.answer(asked, lambda: ends.append(time.perf_counter()))
     lengths = [answer.num_tokens for answer in run.answers]

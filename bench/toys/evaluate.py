@@ -9,14 +9,11 @@ The second through Hugging Face transformers. Typed decisions are scored by ``dl
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from bench.context import command_line, reporting_failures
+from bench.context import command_line, progress, reporting_failures
 from bench.toys.report import Run, Score, score, table, total, wrong_answers
 from bench.toys.served import ServedModel
 from bench.toys.suite import GROUPS, SPLITS, STYLES, Question, questions
@@ -32,7 +29,7 @@ class Model(Protocol):
     @property
     def name(self) -> str: ...
 
-    def answer(self, questions: Sequence[Question], on_answer: Callable[[], None]) -> Run: ...
+    def answer(self, questions: Sequence[Question]) -> Run: ...
 
 
 @reporting_failures
@@ -42,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = {family: _questions(family, given) for family in chosen_families(given.tasks)}
     model = open_model(given)
     scores, wrong = evaluate(model, asked)
-    title = f"{model.name}: {given.split} questions, exact answers"
-    Console().print(table(scores, title))
+    print(f"{model.name}: {given.split} questions, exact answers\n\n{table(scores)}")
     if given.output:
         settings = {key: value for key, value in sorted(vars(given).items()) if key != "api_key"}
         result = {
@@ -146,15 +142,11 @@ def evaluate(
         A score for each family, and the wrong answers of all families (``wrong_answers``).
     """
     scores, wrong = [], []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        for family, drawn in asked.items():
-            bar = progress.add_task(f"{family:<8}", total=len(drawn))
-            run = model.answer(drawn, lambda bar=bar: progress.advance(bar))  # type: ignore[misc]
-            scores.append(score(family, drawn, run))
-            wrong += wrong_answers(drawn, run)
-            shown = f"{family:<8} {100 * scores[-1].accuracy:5.1f}%"
-            progress.update(bar, description=shown)
+    for family, drawn in asked.items():
+        run = model.answer(drawn)
+        scores.append(score(family, drawn, run))
+        wrong += wrong_answers(drawn, run)
+        progress(f"{family:<8} {100 * scores[-1].accuracy:5.1f}%")
     return scores, wrong
 
 

@@ -60,7 +60,9 @@ class Reference(ABC):
     def generate(self, ids: list[int], index: int) -> Generated:
         """Answer the prompt ``ids`` of question number ``index``."""
 
-    def answer(self, questions: Sequence[Question], on_answer: Callable[[], None]) -> Run:
+    def answer(
+        self, questions: Sequence[Question], on_answer: Callable[[], object] = lambda: None
+    ) -> Run:
         """Generate an answer to each question; ``on_answer`` is called after each."""
         start = time.monotonic()
         answers, steps, blocks = [], 0, 0

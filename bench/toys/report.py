@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
+from bench.tables import markdown
 from bench.toys.suite import Question
 
 Z_95 = 1.959963984540054  # of the standard normal distribution: 2.5% lie above it
@@ -114,21 +112,14 @@ def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, Any
     ]
 
 
-def table(scores: Sequence[Score], title: str) -> Table:
-    """One row for each family, and one for all if there are several; fits into 80 columns.
+def table(scores: Sequence[Score]) -> str:
+    """One row for each family, and one for all if there are several.
 
     Steps are denoise steps of a block.
     """
-    view = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    view.add_column("family", no_wrap=True)
-    for heading in ("right", "accuracy", "95%", "tokens", "steps", "s", "tokens/s"):
-        view.add_column(heading, justify="right", no_wrap=True)
-    for one in scores:
-        view.add_row(*_cells(one))
-    if len(scores) > 1:
-        view.add_section()
-        view.add_row(*_cells(total(scores)))
-    return view
+    header = ["family", "right", "accuracy", "95%", "tokens", "steps", "s", "tokens/s"]
+    rows = [*scores, total(scores)] if len(scores) > 1 else scores
+    return markdown(header, [_cells(one) for one in rows])
 
 
 def _cells(one: Score) -> list[str]:

@@ -9,7 +9,7 @@ do not say how many there were. Requests of other clients at the same time are c
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -43,24 +43,18 @@ class ServedModel:
     def name(self) -> str:
         return f"{self.connection.model} at {self.connection.url}"
 
-    def answer(self, questions: Sequence[Question], on_answer: Callable[[], None]) -> Run:
-        """Ask all questions, ``concurrency`` at a time; ``on_answer`` is called after each.
+    def answer(self, questions: Sequence[Question]) -> Run:
+        """Ask all questions, ``concurrency`` at a time.
 
         Raises:
             CommandError: the server failed or refused a request.
         """
-
-        def ask(index: int) -> Answer:
-            answer = self._ask(questions[index], index)
-            on_answer()
-            return answer
-
         before = read_metrics(self.connection)
         start = time.monotonic()
         pool = ThreadPoolExecutor(self.concurrency)
         try:
             with explained(self.connection.url):
-                answers = list(pool.map(ask, range(len(questions))))
+                answers = list(pool.map(self._ask, questions, range(len(questions))))
         finally:
             pool.shutdown(cancel_futures=True)
         seconds = time.monotonic() - start

@@ -242,9 +242,9 @@ def test_the_reference_counts_its_denoise_steps_and_blocks(checkpoint) -> None:
     assert (run.denoise_steps, run.blocks) == (decoded.call_count, encoded.call_count)
     assert run.blocks is not None and run.blocks >= 3
     assert len(seen) == 3
-    assert model.answer(asked, lambda: None).answers == run.answers
+    assert model.answer(asked).answers == run.answers
     other = open_reference(checkpoint(), max_tokens=40, seed=4)
-    assert other.answer(asked, lambda: None).answers != run.answers
+    assert other.answer(asked).answers != run.answers
 
 
 def test_the_temperature_multiplies_the_schedule_of_the_reference(checkpoint) -> None:
@@ -269,9 +269,7 @@ def test_an_autoregressive_reference_has_no_denoise_steps(tmp_path: Path) -> Non
     save_tokenizer(TOKENIZER, tmp_path, model_max_length=512)
     asked = questions(["add"], "heldout", 2)
     runs = [
-        open_reference(tmp_path, max_tokens=8, temperature=0.0, seed=seed).answer(
-            asked, lambda: None
-        )
+        open_reference(tmp_path, max_tokens=8, temperature=0.0, seed=seed).answer(asked)
         for seed in (0, 1)
     ]
     assert runs[0].answers == runs[1].answers, "temperature 0 is greedy"
@@ -305,7 +303,7 @@ def test_a_model_that_answers_token_by_token_too(tmp_path: Path) -> None:
     (path / "generation_config.json").write_text('{"eos_token_id": [1, 6], "do_sample": false}')
     model = open_reference(path, 12, token_by_token=True)
     asked = questions(["add"], "heldout", 1)
-    run = model.answer(asked, lambda: None)
+    run = model.answer(asked)
     assert (run.denoise_steps, run.blocks) == (None, None)
     ids = encode_prompt(TOKENIZER, asked[0].prompt)
     for _ in range(run.answers[0].num_tokens):
@@ -356,7 +354,7 @@ def test_the_reference_of_masked_blocks_lists_tools_and_keeps_marks(
         return Generated([answer], 1, 1)
 
     monkeypatch.setattr("bench.toys.reference.generate_blocks", generate)
-    run = model.answer([asked], lambda: None)
+    run = model.answer([asked])
     rendered, _ = render_jinja_template(
         conversations=[[{"role": "user", "content": asked.prompt}]],
         tools=asked.chat.schemas,

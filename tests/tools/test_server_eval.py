@@ -33,7 +33,7 @@ def test_answers_steps_and_blocks_are_those_that_watch_draws(
     asked = questions(["sort", "extract"], "heldout", 3)
     connection = connect(server.url, None)
     max_tokens = MAX_BLOCKS * watched.settings.canvas_length
-    run = ServedModel(connection, max_tokens, concurrency, seed=7).answer(asked, lambda: None)
+    run = ServedModel(connection, max_tokens, concurrency, seed=7).answer(asked)
 
     texts, num_steps, num_blocks = [], 0, 0
     for index, question in enumerate(asked):
