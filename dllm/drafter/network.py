@@ -198,11 +198,13 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
             finalize_layerwise_reload(parts, self.draft_model_config)
 
     def refuse_weights(self, weights: Weights) -> None:
-        """Raises ValueError for weights whose names or shapes differ from those in use."""
+        """Raises ValueError for names or shapes that differ from those in use, and for NaN."""
         found = {name: tensor.shape for name, tensor in own_names(weights.items()).items()}
         if found != self._loaded_shapes:
             odd = sorted(found.items() ^ self._loaded_shapes.items())
             raise ValueError(f"its tensors differ from those in use, for instance {odd[:2]}")
+        if bad := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+            raise ValueError(f"its tensors are not finite, for instance {bad[0]}")
 
     def refuse_renewal(self) -> None:
         """Refuse a drafter whose weights cannot be replaced while a server runs.

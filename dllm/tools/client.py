@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,8 +39,9 @@ def add_key(parser: argparse.ArgumentParser) -> None:
 
 
 def without_key(argv: Sequence[str], key: str | None) -> list[str]:
-    """A command line as it may be written down: with the name of the variable for the key."""
-    return [each.replace(key, f"${KEY}") if key else each for each in argv]
+    """A command line as it may be written down: without the key, or a password in a URL."""
+    shown = [each.replace(key, f"${KEY}") if key else each for each in argv]
+    return [re.sub(r"://[^/@]+@", "://", each) for each in shown]
 
 
 def connect(base_url: str, model: str | None, api_key: str | None = None) -> Connection:

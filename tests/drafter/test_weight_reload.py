@@ -217,10 +217,12 @@ def test_weights_of_another_shape_are_refused_and_those_in_use_stay(target, tmp_
     engine = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(tmp_path / "none")})
     model = engine.runner.speculator.model
     before = [param.clone() for param in model.parameters()]
-    weights = weights_of(first)
+    weights, broken = weights_of(first), weights_of(first)
+    broken["norm.weight"] = broken["norm.weight"] * torch.nan
     weights["norm.weight"] = weights["norm.weight"][:-1]
-    with pytest.raises(ValueError, match=r"norm\.weight"):
-        model.refuse_weights(weights)
+    for wrong, why in ((broken, "finite"), (weights, "differ")):
+        with pytest.raises(ValueError, match=rf"{why}.*norm\.weight"):
+            model.refuse_weights(wrong)
     publish(tmp_path / "none", 1, seed=2)
     save_file(weights, next((tmp_path / "none/000001").glob("*.safetensors")))
     watch = engine.runner.speculator._weight_reload

@@ -126,6 +126,7 @@ def test_a_command_line_is_written_down_without_the_key() -> None:
     argv = ["--api-key", "s3cret", "--api-key=s3cret", "--seed=1"]
     kept = ["--api-key", "$OPENAI_API_KEY", "--api-key=$OPENAI_API_KEY", "--seed=1"]
     assert client.without_key(argv, "s3cret") == kept
+    assert client.without_key(["http://me:word@host/v1"], None) == ["http://host/v1"]
     assert client.without_key(["--api-key", ""], "") == ["--api-key", ""]
     assert client.without_key(argv, None) == argv
 
