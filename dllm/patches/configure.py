@@ -104,7 +104,11 @@ def set_batch_defaults() -> None:
             self.max_num_seqs = min(self.max_num_seqs, DEFAULT_CONCURRENCY)
         if not has_tokens and not current_platform.is_cpu():
             diffusion = self.create_diffusion_config()
-            config = SimpleNamespace(model_config=model_config, diffusion_config=diffusion)
+            config = SimpleNamespace(
+                model_config=model_config,
+                diffusion_config=diffusion,
+                additional_config=self.additional_config,
+            )
             canvases = self.max_num_seqs * settings_of(config).canvas_length
             self.max_num_batched_tokens = max(self.max_num_batched_tokens, canvases + PROMPT_CHUNK)
 

@@ -106,7 +106,7 @@ def test_a_canvas_that_begins_so_takes_a_pass_more(causal: Engine, monkeypatch) 
         served(causal, [prompts()[5]])
     (steps,) = watched.values()
     assert len(passes) == len(steps) + 2
-    assert {step.head_len for step in steps} == {0}
+    assert {step.causal_len for step in steps} == {0}
 
 
 def test_first_tokens_follow_from_the_seed_and_a_grammar_begins_with_masks(causal: Engine) -> None:

@@ -274,12 +274,12 @@ def test_a_mode_that_vllm_sets_later_has_no_full_graphs_of_prompts():
         ([3, CANVAS], CANVAS, CANVAS),  # a tail and a canvas, in one block
     ],
 )
-def test_a_head_with_a_canvas_is_in_no_full_graph(monkeypatch, drafts, block_size, expected):
+def test_a_causal_span_with_a_canvas_is_in_no_full_graph(monkeypatch, drafts, block_size, expected):
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     runner = object.__new__(canvas_runner(lambda runner: None))
     settings = SimpleNamespace(block_size=block_size)
-    runner.model_state = SimpleNamespace(family=SimpleNamespace(settings=settings))
+    runner.model_state = SimpleNamespace(algorithm=SimpleNamespace(settings=settings))
     state = SimpleNamespace(
         num_draft_tokens_np=np.array(drafts), num_scheduled_tokens=np.array([CANVAS, CANVAS])
     )

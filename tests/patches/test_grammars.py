@@ -44,7 +44,7 @@ def held(monkeypatch):
 
 
 def request(held, text: str) -> asyncio.Task:
-    serialized = patches.serialized(held.engine, Spec("regex", text), "", None, {})
+    serialized = patches.serialized_grammar(held.engine, Spec("regex", text), "", None, {})
     return asyncio.create_task(serialized)
 
 

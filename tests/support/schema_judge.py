@@ -57,7 +57,7 @@ def suite() -> list[Case]:
 def compiled(schema: Any, children: Children) -> Table | None:
     """The table of a schema over bytes; None if it is refused."""
     asked = {"kind": "json", "text": json.dumps(schema), "any_whitespace": True}
-    limits = {"separators": None, "most_states": MOST_STATES, "absent": []}
+    limits = {"separators": None, "most_states": MOST_STATES, "absent": [], "marks": []}
     try:
         return Table.from_bytes(children.table(asked | limits))
     except Unsupported:
