@@ -15,7 +15,7 @@ Servers of the target:
                        stood behind the same tokens before
 
 They take turns on the same held-out questions, greedily, as in ``bench.serve``; another model than
-ours is asked --prompts, by default the shipped ones. Written to --results: drafter.csv (--file),
+ours is asked --prompts, by default the bundled ones. Written to --results: drafter.csv (--file),
 one row a run.
 """
 
@@ -38,7 +38,7 @@ from bench.toys.suite import FAMILIES
 from bench.toys.tokenizer import knows_questions
 from bench.workloads import ADAPTIVE, Shape, Workload, prompt_texts
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
-from dllm.prompts.files import SHIPPED
+from dllm.prompts.files import BUNDLED
 
 FILE = "drafter.csv"
 TARGET, DRAFTER = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-drafter"
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def loads(options: argparse.Namespace) -> list[Workload]:
     """Questions of all families in turn at every concurrency, and long ones at the first."""
-    file = options.prompts or (None if knows_questions(options.target) else SHIPPED)
+    file = options.prompts or (None if knows_questions(options.target) else BUNDLED)
     known = tuple(FAMILIES if file is None else prompt_texts(file))
     asked = [(known, n) for n in options.concurrency]
     if file is None:

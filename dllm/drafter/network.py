@@ -174,10 +174,10 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
         own = own_names(weights)
         self._loaded_shapes = {name: tensor.shape for name, tensor in own.items()}
         self._check_vocabulary(own)
-        is_renewal = self.model.has_context_weights
+        is_reload = self.model.has_context_weights
         # vLLM's loader takes the tensors of a module in one go: the network's are all at the end.
         super().load_weights(sorted(own.items(), key=lambda one: not one[0].startswith("lm_head")))
-        if is_renewal:
+        if is_reload:
             self.model.renew_context_weights(own)
 
     def reload_weights(self, weights: Weights) -> None:
@@ -206,7 +206,7 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
         if bad := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
             raise ValueError(f"its tensors are not finite, for instance {bad[0]}")
 
-    def refuse_renewal(self) -> None:
+    def refuse_reload(self) -> None:
         """Refuse a drafter whose weights cannot be replaced while a server runs.
 
         A drafter's own embedding or head is refused: vLLM shares it with the target if the two are

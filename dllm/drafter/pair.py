@@ -58,7 +58,7 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
             f"({list(drafter.target_layer_ids)}). Leave record_layers out."
         )
     if options.renew is not None:
-        refuse_renewal_of(draft.model)
+        refuse_reload_of(draft.model)
     check_pair(
         drafter,
         TargetFacts(
@@ -76,7 +76,7 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     return drafter
 
 
-def refuse_renewal_of(drafter: str) -> None:
+def refuse_reload_of(drafter: str) -> None:
     """Refuse ``renew`` for a drafter that is not in a folder of this machine.
 
     Raises:

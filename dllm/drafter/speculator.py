@@ -322,7 +322,7 @@ class Drafter(DFlashSpeculator):
         """The network shares the target's embedding and head unless it has its own."""
         model = super().load_draft_model(target_model, target_attn_layer_names)
         if self._weight_reload is not None:
-            model.refuse_renewal()
+            model.refuse_reload()
         return model
 
     def _refuse(self, weights: dict[str, torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """The families of diffusion language models that are served, one folder each.
 
 ``FAMILIES`` maps the architecture in a checkpoint's config.json to its family. This package imports
-engine, grammar, ops, settings, tasks, ``attention`` and ``quant``.
+engine, grammar, ops, settings, ``attention`` and ``quant``.
 """
 
 import importlib

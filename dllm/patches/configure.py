@@ -190,8 +190,7 @@ def _choose_pages(cache: Any, block_size: int) -> None:
     """Make every page of the KV cache hold whole blocks, and on a GPU a whole tile of keys.
 
     Our kernel looks up a page for each tile of 64 keys or less; in smaller pages, one for each key.
-    In models with two kinds of layers, vLLM gives the kind with
-    the smaller keys larger pages.
+    In models with two kinds of layers, vLLM gives the kind with the smaller keys larger pages.
 
     A key depends on the whole block of its token, but the prefix cache recognizes a page by the
     tokens up to the page's end. A page that ends within a block would be reused for another block.

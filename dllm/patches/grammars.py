@@ -1,4 +1,4 @@
-"""Patches of the API server for structured outputs: grammars are compiled there, and shipped.
+"""Patches of the API server for structured outputs: grammars are compiled there.
 
     admission       a request's combination of parameters         -> HTTP 400
     before engine   a child process compiles the grammar's table  -> HTTP 400

@@ -1,4 +1,4 @@
-"""Reads files of prompts; ``SHIPPED`` is one.
+"""Reads files of prompts; ``BUNDLED`` is one.
 
 It has a few general prompts: code, maths, extraction, summaries, translation, chat, tool-like
 formats, several languages.
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # One prompt of each domain, then the second of each, and so on.
-SHIPPED = Path(__file__).parent / "general.jsonl"
-SHIPPED_DOMAINS = 12
+BUNDLED = Path(__file__).parent / "general.jsonl"
+BUNDLED_DOMAINS = 12
 
 Message = dict[str, Any]  # as in OpenAI's API
 

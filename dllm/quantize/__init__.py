@@ -2,5 +2,5 @@
 
 LLM Compressor and vLLM cannot be installed together, so the quantizing process (``make``) runs in
 an environment of its own, without vLLM; ``command`` starts it. Nothing here imports vLLM. Imports
-models (names and shapes of tensors), tasks, settings and ``quant``.
+models (names and shapes of tensors), settings and ``quant``.
 """

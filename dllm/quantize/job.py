@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dllm.prompts.files import SHIPPED, Message, read_conversations
+from dllm.prompts.files import BUNDLED, Message, read_conversations
 from dllm.quant.schemes import Scheme
 from dllm.quantize.checkpoint import Checkpoint
 from dllm.quantize.groups import Group, groups_of
@@ -122,7 +122,7 @@ def calibration_prompts(file: Path | None, samples: int) -> list[list[Message]]:
         CommandError: the file cannot be read, or a line is wrong (its number is in the message).
     """
     try:
-        found = read_conversations(file or SHIPPED, is_json=True)
+        found = read_conversations(file or BUNDLED, is_json=True)
     except ValueError as error:
         raise CommandError(f"--calibration {error}") from None
     if not found:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from dllm.drafter.samples import Sample
-from dllm.prompts.files import SHIPPED
+from dllm.prompts.files import BUNDLED
 from dllm.settings.command import FAILED, OK, CommandError, write_findings
 from dllm.train.acceptance import measure, possible, total
 from dllm.train.export import Drafter
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--prompts",
         type=Path,
-        default=SHIPPED,
+        default=BUNDLED,
         help="text or JSONL, at least --num-prompts",
     )
     parser.add_argument("--num-prompts", type=int, default=NUM_PROMPTS, help="prompts to answer")

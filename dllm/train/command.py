@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from dllm.drafter.samples import recorded_layers
-from dllm.prompts.files import SHIPPED
+from dllm.prompts.files import BUNDLED
 from dllm.settings.command import OK, CommandError
 from dllm.tools import client
 from dllm.train.config import drafter_config
@@ -32,7 +32,7 @@ from dllm.train.responses import (
 )
 from dllm.train.run import Run
 from dllm.train.run_files import LOG, MODEL, begin, weights_digest, write_log
-from dllm.train.settings import CONTINUED, NEW, DrafterTraining, shipped_configs
+from dllm.train.settings import CONTINUED, NEW, DrafterTraining, bundled_configs
 from dllm.train.target import Target, read_config, target_facts
 from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
@@ -96,13 +96,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--config",
         type=Path,
-        help=f"settings of the run: a TOML file, or a name: {', '.join(shipped_configs())}",
+        help=f"settings of the run: a TOML file, or a name: {', '.join(bundled_configs())}",
     )
     data = parser.add_mutually_exclusive_group()
     data.add_argument(
         "--prompts",
         type=Path,
-        default=SHIPPED,
+        default=BUNDLED,
         help="text, one a line, or JSONL; default: bundled general prompts",
     )
     data.add_argument("--from-buffer", type=Path, help="recorded traffic (docs/calibration.md)")

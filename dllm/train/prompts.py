@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from dllm.prompts.files import SHIPPED, SHIPPED_DOMAINS, read_conversations
+from dllm.prompts.files import BUNDLED, BUNDLED_DOMAINS, read_conversations
 from dllm.settings.command import CommandError
 from dllm.train.settings import DrafterTraining
 
@@ -29,15 +29,15 @@ def load_prompts(target: Path, file: Path, settings: DrafterTraining) -> list[Pr
     """Prompts of a file, with the target's chat template; the first ``heldout`` are held out.
 
     A line of a text file is a prompt; a line of JSONL is an object with ``prompt`` or ``messages``,
-    and perhaps ``domain``, which becomes the prompt's group. Of ``SHIPPED`` at most one prompt of
+    and perhaps ``domain``, which becomes the prompt's group. Of ``BUNDLED`` at most one prompt of
     each domain is held out.
 
     Raises:
         CommandError: the file cannot be read, a line is wrong, there are too few, or the target has
             no tokenizer.
     """
-    if file == SHIPPED:
-        settings = replace(settings, heldout=min(settings.heldout, SHIPPED_DOMAINS))
+    if file == BUNDLED:
+        settings = replace(settings, heldout=min(settings.heldout, BUNDLED_DOMAINS))
     try:
         chats = read_conversations(file, is_json=file.suffix == ".jsonl")
     except ValueError as error:

@@ -111,12 +111,12 @@ class DrafterTraining:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a file, or the shipped one of this name.
+        """Read a file, or the bundled one of this name.
 
         Raises:
             CommandError: no such file, no TOML, or a field is unknown or out of range.
         """
-        names = shipped_configs()
+        names = bundled_configs()
         if str(path) in names:
             path = CONFIGS / f"{path}.toml"
         elif not path.exists():
@@ -144,8 +144,8 @@ class DrafterTraining:
         return dataclasses.asdict(self)
 
 
-def shipped_configs() -> list[str]:
-    """Names of the settings that are shipped: one for each target, or family of them."""
+def bundled_configs() -> list[str]:
+    """Names of the bundled settings: one for each target, or family of them."""
     return sorted(path.name.removesuffix(".toml") for path in CONFIGS.glob("*.toml"))
 
 

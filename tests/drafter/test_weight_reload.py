@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from dllm.drafter import weight_reload
-from dllm.drafter.pair import refuse_renewal_of
+from dllm.drafter.pair import refuse_reload_of
 from dllm.drafter.weight_reload import (
     REJECTED,
     STEPS_BETWEEN_LOOKS,
@@ -261,6 +261,6 @@ def test_the_text_is_the_targets_while_drafters_change(target, tmp_path, options
 
 
 def test_only_a_drafter_in_a_folder_can_be_renewed(tmp_path):
-    refuse_renewal_of(str(tmp_path))
+    refuse_reload_of(str(tmp_path))
     with pytest.raises(ValueError, match="renew with the drafter somebody/drafter"):
-        refuse_renewal_of("somebody/drafter")
+        refuse_reload_of("somebody/drafter")

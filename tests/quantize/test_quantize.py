@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from dllm.cli import CommandError
-from dllm.prompts.files import SHIPPED
+from dllm.prompts.files import BUNDLED
 from dllm.quant.checks import is_scale
 from dllm.quant.schemes import parse_plan
 from dllm.quantize import command
@@ -307,7 +307,7 @@ def test_a_source_that_cannot_be_quantized_is_refused(
 
 
 def test_without_a_file_the_shipped_prompts_are_answered() -> None:
-    shipped = [json.loads(line) for line in SHIPPED.read_text().splitlines()]
+    shipped = [json.loads(line) for line in BUNDLED.read_text().splitlines()]
     found = calibration_prompts(None, 64)
     assert [messages[-1]["content"] for messages in found] == [
         line.get("prompt") or line["messages"][-1]["content"] for line in shipped[:64]

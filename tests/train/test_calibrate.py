@@ -20,7 +20,7 @@ from dllm.train.export import Drafter, block_of, read_checkpoint
 from dllm.train.network import NEVER, count_params
 from dllm.train.responses import check_disk
 from dllm.train.run_files import LOG
-from dllm.train.settings import DrafterTraining, shipped_configs
+from dllm.train.settings import DrafterTraining, bundled_configs
 from dllm.train.target import dtype_of, target_facts
 from dllm.train.target import read_config as read_target_config
 from tests.support.calibrate_cases import (
@@ -316,12 +316,12 @@ def test_other_mistakes_are_refused(target_path, files, capsys, tmp_path):
 
 
 def test_shipped_settings_are_right_and_listed(capsys):
-    for path in (*shipped_configs(), Path(__file__).parents[2] / "bench/toys/tiny-drafter.toml"):
+    for path in (*bundled_configs(), Path(__file__).parents[2] / "bench/toys/tiny-drafter.toml"):
         settings = DrafterTraining.load(Path(path))
         assert DrafterTraining.from_mapping(settings.to_mapping()) == settings
     with pytest.raises(SystemExit):
         command.parse(["--help"])
-    assert ",".join(shipped_configs()) in "".join(capsys.readouterr().out.split())
+    assert ",".join(bundled_configs()) in "".join(capsys.readouterr().out.split())
 
 
 def test_sizes_that_the_config_leaves_out_are_the_targets(tmp_path):

@@ -11,7 +11,7 @@ from dllm.settings.command import CommandError
 from dllm.settings.drafting import DrafterOptions
 from dllm.train.config import drafter_config, spread_layers
 from dllm.train.network import count_params
-from dllm.train.settings import NEW, DrafterShape, DrafterTraining, shipped_configs
+from dllm.train.settings import NEW, DrafterShape, DrafterTraining, bundled_configs
 from dllm.train.target import target_facts
 
 # Fields of config.json of Qwen/Qwen3.5-27B (its text_config) and meta-llama/Llama-3.1-8B.
@@ -67,7 +67,7 @@ def sizes(hidden: int, layers: int, vocab: int, intermediate: int, heads: tuple[
 
 # Name of the settings, target, and GiB of z-lab's file in bf16 (None: not known to us). Targets:
 # fields of their config.json.
-SHIPPED: list[tuple[str, dict[str, Any], float | None]] = [
+BUNDLED: list[tuple[str, dict[str, Any], float | None]] = [
     ("qwen3", sizes(2560, 36, 151936, 9728, (32, 8, 128)), 1.00),
     ("qwen3", sizes(4096, 36, 151936, 12288, (32, 8, 128)), 1.95),
     ("qwen3.5-27b", QWEN, 3.22),
@@ -86,7 +86,7 @@ def new_drafter(target: dict[str, Any], **sizes: Any) -> tuple[dict[str, Any], D
     return config, read
 
 
-@pytest.mark.parametrize(("name", "target", "gib"), SHIPPED)
+@pytest.mark.parametrize(("name", "target", "gib"), BUNDLED)
 def test_a_shipped_shape_fits_its_target_and_is_as_large_as_the_released_drafter(name, target, gib):
     settings = DrafterTraining.load(Path(name))
     shape = settings.drafter
@@ -102,7 +102,7 @@ def test_a_shipped_shape_fits_its_target_and_is_as_large_as_the_released_drafter
 
 
 def test_every_shipped_config_but_our_own_is_checked():
-    assert {name for name, *_ in SHIPPED} == set(shipped_configs()) - {"smollm2"}
+    assert {name for name, *_ in BUNDLED} == set(bundled_configs()) - {"smollm2"}
     with pytest.raises(CommandError, match=r"did you mean 'qwen3'.*llama-3\.1-8b, qwen3, "):
         DrafterTraining.load(Path("qwen_3"))
 

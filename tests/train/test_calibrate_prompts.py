@@ -7,7 +7,7 @@ import pytest
 
 from dllm import cli
 from dllm.drafter.samples import read_shards
-from dllm.prompts.files import SHIPPED, SHIPPED_DOMAINS
+from dllm.prompts.files import BUNDLED, BUNDLED_DOMAINS
 from dllm.settings.command import CommandError
 from dllm.train import command
 from dllm.train.prompts import load_prompts
@@ -24,23 +24,23 @@ def foreign(tmp_path_factory):
 
 
 def lines() -> list[dict]:
-    return [json.loads(line) for line in SHIPPED.read_text().splitlines()]
+    return [json.loads(line) for line in BUNDLED.read_text().splitlines()]
 
 
 def test_the_shipped_prompts_cover_every_domain_equally():
     domains = [line["domain"] for line in lines()]
-    assert len(domains) >= 40 and len(set(domains)) == SHIPPED_DOMAINS
+    assert len(domains) >= 40 and len(set(domains)) == BUNDLED_DOMAINS
     (each,) = set(Counter(domains).values())
     # One of each domain first, so that a few prompts are of many domains.
-    assert domains == domains[:SHIPPED_DOMAINS] * each
+    assert domains == domains[:BUNDLED_DOMAINS] * each
     texts = [json.dumps(line.get("prompt") or line["messages"]) for line in lines()]
     assert len(set(texts)) == len(texts)
 
 
 def test_they_are_the_default(foreign, tmp_path):
     given = command.parse(["--target", str(foreign), "--out", str(tmp_path)])
-    assert given.prompts == SHIPPED and command.load_settings(given) == NEW
-    prompts = load_prompts(foreign, SHIPPED, DrafterTraining(heldout=100))
+    assert given.prompts == BUNDLED and command.load_settings(given) == NEW
+    prompts = load_prompts(foreign, BUNDLED, DrafterTraining(heldout=100))
     assert len(prompts) == len(lines())
     heldout = [prompt.group for prompt in prompts if prompt.is_heldout]
     assert sorted(heldout) == sorted({line["domain"] for line in lines()})
