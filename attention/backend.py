@@ -301,6 +301,8 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
 
 
 class CanvasAttentionBackend(AttentionBackend):
+    """vLLM's interface to a backend: its types, its head sizes, the layout of its KV cache."""
+
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [  # type: ignore[assignment]
         "auto",

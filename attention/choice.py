@@ -25,6 +25,13 @@ HOPPER = 90
 
 
 def mask_of(window: int | None, is_anchored: bool, block_size: int) -> str:
+    """The mask of a kind of layer, as ``masks`` defines it.
+
+    Args:
+        window: W of ``masks``; None: the layer has none.
+        is_anchored: its window is the anchored one.
+        block_size: tokens of a block that causal rows see whole; 1: there are no such blocks.
+    """
     if block_size > 1:
         return BLOCKS
     if window is None:

@@ -32,6 +32,10 @@ TRACE_FIELD = "diffusion_trace"
 
 
 def block_trace(frame: Frame) -> dict[str, Any] | None:
+    """The field ``diffusion_trace`` of an event: that of one block; None without a trace.
+
+    Lists have a number for each emitted token. Those of tokens behind the end are in "behind_stop".
+    """
     if frame.trace is None:
         return None
     lists = {name: values for name, values in frame.trace.items() if name != "length"}
@@ -109,6 +113,11 @@ class TraceWriter:
 
 
 class CanvasWriter(TraceWriter):
+    """Writes each frame as the field ``canvas`` of an empty event.
+
+    Entropies are sent in thousandths of a nat, as integers of at most MAX_ENTROPY.
+    """
+
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
         self._text_of = token_texts(stream.tokenizer)
@@ -131,6 +140,8 @@ class CanvasWriter(TraceWriter):
 
 
 class TextWriter(TraceWriter):
+    """Writes the whole text so far in each event, so that a client replaces what it shows."""
+
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
         self._said: dict[int, str] = {}  # by choice: the emitted text

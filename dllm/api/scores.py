@@ -82,6 +82,7 @@ class BlockRead(NamedTuple):
     masked: Sequence[int]
 
     def params(self, settings: DenoiseSettings) -> SamplingParams:
+        """A request for one denoise step, in which all tokens but the masked ones are pinned."""
         given = [at for at in range(len(self.tokens)) if at not in set(self.masked)]
         extra: dict[str, Any] = dict(settings.one_step)
         if given:
@@ -104,6 +105,8 @@ class BlockRead(NamedTuple):
 
 
 def attach(app: FastAPI, settings: DenoiseSettings) -> None:
+    """Add the route ``/v1/scores`` to vLLM's application."""
+
     @app.post("/v1/scores", dependencies=[Depends(validate_json_request)])
     @with_cancellation
     @load_aware_call

@@ -12,6 +12,7 @@ from dllm.settings.request import refuse
 
 @contextmanager
 def refusing() -> Iterator[None]:
+    """Raises VLLMValidationError, HTTP 400, for a grammar that cannot be compiled."""
     try:
         yield
     except (Unsupported, ChildProcessError) as reason:

@@ -22,6 +22,8 @@ from dllm.drafter.step import TargetStep
 
 
 class SelfDrafter(Drafter):
+    """Drafts with the target's own layers and KV cache: it has no network and no context."""
+
     _speculator_name = "dllm self-speculation"
     _has_own_cache = False
 

@@ -336,6 +336,10 @@ def _merge_members(one: Flat, other: Flat, merged: Flat) -> None:
 
 
 def property_of(flat: Flat, name: str) -> Conjunction:
+    """What the value of a property has to satisfy: all of the returned schemas.
+
+    additionalProperties is for names that neither properties nor a pattern has (JSON Schema).
+    """
     patterns: Mapping[str, Conjunction] = flat.get("patternProperties", {})
     found = [flat["properties"][name]] if name in flat.get("properties", ()) else []
     found += [asked for pattern, asked in patterns.items() if is_found(pattern, name)]

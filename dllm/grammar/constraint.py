@@ -31,6 +31,8 @@ class Thoughts:
 
 @dataclass(frozen=True)
 class Constraint:
+    """The grammar of a request: a table of tokens, and the free text that may precede it."""
+
     table: Table
     thoughts: Thoughts | None = None
 

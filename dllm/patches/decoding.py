@@ -15,6 +15,7 @@ from dllm.settings.server import WHERE, PluginOptions, options_of
 
 
 def serve_decodings() -> None:
+    """Let models of AUTOREGRESSIVE be served token by token, or draft for themselves."""
     for architecture, path in AUTOREGRESSIVE.items():
         register_model(architecture, path)
     _choose_model_config()

@@ -6,6 +6,7 @@ from typing import Any
 
 @functools.cache
 def read_statistics() -> None:
+    """Make vLLM's Prometheus logger read our counts, which travel in its SchedulerStats."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
     from dllm.drafter.metrics import record_drafting

@@ -125,6 +125,15 @@ def share_halves(model: DiffusionGemmaForBlockDiffusion) -> None:
 
 
 def observe_inputs(layers: Mapping[str, nn.Module], preset: str) -> dict[str, Observer]:
+    """Hook an observer of LLM Compressor to the input of each layer.
+
+    Args:
+        layers: by the name that a checkpoint has for them.
+        preset: of compressed-tensors, one with scales for inputs.
+
+    Returns:
+        By the same names; they see every forward pass from then on.
+    """
     scheme = preset_name_to_scheme(preset, ["Linear"]).input_activations
     assert scheme is not None and scheme.observer is not None
     observers = {}

@@ -49,6 +49,7 @@ def quantized_layers(layers: list[Linear], scheme: Scheme) -> list[Linear]:
 
 
 def quantization_config(scheme: Scheme) -> dict[str, object]:
+    """The ``quantization_config`` of a checkpoint's config.json, in compressed-tensors' format."""
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
     preset = preset_name_to_scheme(scheme.preset, ["Linear"])

@@ -37,6 +37,8 @@ class FloatRange:
 
 @dataclass(frozen=True)
 class IntRange:
+    """Integers from ``low`` to ``high``, both allowed."""
+
     low: int
     high: float = math.inf
 
@@ -63,6 +65,8 @@ class Choices:
 
 @dataclass(frozen=True)
 class Values:
+    """Whatever ``accepts`` is true for; ``text`` says in a message what that is."""
+
     accepts: Callable[[Any], bool]
     text: str
 

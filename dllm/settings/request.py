@@ -233,6 +233,7 @@ def constrained(params: "SamplingParams") -> "SamplingParams":
 
 
 def has_structured_outputs(params: "SamplingParams") -> bool:
+    """Whether a request has a schema, a pattern, a grammar or choices; an empty object is none."""
     asked = params.structured_outputs
     return asked is not None and not asked.all_constraints_none()
 
@@ -243,6 +244,7 @@ def grammar_of(params: "SamplingParams") -> bytes | None:
 
 
 def with_grammar(params: "SamplingParams", serialized: bytes) -> "SamplingParams":
+    """A copy of the parameters that ships a compiled grammar; ``grammar_of`` reads it."""
     params = params.clone()
     params.extra_args = (params.extra_args or {}) | {GRAMMAR_ARG: serialized}
     return params

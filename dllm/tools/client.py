@@ -75,6 +75,7 @@ def connect(base_url: str, model: str | None, api_key: str | None = None) -> Con
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
+    """Raises CommandError with a sentence for whatever the OpenAI client raises inside."""
     try:
         yield
     except openai.APITimeoutError:

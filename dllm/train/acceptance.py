@@ -71,6 +71,7 @@ class Acceptance:
 
 
 def total(groups: dict[str, Acceptance]) -> Acceptance:
+    """The sum of all groups, draft position by draft position."""
     found = Acceptance()
     for one in groups.values():
         found.tokens += one.tokens

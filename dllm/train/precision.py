@@ -15,11 +15,13 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 
 def autocast(device: torch.device) -> torch.autocast:
+    """A context in which matrix products have ``product_dtype``; other operations stay in fp32."""
     dtype = product_dtype(device)
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
 def processor(device: torch.device) -> str:
+    """The name of the GPU or CPU, for a record of a run; a CPU's is Linux's /proc/cpuinfo's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     text = FACTS.read_text() if FACTS.exists() else ""

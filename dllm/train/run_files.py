@@ -64,6 +64,7 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 
 
 def weights_digest(checkpoint: Path) -> str:
+    """SHA-256 of a checkpoint's model.safetensors, in hexadecimal digits."""
     with (checkpoint / WEIGHTS).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -56,6 +56,11 @@ def attach(app: FastAPI) -> None:
 
 
 def why_not(state: Any) -> str:
+    """Why this server answers no decisions, as a sentence for the client.
+
+    Args:
+        state: of the FastAPI application.
+    """
     try:
         strategies.select_read_strategy(state.engine_client.model_config, ("generate",))
     except ValueError as error:
@@ -113,6 +118,7 @@ def asked_of(request: DecisionRequest) -> tuple[list[question_types.Question], s
 
 
 def vllm_question(place: int, asked: AskedQuestion) -> question_types.Question:
+    """A question as vLLM's read strategies take it; ``place`` is its place in the body, its id."""
     described: list[str | None] = [None, None]
     if isinstance(asked, Predicate):
         kind, texts = "noul", ["yes", "no"]
@@ -185,6 +191,7 @@ def written(request: DecisionRequest, reads: list[Read], least_mass: float) -> b
 
 
 def answer(asked: AskedQuestion, read: Read) -> dict[str, Any]:
+    """The answer to a question as the response has it, from the probabilities of its options."""
     head = {"type": asked.type, "name": asked.name}
     if isinstance(asked, Predicate):
         return {**head, "probability": read.probs[0]}

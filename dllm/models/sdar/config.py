@@ -28,10 +28,14 @@ class _Blocks:
 
 
 class SDARConfig(_Blocks, Qwen3Config):
+    """config.json of the dense SDAR models, which is Qwen3's."""
+
     model_type = "sdar"
 
 
 class SDARMoeConfig(_Blocks, Qwen3MoeConfig):
+    """config.json of SDAR-30B-A3B, which is Qwen3-MoE's."""
+
     model_type = "sdar_moe"
 
 

@@ -46,6 +46,8 @@ class Proposal(NamedTuple):
 
 
 class Outcome(NamedTuple):
+    """What a denoise step has made of R canvases."""
+
     canvas: Tensor  # [R, C] int64: the input of the next step
     post_steps: Tensor  # [R] int: steps that began without a mask
     converged: Tensor  # [R] bool
