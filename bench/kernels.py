@@ -339,7 +339,9 @@ def measure(case: Case, rounds: int, device: str) -> list[Row]:
 
 
 def sampler_table(rows: Rows) -> str:
-    """Milliseconds and ratios, a line for each shape and profile."""
+    """Milliseconds and ratios at the most rows, a line for each shape and profile."""
+    most = max((int(row["rows"]) for row in rows), default=0)
+    rows = [row for row in rows if int(row["rows"]) == most]
     names, lines = [name for (name,) in grouped(rows, "implementation")], []
     compared = [name for name in names if name != BUILTIN]
     for shape, here in grouped(rows, "rows", "vocab_size", "hidden", "profile").items():
