@@ -207,9 +207,9 @@ class KeptScores:
         """Keep the scores of the tokens that a step decides, and return ``width`` columns of all.
 
         Args:
-            some: ``[n]`` rows of logits, those of ``record.decided``.
+            some: ``[n]`` rows of logits, those of ``record.decided_scores``.
         """
-        rows, new, is_decided = record.tile.rows, record.decided, record.denoised.decided
+        rows, new, is_decided = record.tile.rows, record.decided_scores, record.denoised.decided
         assert new is not None and is_decided is not None, "an algorithm that decides for good"
         row, places = rows.row_of[some], rows.place[some]
         slots, is_new = rows.slots[row], is_decided[row, places]

@@ -81,7 +81,7 @@ class DiffusionModelState(ModelState):
         self._inputs_embeds = torch.zeros(longest, hidden_size, dtype=self.dtype, device=device)
         self._is_canvas_row = torch.zeros(longest, dtype=torch.bool, device=device)
         # By slot, on the host: how many tokens of a canvas need logits (``RequestOptions``).
-        self._num_rows = np.full(self.max_num_reqs, self.algorithm.settings.canvas_length)
+        self._num_logit_rows = np.full(self.max_num_reqs, self.algorithm.settings.canvas_length)
         self._is_causal = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._condition = maybe_compile(condition_rows, vllm_config)
 
@@ -90,12 +90,14 @@ class DiffusionModelState(ModelState):
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """Our sampler in place of vLLM's, and no rejection sampler: no draft is ever rejected."""
+        """Our sampler in place of vLLM's. It also says what is rejected: no rejection sampler."""
         requests = self._requests = sampler.req_states
+        # vLLM's table of draft tokens is the tensor of canvases: from there the runner copies the
+        # canvases into a batch's input ids.
         requests.draft_tokens = self.canvases.canvas
-        # For prompt logprobs vLLM reads the id behind each scheduled token, of all requests of the
-        # step. A canvas may end with the context; behind the last slot there is foreign memory. So
-        # the table gets another row, in place, because vLLM's logits processors hold it.
+        # For prompt logprobs vLLM reads the id behind each scheduled token. A canvas may end at
+        # max_model_len, and then the last request's next id is behind the table. So the table gets
+        # another row, in place, because vLLM's logits processors hold it.
         StagedWriteTensor.__init__(
             requests.all_token_ids,
             (self.max_num_reqs + 1, self.max_model_len),
@@ -126,7 +128,7 @@ class DiffusionModelState(ModelState):
         if thought is not None:
             thought.read(tokens[prompt_len:], prompt_len)
         self.canvases.reset(req_index, options, seed, prompt_len, thought)
-        self._num_rows[req_index] = options.num_rows
+        self._num_logit_rows[req_index] = options.num_rows
 
     def remove_request(self, req_id: str) -> None:
         """Let go of what a request that has ended, or was preempted, keeps on the device."""
@@ -150,19 +152,23 @@ class DiffusionModelState(ModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """The model's inputs for this step: embeddings, and which rows are canvas rows.
 
+        Before, it completes the batch's ``input_ids`` (emitted blocks); behind, it takes rows
+        without logits out of the batch. vLLM has called ``prepare_attn`` for the batch.
+
         Returns:
             inputs_embeds: ``[padded tokens, hidden]``; canvas rows are conditioned by the
                 algorithm.
             is_canvas_row: ``[padded tokens]`` bool.
         """
-        # The scheduler needs no tokens of canvases, so vLLM need not copy them to the host.
+        # With this flag vLLM would copy drafts to the host, for grammars that check them there. Our
+        # sampler applies grammars on the device.
         input_batch.has_structured_output_reqs = False
         self._write_emitted_ids(input_batch, req_states)
         if self._is_async:
             pending.write_block_ids(self.canvases, input_batch)
         inputs = self.canvas_inputs(input_batch)
         if input_batch.num_draft_tokens > 0:
-            leave_out_rows(input_batch, self._num_rows)
+            leave_out_rows(input_batch, self._num_logit_rows)
         return inputs
 
     def canvas_inputs(self, batch: InputBatch) -> dict[str, Any]:
@@ -214,7 +220,7 @@ class DiffusionModelState(ModelState):
         assert ubatch_idx == 0, "batches of causal spans and canvases are not split"
         self._attention = block_tables, slot_mappings, attn_groups, kv_cache_config
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
-        describe = self._in_place if is_full else self._gathered
+        describe = self._metadata_of_full_graph if is_full else self._metadata_of_sequences
         return build_attn_metadata(
             attn_groups=attn_groups,
             slot_mappings=slot_mappings,
@@ -239,15 +245,16 @@ class DiffusionModelState(ModelState):
         )
         return metadata, build_slot_mappings_by_layer(slot_mapping, kv_cache_config)
 
-    def _gathered(
+    def _metadata_of_sequences(
         self, input_batch: InputBatch, block_tables: tuple[torch.Tensor, ...]
     ) -> dict[str, Any]:
         """Any batch: a row may be several sequences, over the same pages."""
         sequences = self._sequences(input_batch)
-        rows = input_batch.seq_lens_cpu_upper_bound.numpy()[sequences.row_of]
+        seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[sequences.row_of]
         row_of = to_device(sequences.row_of, self.device)
-        # The host may count a canvas in flight as if it moved the position; the device knows.
-        tokens_behind = to_device(rows - sequences.seq_lens, self.device)
+        # Under asynchronous scheduling the host's lengths are upper bounds. Only their differences
+        # are used: how many tokens of its request are behind a sequence.
+        tokens_behind = to_device(seq_lens - sequences.seq_lens, self.device)
         is_causal = to_device(sequences.is_causal, self.device)
         if self._is_async:
             is_causal = is_causal | self._find_commits(input_batch)[row_of]
@@ -265,32 +272,34 @@ class DiffusionModelState(ModelState):
             "mm_req_doc_ranges": sequences.images,
         }
 
-    def _in_place(
+    def _metadata_of_full_graph(
         self, input_batch: InputBatch, block_tables: tuple[torch.Tensor, ...]
     ) -> dict[str, Any]:
-        """A batch in which each row is one sequence, in tensors that a full CUDA graph has read.
+        """A batch in which each request is one sequence, in the tensors that a full graph reads.
 
         ``patches.cuda_graphs`` keeps rows with a causal span and a canvas out of full graphs.
         """
-        sequences, num_rows = self._sequences(input_batch), input_batch.num_reqs_after_padding
+        sequences, num_padded = self._sequences(input_batch), input_batch.num_reqs_after_padding
         num_reqs = input_batch.num_reqs
-        assert len(sequences.row_of) == num_reqs, "a row of a full graph is one sequence"
-        flags = np.pad(sequences.is_causal, (0, num_rows - num_reqs))
-        is_causal = self._is_causal[:num_rows].copy_(to_device(flags, self.device))
+        assert len(sequences.row_of) == num_reqs, "a request of a full graph is one sequence"
+        flags = np.pad(sequences.is_causal, (0, num_padded - num_reqs))
+        is_causal = self._is_causal[:num_padded].copy_(to_device(flags, self.device))
         if self._is_async:
             is_causal[:num_reqs] |= self._find_commits(input_batch)
         return {
-            "num_reqs": num_rows,
+            "num_reqs": num_padded,
             "num_tokens": input_batch.num_tokens_after_padding,
-            "query_start_loc_gpu": input_batch.query_start_loc[: num_rows + 1],
-            "query_start_loc_cpu": torch.from_numpy(input_batch.query_start_loc_np[: num_rows + 1]),
+            "query_start_loc_gpu": input_batch.query_start_loc[: num_padded + 1],
+            "query_start_loc_cpu": torch.from_numpy(
+                input_batch.query_start_loc_np[: num_padded + 1]
+            ),
             "max_query_len": int(input_batch.num_scheduled_tokens.max()),
             "seq_lens": input_batch.seq_lens,
             "max_seq_len": self.model_config.max_model_len,  # a graph is captured for any length
             "block_tables": block_tables,
             "causal": is_causal,
             # A graph serves causal rows and canvases, as the flags on the device say.
-            "is_prefilling": torch.zeros(num_rows, dtype=torch.bool),
+            "is_prefilling": torch.zeros(num_padded, dtype=torch.bool),
         }
 
     def _find_commits(self, input_batch: InputBatch) -> torch.Tensor:
@@ -309,8 +318,8 @@ class DiffusionModelState(ModelState):
         """
         computed = input_batch.num_computed_tokens_np
         prefill_len = input_batch.prefill_len_np
-        # [R]: the row is behind its prompt. A prompt length of 0 means one of vLLM's dummy runs. If
-        # the row begins in the prompt, the runner has filled in what was emitted, too.
+        # [R]: the row begins behind its prompt. A prompt length of 0 means a dummy run of vLLM's.
+        # After a preemption its prompt has the emitted tokens, too, and the runner fills them in.
         is_generated = (computed >= prefill_len) & (prefill_len > 0)
         causal_lens = np.where(is_generated, _spans(input_batch).causal_lens, 0)
         if not causal_lens.any():

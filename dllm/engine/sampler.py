@@ -1,7 +1,8 @@
-"""DiffusionSampler: denoise steps for every canvas of the batch, until one has converged.
+"""DiffusionSampler: a denoise step of every canvas of the batch, or several.
 
 vLLM's runner calls the sampler once in an engine step, with the logits of its own forward pass.
-Then ``engine.loop`` may repeat the forward pass and the denoise step (``DiffusionSampler._step``):
+Then ``engine.loop`` may repeat the forward pass and the denoise step, until a canvas converges or a
+request arrives; not under asynchronous scheduling. A denoise step (``_denoise_tile``) is:
 
     edit, constrain  logits, in place, as requests and their grammars ask
     denoise          the algorithm's decisions
@@ -86,9 +87,10 @@ class DiffusionSampler:
         self._rows_at_once = rows_at_once(vllm_config)
         # Longer than any batch: torch.compile would take two equal sizes for the same one.
         longest = vllm_config.scheduler_config.max_num_batched_tokens + 1
-        # Made as a grammar makes its choice: torch.compile compiles for either kind of tensor.
+        # An inference tensor, as what a grammar chooses is one: for another kind of tensor
+        # torch.compile would compile the step a second time.
         with torch.inference_mode():
-            self._free = state.seeds.new_full((longest,), NO_TOKEN, dtype=torch.int64)
+            self._nothing_chosen = state.seeds.new_full((longest,), NO_TOKEN, dtype=torch.int64)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
         self._store_rows = maybe_compile(store_rows, vllm_config)
         self._fresh_canvas = maybe_compile(algorithm.fresh_canvas, vllm_config)
@@ -112,10 +114,10 @@ class DiffusionSampler:
         self.edits.apply_staged_writes()
         self.logprobs.apply_staged_writes()
         if self._new_slots:
-            self._begin_canvases(self._new_slots)
+            self._draw_first_canvases(self._new_slots)
             self._new_slots = []
 
-    def _begin_canvases(self, new_slots: list[int]) -> None:
+    def _draw_first_canvases(self, new_slots: list[int]) -> None:
         """The canvases behind the prompts (or what was generated before a preemption)."""
         # A batch of one would be compiled as a special case, so one slot is given twice.
         slots_np = np.array(new_slots * 2 if len(new_slots) == 1 else new_slots)
@@ -130,7 +132,7 @@ class DiffusionSampler:
     def __call__(
         self, logits: torch.Tensor | LogitRows, input_batch: InputBatch, draft_logits: None = None
     ) -> SamplerOutput:
-        """Denoise, once or until a canvas has converged (``engine.loop``).
+        """Denoise, once or as often as ``engine.loop`` repeats the step.
 
         Args:
             logits: ``[N, vocab]`` fp32, of the canvas rows alone, in batch order; edited in place.
@@ -141,12 +143,12 @@ class DiffusionSampler:
         if input_batch.num_draft_tokens == 0:
             return self._nothing_sampled(input_batch)
         tiles = self._tiles(input_batch, isinstance(logits, torch.Tensor))
-        output = self._denoise(logits, tiles)
+        output = self._denoise_batch(logits, tiles)
         if self.loop.may_repeat(input_batch) and self.loop.goes_on(output.num_sampled):
             with self.loop.forward_of(input_batch) as forward:
-                output = self._denoise(forward(), tiles)
+                output = self._denoise_batch(forward(), tiles)
                 while self.loop.goes_on(output.num_sampled):
-                    output = self._denoise(forward(), tiles)
+                    output = self._denoise_batch(forward(), tiles)
         return output
 
     def profile(self, logits: torch.Tensor | LogitRows, input_batch: InputBatch) -> None:
@@ -200,19 +202,24 @@ class DiffusionSampler:
             batch, self.algorithm.settings.canvas_length, self.state.spare_slot
         )
 
-    def _denoise(self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]) -> SamplerOutput:
+    def _denoise_batch(
+        self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]
+    ) -> SamplerOutput:
         """A denoise step of all canvases."""
-        return joined_outputs([self._step(logits[tile.logit_rows], tile) for tile in tiles])
+        return joined_outputs([self._denoise_tile(logits[tile.logit_rows], tile) for tile in tiles])
 
-    def _step(self, logits: torch.Tensor, tile: Tile) -> SamplerOutput:
+    def _denoise_tile(self, logits: torch.Tensor, tile: Tile) -> SamplerOutput:
         """A step of a tile: edit, constrain, denoise, emit, record, store, report.
+
+        What reads the model's logits comes before they are edited; what reads the edited ones comes
+        before ``_emit_`` excludes bad words.
 
         Args:
             logits: ``[N, vocab]`` fp32, of the tile's rows, as the model computes them; changed in
                 place by the functions whose names end with an underscore.
         """
         ids = self.state.canvas[tile.batch.expanded_idx_mapping, tile.rows.place]
-        own = self.traces.own_logits(logits, tile)
+        unedited = self.traces.unedited_logits(logits, tile)
 
         logits = self.edits.apply_(logits, tile.rows, self.state, tile.edits)
         logits, texts = self._constrain_(logits, ids, tile)
@@ -220,10 +227,12 @@ class DiffusionSampler:
             logits, ids, texts.chosen, tile.rows, self.state, self.algorithm, tile.filters
         )
         soft = self._soft_embeddings(logits, denoised, tile)
-        decided = self.logprobs.of_decided(logits, denoised, tile)
+        decided_scores = self.logprobs.of_decided(logits, denoised, tile)
         logits, num_emitted = self._emit_(logits, denoised, tile)
 
-        record = StepRecord(tile, ids, own, logits, texts, denoised, soft, decided, num_emitted)
+        record = StepRecord(
+            tile, ids, unedited, logits, texts, denoised, soft, decided_scores, num_emitted
+        )
         stored = self._store(record)
         logprobs = self._report(record)
         return self._output(stored, logprobs, tile.batch.num_reqs)
@@ -237,37 +246,41 @@ class DiffusionSampler:
             logits: ``[N, vocab]`` fp32, edited.
             ids: ``[N]`` int64, the canvas tokens that entered the model.
         """
-        free = self._free[: len(ids)]
+        nothing = self._nothing_chosen[: len(ids)]
         if tile.grammars is None:
-            return logits, Written(free)
-        canvases = self.state.canvases(tile.rows, ids, free)
+            return logits, Written(nothing)
+        canvases = self.state.canvases(tile.rows, ids, nothing)
 
+        # Called for a part of the rows, before ``write_`` masks the logits of these rows.
         def scores(part: slice) -> torch.Tensor:
             return self.algorithm.scores_of_texts(logits, tile.rows, canvases, tile.filters, part)
 
         return logits, self.grammars.write_(logits, scores, tile.rows, tile.grammars)
 
     def _soft_embeddings(
-        self, logits: torch.Tensor, step: Denoised, tile: Tile
+        self, logits: torch.Tensor, denoised: Denoised, tile: Tile
     ) -> torch.Tensor | None:
         """What the next step is conditioned on, ``[N, soft_size]``; 0 for given tokens."""
         if self.algorithm.soft_size is None:
             return None
-        soft, rows = self.algorithm.soft_embeddings(logits, step), tile.rows
-        # The model's own choice of a given token must not reach the next step.
+        soft, rows = self.algorithm.soft_embeddings(logits, denoised), tile.rows
+        # At a given token the soft embedding would be that of what the model would write instead.
         if tile.is_pinned is not None:
             soft = torch.where(tile.is_pinned, 0, soft)
-        if self.state.has_budget[tile.batch.idx_mapping_np[: tile.batch.num_reqs]].any():
-            is_end = self.state.thoughts_of(rows).ends_at(step.argmax_canvas)
+        if self.state.has_thinking_budget[tile.batch.idx_mapping_np[: tile.batch.num_reqs]].any():
+            is_end = self.state.thoughts_of(rows).ends_at(denoised.argmax_canvas)
             soft = torch.where(is_end[rows.row_of, rows.place, None], 0, soft)
         return soft
 
     def _emit_(
-        self, logits: torch.Tensor, step: Denoised, tile: Tile
+        self, logits: torch.Tensor, denoised: Denoised, tile: Tile
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many tokens of each canvas are emitted, ``[R]``: those in front of a bad word."""
-        whole = torch.where(step.converged, tile.rows.widths, 0)
-        return self.edits.trim_(logits, whole, step.argmax_canvas, tile.rows, tile.edits)
+        """The logits, and how many tokens of each canvas are emitted: ``[R]``.
+
+        None of a canvas that goes on; of another all, or those in front of its first bad word.
+        """
+        whole = torch.where(denoised.converged, tile.rows.widths, 0)
+        return self.edits.trim_(logits, whole, denoised.argmax_canvas, tile.rows, tile.edits)
 
     def _store(self, record: StepRecord) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Write the state of the next step, and make what vLLM gets (``store_rows``)."""
@@ -283,7 +296,7 @@ class DiffusionSampler:
             tile.rows,
             self.state,
             self.algorithm,
-            self._lengths(tile.rows),
+            self._text_lens(tile.rows),
         )
 
     def _report(self, record: StepRecord) -> LogprobsTensors | None:
@@ -323,10 +336,10 @@ class DiffusionSampler:
     ) -> SamplerOutput:
         """The output for vLLM: the tokens of converged canvases, of the first rows.
 
-        Every canvas token counts as rejected, also of a converged canvas. So vLLM does not advance
-        the KV position. That is right because this step wrote bidirectional KV; an emitted block
-        gets its causal KV in the next step. The tokens of a block that is not whole
-        yet count as rejected, too: they saw this canvas.
+        The tokens of a canvas count as rejected, also of a converged one: their KV is
+        bidirectional, so vLLM must not advance the KV position; an emitted block gets its causal KV
+        in a later pass. ``step_rows.num_rejected`` has the rule, blocks that are not whole and
+        deferred commits included.
         """
         tokens, num_sampled, num_rejected = (column[:num_reqs] for column in stored)
         return SamplerOutput(
@@ -340,12 +353,15 @@ class DiffusionSampler:
     def _nothing_sampled(self, batch: InputBatch) -> SamplerOutput:
         """The output of a batch without canvases: prompt chunks, blocks in a pass of their own."""
         rows, size = self._rows(batch), self.algorithm.settings.block_size
-        rejected = num_rejected(self.state, rows, self._lengths(rows), size).int()
+        rejected = num_rejected(self.state, rows, self._text_lens(rows), size).int()
         nothing = torch.zeros_like(rejected)
         return self._output((nothing[:, None], nothing, rejected), None, batch.num_reqs)
 
-    def _lengths(self, rows: CanvasRows) -> torch.Tensor:
-        """As of ``num_rejected``. Under synchronous scheduling no block is pending."""
+    def _text_lens(self, rows: CanvasRows) -> torch.Tensor:
+        """``[R]``, tokens of each request with the emitted ones, which ``num_rejected`` compares.
+
+        Only asynchronous scheduling has blocks that are emitted and not in ``seq_lens`` yet.
+        """
         if not self._is_async:
             return rows.seq_lens
         lengths = self.req_states.total_len.gpu  # has no spare slot

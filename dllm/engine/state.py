@@ -104,7 +104,7 @@ class CanvasState:
         self.is_read_only = self._column("is_read_only")
         self.is_stop = zeros(vocab_size, dtype=torch.bool)
         self.has_pins = np.zeros(num_slots, dtype=bool)  # for the host
-        self.has_budget = np.zeros(num_slots, dtype=bool)  # likewise, a thinking budget
+        self.has_thinking_budget = np.zeros(num_slots, dtype=bool)  # likewise, a thinking budget
 
         self.seed_canvas = self._column("seed_canvas")
         # By answer position: a token that is given, or NO_TOKEN.
@@ -163,7 +163,7 @@ class CanvasState:
         self.has_pins[slot] = bool(options.pins)
         record["pinned"] = NO_TOKEN
         record["pinned"][list(options.pins)] = list(options.pins.values())
-        self.has_budget[slot] = thought is not None
+        self.has_thinking_budget[slot] = thought is not None
         numbers = NO_THOUGHT if thought is None else thought.fields()
         for name, number in numbers.items():
             record[f"thought_{name}"] = number

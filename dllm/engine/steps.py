@@ -46,23 +46,23 @@ class StepRecord(NamedTuple):
 
     Attributes:
         ids: ``[N]`` int64, the canvas tokens that entered the model.
-        own: ``[n, V]`` fp32, the model's own logits of the rows ``tile.traced``; None without.
+        unedited: ``[n, V]`` fp32, the model's logits of the rows ``tile.traced``; None without.
         logits: ``[N, V]`` fp32, after all edits.
         texts: what grammars have chosen.
         denoised: what the algorithm decided.
         soft: ``[N, soft_size]``, what the next step is conditioned on; None without
             ``soft_embeddings``.
-        decided: scores of tokens that this step decided for good; None if nobody asks, or if the
+        decided_scores: of tokens that this step decided for good; None if nobody asks, or if the
             next step decides them anew.
         num_emitted: ``[R]`` int64, how many tokens of each canvas are emitted.
     """
 
     tile: Tile
     ids: Tensor
-    own: Tensor | None
+    unedited: Tensor | None
     logits: Tensor
     texts: Written
     denoised: Denoised
     soft: Tensor | None
-    decided: LogprobsTensors | None
+    decided_scores: LogprobsTensors | None
     num_emitted: Tensor

@@ -67,7 +67,7 @@ class BlockTraces:
         index = np.flatnonzero(np.repeat(self._is_traced[slots], widths))
         return to_device(index, self._records.device)
 
-    def own_logits(self, logits: torch.Tensor, tile: Tile) -> torch.Tensor | None:
+    def unedited_logits(self, logits: torch.Tensor, tile: Tile) -> torch.Tensor | None:
         """The model's own logits of traced rows, ``[n, V]``; a copy, since edits change them."""
         return None if tile.traced is None else logits[tile.traced]
 
@@ -80,8 +80,8 @@ class BlockTraces:
             ``[R, C, COLUMNS]``, the canvases of the batch with this step; None if nobody is traced.
         """
         tile, step, rows = record.tile, record.denoised, record.tile.rows
-        some, own = tile.traced, record.own
-        if some is None or own is None:
+        some, unedited = tile.traced, record.unedited
+        if some is None or unedited is None:
             return None
         row, place = rows.row_of[some], rows.place[some]
         slots, ends = rows.slots[row], step.converged[row]
@@ -96,7 +96,7 @@ class BlockTraces:
                 is_new &= ~(is_pinned & self._holds_pins[slots])
         is_there = rows.widths[row] > 0
         is_new &= (is_kept | ends) & is_there
-        found = _values(own, token, step.temperature[some], step.steps_done[row])
+        found = _values(unedited, token, step.temperature[some], step.steps_done[row])
         before = self._records[slots, place]
         self._records[slots, place] = torch.where(is_new[:, None], found, before)
         was_kept = self._was_kept[slots, place]

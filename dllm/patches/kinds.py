@@ -27,12 +27,12 @@ class Kind:
         name: as messages call it.
         is_asked: whether a server's configuration and options ask for it.
         on_cpu, on_cuda: whose worker runs there.
-        scheduler: the class for steps that wait for each other.
-        async_scheduler: the class for steps that are scheduled ahead, the default on CUDA.
+        scheduler: the class under synchronous scheduling.
+        async_scheduler: the class under asynchronous scheduling, the default on CUDA.
         takes_scheduler: whether ``--scheduler-cls`` may name another one.
         attention: chooses the attention backend.
         refuses: what does not work with it.
-        waits: why no step is scheduled ahead; None: vLLM decides.
+        why_synchronous: why no step may be scheduled ahead; None: vLLM decides.
         configure: checks and chooses what no other kind has.
     """
 
@@ -45,7 +45,7 @@ class Kind:
     takes_scheduler: bool = True
     attention: Callable[[Any], None] = lambda config: None
     refuses: Callable[[Any], Limits] = lambda config: ()
-    waits: Callable[[Any], str | None] = lambda config: None
+    why_synchronous: Callable[[Any], str | None] = lambda config: None
     configure: Callable[[Any], None] = lambda config: None
 
 
@@ -63,7 +63,8 @@ CANVASES = Kind(
     refuses=configure.canvas_limits,
     configure=configure.configure_canvases,
 )
-# Our worker verifies drafts by our rule, and our scheduler passes their counts to the metrics.
+# These two: our worker verifies drafts by our rule; under synchronous scheduling our scheduler
+# passes their counts to the metrics.
 SELF_DRAFTS = Kind(
     "drafting for itself",
     lambda config, options: drafting.drafts_itself(config.speculative_config),
@@ -72,7 +73,7 @@ SELF_DRAFTS = Kind(
     scheduler=contract.DRAFTING_SCHEDULER,
     attention=decoding.self_drafting_attention,
     refuses=decoding.self_drafting_limits,
-    waits=drafting.why_steps_wait,
+    why_synchronous=drafting.why_steps_wait,
     configure=decoding.configure_self_drafting,
 )
 DFLASH = Kind(
@@ -83,7 +84,7 @@ DFLASH = Kind(
     scheduler=contract.DRAFTING_SCHEDULER,
     attention=drafting.draft_attention,
     refuses=drafting.draft_limits,
-    waits=drafting.why_steps_wait,
+    why_synchronous=drafting.why_steps_wait,
     configure=drafting.configure_drafting,
 )
 # Our scheduler asks the draft workers between two steps.
@@ -95,7 +96,7 @@ REMOTE = Kind(
     scheduler=contract.REMOTE_SCHEDULER,
     takes_scheduler=False,
     refuses=remote.remote_limits,
-    waits=lambda config: remote.WHY_STEPS_WAIT,
+    why_synchronous=lambda config: remote.WHY_STEPS_WAIT,
     configure=remote.configure_remote,
 )
 # Our worker reads the hidden states of a target that has no drafter.
@@ -107,7 +108,7 @@ RECORDED = Kind(
     on_cpu=OURS,
     on_cuda=OURS,
     refuses=decoding.adapter_limits,
-    waits=drafting.why_steps_wait,
+    why_synchronous=drafting.why_steps_wait,
     configure=drafting.configure_recording,
 )
 # On a CPU, the runner that draws its numbers as drafts do: a seed gives the same text with both.
@@ -178,21 +179,21 @@ def _refuse_options_of_others(kind: Kind, options: PluginOptions) -> None:
 def _choose_scheduler(vllm_config: Any, kind: Kind) -> None:
     scheduler = vllm_config.scheduler_config
     if not kind.takes_scheduler:
-        ours = None, kind.scheduler, kind.async_scheduler
-        _refuse_another("--scheduler-cls", scheduler.scheduler_cls, ours, kind)
+        allowed = None, kind.scheduler, kind.async_scheduler
+        _refuse_another("--scheduler-cls", scheduler.scheduler_cls, allowed, kind)
         scheduler.scheduler_cls = None
-    if (why := kind.waits(vllm_config)) is not None:
+    if (why := kind.why_synchronous(vllm_config)) is not None:
         if scheduler.async_scheduling:
             raise ValueError(f"--async-scheduling: {why}. Leave the flag out.")
         scheduler.async_scheduling = False
-    waits = cpu.is_synchronous() or scheduler.async_scheduling is False
+    is_synchronous = cpu.is_synchronous() or scheduler.async_scheduling is False
     scheduler.scheduler_cls = scheduler.scheduler_cls or (
-        kind.scheduler if waits else kind.async_scheduler
+        kind.scheduler if is_synchronous else kind.async_scheduler
     )
 
 
 def _choose_worker(vllm_config: Any, kind: Kind) -> bool:
-    """Choose the worker of a kind, in place; returns whether it is ours by default.
+    """Choose the worker of a kind, in place; returns whether the kind names one of ours.
 
     Raises:
         ValueError: the user chose a worker that does not work, or the machine lacks a part.
@@ -200,22 +201,24 @@ def _choose_worker(vllm_config: Any, kind: Kind) -> bool:
     from vllm.platforms import current_platform
 
     parallel = vllm_config.parallel_config
-    whose, ours = kind.on_cuda, contract.GPU_WORKER
+    whose, our_class = kind.on_cuda, contract.GPU_WORKER
     if current_platform.is_cpu():
-        whose, ours = kind.on_cpu, contract.CPU_WORKER
+        whose, our_class = kind.on_cpu, contract.CPU_WORKER
     if whose == VLLMS:
         return False
     if whose == OURS:
-        _refuse_another("--worker-cls", parallel.worker_cls, ("auto", ours), kind)
-    # On a CPU with Triton, vLLM's worker can do what ours is not needed for.
+        _refuse_another("--worker-cls", parallel.worker_cls, ("auto", our_class), kind)
+    # On a CPU with Triton, vLLM's own worker can serve a kind that leaves it the choice.
     is_default = whose == OURS or not current_platform.is_cpu() or cpu.is_cpu_without_triton()
     if parallel.worker_cls == "auto" and is_default:
-        parallel.worker_cls = ours
+        parallel.worker_cls = our_class
     if parallel.worker_cls == contract.CPU_WORKER:
         cpu.prepare_worker(vllm_config)
     return True
 
 
-def _refuse_another(flag: str, given: str | None, ours: tuple[str | None, ...], kind: Kind) -> None:
-    if given not in ours:
-        raise ValueError(f"{flag} {given}: {kind.name} needs {ours[1]}. Leave the flag out.")
+def _refuse_another(
+    flag: str, given: str | None, allowed: tuple[str | None, ...], kind: Kind
+) -> None:
+    if given not in allowed:
+        raise ValueError(f"{flag} {given}: {kind.name} needs {allowed[1]}. Leave the flag out.")

@@ -99,7 +99,7 @@ class EngineSteps:
         They may still be on their way from the device.
         """
         if self.serves_canvases:
-            self._begin_canvases()
+            self._decide_first_tokens()
         answer = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self.serves_canvases and answer is not None:
             output = getattr(answer, "model_runner_output", answer)
@@ -108,7 +108,7 @@ class EngineSteps:
         return answer
 
     @torch.inference_mode()
-    def _begin_canvases(self) -> None:
+    def _decide_first_tokens(self) -> None:
         """Decide first tokens before canvases are denoised, where the family asks for them."""
         first_tokens = self.model_runner.model_state.first_tokens
         step = self.model_runner.execute_model_state

@@ -147,7 +147,7 @@ def test_the_kv_of_an_answer_that_needs_few_logits(checkpoint):
 
 def test_a_full_graph_gets_the_same_sequences(ours, monkeypatch):
     """Where each row is one sequence, in tensors that stay in place."""
-    describe, met = DiffusionModelState._gathered, Counter()
+    describe, met = DiffusionModelState._metadata_of_sequences, Counter()
 
     def spy(self: Any, batch: Any, tables: Any) -> Any:
         sequences = describe(self, batch, tables)
@@ -155,7 +155,7 @@ def test_a_full_graph_gets_the_same_sequences(ours, monkeypatch):
         met["late"] += bool((sequences["seq_lens"] < believed).any())
         met["commit"] += bool(self.canvases.commits[batch.idx_mapping].any())
         if sequences["num_reqs"] == batch.num_reqs:
-            in_place = self._in_place(batch, tables)
+            in_place = self._metadata_of_full_graph(batch, tables)
             for name in ("query_start_loc_gpu", "seq_lens", "causal"):
                 whole = in_place[name][: len(sequences[name])]
                 assert whole.tolist() == sequences[name].tolist(), name
@@ -165,7 +165,7 @@ def test_a_full_graph_gets_the_same_sequences(ours, monkeypatch):
             met["in place"] += 1
         return sequences
 
-    monkeypatch.setattr(DiffusionModelState, "_gathered", spy)
+    monkeypatch.setattr(DiffusionModelState, "_metadata_of_sequences", spy)
     ours.reset_prefix_cache()
     ours.generate(*zip(*REQUESTS, strict=True))
     assert met["late"] and met["commit"] and met["in place"]
@@ -174,7 +174,7 @@ def test_a_full_graph_gets_the_same_sequences(ours, monkeypatch):
 def test_no_sequence_is_longer_than_the_host_believes(checkpoint, monkeypatch):
     """Not in the warm-up either: attention plans its memory with the host's bound."""
     ours = get_async_engine(checkpoint(), max_num_batched_tokens=256)
-    describe, met = DiffusionModelState._gathered, Counter()
+    describe, met = DiffusionModelState._metadata_of_sequences, Counter()
 
     def spy(self: Any, batch: Any, tables: Any) -> Any:
         sequences = describe(self, batch, tables)
@@ -182,7 +182,7 @@ def test_no_sequence_is_longer_than_the_host_believes(checkpoint, monkeypatch):
         met["too long"] += int(sequences["seq_lens"].max()) > sequences["max_seq_len"]
         return sequences
 
-    monkeypatch.setattr(DiffusionModelState, "_gathered", spy)
+    monkeypatch.setattr(DiffusionModelState, "_metadata_of_sequences", spy)
     warm_up(ours.runner, ours.core.model_executor.driver_worker.worker.execute_model)
     ours.reset_prefix_cache()
     ours.generate(*zip(*REQUESTS, strict=True))

@@ -128,7 +128,7 @@ def _in_a_graph_too(
     batch, _, tables = args[:3]
     if len(state._sequences(batch).row_of) == batch.num_reqs:
         before = watch.launches.copy()
-        state._in_place(batch, tables)
+        state._metadata_of_full_graph(batch, tables)
         watch.engine_steps[IN_PLACE].append(watch.launches - before)
     return prepare(*args, **kwargs)
 
