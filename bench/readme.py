@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import decisions, drafter, kernels, profile_step, remote, roofline, soak
+from bench import decisions, drafter, kernels, peer, profile_step, remote, roofline, soak
 from bench.context import ROOT, Rows, command_line, read_csv
 from bench.drafter import FILE as DRAFTER
 from bench.serve import AUTOREGRESSIVE, BUILTIN, ENGINE, OURS, PIPELINE, REFERENCE, SERVING
@@ -102,6 +102,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "sampling-step": Section(
         "sampler_cpu.csv", "python -m bench.kernels sampler", kernels.sampler_table
     ),
+    "peer": peer.SECTION,
     "soak": soak.SECTION,
     "drafting": Section(DRAFTER, "python -m bench.drafter", drafter.tables),
     "smollm2": Section(SMOLLM2, "python -m bench.drafter", drafter.tables),
