@@ -134,7 +134,9 @@ def test_the_kv_of_an_answer_that_needs_few_logits(checkpoint):
     context, one_step = prompt(30), {"diffusion_max_steps": 1}
     ours.reset_prefix_cache()
     with rows_taken() as taken:
-        (answer,) = ours.generate([context], SamplingParams(max_tokens=10, extra_args=one_step))
+        (answer,) = ours.generate(
+            [context], SamplingParams(max_tokens=10, ignore_eos=True, extra_args=one_step)
+        )
     assert taken["deferred commit"] and len(answer) == 10 < CANVAS
     longer = [*context, *answer, *prompt(12, salt=1)]
     hits = [ours.runs([longer], params())]

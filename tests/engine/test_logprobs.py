@@ -80,7 +80,7 @@ class Blocks:
             "tile": tile,
             "logits": logits,
             "denoised": step,
-            "decided": self.logprobs.of_decided(logits, step, tile),
+            "decided_scores": self.logprobs.of_decided(logits, step, tile),
             "num_emitted": torch.tensor(num_emitted),
         }
         return self.logprobs.of_blocks(StepRecord(**record))

@@ -213,7 +213,7 @@ class Engine:
         steps: dict[str, list[DenoiseStep]] = defaultdict(list)
         sampler = self.runner.sampler
         kind = type(sampler)
-        call, denoise = kind.__call__, kind._denoise
+        call, denoise = kind.__call__, kind._denoise_batch
         visited: list[Any] = []  # the batch of the engine step that is going on
 
         def spy_step(self: Any, logits: Any, batch: Any, draft_logits: None = None) -> Any:
@@ -245,11 +245,11 @@ class Engine:
                 )
             return output
 
-        kind.__call__, kind._denoise = spy_step, spy_pass
+        kind.__call__, kind._denoise_batch = spy_step, spy_pass
         try:
             yield steps
         finally:
-            kind.__call__, kind._denoise = call, denoise
+            kind.__call__, kind._denoise_batch = call, denoise
 
 
 MOST_ENGINES = 16  # in memory; each takes 40 MB and more

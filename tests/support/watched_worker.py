@@ -115,8 +115,8 @@ def watched_worker(engine: Engine) -> Iterator[WorkerWatch]:
             for name in names:
                 put(owner, name, watch.hook(f"{label}.{name}", getattr(owner, name)))
         kind = type(sampler)
-        denoise = kind._denoise
-        put(kind, "_denoise", lambda *args: watch.count_pass(denoise, *args))
+        denoise = kind._denoise_batch
+        put(kind, "_denoise_batch", lambda *args: watch.count_pass(denoise, *args))
         put(kind, "__call__", watch.hook("sampler", kind.__call__))
         yield watch
 
