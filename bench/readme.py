@@ -46,7 +46,7 @@ class Line(NamedTuple):
 
 
 DIFFUSION, ALONE = "DiffusionGemma", "the same without HTTP: `LLM.chat`"
-DRAFTS = "SmolLM2-135M, our drafter and prompt lookup"
+DRAFTS, LOOKUP = "SmolLM2-135M, our drafter", "the same with prompt lookup"
 MORE_TITLE, MORE = "the same with `--max-num-seqs 64` (default: 8)", f"{BUILTIN} --max-num-seqs 64"
 QUESTIONS, PAIR = {"schedule": ADAPTIVE}, {"target": "smollm2", "family": MIXED}
 LINES = (
@@ -59,8 +59,9 @@ LINES = (
     Line(
         "SDAR, blocks of 32", "diffusers' pipeline, no server", FAMILIES, OURS, PIPELINE, QUESTIONS
     ),
-    Line(DRAFTS, "vLLM without drafts", SMOLLM2, "adaptive, lookup", drafter.PLAIN, PAIR),
-    Line(DRAFTS, "vLLM's n-gram drafts", SMOLLM2, "adaptive, lookup", "n-gram", PAIR),
+    Line(DRAFTS, "vLLM without drafts", SMOLLM2, "adaptive", drafter.PLAIN, PAIR),
+    Line(LOOKUP, "vLLM without drafts", SMOLLM2, "adaptive, lookup", drafter.PLAIN, PAIR),
+    Line(LOOKUP, "vLLM's n-gram drafts", SMOLLM2, "adaptive, lookup", "n-gram", PAIR),
 )
 
 
