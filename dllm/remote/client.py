@@ -17,12 +17,12 @@ from typing import NamedTuple
 from dllm.drafter.metrics import Counts
 from dllm.remote.link import RECONNECT_S, Link
 from dllm.remote.stream import Stream, wait
-from dllm.remote.wire import MAX_ROWS, MAX_TOLD, Ask, Guess, Told
+from dllm.remote.wire import MAX_DELTA_TOKENS, MAX_ROWS, Delta, Draft, DraftBatch
 
 MAX_RESETS = 3  # a worker that forgets a session more often is not asked for it again
 
 
-class Wish(NamedTuple):
+class DraftRequest(NamedTuple):
     """The tokens of a request, and how many drafts (``want``) are wanted behind them at most."""
 
     tokens: Sequence[int]
@@ -36,41 +36,41 @@ class Session:
     Attributes:
         number: the session's name in messages.
         link, num_ups: its worker, and which of that link's connections knows the session.
-        told: how many of its tokens the worker was told.
-        is_asked: the last ask was for drafts of this session, too.
-        start: the guess stands behind so many tokens.
-        guess: token ids that the worker expects there.
+        num_sent: how many of its tokens the worker has.
+        is_asked: the last batch asked for drafts of this session, too.
+        start: the draft stands behind so many tokens.
+        draft: token ids that the worker expects there.
         resets: how often the worker said that it lacks tokens.
     """
 
     number: int
     link: Link | None = None
     num_ups: int = 0
-    told: int = 0
+    num_sent: int = 0
     is_asked: bool = False
     start: int = 0
-    guess: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
     resets: int = 0
 
     @property
     def is_known(self) -> bool:
         return self.link is not None and self.link.is_up and self.link.num_ups == self.num_ups
 
-    def take(self, row: Guess) -> None:
+    def take(self, row: Draft) -> None:
         if row.is_unknown:
-            self.told, self.is_asked = 0, False
+            self.num_sent, self.is_asked = 0, False
             self.resets += 1
         else:
-            self.start, self.guess = row.start, row.tokens
+            self.start, self.draft = row.start, row.tokens
 
-    def usable(self, wish: Wish) -> list[int]:
-        """The rest of the guess, as much as is wanted, unless the tokens contradict it."""
-        done = len(wish.tokens) - self.start
-        if not 0 <= done < len(self.guess):
+    def usable(self, request: DraftRequest) -> list[int]:
+        """The rest of the draft, as much as is wanted, unless the tokens contradict it."""
+        done = len(request.tokens) - self.start
+        if not 0 <= done < len(self.draft):
             return []
-        if list(wish.tokens[self.start :]) != self.guess[:done]:
+        if list(request.tokens[self.start :]) != self.draft[:done]:
             return []
-        return self.guess[done : done + wish.want]
+        return self.draft[done : done + request.want]
 
 
 class Client:
@@ -107,7 +107,7 @@ class Client:
                 link.close()
         self.links = links
 
-    def ask(self, wishes: Mapping[str, Wish], deadline_s: float) -> None:
+    def ask(self, requests: Mapping[str, DraftRequest], deadline_s: float) -> None:
         """Tell what is new of these requests, and ask for drafts of them.
 
         Args:
@@ -115,35 +115,35 @@ class Client:
         """
         for session in self.sessions.values():
             session.is_asked = False
-        has_news = bool(wishes) or any(link.over for link in self.links)
+        has_news = bool(requests) or any(link.over for link in self.links)
         if not has_news and self._clock() < self._received_at + RECONNECT_S:
             return  # while nobody drafts, a look at all connections would cost each step 1 %
         self._receive()
         self._step += 1
-        asks: dict[Link, list[tuple[Session, Told]]] = {link: [] for link in self.links}
-        room = {link: MAX_TOLD for link in self.links}
-        for name, wish in wishes.items():
+        batches: dict[Link, list[tuple[Session, Delta]]] = {link: [] for link in self.links}
+        room = {link: MAX_DELTA_TOKENS for link in self.links}
+        for name, request in requests.items():
             session = self._session(name)
             link = self._home(session)
-            if link is None or wish.want < 1 or session.resets > MAX_RESETS:
+            if link is None or request.want < 1 or session.resets > MAX_RESETS:
                 continue
-            new = list(wish.tokens[session.told : session.told + room[link]])
-            is_all = session.told + len(new) == len(wish.tokens)
-            if len(asks[link]) < MAX_ROWS and (new or is_all):
-                want = wish.want if is_all else 0  # the rest is told with the next ask
-                asks[link].append((session, Told(session.number, session.told, new, want)))
+            new = list(request.tokens[session.num_sent : session.num_sent + room[link]])
+            is_all = session.num_sent + len(new) == len(request.tokens)
+            if len(batches[link]) < MAX_ROWS and (new or is_all):
+                want = request.want if is_all else 0  # the rest goes with the next batch
+                batches[link].append((session, Delta(session.number, session.num_sent, new, want)))
                 room[link] -= len(new)
         deadline_us = min(round(1e6 * deadline_s), 2**32 - 1)
-        for link, asked in asks.items():
+        for link, asked in batches.items():
             if not (asked or link.over) or link.is_out:
                 continue
             rows = [row for _, row in asked]
-            if link.ask(Ask(self._step, deadline_us, rows, link.over)):
+            if link.ask(DraftBatch(self._step, deadline_us, rows, link.over)):
                 for session, row in asked:
-                    session.told = row.start + len(row.tokens)
+                    session.num_sent = row.start + len(row.tokens)
                     session.is_asked = row.want > 0
 
-    def collect(self, wishes: Mapping[str, Wish], seconds: float) -> float:
+    def collect(self, requests: Mapping[str, DraftRequest], seconds: float) -> float:
         """Take replies; wait for those that are needed and awaited, ``seconds`` at most.
 
         Returns:
@@ -151,7 +151,7 @@ class Client:
         """
         start = self._clock()
         self._receive()
-        while any(self._is_awaited(name, wish) for name, wish in wishes.items()):
+        while any(self._is_awaited(name, request) for name, request in requests.items()):
             left = start + seconds - self._clock()
             if left <= 0:
                 break
@@ -159,16 +159,16 @@ class Client:
             self._receive()
         return self._clock() - start
 
-    def _is_awaited(self, name: str, wish: Wish) -> bool:
+    def _is_awaited(self, name: str, request: DraftRequest) -> bool:
         """Whether a request has no usable draft, and a reply for it is on its way."""
         session = self.sessions.get(name)
         if session is None or session.link is None or not (session.is_asked and session.is_known):
             return False
         is_coming = not session.link.is_out and session.link.asked_at is not None
-        return is_coming and not session.usable(wish)
+        return is_coming and not session.usable(request)
 
     def keep(self, names: Container[str]) -> None:
-        """End the sessions of all other requests; their workers hear of it with the next ask."""
+        """End the sessions of all other requests; their workers hear of it with the next batch."""
         for name in [name for name in self.sessions if name not in names]:
             self._leave(self.sessions.pop(name))
 
@@ -189,7 +189,7 @@ class Client:
         if session.link is not None and link is not session.link:
             self._counts.add("remote_moves")
             self._leave(session)
-        session.link, session.num_ups, session.told = link, link.num_ups, 0
+        session.link, session.num_ups, session.num_sent = link, link.num_ups, 0
         return link
 
     def _leave(self, session: Session) -> None:

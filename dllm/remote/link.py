@@ -19,7 +19,7 @@ from enum import Enum
 from dllm.drafter.metrics import Counts
 from dllm.remote.report import Report
 from dllm.remote.stream import Stream
-from dllm.remote.wire import Ask, Reply, frame, read_reply
+from dllm.remote.wire import DraftBatch, Reply, frame, read_reply
 
 RECONNECT_S = 0.1  # between two attempts
 CONNECT_WITHIN_S = 3.0  # the greeting included
@@ -37,14 +37,14 @@ class Link:
     Args:
         dial: begins a connection; raises OSError if nobody listens.
         deadline_s: within which the worker has to answer.
-        counts: asks, replies, misses and refused messages are added to it.
+        counts: batches, replies, misses and refused messages are added to it.
 
     Attributes:
         state: as above; a change is logged.
         connection: None if the state is DOWN.
         num_ups: how often it came up. Then the worker knows no session.
-        step: of the last ask that has a reply.
-        asked_at: when the oldest ask was sent that was not answered; None if all were.
+        step: of the last batch that has a reply.
+        asked_at: when the oldest batch was sent that was not answered; None if all were.
         over: sessions that have ended, which the worker has yet to be told.
         is_foreign: it has answered with tokens that the target does not have.
     """
@@ -80,14 +80,14 @@ class Link:
         """Whether nobody asks it or waits for it."""
         return self.state is not State.UP
 
-    def ask(self, ask: Ask) -> bool:
-        """Send an ask; returns whether it is on its way."""
-        if self.connection is None or not self.is_up or not self.connection.send(frame(ask)):
+    def ask(self, batch: DraftBatch) -> bool:
+        """Send a batch; returns whether it is on its way."""
+        if self.connection is None or not self.is_up or not self.connection.send(frame(batch)):
             return False
         self.count("asks")
         self.over = []
-        if any(row.want for row in ask.rows):  # others get no reply
-            self.step = ask.step
+        if any(row.want for row in batch.rows):  # others get no reply
+            self.step = batch.step
             self.asked_at = self._clock() if self.asked_at is None else self.asked_at
         return True
 

@@ -29,7 +29,7 @@ from dllm.drafter.scheduler import DraftingScheduler
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.remote.address import Address, parse
-from dllm.remote.client import Client, Wish
+from dllm.remote.client import Client, DraftRequest
 from dllm.remote.dialing import dialer
 from dllm.remote.discovery import Following, watch_dynamo
 from dllm.remote.keys import Keys
@@ -62,7 +62,7 @@ class RemoteDrafter:
         self._deadline_s = deadline_s
         self._free = list(range(num_slots))
         self._slots: dict[str, int] = {}
-        self._wishes: dict[str, Wish] = {}  # of all requests of the last step
+        self._requests: dict[str, DraftRequest] = {}  # of all requests of the last step
         self._short: set[str] = set()  # got fewer drafts than the policy would have verified
         self._wants_drafts = policy.most > 0  # behind a step, what the policy says
         self._wait_s = deadline_s
@@ -73,8 +73,10 @@ class RemoteDrafter:
         The target's first token is its own: one more draft is asked for.
         """
         if texts and self._wants_drafts:
-            wishes = {name: Wish(tokens, self.policy.most + 1) for name, tokens in texts.items()}
-            self.client.ask(wishes, self._deadline_s)
+            requests = {
+                name: DraftRequest(tokens, self.policy.most + 1) for name, tokens in texts.items()
+            }
+            self.client.ask(requests, self._deadline_s)
 
     def _slots_of(self, names: Collection[str]) -> np.ndarray:
         """``[rows]``: the numbers, below ``num_slots``, that the policy knows these requests by."""
@@ -88,7 +90,7 @@ class RemoteDrafter:
 
     def follow(
         self,
-        wishes: dict[str, Wish],
+        requests: dict[str, DraftRequest],
         in_prompt: np.ndarray,
         num_sampled: np.ndarray,
         verified: np.ndarray,
@@ -96,30 +98,30 @@ class RemoteDrafter:
         """Learn from a step, and ask for drafts of the next one if the policy wants any.
 
         Args:
-            wishes: for each request of the step, the drafts that may be of use in the next one.
+            requests: for each request of the step, the drafts that may be of use in the next one.
             in_prompt: ``[rows]`` bool, as ``VerifiedStep``.
             num_sampled: ``[rows]``, tokens of the step up to the end of the answer. A draft that
                 ends it counts as rejected.
             verified: ``[rows]``, drafts that the target verified.
         """
-        self._wishes = wishes
-        slots = self._slots_of(wishes)
+        self._requests = requests
+        slots = self._slots_of(requests)
         if self.policy.reads_outcomes:
             accepted = np.where(verified > 0, np.clip(num_sampled - 1, 0, verified), 0)
             # One more draft counts as rejected where fewer came in time than the policy would have
             # verified, or it would go on to expect what a slow worker cannot deliver.
-            short = np.array([name in self._short for name in wishes], dtype=np.int64)
+            short = np.array([name in self._short for name in requests], dtype=np.int64)
             tried, samples = verified + short, num_sampled > 0
             self.policy.observe(VerifiedStep(slots, in_prompt, samples, tried, accepted))
         self._wants_drafts = self.policy.wants_drafts(slots)
-        asking: dict[str, Wish] = {}
+        asking: dict[str, DraftRequest] = {}
         if self._wants_drafts:
             worth_s = 1e-3 * self.policy.worth_ms(slots)
             self._wait_s = max(0.0, min(self._deadline_s, worth_s))
             most = self.policy.most
             asking = {
-                name: Wish(tokens, min(want, most))
-                for name, (tokens, want) in wishes.items()
+                name: DraftRequest(tokens, min(want, most))
+                for name, (tokens, want) in requests.items()
                 if want
             }
         self.client.ask(asking, self._wait_s)
@@ -128,36 +130,38 @@ class RemoteDrafter:
 
     def take(self) -> tuple[list[str], list[list[int]]]:
         """The drafts to verify of each request of the last step; waits for them if need be."""
-        wishes, self._wishes, self._short = self._wishes, {}, set()
-        useful = {name: wish for name, wish in wishes.items() if wish.want}
+        requests, self._requests, self._short = self._requests, {}, set()
+        useful = {name: request for name, request in requests.items() if request.want}
         drafts: dict[str, list[int]] = {}
         if self._wants_drafts:
-            drafts = self._collect(wishes, useful) if useful else {}
+            drafts = self._collect(requests, useful) if useful else {}
             if not drafts:
                 self.policy.note_wait(None)
         for name in useful:
             self.counts.add("draft_widths", label=str(len(drafts.get(name, ()))))
-        return list(wishes), [drafts.get(name, []) for name in wishes]
+        return list(requests), [drafts.get(name, []) for name in requests]
 
-    def _collect(self, rows: Collection[str], wishes: Mapping[str, Wish]) -> dict[str, list[int]]:
+    def _collect(
+        self, rows: Collection[str], requests: Mapping[str, DraftRequest]
+    ) -> dict[str, list[int]]:
         """The drafts that are there in time, cut to the widths that the policy chooses.
 
         Returns:
-            By request, for all of ``wishes``; nothing if nobody is there who drafts.
+            By request, for all of ``requests``; nothing if nobody is there who drafts.
         """
-        waited_s = self.client.collect(wishes, self._wait_s)
+        waited_s = self.client.collect(requests, self._wait_s)
         self.counts.add("drafting_seconds", waited_s)
-        sessions = {name: self.client.sessions[name] for name in wishes}
-        drafts = {name: sessions[name].usable(wish) for name, wish in wishes.items()}
+        sessions = {name: self.client.sessions[name] for name in requests}
+        drafts = {name: sessions[name].usable(request) for name, request in requests.items()}
         self.counts.add("drafted_tokens", sum(map(len, drafts.values())))
-        is_expected = {name: drafts[name] or sessions[name].is_asked for name in wishes}
+        is_expected = {name: drafts[name] or sessions[name].is_asked for name in requests}
         if not any(is_expected.values()):
             return {}
         self.policy.note_wait(waited_s)
         slots = np.array([self._slots[name] for name in rows])
         widths = dict(zip(rows, self.policy.widths(slots, None).tolist(), strict=True))
-        for name, wish in wishes.items():
-            if is_expected[name] and len(drafts[name]) < min(widths[name], wish.want):
+        for name, request in requests.items():
+            if is_expected[name] and len(drafts[name]) < min(widths[name], request.want):
                 self._short.add(name)
             drafts[name] = drafts[name][: widths[name]]
             worker = sessions[name].link
@@ -193,8 +197,8 @@ class RemoteScheduler(DraftingScheduler):
         # vLLM has cut the tokens behind the end of an answer.
         sampled, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         num_sampled = np.array([len(sampled[row_of[name]]) if sampled else 0 for name in names])
-        wishes = {name: self._wish(name) for name in names}
-        self.remote.follow(wishes, in_prompt, num_sampled, verified)
+        requests = {name: self._draft_request(name) for name in names}
+        self.remote.follow(requests, in_prompt, num_sampled, verified)
         return outputs
 
     def _in_prompt(self, scheduled: SchedulerOutput) -> np.ndarray:
@@ -206,18 +210,18 @@ class RemoteScheduler(DraftingScheduler):
             found.append(request is None or not request.num_output_tokens or count > 1 + num_drafts)
         return np.array(found, dtype=bool)
 
-    def _wish(self, name: str) -> Wish:
+    def _draft_request(self, name: str) -> DraftRequest:
         """A request's tokens, and how many drafts its next step may verify and gain from."""
         request = self.requests.get(name)
         if request is None:
-            return Wish([], 0)
+            return DraftRequest([], 0)
         tokens, is_running = request.all_token_ids, request.status == RequestStatus.RUNNING
         if not is_running or request.is_prefill_chunk or not _is_text(request):
-            return Wish(tokens, 0)
+            return DraftRequest(tokens, 0)
         left = min(
             request.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens
         )
-        return Wish(tokens, max(0, min(self.num_spec_tokens, left - 1)))
+        return DraftRequest(tokens, max(0, min(self.num_spec_tokens, left - 1)))
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Use the drafts of the draft workers. The target's own worker has none."""

@@ -16,7 +16,15 @@ from collections.abc import Iterator, Sequence
 from dllm.remote.address import Address, make_private
 from dllm.remote.keys import Keys
 from dllm.remote.report import Report
-from dllm.remote.wire import GREETING, LENGTH_BYTES, MAX_ASK_BYTES, Ask, Reply, frame, read_ask
+from dllm.remote.wire import (
+    GREETING,
+    LENGTH_BYTES,
+    MAX_BATCH_BYTES,
+    DraftBatch,
+    Reply,
+    frame,
+    read_batch,
+)
 
 MAX_CONNECTIONS = 64  # of a server
 CHUNK_BYTES = 1 << 18  # taken from a socket by one `read`
@@ -207,7 +215,7 @@ def wait(streams: Sequence[Stream], seconds: float, listening: socket.socket | N
 
 
 class Server:
-    """A worker's side: asks of MAX_CONNECTIONS targets at most.
+    """A worker's side: batches of MAX_CONNECTIONS targets at most.
 
     Of more, the one is closed that never asked, or that asked last the longest time ago. Who is
     let in, or refused, is logged.
@@ -218,7 +226,7 @@ class Server:
     Attributes:
         address: where it listens, with the port.
         num_refused: connections that were closed because their handshake failed, or they sent what
-            is no ask.
+            is no batch.
     """
 
     def __init__(self, address: Address, keys: Keys | None = None) -> None:
@@ -226,7 +234,7 @@ class Server:
         self._last_refusal = ""
         self._report = Report(said=f"{CONNECTED}0")
         self._keys = None if address.path else keys
-        self._streams: dict[int, Stream] = {}  # by number; in the order of their last asks
+        self._streams: dict[int, Stream] = {}  # by number; in the order of their last batches
         self._have_asked: set[int] = set()
         self._number = 0
         family, there = address.resolve()[0]
@@ -246,16 +254,16 @@ class Server:
             address = address._replace(port=self._socket.getsockname()[1])
         self.address = address
 
-    def receive(self, seconds: float) -> Iterator[tuple[int, Ask | None]]:
-        """Asks that are there, with the number of the connection; waits ``seconds`` at most.
+    def receive(self, seconds: float) -> Iterator[tuple[int, DraftBatch | None]]:
+        """Batches that are there, with the number of the connection; waits ``seconds`` at most.
 
-        None in place of an ask: the connection is closed. Its number does not come back. One ask is
-        in memory at a time.
+        None in place of a batch: the connection is closed. Its number does not come back. One
+        batch is in memory at a time.
         """
         wait(list(self._streams.values()), seconds, self._socket)
         for number, stream in list(self._streams.items()):
-            for ask in self._asks(number, stream):
-                yield number, ask
+            for batch in self._batches(number, stream):
+                yield number, batch
             if not stream.is_open:
                 if isinstance(stream.error, ValueError | ssl.SSLError):
                     self.num_refused += 1
@@ -266,16 +274,16 @@ class Server:
             yield number, None
         self._say()
 
-    def _asks(self, number: int, stream: Stream) -> Iterator[Ask]:
+    def _batches(self, number: int, stream: Stream) -> Iterator[DraftBatch]:
         for data in stream.read():
             try:
-                ask = read_ask(data)
+                batch = read_batch(data)
             except ValueError as error:
                 stream.close(error)
                 return
             self._streams[number] = self._streams.pop(number)  # behind all others
             self._have_asked.add(number)
-            yield ask
+            yield batch
 
     def _accept(self) -> Iterator[int]:
         """Let in who knocks; gives the numbers of those that are closed to make room."""
@@ -289,7 +297,7 @@ class Server:
                 self._drop(first)
                 yield first
             self._number += 1
-            stream = Stream(connection, MAX_ASK_BYTES, self._keys, is_server=True)
+            stream = Stream(connection, MAX_BATCH_BYTES, self._keys, is_server=True)
             stream.peer = where[0] if where else "this machine"
             stream.send(frame(GREETING))
             self._streams[self._number] = stream

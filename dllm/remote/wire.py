@@ -16,19 +16,19 @@ from msgspec import Meta, Struct
 from dllm.settings.remote import MAX_DRAFTS
 from dllm.settings.request import MAX_INT32
 
-MAX_WANT = MAX_DRAFTS + 1  # drafts of a session; an ask for a new prompt wants one more
-MAX_GUESS = 2 * MAX_WANT  # tokens of a guess: those asked for, and some of a run ahead
+MAX_WANT = MAX_DRAFTS + 1  # drafts of a session; a batch for a new prompt wants one more
+MAX_DRAFT_TOKENS = 2 * MAX_WANT  # tokens of a draft: those asked for, and some of a run ahead
 MAX_ROWS = 1024  # sessions of a message
-MAX_TOLD = 150_000  # new tokens of an ask, all sessions together; the rest is told with later asks
-MAX_ASK_BYTES = 1 << 20  # more than an ask within these limits has
+MAX_DELTA_TOKENS = 150_000  # new tokens of a batch, all sessions together; later ones have the rest
+MAX_BATCH_BYTES = 1 << 20  # more than a batch within these limits has
 LENGTH_BYTES = 4  # in front of each message
 
 Int32 = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Told(Struct, array_like=True, forbid_unknown_fields=True):
-    """One session's part of an ask.
+class Delta(Struct, array_like=True, forbid_unknown_fields=True):
+    """One session's part of a batch.
 
     Attributes:
         start: behind so many tokens come ``tokens``; what stood there before is void.
@@ -37,26 +37,26 @@ class Told(Struct, array_like=True, forbid_unknown_fields=True):
 
     session: Number
     start: Int32
-    tokens: Annotated[list[Int32], Meta(max_length=MAX_TOLD)]
+    tokens: Annotated[list[Int32], Meta(max_length=MAX_DELTA_TOKENS)]
     want: Annotated[int, Meta(ge=0, le=MAX_WANT)]
 
 
-class Ask(Struct, array_like=True, forbid_unknown_fields=True, tag="dllm-ask-3"):
-    """Target to worker.
+class DraftBatch(Struct, array_like=True, forbid_unknown_fields=True, tag="dllm-ask-3"):
+    """Target to worker: new tokens of some sessions, and which of them need drafts.
 
     Attributes:
-        step: counts the asks of a connection.
+        step: counts the batches of a connection.
         deadline_us: microseconds that the target waits for the reply.
         over: sessions that have ended.
     """
 
     step: Number
     deadline_us: Annotated[int, Meta(ge=0, le=2**32 - 1)]
-    rows: Annotated[list[Told], Meta(max_length=MAX_ROWS)]
+    rows: Annotated[list[Delta], Meta(max_length=MAX_ROWS)]
     over: Annotated[list[Number], Meta(max_length=MAX_ROWS)] = []
 
 
-class Guess(Struct, array_like=True, forbid_unknown_fields=True):
+class Draft(Struct, array_like=True, forbid_unknown_fields=True):
     """What a worker expects of a session.
 
     Attributes:
@@ -66,30 +66,30 @@ class Guess(Struct, array_like=True, forbid_unknown_fields=True):
 
     session: Number
     start: Int32
-    tokens: Annotated[list[Int32], Meta(max_length=MAX_GUESS)]
+    tokens: Annotated[list[Int32], Meta(max_length=MAX_DRAFT_TOKENS)]
     is_unknown: bool = False
 
 
 class Reply(Struct, array_like=True, forbid_unknown_fields=True, tag="dllm-reply-3"):
-    """Worker to target: the answer to the ask of this ``step``."""
+    """Worker to target: the answer to the batch of this ``step``."""
 
     step: Number
-    rows: Annotated[list[Guess], Meta(max_length=MAX_ROWS)]
+    rows: Annotated[list[Draft], Meta(max_length=MAX_ROWS)]
 
 
 GREETING = Reply(0, [])  # a worker's first message, when it has let a target in
 
 _encode = msgspec.msgpack.Encoder().encode
-read_ask = msgspec.msgpack.Decoder(Ask).decode  # ValueError for what is no such message
+read_batch = msgspec.msgpack.Decoder(DraftBatch).decode  # ValueError for what is no such message
 read_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 def reply_bytes(num_rows: int) -> int:
     """No reply of so many rows has more bytes."""
-    return 64 + min(num_rows, MAX_ROWS) * (32 + 5 * MAX_GUESS)
+    return 64 + min(num_rows, MAX_ROWS) * (32 + 5 * MAX_DRAFT_TOKENS)
 
 
-def frame(message: Ask | Reply) -> bytes:
+def frame(message: DraftBatch | Reply) -> bytes:
     """The bytes of a message, with its length in front."""
     data = _encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data

@@ -1,9 +1,9 @@
 """The draft worker: goes on writing behind every session that it was told of.
 
-Sessions of all targets are drafted together. Tokens of a target that differ from the guess end the
+Sessions of all targets are drafted together. Tokens of a target that differ from the draft end the
 run behind them, and another begins; there is no rollback, because the prefix cache of the engine
 finds everything before. A worker that runs ahead drafts on while the target verifies: what it then
-has is of use if the target keeps all drafts and its next token is the guess, too.
+has is of use if the target keeps all drafts and its next token is the draft, too.
 """
 
 import logging
@@ -14,10 +14,10 @@ from typing import Protocol
 
 from dllm.remote.report import Report
 from dllm.remote.stream import Server
-from dllm.remote.wire import MAX_GUESS, Ask, Guess, Reply, Told
+from dllm.remote.wire import MAX_DRAFT_TOKENS, Delta, Draft, DraftBatch, Reply
 
 SHARE_OF_DEADLINE = 0.7  # the rest is for the way back
-IDLE_S = 0.05  # how long a turn waits for asks if nothing is drafted
+IDLE_S = 0.05  # how long a turn waits for batches if nothing is drafted
 # With more sessions, or more tokens of all sessions together, sessions of the connection that has
 # the most are dropped. This also ends sessions whose end a target did not tell.
 MAX_SESSIONS, MAX_TOKENS = 1024, 4_000_000
@@ -45,61 +45,61 @@ class Drafts(Protocol):
 
 
 @dataclass
-class Work:
+class DraftSession:
     """A request of a target, as the worker sees it.
 
     Attributes:
-        tokens, guess: what the target said, and what is expected behind it.
-        run: writes behind the guess; None if nothing does.
+        tokens, draft: what the target said, and what is expected behind it.
+        run: writes behind the draft; None if nothing does.
         is_readable: the model can read it: not too long, no token id that it does not have. Nothing
             is kept of another one, and replies are empty.
     """
 
     tokens: list[int] = field(default_factory=list)
-    guess: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
     run: str | None = None
     is_readable: bool = True
 
-    def hear(self, row: Told) -> bool:
-        """Take an ask's tokens, and keep what is left of the guess.
+    def hear(self, row: Delta) -> bool:
+        """Take a batch's tokens, and keep what is left of the draft.
 
         Returns:
-            Whether the guess went as far as these tokens and agreed with them; if not, it is void.
+            Whether the draft went as far as these tokens and agreed with them; if not, it is void.
         """
         assert row.start <= len(self.tokens), (row.start, len(self.tokens))
-        expected = self.tokens[row.start :] + self.guess
+        expected = self.tokens[row.start :] + self.draft
         self.tokens[row.start :] = row.tokens
         count = len(row.tokens)
         agrees = expected[:count] == row.tokens
-        self.guess = expected[count:] if agrees else []
+        self.draft = expected[count:] if agrees else []
         return agrees
 
 
 @dataclass
-class Asker:
+class Peer:
     """A connection, as the worker sees it. Nobody reaches a session of another one.
 
     Attributes:
-        works: by session; the one used last is last.
-        ask, due: the newest ask, and when its reply has to leave; None if none is waiting.
+        sessions: by number; the one used last is last.
+        batch, due: the newest batch, and when its reply has to leave; None if none is waiting.
     """
 
-    works: dict[int, Work] = field(default_factory=dict)
-    ask: Ask | None = None
+    sessions: dict[int, DraftSession] = field(default_factory=dict)
+    batch: DraftBatch | None = None
     due: float = 0.0
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(work.tokens) for work in self.works.values())
+        return sum(len(session.tokens) for session in self.sessions.values())
 
 
 class Counts:
     def __init__(self) -> None:
-        self.asks = self.replies = self.runs = self.dropped_runs = self.drafted = 0
+        self.batches = self.replies = self.runs = self.dropped_runs = self.drafted = 0
 
 
 class DraftWorker:
-    """Hears asks, drafts and replies.
+    """Hears batches, drafts and replies.
 
     Args:
         ahead: tokens drafted beyond those asked for; 0 does not run ahead.
@@ -110,77 +110,77 @@ class DraftWorker:
     ) -> None:
         self.counts = Counts()
         self._drafts, self._ahead, self._clock = drafts, ahead, clock
-        self._askers: dict[int, Asker] = {}  # by the number of the connection
-        self._runs: dict[str, Work] = {}
+        self._peers: dict[int, Peer] = {}  # by the number of the connection
+        self._runs: dict[str, DraftSession] = {}
         self._report = Report(clock)
 
     @property
     def num_sessions(self) -> int:
-        return sum(len(asker.works) for asker in self._askers.values())
+        return sum(len(peer.sessions) for peer in self._peers.values())
 
     @property
     def num_tokens(self) -> int:
-        return sum(asker.num_tokens for asker in self._askers.values())
+        return sum(peer.num_tokens for peer in self._peers.values())
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._runs) or any(asker.ask for asker in self._askers.values())
+        return bool(self._runs) or any(peer.batch for peer in self._peers.values())
 
     def serve(self, server: Server, goes_on: Callable[[], bool]) -> None:
         while goes_on():
             self.turn(server)
 
     def turn(self, server: Server) -> None:
-        for peer, ask in server.receive(0.0 if self.is_busy else IDLE_S):
-            if ask is None:
-                self.leave(peer)
+        for connection, batch in server.receive(0.0 if self.is_busy else IDLE_S):
+            if batch is None:
+                self.leave(connection)
             else:
-                self.hear(peer, ask)
+                self.hear(connection, batch)
         self._reply(server)
         if self._runs:
             self.draft()
             self._reply(server)
 
     def _reply(self, server: Server) -> None:
-        for peer, reply in self.replies():
-            server.reply(peer, reply)
+        for connection, reply in self.replies():
+            server.reply(connection, reply)
 
-    # --- asks -------------------------------------------------------------------------------------
+    # --- batches ----------------------------------------------------------------------------------
 
-    def hear(self, peer: int, ask: Ask) -> None:
-        """Take an ask: what it tells at once, what it asks for by ``draft`` and ``replies``.
+    def hear(self, connection: int, batch: DraftBatch) -> None:
+        """Take a batch: what it tells at once, what it asks for by ``draft`` and ``replies``.
 
         One that is still waiting is answered together with it, and no later than it was due.
         """
         now = self._clock()
-        self.counts.asks += 1
-        asker = self._askers.setdefault(peer, Asker())
-        for session in ask.over:
-            self._end(asker, session)
-        for row in ask.rows:
-            self._hear_row(asker, row)
+        self.counts.batches += 1
+        peer = self._peers.setdefault(connection, Peer())
+        for number in batch.over:
+            self._end(peer, number)
+        for row in batch.rows:
+            self._hear_row(peer, row)
         self._make_room()
-        if any(row.want for row in ask.rows):
-            due = now + 1e-6 * SHARE_OF_DEADLINE * ask.deadline_us
-            asker.due = due if asker.ask is None else min(due, asker.due)
-            asker.ask = ask
+        if any(row.want for row in batch.rows):
+            due = now + 1e-6 * SHARE_OF_DEADLINE * batch.deadline_us
+            peer.due = due if peer.batch is None else min(due, peer.due)
+            peer.batch = batch
 
-    def leave(self, peer: int) -> None:
+    def leave(self, connection: int) -> None:
         """A connection is closed: its sessions are over."""
-        asker = self._askers.pop(peer, Asker())
-        for session in list(asker.works):
-            self._end(asker, session)
+        peer = self._peers.pop(connection, Peer())
+        for number in list(peer.sessions):
+            self._end(peer, number)
 
-    def _hear_row(self, asker: Asker, row: Told) -> None:
-        work = asker.works.pop(row.session, None) or Work()
-        if row.start > len(work.tokens) and work.is_readable:
-            self._drop_run(work)
+    def _hear_row(self, peer: Peer, row: Delta) -> None:
+        session = peer.sessions.pop(row.session, None) or DraftSession()
+        if row.start > len(session.tokens) and session.is_readable:
+            self._drop_run(session)
             return  # replied as unknown
-        asker.works[row.session] = work
-        if not work.is_readable:
+        peer.sessions[row.session] = session
+        if not session.is_readable:
             return
-        if not work.hear(row):
-            self._drop_run(work)
+        if not session.hear(row):
+            self._drop_run(session)
         is_known = max(row.tokens, default=0) < self._drafts.vocab_size
         if not is_known:
             self._report(
@@ -188,79 +188,79 @@ class DraftWorker:
                 "gets no drafts for such texts",
                 logging.WARNING,
             )
-        work.is_readable = is_known and len(work.tokens) <= self._drafts.max_len
-        if not work.is_readable:
-            self._drop_run(work)
-            work.tokens, work.guess = [], []
-        if row.want and work.run is None and len(work.guess) < row.want + self._ahead:
-            self._start(work, row.want)
+        session.is_readable = is_known and len(session.tokens) <= self._drafts.max_len
+        if not session.is_readable:
+            self._drop_run(session)
+            session.tokens, session.draft = [], []
+        if row.want and session.run is None and len(session.draft) < row.want + self._ahead:
+            self._start(session, row.want)
 
-    def _start(self, work: Work, want: int) -> None:
-        """Begin a run behind the session's tokens and guess, if there is room for its tokens."""
-        known = work.tokens + work.guess
-        count = want + self._ahead - len(work.guess)
+    def _start(self, session: DraftSession, want: int) -> None:
+        """Begin a run behind the session's tokens and draft, if there is room for its tokens."""
+        known = session.tokens + session.draft
+        count = want + self._ahead - len(session.draft)
         count = min(count, self._drafts.max_len - len(known))
         if count < 1 or not known:
             return
-        work.run = self._drafts.start(known, count)
-        self._runs[work.run] = work
+        session.run = self._drafts.start(known, count)
+        self._runs[session.run] = session
         self.counts.runs += 1
 
-    def _drop_run(self, work: Work) -> None:
-        if work.run is not None:
-            self._drafts.stop(work.run)
-            del self._runs[work.run]
-            work.run = None
+    def _drop_run(self, session: DraftSession) -> None:
+        if session.run is not None:
+            self._drafts.stop(session.run)
+            del self._runs[session.run]
+            session.run = None
             self.counts.dropped_runs += 1
 
-    def _end(self, asker: Asker, session: int) -> None:
-        work = asker.works.pop(session, None)
-        if work is not None:
-            self._drop_run(work)
+    def _end(self, peer: Peer, number: int) -> None:
+        session = peer.sessions.pop(number, None)
+        if session is not None:
+            self._drop_run(session)
 
     def _make_room(self) -> None:
         """Drop sessions of the connection that has most, those first that waited longest."""
-        askers = self._askers.values()
+        peers = self._peers.values()
         while self.num_sessions > MAX_SESSIONS:
-            most = max(askers, key=lambda asker: len(asker.works))
-            self._end(most, next(iter(most.works)))
+            most = max(peers, key=lambda peer: len(peer.sessions))
+            self._end(most, next(iter(most.sessions)))
         while self.num_tokens > MAX_TOKENS:
-            most = max(askers, key=lambda asker: asker.num_tokens)
-            self._end(most, next(iter(most.works)))
+            most = max(peers, key=lambda peer: peer.num_tokens)
+            self._end(most, next(iter(most.sessions)))
 
     # --- drafts -----------------------------------------------------------------------------------
 
     def draft(self) -> None:
         for run, tokens, has_ended in self._drafts.step():
-            work = self._runs.get(run)
-            if work is None:
+            session = self._runs.get(run)
+            if session is None:
                 continue
-            work.guess += tokens
+            session.draft += tokens
             self.counts.drafted += len(tokens)
             if has_ended:
                 del self._runs[run]
-                work.run = None
+                session.run = None
 
     def replies(self) -> Iterator[tuple[int, Reply]]:
         """Replies that are complete, or due, with who gets them."""
         now = self._clock()
-        for peer, asker in self._askers.items():
-            if asker.ask is None:
+        for connection, peer in self._peers.items():
+            if peer.batch is None:
                 continue
             rows, is_complete = [], True
-            for row in asker.ask.rows:
+            for row in peer.batch.rows:
                 if not row.want:
                     continue
-                work = asker.works.get(row.session)
+                session = peer.sessions.get(row.session)
                 length = row.start + len(row.tokens)
-                if work is None or (work.is_readable and len(work.tokens) < length):
-                    rows.append(Guess(row.session, row.start, [], is_unknown=True))
+                if session is None or (session.is_readable and len(session.tokens) < length):
+                    rows.append(Draft(row.session, row.start, [], is_unknown=True))
                     continue
-                is_complete &= len(work.guess) >= row.want or work.run is None
-                most = min(row.want + self._ahead, MAX_GUESS)
-                start = max(length, len(work.tokens))
-                rows.append(Guess(row.session, start, work.guess[:most]))
-            if is_complete or now >= asker.due:
-                step, asker.ask = asker.ask.step, None
+                is_complete &= len(session.draft) >= row.want or session.run is None
+                most = min(row.want + self._ahead, MAX_DRAFT_TOKENS)
+                start = max(length, len(session.tokens))
+                rows.append(Draft(row.session, start, session.draft[:most]))
+            if is_complete or now >= peer.due:
+                step, peer.batch = peer.batch.step, None
                 self.counts.replies += 1
-                yield peer, Reply(step, rows)
+                yield connection, Reply(step, rows)

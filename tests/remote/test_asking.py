@@ -9,7 +9,7 @@ import pytest
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.remote import client as asking
-from dllm.remote.client import MAX_RESETS, Wish, choose
+from dllm.remote.client import MAX_RESETS, DraftRequest, choose
 from dllm.remote.link import RECONNECT_S, State
 from tests.support.oracle import VOCAB, plain
 from tests.support.remote_harness import Clock, Net, Target, link_to, worker
@@ -37,20 +37,20 @@ def steps_without_drafts(target: Target) -> int:
 
 
 def test_an_ask_has_no_more_rows_than_a_worker_reads(monkeypatch):
-    """Sessions that do not fit are told of with a later ask; some that ended are not told of."""
+    """Sessions that do not fit are told of with a later batch; some that ended are not told of."""
     monkeypatch.setattr(asking, "MAX_ROWS", 2)
     clock = Clock()
     net = Net(worker(clock), clock)
     target = Target([net], clock)
     begin(target, 4, 20)
     finish(target, 20)
-    assert max(len(ask.rows) for ask in net.sent) == 2
-    assert max(len(ask.over) for ask in net.sent) == 2
+    assert max(len(batch.rows) for batch in net.sent) == 2
+    assert max(len(batch.over) for batch in net.sent) == 2
     assert target.count("drafts")
 
 
 def test_a_long_text_is_told_in_parts_and_drafted_for_when_all_of_it_is_told(monkeypatch):
-    monkeypatch.setattr(asking, "MAX_TOLD", 50)
+    monkeypatch.setattr(asking, "MAX_DELTA_TOKENS", 50)
     clock = Clock()
     net = Net(worker(clock), clock)
     target = Target([net], clock)
@@ -58,7 +58,7 @@ def test_a_long_text_is_told_in_parts_and_drafted_for_when_all_of_it_is_told(mon
     target.add("long", prompt, 20)
     target.run()
     assert target.finished["long"].tokens == plain(prompt, 20)
-    rows = [row for ask in net.sent for row in ask.rows]
+    rows = [row for batch in net.sent for row in batch.rows]
     assert [len(row.tokens) for row in rows[:4]] == [50, 50, 50, 33]  # 3 steps meanwhile
     assert [row.want > 0 for row in rows[:4]] == [False, False, False, True]
     assert target.count("drafts") > 10
@@ -82,7 +82,7 @@ def test_what_is_told_is_what_is_new():
     target = Target([net], clock)
     begin(target, 3)
     finish(target)
-    told = sum(len(row.tokens) for ask in net.sent for row in ask.rows)
+    told = sum(len(row.tokens) for batch in net.sent for row in batch.rows)
     assert 3 * NUM_TOKENS - 3 * 5 <= told <= 3 * (3 + NUM_TOKENS)
 
 
@@ -95,7 +95,7 @@ def test_a_step_behind_which_no_draft_is_of_use_is_not_timed(monkeypatch):
     drafter = target.drafter
     for want in (4, 0, 4, 4):
         in_prompt, one, none = np.array([False]), np.array([1]), np.array([0])
-        drafter.follow({"a": Wish([1, 2, 1, 2], want)}, in_prompt, one, none)
+        drafter.follow({"a": DraftRequest([1, 2, 1, 2], want)}, in_prompt, one, none)
         _, (drafts,) = drafter.take()
         assert bool(drafts) == bool(want)
         clock.now += STEP_S
@@ -244,7 +244,7 @@ def test_nobody_waits_for_an_answer_that_will_not_come():
     begin(target, 1, 3, first=1)
     target.step()
     target.client.sessions["0"].resets = MAX_RESETS + 1
-    target.client.sessions["0"].guess = []
+    target.client.sessions["0"].draft = []
     finish_steps = len(target.steps)
     target.run()
     assert target.count("misses") == 0
@@ -266,7 +266,7 @@ def test_sessions_spread_over_the_workers_and_stay():
     target = Target(nets, clock, num_slots=60)
     begin(target, 60, 40)
     finish(target, 40)
-    told = [{row.session for ask in net.sent for row in ask.rows if row.tokens} for net in nets]
+    told = [{row.session for batch in net.sent for row in batch.rows if row.tokens} for net in nets]
     assert not (told[0] & told[1] or told[0] & told[2] or told[1] & told[2])
     assert min(map(len, told)) >= 10  # 60 in 3; 10 or fewer has a probability of 1%
     assert steps_without_drafts(target) <= 2
@@ -316,7 +316,7 @@ def test_no_more_is_asked_for_than_a_fixed_width():
     target = Target([net], clock, policy=FixedWidth(4, 2))
     begin(target, 1)
     finish(target)
-    asked = [row.want for ask in net.sent for row in ask.rows]
+    asked = [row.want for batch in net.sent for row in batch.rows]
     assert asked[0] == 3 and max(asked[1:]) == 2  # the first token is the target's own
     assert max(target.widths) == 2
 

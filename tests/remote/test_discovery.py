@@ -98,7 +98,7 @@ def test_a_request_that_ended_at_a_worker_that_left_is_told_to_nobody():
     for _ in range(3):
         simulated.target.step()
     simulated.target.abort("0")
-    simulated.target.client.keep([])  # to be told with the next ask
+    simulated.target.client.keep([])  # to be told with the next batch
     num_asks = len(simulated.nets[FIRST].sent)
     simulated.list(SECOND)
     simulated.begin(1)

@@ -10,7 +10,7 @@ import pytest
 
 from dllm.remote.address import Address, parse
 from dllm.remote.keys import Keys, main
-from dllm.remote.wire import Ask, Told, frame
+from dllm.remote.wire import Delta, DraftBatch, frame
 from dllm.settings.command import CommandError
 from tests.support.draft_links import (
     ANSWER,
@@ -51,7 +51,7 @@ def keys_of(folder: Path) -> Keys:
 
 
 def test_only_targets_whose_certificate_is_known_are_let_in(pairs):
-    given = frame(Ask(1, 10**6, [Told(1, 0, PROMPT, 2)]))
+    given = frame(DraftBatch(1, 10**6, [Delta(1, 0, PROMPT, 2)]))
     with serving(TCP, keys_of(pairs["worker"])) as server:
         with linked(server.address, keys_of(pairs["stranger"])) as outside:
             for name in ("one", "two"):

@@ -15,7 +15,7 @@ from dllm.remote.address import Address
 from dllm.remote.keys import Keys, main
 from dllm.remote.link import CONNECT_WITHIN_S, RECONNECT_S, Link, State
 from dllm.remote.report import EVERY_S
-from dllm.remote.wire import Ask, Told
+from dllm.remote.wire import Delta, DraftBatch
 from tests.support.clock import Clock
 from tests.support.draft_links import ANSWER, TCP, ask, linked, serving, until
 from tests.support.oracle import VOCAB
@@ -23,7 +23,7 @@ from tests.support.patience import HANG_S
 from tests.support.remote_harness import Net, Target, link_to, worker
 
 DEADLINE_S = 0.05
-ASK = Ask(1, 1000, [Told(1, 0, [1, 2, 3], 1)])
+BATCH = DraftBatch(1, 1000, [Delta(1, 0, [1, 2, 3], 1)])
 
 
 @pytest.fixture
@@ -61,12 +61,12 @@ def test_each_state_that_lasts_is_logged_once(said):
     for _ in range(100):
         assert look(link, clock, RECONNECT_S) is State.UP
     net.is_hung = True
-    assert link.ask(ASK)
+    assert link.ask(BATCH)
     for _ in range(100):
         assert look(link, clock, 2 * RECONNECT_S) is State.LATE
     net.is_hung = False
     assert look(link, clock, DEADLINE_S) is State.UP
-    link.ask(ASK)
+    link.ask(BATCH)
     for _ in range(10):
         assert look(link, clock, EVERY_S / 2) is State.UP
     net.kill()
@@ -115,7 +115,7 @@ def test_a_worker_that_does_not_greet_is_never_up_and_connected_to_again(said):
     link = Link(net.address, net.dial, DEADLINE_S, Counts(), clock)
     while net.peer < 4:
         assert look(link, clock, RECONNECT_S) is State.CONNECTING
-        assert not link.ask(ASK)
+        assert not link.ask(BATCH)
     assert clock.now >= 3 * CONNECT_WITHIN_S
     assert len(said) == 1 and "no answer within 3 s" in said[0]
 

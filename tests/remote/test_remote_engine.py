@@ -24,7 +24,7 @@ from dllm.patches.remote import SPECULATOR
 from dllm.remote.engine import EngineDrafts
 from dllm.remote.link import Link
 from dllm.remote.scheduler import RemoteDrafter
-from dllm.remote.wire import GREETING, Ask, Guess, Reply, Told, frame, read_ask
+from dllm.remote.wire import GREETING, Delta, Draft, DraftBatch, Reply, frame, read_batch
 from dllm.remote.worker import DraftWorker
 from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import CASES, LIMITS, FixedCosts, greedy, plain_engine, prompt
@@ -46,7 +46,7 @@ class Inline:
         self.greeting = [frame(GREETING)[4:]]
 
     def send(self, data: bytes) -> bool:
-        self.worker.hear(1, read_ask(data[4:]))
+        self.worker.hear(1, read_batch(data[4:]))
         return True
 
     def read(self) -> list[bytes]:
@@ -63,32 +63,32 @@ class Inline:
 class Liar:
     """Replies at once, anything: right drafts, wrong ones, token ids that do not exist."""
 
-    def __init__(self, guess=None) -> None:
-        self.guess, self.random = guess, random.Random(0)
-        self.pending: list[Ask] = []
+    def __init__(self, draft=None) -> None:
+        self.draft, self.random = draft, random.Random(0)
+        self.pending: list[DraftBatch] = []
         self.texts: dict[int, list[int]] = {}
         self.is_busy = False
 
-    def hear(self, peer: int, ask: Ask) -> None:
-        self.pending.append(ask)
+    def hear(self, peer: int, batch: DraftBatch) -> None:
+        self.pending.append(batch)
 
     def replies(self) -> Iterator[tuple[int, Reply]]:
         pending, self.pending = self.pending, []
-        for ask in pending:
-            for row in ask.rows:
+        for batch in pending:
+            for row in batch.rows:
                 known = self.texts.setdefault(row.session, [])
                 known[row.start :] = row.tokens
-            yield 1, Reply(ask.step, [self.row(row) for row in ask.rows if row.want])
+            yield 1, Reply(batch.step, [self.row(row) for row in batch.rows if row.want])
 
-    def row(self, row: Told) -> Guess:
+    def row(self, row: Delta) -> Draft:
         text = self.texts[row.session]
-        if self.guess is not None:
-            return Guess(row.session, len(text), self.guess(text, row.want))
+        if self.draft is not None:
+            return Draft(row.session, len(text), self.draft(text, row.want))
         tokens = [self.random.randrange(512) for _ in range(self.random.randint(0, 40))]
         if self.random.random() < 0.05:
             tokens.append(2**31 - 1)
         start = len(text) + self.random.choice((0, 0, 0, -1, 5))
-        return Guess(row.session, max(0, start), tokens, self.random.random() < 0.05)
+        return Draft(row.session, max(0, start), tokens, self.random.random() < 0.05)
 
 
 def remote_engine(target: Path = TARGET, **options: Any) -> Engine:
@@ -191,7 +191,7 @@ def test_greedy_output_is_that_of_plain_decoding(plain, remote, prompts, model, 
     expected = plain.generate(prompts, greedy(40))
     with drafted_by(remote, worker) as seen:
         assert remote.generate(prompts, greedy(40)) == expected
-        # Not before the next ask does the worker hear that they are over.
+        # Not before the next batch does the worker hear that they are over.
         remote.generate([[1, 2, 3]], greedy(2))
     kept = seen.num("drafts")
     assert kept > (60 if model == "tiny-dllm" else 200)
@@ -225,27 +225,27 @@ def small(target) -> Engine:
 
 
 def oracle(alone: Engine, prompts: Sequence[list[int]], num_tokens: int):
-    """A guess that is right for these prompts, with every fifth draft wrong."""
+    """A draft that is right for these prompts, with every fifth draft wrong."""
     answers = alone.generate(prompts, greedy(num_tokens))
     texts = [given + answer for given, answer in zip(prompts, answers, strict=True)]
 
-    def guess(text: list[int], count: int) -> list[int]:
+    def draft(text: list[int], count: int) -> list[int]:
         found = next((each for each in texts if each[: len(text)] == text), [])
         places = range(len(text), min(len(text) + count, len(found)))
         return [(found[place] + (place % 5 == 0)) % 512 for place in places]
 
-    return guess, answers
+    return draft, answers
 
 
 def half_right(texts: Sequence[list[int]]):
-    """A guess: none to three right drafts for these texts, and two that are wrong."""
+    """A draft: none to three right drafts for these texts, and two that are wrong."""
 
-    def guess(text: list[int], count: int) -> list[int]:
+    def draft(text: list[int], count: int) -> list[int]:
         found = next((each for each in texts if each[: len(text)] == text), text)
         right = found[len(text) : len(text) + count]
         return [*right[: len(text) % 4], *([17] * 2)]
 
-    return guess
+    return draft
 
 
 def test_hostile_replies_change_no_token(alone, small):
@@ -287,8 +287,8 @@ def test_preempted_requests_lose_nothing(alone, small, monkeypatch):
 def test_aborted_requests_leave_nothing_behind(alone, small):
     small.reset_prefix_cache()
     prompts = [prompt(50, 4), prompt(20, 9), prompt(33, 5)]
-    guess, answers = oracle(alone, prompts, 40)
-    with drafted_by(small, Liar(guess)) as seen:
+    draft, answers = oracle(alone, prompts, 40)
+    with drafted_by(small, Liar(draft)) as seen:
         doomed = small.add(prompts[0], greedy(40))
         kept = small.add(prompts[1], greedy(40))
         for _ in range(4):
@@ -324,18 +324,18 @@ def test_a_width_of_zero_asks_nobody(small):
     with drafted_by(small, Liar(), FixedWidth(NUM_DRAFTS, 0)) as seen:
         small.generate([prompt(9)], greedy(10))
         assert seen.num("drafts") == 0
-        assert all(not ask.rows for ask in seen.link.connection.worker.pending)
+        assert all(not batch.rows for batch in seen.link.connection.worker.pending)
 
 
 def test_adaptive_widths_change_no_token(small, alone):
     """Costs that make wide drafts pay where they were right, and none where they were wrong."""
     small.reset_prefix_cache()
     prompts = [prompt(30, salt) for salt in range(4)]
-    guess, answers = oracle(alone, prompts[:2], 60)
+    draft, answers = oracle(alone, prompts[:2], 60)
     answers += alone.generate(prompts[2:], greedy(60))
     policy = AdaptiveWidth(NUM_DRAFTS, 4, reads_confidence=False)
     policy.costs = FixedCosts(NUM_DRAFTS, plain=3.0, drafting=3.1, per_block=2.0)
-    liar = Liar(lambda text, count: guess(text, count) or [17] * count)
+    liar = Liar(lambda text, count: draft(text, count) or [17] * count)
     with drafted_by(small, liar, policy) as seen:
         assert small.generate(prompts, greedy(60)) == answers
     assert len({*seen.widths}) > 2, seen.widths

@@ -18,13 +18,13 @@ from dllm.remote.link import Link
 from dllm.remote.stream import CHUNK_BYTES, MAX_CONNECTIONS, Server
 from dllm.remote.wire import (
     GREETING,
-    MAX_ASK_BYTES,
-    MAX_GUESS,
+    MAX_BATCH_BYTES,
+    MAX_DRAFT_TOKENS,
     MAX_ROWS,
-    Ask,
-    Guess,
+    Delta,
+    Draft,
+    DraftBatch,
     Reply,
-    Told,
     frame,
     reply_bytes,
 )
@@ -42,7 +42,7 @@ def place(tmp_path) -> Address:
 def test_a_worker_that_goes_and_comes_back(place):
     with linked(place) as link:
         assert not link.receive() and not link.is_up
-        assert not link.ask(Ask(1, 0, []))  # nothing is kept for who is not there
+        assert not link.ask(DraftBatch(1, 0, []))  # nothing is kept for who is not there
         for _ in range(2):
             with serving(place):
                 assert ask(link) == ANSWER
@@ -112,7 +112,7 @@ def framed(message: object) -> bytes:
     return struct.pack(">I", len(data)) + data
 
 
-GOOD = frame(Ask(1, 0, [Told(2**40, 0, [5], 1)]))
+GOOD = frame(DraftBatch(1, 0, [Delta(2**40, 0, [5], 1)]))
 WRONG = [
     b"GET / HTTP/1.1\r\n\r\n" * 4,
     struct.pack(">I", 0),
@@ -148,8 +148,8 @@ def test_who_sends_what_is_no_ask_is_not_listened_to(place, data):
 
 
 ENDLESS = struct.pack(">I", 2**32 - 1) + b"x" * (1 << 20)
-LONGEST = struct.pack(">I", MAX_ASK_BYTES)
-FULL = frame(Ask(1, 0, [Told(number, 0, [], 1) for number in range(MAX_ROWS)]))
+LONGEST = struct.pack(">I", MAX_BATCH_BYTES)
+FULL = frame(DraftBatch(1, 0, [Delta(number, 0, [], 1) for number in range(MAX_ROWS)]))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ FULL = frame(Ask(1, 0, [Told(number, 0, [], 1) for number in range(MAX_ROWS)]))
     [
         (b"", ENDLESS),
         (LONGEST, b"x" * (1 << 20)),
-        (LONGEST + b"x" * (MAX_ASK_BYTES - 1), b""),
+        (LONGEST + b"x" * (MAX_BATCH_BYTES - 1), b""),
         (b"", GOOD * 1000),
         (b"", FULL * 4),
     ],
@@ -183,19 +183,19 @@ def test_what_a_hostile_target_takes_of_memory_is_bounded(place, first, then):
                     rows = [row for reply in link.receive() for row in reply.rows]
                     if link.is_up and asked != link.num_ups:
                         asked = link.num_ups
-                        assert link.ask(Ask(step, 10**6, [Told(1, 0, PROMPT, 2)]))
+                        assert link.ask(DraftBatch(step, 10**6, [Delta(1, 0, PROMPT, 2)]))
                     assert time.monotonic() < end
                 assert rows == ANSWER
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
     # A frame, what is read at once, two replies; and what the worker keeps of its sessions.
-    each = MAX_ASK_BYTES + CHUNK_BYTES + 2 * reply_bytes(MAX_ROWS)
+    each = MAX_BATCH_BYTES + CHUNK_BYTES + 2 * reply_bytes(MAX_ROWS)
     assert peak < len(many) * each + 2000 * MAX_SESSIONS
     assert worker.num_sessions <= MAX_SESSIONS
     assert link.num_ups == 1
     for stream_ in server._streams.values():
-        assert len(stream_._in) <= 4 + MAX_ASK_BYTES + CHUNK_BYTES
+        assert len(stream_._in) <= 4 + MAX_BATCH_BYTES + CHUNK_BYTES
     for hostile in many:
         hostile.socket.close()
     server.close()
@@ -261,7 +261,7 @@ def test_sessions_end_with_their_connection(place):
         while not worker.num_sessions:
             link.receive()
             if link.is_up and not count(link, "asks"):
-                assert link.ask(Ask(1, 10**6, [Told(1, 0, PROMPT, 100)]))
+                assert link.ask(DraftBatch(1, 10**6, [Delta(1, 0, PROMPT, 100)]))
             worker.turn(server)
             assert time.monotonic() < end
     while worker.num_sessions:
@@ -303,7 +303,7 @@ def hostile_worker(place: Address, max_rows: int = 2) -> Iterator[tuple[Link, Ho
 
 
 def test_a_target_reads_so_much_at_once_however_much_is_there(place):
-    full = Reply(0, [Guess(1, 0, [70_000] * MAX_GUESS)] * 2)
+    full = Reply(0, [Draft(1, 0, [70_000] * MAX_DRAFT_TOKENS)] * 2)
     with hostile_worker(place) as (link, hostile):
         num_read = 0
         for _ in range(50):
@@ -318,12 +318,12 @@ def test_a_target_reads_so_much_at_once_however_much_is_there(place):
 @pytest.mark.parametrize(
     "data",
     [
-        frame(Ask(1, 0, [])),
-        framed(["dllm-reply-3", 1, [[1, 0, [5] * (MAX_GUESS + 1), False]]]),
+        frame(DraftBatch(1, 0, [])),
+        framed(["dllm-reply-3", 1, [[1, 0, [5] * (MAX_DRAFT_TOKENS + 1), False]]]),
         struct.pack(">I", reply_bytes(2) + 1) + b"x" * 100_000,
         struct.pack(">I", 9) + b"x" * 9,
     ],
-    ids=["an ask", "too many tokens", "too long", "garbage"],
+    ids=["a batch", "too many tokens", "too long", "garbage"],
 )
 def test_what_is_no_reply_ends_the_connection(place, data):
     with hostile_worker(place) as (link, hostile):

@@ -8,68 +8,72 @@ from hypothesis import strategies as st
 
 from dllm.remote import wire
 from dllm.remote import worker as drafting
-from dllm.remote.client import Session, Wish
-from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask, read_reply
-from dllm.remote.worker import Work
+from dllm.remote.client import DraftRequest, Session
+from dllm.remote.wire import Delta, Draft, DraftBatch, Reply, frame, read_batch, read_reply
+from dllm.remote.worker import DraftSession
 from tests.support.oracle import VOCAB, plain
 from tests.support.remote_harness import Clock, Net, Target, worker
 
 NUM_MUTATED = 10_000
 NUMBER, LENGTH = st.integers(0, 2**63 - 1), st.integers(0, wire.MAX_INT32)
 TOKENS = st.lists(st.integers(0, wire.MAX_INT32), max_size=9)
-TOLD = st.builds(Told, NUMBER, LENGTH, TOKENS, st.integers(0, wire.MAX_WANT))
-ASKS = st.builds(
-    Ask, NUMBER, st.integers(0, 2**32 - 1), st.lists(TOLD, max_size=4), st.lists(NUMBER, max_size=4)
+DELTA = st.builds(Delta, NUMBER, LENGTH, TOKENS, st.integers(0, wire.MAX_WANT))
+BATCHES = st.builds(
+    DraftBatch,
+    NUMBER,
+    st.integers(0, 2**32 - 1),
+    st.lists(DELTA, max_size=4),
+    st.lists(NUMBER, max_size=4),
 )
-GUESSES = st.lists(st.builds(Guess, NUMBER, LENGTH, TOKENS, st.booleans()), max_size=4)
-REPLIES = st.builds(Reply, NUMBER, GUESSES)
+DRAFTS = st.lists(st.builds(Draft, NUMBER, LENGTH, TOKENS, st.booleans()), max_size=4)
+REPLIES = st.builds(Reply, NUMBER, DRAFTS)
 
 
-def encode(message: Ask | Reply) -> bytes:
+def encode(message: DraftBatch | Reply) -> bytes:
     """Without the length in front, which is right."""
     data = frame(message)
     assert int.from_bytes(data[:4], "big") == len(data) - 4
     return data[4:]
 
 
-@given(ASKS, REPLIES)
-def test_what_is_encoded_comes_back(ask, reply):
-    assert read_ask(encode(ask)) == ask and read_reply(encode(reply)) == reply
+@given(BATCHES, REPLIES)
+def test_what_is_encoded_comes_back(batch, reply):
+    assert read_batch(encode(batch)) == batch and read_reply(encode(reply)) == reply
     assert len(encode(reply)) <= wire.reply_bytes(len(reply.rows))
-    for read, other in ((read_ask, reply), (read_reply, ask)):
+    for read, other in ((read_batch, reply), (read_reply, batch)):
         with pytest.raises(ValueError):
             read(encode(other))
 
 
-@given(ASKS, st.data())
+@given(BATCHES, st.data())
 @settings(max_examples=200)
-def test_what_is_cut_or_longer_is_refused(ask, data):
-    whole = encode(ask)
+def test_what_is_cut_or_longer_is_refused(batch, data):
+    whole = encode(batch)
     cut = data.draw(st.integers(0, len(whole) - 1))
     for wrong in (whole[:cut], whole + b"\0"):
         with pytest.raises(ValueError):
-            read_ask(wrong)
+            read_batch(wrong)
 
 
 def test_the_longest_messages_are_read_and_longer_ones_are_not():
     last = wire.MAX_INT32
-    row = Guess(2**63 - 1, last, [last] * wire.MAX_GUESS)
+    row = Draft(2**63 - 1, last, [last] * wire.MAX_DRAFT_TOKENS)
     longest = Reply(2**63 - 1, [row] * wire.MAX_ROWS)
     assert len(encode(longest)) <= wire.reply_bytes(wire.MAX_ROWS)
     assert read_reply(encode(longest)) == longest
-    told = [Told(2**63 - 1, last, [], wire.MAX_WANT)] * (wire.MAX_ROWS - 1)
-    told.append(Told(2**63 - 1, last, [last] * wire.MAX_TOLD, 0))
-    ask = Ask(2**63 - 1, 2**32 - 1, told, [2**63 - 1] * wire.MAX_ROWS)
-    assert len(encode(ask)) <= wire.MAX_ASK_BYTES
-    assert read_ask(encode(ask)) == ask
+    told = [Delta(2**63 - 1, last, [], wire.MAX_WANT)] * (wire.MAX_ROWS - 1)
+    told.append(Delta(2**63 - 1, last, [last] * wire.MAX_DELTA_TOKENS, 0))
+    batch = DraftBatch(2**63 - 1, 2**32 - 1, told, [2**63 - 1] * wire.MAX_ROWS)
+    assert len(encode(batch)) <= wire.MAX_BATCH_BYTES
+    assert read_batch(encode(batch)) == batch
     for reply in (
-        Reply(1, [Guess(1, 0, [])] * (wire.MAX_ROWS + 1)),
-        Reply(1, [Guess(1, 0, [5] * (wire.MAX_GUESS + 1))]),
+        Reply(1, [Draft(1, 0, [])] * (wire.MAX_ROWS + 1)),
+        Reply(1, [Draft(1, 0, [5] * (wire.MAX_DRAFT_TOKENS + 1))]),
     ):
         with pytest.raises(ValueError, match="length <="):
             read_reply(encode(reply))
     with pytest.raises(ValueError, match="length <="):
-        read_ask(encode(Ask(1, 0, [Told(1, 0, [5] * (wire.MAX_TOLD + 1), 0)])))
+        read_batch(encode(DraftBatch(1, 0, [Delta(1, 0, [5] * (wire.MAX_DELTA_TOKENS + 1), 0)])))
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
@@ -104,14 +108,14 @@ def test_mutated_asks_do_no_harm(monkeypatch):
     num_read = 0
     for number in range(NUM_MUTATED):
         tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))]
-        told = Told(rng.randrange(8), rng.choice((0, 0, 0, 2, 5)), tokens, rng.choice((0, 1, 4)))
+        told = Delta(rng.randrange(8), rng.choice((0, 0, 0, 2, 5)), tokens, rng.choice((0, 1, 4)))
         over = [rng.randrange(8)] if rng.random() < 0.2 else []
         try:
-            ask = read_ask(mutated(rng, encode(Ask(number, 1000, [told, told], over))))
+            batch = read_batch(mutated(rng, encode(DraftBatch(number, 1000, [told, told], over))))
         except ValueError:
             continue
         num_read += 1
-        drafter.hear(rng.choice((100, 101)), ask)
+        drafter.hear(rng.choice((100, 101)), batch)
         if number % 50 == 0 and target.requests:
             target.step()
     target.run()
@@ -171,30 +175,30 @@ FEW = st.lists(st.integers(0, 3), max_size=12)
 
 
 @given(FEW, FEW, FEW, st.data())
-def test_a_worker_keeps_of_its_guess_what_is_not_contradicted(known, guess, tokens, data):
+def test_a_worker_keeps_of_its_draft_what_is_not_contradicted(known, draft, tokens, data):
     start = data.draw(st.integers(0, len(known)))
-    expected, said = known + guess, known[:start] + tokens
-    work = Work(list(known), list(guess))
-    agrees = work.hear(Told(1, start, tokens, 4))
-    assert work.tokens == said
+    expected, said = known + draft, known[:start] + tokens
+    session = DraftSession(list(known), list(draft))
+    agrees = session.hear(Delta(1, start, tokens, 4))
+    assert session.tokens == said
     assert agrees == (expected[: len(said)] == said)
-    assert work.tokens + work.guess == (expected if agrees else said)
+    assert session.tokens + session.draft == (expected if agrees else said)
 
 
 @given(FEW, FEW, st.integers(0, 12), st.integers(0, 5))
-def test_a_guess_is_used_behind_the_tokens_that_agree_with_it(tokens, guess, start, limit):
-    found = Session(1, start=start, guess=guess).usable(Wish(tokens, limit))
+def test_a_draft_is_used_behind_the_tokens_that_agree_with_it(tokens, draft, start, limit):
+    found = Session(1, start=start, draft=draft).usable(DraftRequest(tokens, limit))
     assert len(found) <= limit
     for length in range(1, len(found) + 1):
         whole = tokens + found[:length]
-        assert whole[start:] == guess[: len(whole) - start]
+        assert whole[start:] == draft[: len(whole) - start]
     if not found and limit:
         behind = tokens[start:]
-        assert start > len(tokens) or guess[: len(behind)] != behind or len(guess) <= len(behind)
+        assert start > len(tokens) or draft[: len(behind)] != behind or len(draft) <= len(behind)
 
 
 def test_a_session_that_a_worker_lacks_is_told_again():
-    session = Session(7, told=9)
-    session.take(Guess(7, 3, [1]))
-    session.take(Guess(7, 0, [], is_unknown=True))
-    assert (session.start, session.guess, session.told, session.resets) == (3, [1], 0, 1)
+    session = Session(7, num_sent=9)
+    session.take(Draft(7, 3, [1]))
+    session.take(Draft(7, 0, [], is_unknown=True))
+    assert (session.start, session.draft, session.num_sent, session.resets) == (3, [1], 0, 1)

@@ -12,13 +12,13 @@ from dllm.remote.dialing import dialer
 from dllm.remote.keys import Keys
 from dllm.remote.link import Link
 from dllm.remote.stream import Server
-from dllm.remote.wire import Ask, Guess, Reply, Told, reply_bytes
+from dllm.remote.wire import Delta, Draft, DraftBatch, Reply, reply_bytes
 from dllm.remote.worker import DraftWorker
 from tests.support.oracle import Oracle, plain
 from tests.support.patience import HANG_S
 
 PROMPT = [1, 2, 3]
-ANSWER = [Guess(1, 3, plain(PROMPT, 2)[3:])]
+ANSWER = [Draft(1, 3, plain(PROMPT, 2)[3:])]
 TCP = Address(host="127.0.0.1")
 
 
@@ -59,8 +59,8 @@ def count(link: Link, what: str) -> float:
     return link._counts.get((f"remote_{what}", link.address), 0)
 
 
-def ask(link: Link, step: int = 1) -> list[Guess]:
-    """The rows of the reply to an ask; asked again on a connection that broke meanwhile."""
+def ask(link: Link, step: int = 1) -> list[Draft]:
+    """The rows of the reply to a batch; asked again on a connection that broke meanwhile."""
     found: list[Reply] = []
     asked = 0
 
@@ -68,7 +68,7 @@ def ask(link: Link, step: int = 1) -> list[Guess]:
         nonlocal asked
         found.extend(link.receive())
         if link.is_up and asked != link.num_ups:
-            assert link.ask(Ask(step, 10**6, [Told(1, 0, PROMPT, 2)]))
+            assert link.ask(DraftBatch(step, 10**6, [Delta(1, 0, PROMPT, 2)]))
             asked = link.num_ups
         return bool(found)
 

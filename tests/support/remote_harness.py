@@ -13,10 +13,10 @@ import numpy as np
 
 from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
-from dllm.remote.client import Client, Wish
+from dllm.remote.client import Client, DraftRequest
 from dllm.remote.link import Link
 from dllm.remote.scheduler import RemoteDrafter
-from dllm.remote.wire import GREETING, Ask, frame, read_ask
+from dllm.remote.wire import GREETING, DraftBatch, frame, read_batch
 from dllm.remote.worker import DraftWorker
 from tests.support.clock import Clock
 from tests.support.oracle import VOCAB, Oracle, truth
@@ -29,7 +29,7 @@ class Net:
 
     Args:
         delay_s, jitter_s: one way; no message overtakes another.
-        full: share of the asks that are not sent, because those before are not on their way.
+        full: share of the batches that are not sent, because those before are not on their way.
         draft_s: a step of the worker's engine.
     """
 
@@ -51,7 +51,7 @@ class Net:
         self._random, self._drafted_at = random.Random(1), 0.0
         self._out: list[tuple[float, bytes]] = []
         self._back: list[tuple[float, bytes]] = []
-        self.sent: list[Ask] = []
+        self.sent: list[DraftBatch] = []
         self.peer = 0
 
     def dial(self) -> "Net":
@@ -66,7 +66,7 @@ class Net:
     def send(self, data: bytes) -> bool:
         if not self.is_open or self._random.random() < self.full:
             return False
-        self.sent.append(read_ask(data[4:]))
+        self.sent.append(read_batch(data[4:]))
         self._post(self._out, data[4:])
         return True
 
@@ -83,7 +83,7 @@ class Net:
         if self.is_hung or not self.is_open:
             return
         for data in self._due(self._out):
-            self.worker.hear(self.peer, read_ask(data))
+            self.worker.hear(self.peer, read_batch(data))
         if self.clock.now >= self._drafted_at + self.draft_s:
             self._drafted_at = self.clock.now
             self.worker.draft()
@@ -200,7 +200,7 @@ class Target:
         self._pass(end)
         names = list(self.requests)
         in_prompt = np.array([each.num_steps == 0 for each in self.requests.values()])
-        wishes, sampled = {}, []
+        requests, sampled = {}, []
         for name, request in list(self.requests.items()):
             request.num_steps += 1
             before = len(request.tokens)
@@ -212,12 +212,12 @@ class Target:
             is_over = len(request.tokens) >= request.end
             limit = 0 if is_over else min(self.num_drafts, request.end - len(request.tokens) - 1)
             sampled.append(len(request.tokens) - before)
-            wishes[name] = Wish(request.tokens, limit)
+            requests[name] = DraftRequest(request.tokens, limit)
             if is_over:
                 self.finished[name] = self.requests.pop(name)
         self.client.keep(self.requests)
         num_verified = np.array([verified[name] for name in names], dtype=np.int64)
-        self.drafter.follow(wishes, in_prompt, np.array(sampled, dtype=np.int64), num_verified)
+        self.drafter.follow(requests, in_prompt, np.array(sampled, dtype=np.int64), num_verified)
         names, drafts = self.drafter.take()
         for name, tokens in zip(names, drafts, strict=True):
             if name in self.requests:
