@@ -52,7 +52,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
         "tiny-ar",
         "--speculative-config",
         json.dumps(DRAFTER),
-        "--additional-config.dllm.drafter.policy",
+        "--additional-config.dllm.drafter.policy",  # on CUDA vLLM's own drafts unless one is given
         "fixed",
     ),
 }

@@ -39,9 +39,30 @@ from dllm.models.unmasking.reference import (
     block_causal,
     decide,
 )
-from tests.support.released import released
 
-CONFIG: dict[str, Any] = released("sdar-1.7b-chat")["config"]
+# config.json of JetLM/SDAR-1.7B-Chat, as in models/ of github.com/hxhcreate/DARE.
+CONFIG: dict[str, Any] = {
+    "architectures": ["SDARForCausalLM"],
+    "model_type": "sdar",
+    "attention_bias": False,
+    "block_size": 4,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mask_token_id": 151669,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
 FLAGS = (*SERVE_FLAGS, "--load-format", "dummy", "--skip-tokenizer-init", "--max-num-seqs", "1")
 
 

@@ -134,8 +134,8 @@ def answer_questions(
     Of that, what ``figures`` reads; beside it ``denoise_steps`` and ``blocks``. The first
     question is asked once more before the clock starts.
     """
+    from bench import llada2_pipeline
     from bench.toys.reference import Generated, MaskedReference, open_reference
-    from tests.support import llada2_pipeline
 
     class Pipeline(MaskedReference):
         """Answers by the pipeline, which recomputes the whole sequence in every pass."""

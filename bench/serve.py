@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bench import llada2_pipeline
 from bench.context import ROOT, Row, command_line, progress, publish, read_csv, reporting_failures
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
 from bench.runs import BUILTIN_PASSES, NO_CANVAS, OVERLAPPED, PIPELINE, UNCOUNTED, Client
@@ -50,7 +51,6 @@ from bench.servers import BUILTIN_ENVIRONMENT, Engine, Server
 from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, EXTRACT, FIXED, ONE_BLOCK, STRUCTURED, Shape, Workload
 from dllm.settings.command import CommandError
-from tests.support import llada2_pipeline
 
 KINDS = OURS, BUILTIN, AUTOREGRESSIVE = "ours", "built-in", "tiny-ar"
 SERVING, ENGINE = "serve_compiled.csv", "engine.csv"

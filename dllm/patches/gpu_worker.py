@@ -87,9 +87,18 @@ def _made_up_requests_of_vllm(
 
     vLLM counts each canvas as if it were emitted, and would read pages behind the longest request.
     Our own warm-up runs all kinds of batches in any case.
+
+    vLLM sends all of its passes and waits once, at the end. What a pass reads is written into two
+    buffers in turn, so that a third pass would overwrite what the first one may still have to read.
+    Here each pass is waited for.
     """
+
+    def sample_and_wait(grammar_output: Any) -> Any:
+        output = worker_sample_tokens(grammar_output)
+        return output.get_output() if hasattr(output, "get_output") else output
+
     if model_runner.max_model_len > 6 * model_runner.decode_query_len:
-        warmup_kernels(model_runner, worker_execute_model, worker_sample_tokens)
+        warmup_kernels(model_runner, worker_execute_model, sample_and_wait)
 
 
 class LoadedTensors:

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.attention.choice import OURS, TRITON
 from dllm.engine.attention_layers import Layer, layers_of, on_one_gpu
+from dllm.engine.ranks import all_ranks_say_yes
 from dllm.models import settings_of
 from dllm.ops.dispatch import WRONG_KERNELS
 from dllm.patches.configure import flash_layers
@@ -89,15 +90,18 @@ def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> Non
 
 
 def _run(trials: Any, replace: Callable[[str, str], str], device: torch.device) -> None:
-    """``replace`` replaces a wrong kernel, and returns a text that says by what."""
+    """``replace`` replaces a kernel that is wrong on any rank, and returns a text that says how.
+
+    A kernel that only some ranks replaced would give them other tokens than the rest.
+    """
     from dllm.engine.kernel_checks import checks  # needs Triton
 
     for name, wrong in checks(trials):
-        if wrong:
+        if not all_ranks_say_yes(not wrong):
             logger.error(
                 "dllm: the kernel of %s is wrong on this GPU (%s): %s serves. Please report it.",
                 name,
-                wrong,
+                wrong or "on another rank",
                 replace(name, wrong),
             )
     if device.type == "cuda":

@@ -1,172 +1,241 @@
-"""bench/gpu.py without a GPU: what is run, what is not and why, and how a part is ended."""
+"""bench/gpu without a GPU: what a call starts and waits for, its weights, what it brings home."""
 
-import functools
+import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
+from torch import nn
+from vllm import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from bench import answers, gpu, profile_step, serve
-from bench.context import read_csv
-from bench.gpu import CALL_S, CALLS, PARTS, SETTLE_S, Part, write_without_weights
-from bench.roofline import released_config
-from bench.toys.tiny import tiny_config
-from dllm.engine.loop import bound_s
-from dllm.settings.server import PluginOptions
+from bench import answers
+from bench.gpu import __main__ as calls
+from bench.gpu.__main__ import DRAFTER, EAGER, FULL_ALONE, Engine, Lease
+from bench.gpu.engine import PASSES, State, turn, write_model
+from bench.gpu.report import report
+from bench.gpu.weights import SHARE, STD, fill
+from dllm.settings.vllm_names import cli_args
 from tests.support.patience import HANG_S
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_fits_into_its_time(call: int) -> None:
-    mine = [part for part in PARTS if part.call == call]
-    assert sum(part.budget_s + SETTLE_S for part in mine) < CALL_S
+@pytest.fixture
+def lease(tmp_path: Path) -> Lease:
+    (tmp_path / "out").mkdir()
+    return Lease(tmp_path, tmp_path / "out", is_toy=True)
 
 
-def test_without_a_gpu_it_says_what_was_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main(["--out", str(tmp_path)]) == 0
-    outcome = {row["part"]: row["outcome"] for row in read_csv(tmp_path / "gpu_parts.csv")}
-    assert set(outcome.values()) == {"NOT RUN: no GPU"} and len(outcome) == len(PARTS)
+# --- weights --------------------------------------------------------------------------------------
 
 
-STARTS_A_SERVER = """
-import os, signal, subprocess, sys, time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
+        self.eighth = nn.Parameter(torch.zeros(64, 64).to(torch.float8_e4m3fn), False)
+        self.weight_scale = nn.Parameter(torch.zeros(64, 1), False)
+        self.post_attention_layernorm = nn.LayerNorm(64, bias=False)
+        self.register_buffer("layer_scalar", torch.zeros(1))
+        self.register_buffer("positions", torch.arange(4))
+        self.register_buffer("rope", torch.zeros(4, 4), persistent=False)
 
-worker = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-server = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
-process = subprocess.Popen(
-    [sys.executable, "-c", server], start_new_session=True, stdout=subprocess.PIPE, text=True
-)
-ids = [process.pid, int(process.stdout.readline())]
-Path(__file__).with_name("ids").write_text(" ".join(map(str, ids)))
+
+def test_matrices_are_normal_and_norms_and_scalars_are_one() -> None:
+    model = nn.Sequential(Layer(), Layer())
+    fill(model)
+    first, second = model
+    assert abs(float(first.weight.float().std()) / STD - 1) < 0.1
+    assert not torch.equal(first.weight, second.weight)
+    assert abs(float(first.eighth.float().std()) - 1) < 0.1 and (first.weight_scale == STD).all()
+    assert (first.post_attention_layernorm.weight == SHARE).all() and first.layer_scalar == 1
+    assert first.positions.tolist() == [0, 1, 2, 3] and not first.rope.any()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["ours", "built-in"])
+def test_with_these_weights_rows_choose_many_experts(name: str, tmp_path: Path) -> None:
+    """With vLLM's own dummy weights all rows of the last layer choose the same four."""
+    found = {}
+    for weights in ("fill", "vllm"):
+        ran = subprocess.run(
+            [sys.executable, "-m", "tests.support.experts_probe", name, weights],
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+        )
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        found[weights] = json.loads(ran.stdout.splitlines()[-1])
+    assert found["vllm"] == 4 and found["fill"] > 16
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+# An engine of the toy kind that is there at once: NAME.json, and a process that runs or has ended.
+STAND_IN = """
+import json, pathlib, sys, time
+name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+stage = "FAILED in: starting" if name == "broken" else "warm"
+state = {"stage": stage, "seconds": {}, "log": [], "ms": {}, "kernels": {}}
+path = folder / f"{name}.json"
+path.with_suffix(".tmp").write_text(json.dumps(state))
+path.with_suffix(".tmp").rename(path)
+while stage == "warm" and not (folder / "go").exists():
+    time.sleep(0.01)
+path.with_suffix(".tmp").write_text(json.dumps(state | {"stage": stage.replace("warm", "done")}))
+path.with_suffix(".tmp").rename(path)
 """
-ENDS = {
-    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-    "hung in a thread pool": """
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-with ThreadPoolExecutor() as pool:
-    Path(__file__).with_name("hangs").touch()
-    pool.submit(time.sleep, 600).result()
-""",
-    "ended": "os._exit(0)",
-}
 
 
-class Hung(subprocess.Popen):
-    """A process whose time is over once a file says that it hangs."""
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Processes that stand in for engines; the commands that were started."""
+    started: list[list[str]] = []
+    start = subprocess.Popen
 
-    def __init__(self, file: Path, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.file = file
+    def popen(command: list[str], **options: Any) -> Any:
+        started.append(command)
+        return start([sys.executable, "-c", STAND_IN, *command[3:5]], **options)
 
-    def wait(self, timeout: float | None = None) -> int:
-        while timeout is not None and not self.file.exists():
-            assert self.poll() is None
-            time.sleep(0.01)
-        return super().wait(0 if timeout is not None else None)
+    monkeypatch.setattr(calls.subprocess, "Popen", popen)
+    return started
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_part_ends_with_its_servers(
-    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_outlives_a_call_and_is_measured_once(
+    lease: Lease, stand_in: list[list[str]], tmp_path: Path
 ) -> None:
-    """They and their workers are in other sessions than the part."""
-    monkeypatch.setattr(gpu, "SETTLE_S", 1.0)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "part.py").write_text(STARTS_A_SERVER + ENDS[end])
-    mine = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    expected = {"killed": "FAILED, exit code -9", "ended": "ran, "}.get(end, "stopped after 8 s")
-    if expected.startswith("stopped"):
-        monkeypatch.setattr(gpu.subprocess, "Popen", functools.partial(Hung, tmp_path / "hangs"))
-    how = gpu.run(["part"], 8.0 if expected.startswith("stopped") else HANG_S)
-    monkeypatch.undo()
-    assert how.startswith(expected)
-    for process_id in (tmp_path / "ids").read_text().split():
-        assert not Path("/proc", process_id).exists()
-    assert mine.poll() is None  # was there before
-    mine.communicate(b"\n")
+    one, broken = Engine("ours"), Engine("broken")
+    lease.start(one, broken)
+    lease.wait(HANG_S, calls.READY, one, broken)
+    process = psutil.Process(int((tmp_path / "ours.pid").read_text()))
+    assert process.is_running() and not (tmp_path / "go").exists()
+    again = Lease(tmp_path, lease.out, is_toy=True)  # of the next call
+    again.start(one)
+    assert len(stand_in) == 2, "it runs"
+    again.measure(HANG_S, one)
+    again.start(one)
+    assert len(stand_in) == 2, "it is done"
+    again.finish()
+    assert again.is_wrong and (lease.out / "broken.log").exists()
+    assert not (lease.out / "ours.log").exists() and "== ours: done" in read(lease.out)
 
 
-def test_a_failure_is_the_exit_code_and_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def read(out: Path) -> str:
+    return (out / "report.txt").read_text()
+
+
+def test_what_is_not_there_in_time_is_named(
+    lease: Lease, stand_in: list[list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    whole = Part("whole", 1, 60, "bench.roofline")
-    broken = Part("broken", 1, 60, "bench.roofline --batch none")
-    monkeypatch.setattr(gpu, "PARTS", [broken, whole])
-    assert gpu.main(["--toy", "--out", str(tmp_path)]) == 1
-    first, second = read_csv(tmp_path / "gpu_parts.csv")
-    assert first["outcome"].startswith("FAILED, exit code 2")
-    assert second["outcome"].startswith("ran,")
-    assert (tmp_path / "whole" / "roofline.csv").exists()
+    one = Engine("ours")
+    lease.start(one)
+    lease.wait(HANG_S, calls.READY, one)
+    lease.wait(0.0, calls.DONE, one)
+    assert "not done: ours" in "".join(capsys.readouterr())
+    lease.measure(HANG_S, one)
 
 
-@pytest.mark.parametrize("is_toy", [False, True], ids=["real", "toy"])
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_the_commands_of_the_parts_are_understood(part: Part, is_toy: bool, tmp_path: Path) -> None:
+def test_wrong_answers_are_asked_again_with_fewer_graphs(
+    lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answered(self: Lease, name: str, *given: Any) -> bool:
+        asked.append(name)
+        return name == "eager"
+
+    for name in ("start", "wait", "measure"):
+        monkeypatch.setattr(Lease, name, lambda *given: None)
+    monkeypatch.setattr(Lease, "answers", answered)
+    calls.first_call(lease)
+    assert asked == ["compiled", "full-graphs", "eager"] and lease.is_wrong
+
+
+def test_answers_that_take_too_long_end_with_their_servers(tmp_path: Path) -> None:
+    """A server is in a session of its own."""
+    code = (
+        "import subprocess, sys\n"
+        "server = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1, "
+        "start_new_session=True)\n"
+        "print(server.pid, flush=True)\n"
+        "server.wait()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    server = psutil.Process(int(process.stdout.readline()))
+    assert calls._end_of(process, 0.0) is None
+    psutil.wait_procs([server], timeout=HANG_S)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+
+
+def test_without_a_gpu_it_has_to_be_a_toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        calls.main(["--out", str(tmp_path)])
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("flags", ["", DRAFTER, FULL_ALONE, EAGER])
+def test_flags_of_answers_are_those_of_a_server(flags: str) -> None:
     """On a GPU there is no second try."""
-    models = tmp_path / "models"
-    if part.weights:
-        config = tiny_config() if is_toy else released_config()
-        write_without_weights(models / part.weights, config, is_fp8=part.weights == "fp8")
-    module, *arguments = part.arguments(tmp_path, models, is_toy=is_toy)
-    if module == "bench.serve":
-        options = serve.parse(arguments)
-        assert options.contestants[0].kind == "ours"
-        if part.weights:
-            assert "built-in" in [one.kind for one in options.contestants]
-            loads = serve.workloads(options, *options.schedule)
-            assert loads and all(load.steps_per_block == 16 for load in loads)
-    elif module == "bench.profile_step":
-        options = profile_step.parse(arguments)
-        assert options.llm["load_format"] == "dummy" and options.server == ["ours", "built-in"]
-    elif module == "bench.answers":
-        options, _ = answers.parse(arguments)
-    else:  # these run without a GPU, too
-        assert module in ("bench.kernels", "pytest")
-        return
-    assert options.results == tmp_path / part.name
-
-
-@pytest.mark.parametrize("part", [one for one in PARTS if one.command.startswith("bench.answers")])
-def test_further_flags_of_answers_are_those_of_a_server(part: Part, tmp_path: Path) -> None:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from dllm.settings.vllm_names import cli_args
-
-    _, flags = answers.parse(part.arguments(tmp_path, tmp_path, is_toy=False)[1:])
-    given = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args([*answers.FLAGS, *flags])
-    assert given.gpu_memory_utilization * len(answers.SERVERS) < 1
-    assert (given.compilation_config.mode == 0) is (part.name == "answers")
-
-
-@pytest.mark.parametrize("part", [one for one in PARTS if one.command.startswith("bench.serve")])
-def test_the_flags_of_contestants_are_those_of_a_server(part: Part, tmp_path: Path) -> None:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from dllm.settings.vllm_names import cli_args
-
-    if part.weights:
-        write_without_weights(tmp_path / part.weights, released_config(), is_fp8=False)
-    options = serve.parse(part.arguments(tmp_path, tmp_path, is_toy=False)[1:])
-    racing = serve.contestants(options, *options.schedule, tmp_path)
+    arguments = [*flags.split(), "--servers", *calls.MODELS, "tiny-drafter"]
+    options, more = answers.parse(arguments)
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
-    has_loop: list[bool] = []
-    for one in racing:
-        assert one.server is not None
-        # Without the command itself, its subcommand and the model.
-        given = parser.parse_args(one.server.command[3:])
-        assert (given.load_format == "dummy") is bool(part.weights)
-        assert given.gpu_memory_utilization * len(racing) < 1
-        assert given.language_model_only is one.name.startswith("built-in")
-        options = PluginOptions.from_additional_config(given.additional_config)
-        has_loop.append(bound_s(options, is_on_cpu=False) > 0)
-        assert (given.async_scheduling is False) is has_loop[-1]
-    assert sum(has_loop) == (part.name == "serve-fp8")
+    given = parser.parse_args([*answers.FLAGS, *more])
+    assert given.gpu_memory_utilization * len(options.servers) < 1
+    assert (given.compilation_config.mode == 0) is (flags == FULL_ALONE)
+
+
+def test_arguments_of_engines_are_vllms(monkeypatch: pytest.MonkeyPatch, lease: Lease) -> None:
+    engines: list[Engine] = []
+    monkeypatch.setattr(Lease, "start", lambda self, *given: engines.extend(given))
+    for name in ("wait", "measure"):
+        monkeypatch.setattr(Lease, name, lambda *given: None)
+    monkeypatch.setattr(Lease, "answers", lambda *given: True)
+    for call in (calls.first_call, calls.second_call, calls.third_call):
+        call(lease)
+    assert len({one.name for one in engines}) == len(engines) == 6
+    fields = EngineArgs.__dataclass_fields__
+    assert all(name in fields for one in engines for name in one.llm)
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+def test_a_model_without_weights_takes_fixed_steps(tmp_path: Path) -> None:
+    canvas_length = write_model(tmp_path / "model", is_toy=False)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    assert canvas_length == config["canvas_length"] == 256
+    generation = json.loads((tmp_path / "model/generation_config.json").read_text())
+    assert (generation["max_denoising_steps"], generation["confidence_threshold"]) == (16, 0.0)
+    assert not list((tmp_path / "model").glob("*.safetensors"))
+
+
+def test_a_turn_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from bench.gpu.engine import turn\n"
+        "with turn(Path(sys.argv[1])):\n    print('in', flush=True); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        other.kill()
+        with turn(tmp_path):
+            assert other.wait() != 0
+
+
+def test_the_report_has_ms_a_pass_and_kinds_of_kernels(tmp_path: Path) -> None:
+    for name, factor in (("ours", 1), ("built-in", 2)):
+        state = State(name, tmp_path)
+        state.values["ms"] = {"1": [170.0 * factor, 171.0 * factor, 999.0]}
+        row = [PASSES * 0.5 * factor, 17, "_block_kernel_0d1d"]
+        state.values["kernels"] = {"1": [row, [PASSES * 0.25, 1, "unknown"]]}
+        state.reach("done")
+    paths = sorted(tmp_path.glob("*.json"))
+    text = report({path.stem: json.loads(path.read_text()) for path in paths})
+    assert "1 at once:  10.059 ms a pass" in text and "20.118 ms a pass" in text
+    lines = {line.split()[0]: line.split()[-2:] for line in text.splitlines() if line.strip()}
+    assert lines["row"] == ["1.000", "0.500"] and lines["else"] == ["0.250", "0.250"]

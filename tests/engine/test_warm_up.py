@@ -254,6 +254,22 @@ def test_a_cpu_serves_a_model_as_short_as_a_canvas(name: str) -> None:
     assert len(tokens) == 20
 
 
+def test_vllms_made_up_passes_are_waited_for_one_by_one(monkeypatch) -> None:
+    """It would send the next one while a pass may still read what is written for it."""
+    events: list[str] = []
+
+    def requests(runner: Any, execute_model: Any, sample_tokens: Any) -> None:
+        for _ in range(2):
+            events.append("sent")
+            sample_tokens(None)
+
+    output = SimpleNamespace(get_output=lambda: events.append("there"))
+    monkeypatch.setattr(gpu_worker, "warmup_kernels", requests)
+    runner = SimpleNamespace(max_model_len=7, decode_query_len=1)
+    gpu_worker._made_up_requests_of_vllm(runner, None, lambda grammar: output)
+    assert events == ["sent", "there"] * 2
+
+
 @pytest.mark.parametrize(
     ("serves_canvases", "warms_kernels", "max_model_len", "runs"),
     [

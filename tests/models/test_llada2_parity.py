@@ -12,8 +12,9 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from bench import llada2_pipeline
 from dllm.models.unmasking.reference import load_model
-from tests.support import family_checkpoints, llada2_pipeline
+from tests.support import family_checkpoints
 from tests.support.engine_harness import Engine, get_engine
 
 pytestmark = pytest.mark.skipif(not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING)

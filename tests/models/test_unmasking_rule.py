@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from bench import llada2_pipeline
 from dllm.engine.thoughts import Thoughts
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.rule import STRATEGIES, Proposal
 from dllm.ops.schedule import SCHEDULES
-from tests.support import llada2_pipeline
 
 BLOCK, MASK, STOP, VOCAB = 8, 99, 7, 100
 

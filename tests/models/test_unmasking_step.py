@@ -5,6 +5,7 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from bench import llada2_pipeline
 from dllm.engine.algorithm import Canvases
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.models.llada2.settings import LLaDA2Settings
@@ -13,7 +14,6 @@ from dllm.models.unmasking.step import Unmasking
 from dllm.ops.filters import RowFilters
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import RequestOptions
-from tests.support import llada2_pipeline
 
 VOCAB, BLOCK, MASK = 40, 8, 39
 SETTINGS = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.5, 0, 0.5, 16)

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm.patches import graph_check
 from dllm.patches.cuda_graphs import canvas_runner
-from dllm.patches.graph_check import FULL, PIECES, error_of
+from dllm.patches.graph_check import FULL, LEAST, MOST, PIECES, TIMES, error_of, rounding
 
 FULL_GRAPH = SimpleNamespace(cg_mode=FULL, num_reqs=4)
 IN_PIECES = SimpleNamespace(cg_mode=PIECES, num_reqs=None)
@@ -84,6 +84,51 @@ def test_a_step_that_fails_ends_the_start_and_names_the_switch(monkeypatch):
     monkeypatch.setattr(graph_check, "serve_made_up", broken)
     with pytest.raises(RuntimeError, match="self_test"):
         graph_check.drop_wrong_graphs(runner)
+
+
+@pytest.mark.parametrize(
+    ("noise", "error", "serves"),
+    [
+        (0.0, 0.9 * LEAST, True),
+        (0.0, 1.1 * LEAST, False),
+        (0.01, 0.9 * TIMES * 0.01, True),
+        (0.01, 1.1 * TIMES * 0.01, False),
+        (1.0, 1.1 * MOST, False),
+    ],
+)
+def test_what_is_allowed_follows_from_what_rounding_changes(monkeypatch, noise, error, serves):
+    graphs = SimpleNamespace(_candidates={32: [FULL_GRAPH]})
+    runner = SimpleNamespace(
+        execute_model=None,
+        kv_caches=[],
+        cudagraph_manager=graphs,
+        vllm_config=SimpleNamespace(
+            additional_config={}, parallel_config=SimpleNamespace(data_parallel_size=1)
+        ),
+    )
+
+    def serve(given, execute_model, num_reqs):
+        """Prompts are shorter for more requests; another number of them rounds otherwise."""
+        off = error if graphs._candidates[32] else 0.0
+        states = torch.ones(num_reqs, 8 // num_reqs, 8) * (1 + off)
+        return [states * (1 + noise * (num_reqs > 1))]
+
+    monkeypatch.setattr(graph_check, "serve_made_up", serve)
+    told: list[object] = []
+    log = SimpleNamespace(info=lambda text, *given: told.extend(given), error=lambda *given: None)
+    monkeypatch.setattr(graph_check, "logger", log)
+    monkeypatch.setattr(graph_check, "all_ranks_say_yes", bool)
+    graph_check.drop_wrong_graphs(runner)
+    assert graphs._candidates == {32: [FULL_GRAPH] * serves}
+    assert told[1] == {"FULL": pytest.approx(error, rel=0.05)}
+
+
+def test_rounding_is_seen_where_prompts_are_the_same():
+    few, many = torch.ones(1, 8, 4), torch.ones(2, 4, 4)
+    many[0, 2] *= 1.5
+    many[1] *= 9.0  # another request
+    assert rounding([[few], [], [many, many * 7]]) == pytest.approx(0.5 / 1.5 / 4)
+    assert rounding([[few]]) == rounding([[], []]) == 0.0
 
 
 def test_the_error_is_of_the_request_that_is_farthest_off():

@@ -24,7 +24,8 @@ FULL = Layer()
 def run(monkeypatch: pytest.MonkeyPatch):
     """Runs the test on a server whose checks find one kernel wrong; the backend that serves."""
 
-    def replace(wrong: str, layer: Layer = FULL, **options: object):
+    def replace(wrong: str, layer: Layer = FULL, ranks=bool, **options: object):
+        monkeypatch.setattr(self_test, "all_ranks_say_yes", ranks)
         monkeypatch.setattr(self_test, "settings_of", lambda config: None)
         monkeypatch.setattr(
             self_test, "layers_to_check", lambda config: ({"full layers": layer}, {})
@@ -59,6 +60,17 @@ def run(monkeypatch: pytest.MonkeyPatch):
 def test_vllms_kernel_takes_the_place_of_wrong_attention(run):
     assert run("attention, full layers").backend == AttentionBackendEnum.TRITON_ATTN
     assert not dispatch.WRONG_KERNELS
+
+
+def test_a_kernel_that_is_wrong_on_another_rank_serves_on_none(run):
+    answers: list[bool] = []
+
+    def ranks(answer: bool) -> bool:
+        answers.append(answer)
+        return len(answers) != 1  # another rank says no to the first kernel, attention
+
+    assert run(ROW_STATISTICS, ranks=ranks).backend == AttentionBackendEnum.TRITON_ATTN
+    assert answers == [True, False, True], "each rank is asked about each kernel"
 
 
 @pytest.mark.parametrize("layer", [Layer(block_size=4), Layer(window=64, is_anchored=True)])
@@ -122,6 +134,7 @@ def run_drafter(monkeypatch: pytest.MonkeyPatch):
             cache_config=SimpleNamespace(cache_dtype="fp8", block_size=16),
             parallel_config=SimpleNamespace(tensor_parallel_size=2),
         )
+        monkeypatch.setattr(self_test, "all_ranks_say_yes", bool)
         self_test.replace_wrong_drafter_kernels(config, CPU)
         assert asked == ["attention, draft layers 0", "attention, draft layers 1"]
         return speculative.attention_backend

@@ -1,0 +1,251 @@
+"""Three calls for a GPU that is there for minutes: right answers, and milliseconds of a pass.
+
+    python -m bench.gpu --call 1        # then 2, then 3, whatever the one before said
+    python -m bench.gpu --toy           # all three at toy size, on any machine
+
+    call  does
+    1     the bundled models in servers as a user starts them, and our drafter: held-out questions.
+          If they answer wrongly, again with full CUDA graphs alone, and then without graphs. Beside
+          them an engine of the 26B-A4B shape with our own attention kernel
+    2     ours and the built-in side by side, as they choose their kernels
+    3     what call 2 left; then ours with experts by Triton and an H100's table, with pages of 64
+          keys, and with the synchronous denoise loop in place of asynchronous scheduling
+
+Engines are processes that outlive a call: most of it is starting, and the next call waits for those
+that are not done. They are measured while nothing else computes. All have dummy weights, as
+``bench.gpu.weights`` makes them. Written to --out: answers as CSV, what each engine has found as
+JSON, logs of what failed, and report.txt. The exit status is 1 if an answer or an engine was wrong.
+"""
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from bench.context import ROOT, command_line, progress
+from bench.gpu.report import report
+from bench.servers import BUILTIN_ENVIRONMENT, ENVIRONMENT
+
+CALLS = (1, 2, 3)
+READY, DONE = ("warm", "done"), ("done",)
+FAILED = "FAILED"  # the beginning of a stage
+FEW = ("tiny-dllm", "tiny-nemotron")
+MODELS = (*FEW, "tiny-sdar", "tiny-llada2", "self-speculation")
+EAGER = "--enforce-eager"
+FULL_ALONE = "--compilation-config.mode 0 --compilation-config.cudagraph_mode FULL_DECODE_ONLY"
+# Also where vLLM's FlashAttention is missing. Drafts are on our kernel all the same.
+DRAFTER = "--attention-backend TRITON_ATTN"
+LOOP = {"async_scheduling": False, "additional_config": {"dllm": {"denoise_loop_ms": 1000}}}
+
+
+class Engine(NamedTuple):
+    """Arguments of ``bench.gpu.engine``."""
+
+    name: str
+    llm: Mapping[str, Any] = {}
+    flags: Sequence[str] = ()
+    environment: Mapping[str, str] = {}
+
+
+class Lease:
+    """What runs on the machine: its state is in a folder, and is found again by the next call.
+
+    Args:
+        folder: of states and logs.
+        out: for what a call brings home.
+        is_toy: sizes for any machine.
+    """
+
+    def __init__(self, folder: Path, out: Path, *, is_toy: bool) -> None:
+        self.folder, self.out, self.is_toy = folder, out, is_toy
+        self.is_wrong = False
+        self._patience = 5 if is_toy else 1  # a CPU may be busy with other things
+        self._environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        # vLLM would end without it.
+        if importlib.util.find_spec("flashinfer") is None:
+            self._environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+
+    def start(self, *engines: Engine) -> None:
+        """Start what is not done and not running, each in a session of its own."""
+        (self.folder / "go").unlink(missing_ok=True)
+        for one in engines:
+            if self._stage(one) == "done" or self._runs(one):
+                continue
+            self._file(one, ".json").unlink(missing_ok=True)
+            command = [sys.executable, "-m", "bench.gpu.engine", one.name, str(self.folder)]
+            command += ["--llm", json.dumps(one.llm), *one.flags, *["--toy"] * self.is_toy]
+            with self._file(one, ".log").open("w") as log:
+                started = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**self._environment, **one.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self._file(one, ".pid").write_text(str(started.pid))
+
+    def wait(self, seconds: float, stages: Sequence[str], *engines: Engine) -> None:
+        """Until each has reached one of the stages, or has ended; not longer than ``seconds``."""
+        end = time.monotonic() + seconds * self._patience
+        while left := [
+            one for one in engines if self._stage(one) not in stages and self._runs(one)
+        ]:
+            if time.monotonic() > end:
+                progress(f"not {' or '.join(stages)}: {', '.join(one.name for one in left)}")
+                return
+            time.sleep(0.2)
+
+    def measure(self, seconds: float, *engines: Engine) -> None:
+        """Let engines that are ready take their turns."""
+        (self.folder / "go").touch()
+        self.wait(seconds, DONE, *engines)
+
+    def answers(self, name: str, seconds: float, flags: str, servers: Sequence[str]) -> bool:
+        """Whether all of the servers answer rightly (``bench.answers``)."""
+        if self.is_toy:
+            flags, servers = EAGER, servers[:1]
+        results, log = self.folder / name, self.out / f"{name}.log"
+        command = [sys.executable, "-m", "bench.answers", "--results", str(results)]
+        command += [*shlex.split(flags), "--servers", *servers]
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=self._environment, stdout=file, stderr=subprocess.STDOUT
+            )
+        code = _end_of(process, seconds * self._patience)
+        progress(f"answers, {name}: exit status {code}")
+        print(*log.read_text(errors="replace").splitlines()[-40:], sep="\n", flush=True)
+        if (results / "answers.csv").exists():
+            shutil.copy(results / "answers.csv", self.out / f"{name}.csv")
+        return code == 0
+
+    def finish(self) -> None:
+        """Write and print what all engines have found."""
+        states = {path.stem: path for path in sorted(self.folder.glob("*.json"))}
+        found = {name: json.loads(path.read_text()) for name, path in states.items()}
+        for name, path in states.items():
+            shutil.copy(path, self.out)
+            log = path.with_suffix(".log")
+            text = log.read_text(errors="replace")
+            if found[name]["stage"].startswith(FAILED) or "wrong on this GPU" in text:
+                self.is_wrong = True
+                (self.out / log.name).write_text(text[-300_000:])
+        text = report(found)
+        (self.out / "report.txt").write_text(text)
+        print(text, flush=True)
+
+    def _file(self, engine: Engine, suffix: str) -> Path:
+        return self.folder / f"{engine.name}{suffix}"
+
+    def _stage(self, engine: Engine) -> str:
+        path = self._file(engine, ".json")
+        stage: str = json.loads(path.read_text())["stage"] if path.exists() else ""
+        return stage
+
+    def _runs(self, engine: Engine) -> bool:
+        path = self._file(engine, ".pid")
+        if not path.exists() or not psutil.pid_exists(int(path.read_text())):
+            return False
+        return bool(psutil.Process(int(path.read_text())).status() != psutil.STATUS_ZOMBIE)
+
+
+def _end_of(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
+    """The exit status; None if it had to be ended, with all that it started."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        started = psutil.Process(process.pid).children(recursive=True)
+        for one in (psutil.Process(process.pid), *started):
+            one.kill()
+        process.wait()
+        return None
+
+
+def first_call(lease: Lease) -> None:
+    """Do graphs answer rightly, and does the large shape start?"""
+    large = Engine("ours-triton", {"attention_backend": "CUSTOM"})
+    lease.start(large)
+    if lease.answers("compiled", 170, "", MODELS):
+        lease.is_wrong |= not lease.answers("drafter", 75, DRAFTER, ("tiny-drafter",))
+    else:
+        lease.is_wrong = True
+        if not lease.answers("full-graphs", 75, FULL_ALONE, FEW):
+            lease.answers("eager", 60, EAGER, FEW)
+    lease.wait(60, READY, large)
+    lease.measure(45, large)
+
+
+def second_call(lease: Lease) -> None:
+    """Ours beside the built-in."""
+    lease.start(*PAIR)
+    lease.wait(230, READY, *PAIR)
+    lease.measure(60, *PAIR)
+
+
+def third_call(lease: Lease) -> None:
+    """What is still open; then what could be faster, an engine each."""
+    lease.measure(60, *PAIR)
+    tables = {"VLLM_TUNED_CONFIG_FOLDER": str(experts_tables(lease.folder / "experts"))}
+    others = (
+        Engine("ours-experts-triton", {"moe_backend": "triton"}, environment=tables),
+        Engine("ours-pages-of-64", flags=("--pages-of-64",)),
+        Engine("ours-loop", LOOP),
+    )
+    lease.start(*others)
+    lease.wait(170, READY, *others)
+    lease.measure(45, *others)
+
+
+PAIR = (Engine("ours"), Engine("built-in", environment=BUILTIN_ENVIRONMENT))
+
+
+def experts_tables(folder: Path) -> Path:
+    """A folder with vLLM's tiles for these experts on an H100, under the name of this GPU.
+
+    vLLM has none for an H200, which has the same chip.
+    """
+    from vllm.model_executor.layers import fused_moe
+    from vllm.platforms import current_platform
+
+    folder.mkdir(exist_ok=True)
+    name = (current_platform.get_device_name() or "").replace(" ", "_")
+    configs = Path(str(fused_moe.__file__)).parent / "configs"
+    for path in configs.glob("E=128,N=704,device_name=NVIDIA_H100*fp8_w8a8.json"):
+        shutil.copy(path, folder / f"E=128,N=704,device_name={name},dtype=fp8_w8a8.json")
+    return folder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line(__doc__, writes=False)
+    parser.add_argument("--call", nargs="+", type=int, choices=CALLS, default=list(CALLS))
+    parser.add_argument("--toy", action="store_true", help="toy sizes; no figure means anything")
+    out = Path(os.environ.get("OUT") or ROOT / "build/gpu")
+    parser.add_argument("--out", type=Path, default=out, help="folder of what is brought home")
+    state = Path.home() / ".cache/dllm/gpu"
+    parser.add_argument("--state", type=Path, default=state, help="folder of running engines")
+    options = parser.parse_args(arguments)
+    if not (options.toy or torch.cuda.is_available()):
+        parser.error("there is no GPU; allowed: --toy.")
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.state.mkdir(parents=True, exist_ok=True)
+    lease = Lease(options.state, options.out.resolve(), is_toy=options.toy)
+    for call in options.call:
+        progress(f"call {call}")
+        (first_call, second_call, third_call)[call - 1](lease)
+    lease.finish()
+    return int(lease.is_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""One engine of the 26B-A4B shape, measured in turns with others when a file says so.
+
+    python -m bench.gpu.engine NAME FOLDER [--toy] [--llm JSON] [--pages-of-64]
+
+``FOLDER/NAME.json`` is written anew at each stage: "stage"; "seconds" of each; "log", vLLM's lines
+about graphs and kernels; "ms", of blocks, by load; "kernels", by load: ms a block, calls and name
+of each; "error". Rounds begin when ``FOLDER/go`` exists, and no two engines of a folder compute at
+the same time.
+
+ms of a block: wall time of five blocks less that of one, over four, with prompts in the prefix
+cache. A block takes 16 denoise steps, and a commit: PASSES. (In the synchronous loop the commit is
+within the next block's first pass: 16 passes.)
+"""
+
+import argparse
+import fcntl
+import json
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.weights import compute_with_dummy_weights
+
+STEPS = 16
+PASSES = STEPS + 1
+LOADS, ROUNDS, BLOCKS = (1, 8), 5, 5
+MOST_KERNELS = 60
+# Lines of the log that say what was chosen, and what was found wrong.
+TOLD = ("dllm:", "MoE", "Fp8", "FlashAttention", "AttentionBackend", "CUDA graph", "took")
+
+
+class State:
+    """What is known of an engine, in a file."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._path, self._start = folder / f"{name}.json", time.monotonic()
+        self.values: dict[str, Any] = {"seconds": {}, "log": [], "ms": {}, "kernels": {}}
+        self.reach("imports")
+
+    def reach(self, stage: str) -> None:
+        self.values["stage"] = stage
+        self.values["seconds"][stage] = self.seconds()
+        self.write()
+
+    def seconds(self) -> float:
+        return round(time.monotonic() - self._start, 1)
+
+    def write(self) -> None:
+        """Replace the file at once, so that no reader sees a part of it."""
+        partial = self._path.with_suffix(".tmp")
+        partial.write_text(json.dumps(self.values))
+        partial.rename(self._path)
+
+
+class Told(logging.Handler):
+    """Keeps lines of vLLM's log in a state."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self._state = state
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.levelno >= logging.ERROR or any(word in text for word in TOLD):
+            self._state.values["log"].append(
+                f"{self._state.seconds():.0f} s {record.levelname} {text[:300]}"
+            )
+            self._state.write()
+
+
+def measure(state: State, name: str, folder: Path, options: argparse.Namespace) -> None:
+    """Start the engine and measure it."""
+    import torch
+    from vllm import LLM
+
+    logging.getLogger("vllm").addHandler(Told(state))
+    compute_with_dummy_weights()
+    if options.pages_of_64:
+        _take_pages_of_64()
+    model, length = folder / f"model-{name}", 64 if options.toy else 1024
+    canvas_length = write_model(model, is_toy=options.toy)
+    state.reach("starting")
+    on_gpu = torch.cuda.is_available()
+    given = {
+        "load_format": "dummy",
+        "max_num_seqs": max(LOADS),
+        "max_model_len": length + (BLOCKS + 3) * canvas_length,
+        "kv_cache_memory_bytes": 64 << 20 if options.toy else 10 << 30,
+        "language_model_only": True,
+        **({"gpu_memory_utilization": 0.4} if on_gpu else {"enforce_eager": True}),
+    }
+    llm = LLM(str(model), **given | options.llm)
+    is_async = bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+    device = torch.cuda.get_device_name() if on_gpu else "CPU"
+    state.values["what"] = f"{device}, asynchronous: {is_async}, {options.llm}"
+    state.reach("ready")
+    run = runner_of(llm, length, canvas_length)
+    for load in LOADS:  # compiles what is left, and fills the prefix cache
+        run(load, 1)
+    state.reach("warm")
+    while not (folder / "go").exists():
+        time.sleep(0.2)
+    for number in range(1 if options.toy else ROUNDS):
+        with turn(folder):
+            for load in LOADS:
+                one, more = run(load, 1), run(load, BLOCKS)
+                blocks = state.values["ms"].setdefault(str(load), [])
+                blocks.append(round((more - one) / (BLOCKS - 1), 3))
+        state.reach(f"round {number}")
+    if on_gpu:
+        with turn(folder):
+            state.values["kernels"] = {str(load): kernels(run, load) for load in LOADS}
+    state.reach("done")
+
+
+def write_model(path: Path, *, is_toy: bool) -> int:
+    """Write a folder that vLLM serves without weights; returns its canvas length.
+
+    On a GPU as ``dllm quantize --scheme fp8-dynamic`` would have written it; on a CPU vLLM has no
+    FP8 experts.
+    """
+    import torch
+
+    from bench.roofline import released_config
+    from bench.toys.tiny import tiny_config, write_checkpoint
+    from dllm.quantize.recipes import MADE, quantization_config
+
+    config = tiny_config() if is_toy else released_config()
+    if torch.cuda.is_available() and not is_toy:
+        config["quantization_config"] = quantization_config(MADE["fp8-dynamic"])
+    if not path.exists():
+        write_checkpoint(path)  # a tiny one, for its tokenizer and generation config
+        (path / "model.safetensors").unlink()
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    generation = path / "generation_config.json"
+    fixed = {"max_denoising_steps": STEPS, "confidence_threshold": 0.0}
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | fixed))
+    return int(str(config["canvas_length"]))
+
+
+def runner_of(llm: Any, length: int, canvas_length: int) -> Callable[[int, int], float]:
+    """A function that asks for blocks of so many requests, and returns the milliseconds it took."""
+    import torch
+    from vllm import SamplingParams, TokensPrompt
+
+    draws = torch.Generator().manual_seed(0)
+    words = min(200_000, llm.llm_engine.model_config.get_vocab_size() - 20)
+    tokens = torch.randint(20, 20 + words, (max(LOADS), length), generator=draws).tolist()
+
+    def run(load: int, blocks: int) -> float:
+        num_tokens = blocks * canvas_length
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        prompts = [TokensPrompt(prompt_token_ids=one) for one in tokens[:load]]
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        took = 1e3 * (time.perf_counter() - begin)
+        assert all(len(each.outputs[0].token_ids) == num_tokens for each in outputs)
+        return took
+
+    return run
+
+
+def kernels(run: Callable[[int, int], float], load: int) -> list[tuple[float, int, str]]:
+    """Time of one block by kernel, the largest first: ms, calls, name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run(load, 1)
+    rows = [
+        (round(each.self_device_time_total / 1e3, 4), each.count, each.key[:160])
+        for each in found.key_averages()
+    ]
+    return sorted(rows, reverse=True)[:MOST_KERNELS]
+
+
+@contextmanager
+def turn(folder: Path) -> Iterator[None]:
+    """While no other engine of the folder computes; ends with the process, too."""
+    with (folder / "turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    time.sleep(0.1)  # another one takes its turn
+
+
+def _take_pages_of_64() -> None:
+    """Full layers have pages of 128 keys; FlashAttention 4 loads those of 64 by TMA."""
+    from dllm.attention.backend import CanvasAttentionBackend
+
+    sizes: Any = staticmethod(lambda spec=None: [64])
+    CanvasAttentionBackend.get_supported_kernel_block_sizes = sizes  # type: ignore[method-assign]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM")
+    parser.add_argument("--pages-of-64", action="store_true")
+    options = parser.parse_args()
+    state = State(options.name, options.folder)
+    try:
+        measure(state, options.name, options.folder, options)
+    except BaseException:
+        state.values["error"] = traceback.format_exc()[-6000:]
+        state.reach(f"FAILED in: {state.values['stage']}")
+        os._exit(1)
+    os._exit(0)  # an engine that shuts down would take half a minute
+
+
+if __name__ == "__main__":
+    main()
