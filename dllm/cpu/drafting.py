@@ -7,8 +7,8 @@ per row:
 
     context tokens   the target's query tokens of this step; the drafter's keys and values for them
                      come from the target's hidden states
-    query tokens     Q of them: the token that follows the context, then Q - 1 mask tokens, at which
-                     the drafter predicts
+    query tokens     Q of them: the token that follows the context (the anchor), then Q - 1 mask
+                     tokens, at which the drafter predicts; a DSpark drafter does at the anchor, too
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import lengths, spread
+from dllm.cpu.ragged import fill, lengths, spread
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,6 @@ class _Cache:
         return np.where(blocks != 0, blocks * self.block_size + offsets, self.pad_id)
 
 
-def _fill(out: torch.Tensor, values: np.ndarray, padding: int | None = None) -> None:
-    """Write values, flattened, to the start of `out`, and padding to the rest of it."""
-    flat = out.numpy()
-    flat[: values.size] = values.reshape(-1)
-    if padding is not None:
-        flat[values.size :] = padding
-
-
 def _fill_context(
     out: tuple[torch.Tensor, torch.Tensor],
     target_positions: np.ndarray,
@@ -65,8 +57,8 @@ def _fill_context(
     rows, offsets = spread(starts)
     is_kept = offsets < (lengths(starts) - num_rejected)[rows]
     positions = np.where(is_kept, target_positions[: starts[-1]], 0)
-    _fill(out[0], positions)
-    _fill(out[1], np.where(is_kept, cache.slots(rows, positions), cache.pad_id))
+    fill(out[0], positions)
+    fill(out[1], np.where(is_kept, cache.slots(rows, positions), cache.pad_id))
     return positions[starts[1:] - num_rejected - 1]
 
 
@@ -88,12 +80,12 @@ def _fill_queries(
     num_rows, num_queries = positions.shape
     input_ids = np.full(positions.shape, mask_token_id)
     input_ids[:, 0] = bonus
-    _fill(ids_out, input_ids)
-    _fill(positions_out, np.minimum(positions, last_position))
-    _fill(slots_out, cache.slots(np.arange(num_rows)[:, None], positions), cache.pad_id)
+    fill(ids_out, input_ids)
+    fill(positions_out, np.minimum(positions, last_position))
+    fill(slots_out, cache.slots(np.arange(num_rows)[:, None], positions), cache.pad_id)
     starts = np.arange(len(starts_out)) * num_queries
-    _fill(starts_out, np.minimum(starts, num_rows * num_queries))
-    _fill(lengths_out, np.minimum(positions[:, -1], last_position) + 1, padding=0)
+    fill(starts_out, np.minimum(starts, num_rows * num_queries))
+    fill(lengths_out, np.minimum(positions[:, -1], last_position) + 1, padding=0)
 
 
 def _fill_samples(
@@ -101,13 +93,21 @@ def _fill_samples(
     num_samples: int,
     positions: np.ndarray,
     slots: np.ndarray,
+    from_anchor: bool,
 ) -> None:
-    """Write index, position and request slot of each mask token: a draft is sampled there."""
+    """Write index of each query token at which a draft is sampled, the draft's position, its slot.
+
+    These are the mask tokens, at their own positions; or all, and the next token is sampled.
+    """
     indices_out, positions_out, slots_out = (buffer[:num_samples] for buffer in out)
-    indices = np.arange(positions.size).reshape(positions.shape)[:, 1:]
-    _fill(indices_out, indices, padding=0)
-    _fill(positions_out, positions[:, 1:], padding=0)
-    _fill(slots_out, slots.repeat(indices.shape[1]), padding=-1)
+    indices = np.arange(positions.size).reshape(positions.shape)
+    if from_anchor:
+        positions = positions + 1
+    else:
+        indices, positions = indices[:, 1:], positions[:, 1:]
+    fill(indices_out, indices, padding=0)
+    fill(positions_out, positions, padding=0)
+    fill(slots_out, slots.repeat(len(indices[0])), padding=-1)
 
 
 def _prepare_dflash_inputs_kernel(
@@ -151,7 +151,6 @@ def _prepare_dflash_inputs_kernel(
 ) -> None:
     """Fill every input buffer of the drafter's step, and pad each to its end."""
     assert CP_SIZE == 1, f"context parallelism needs CUDA, but CP_SIZE is {CP_SIZE}"
-    assert not SAMPLE_FROM_ANCHOR, "a DFlash drafter samples at mask tokens"
     slots = idx_mapping_ptr.numpy()
     cache = _Cache(block_table_ptr.numpy(), block_size, PAD_SLOT_ID)
     last = _fill_context(
@@ -179,9 +178,43 @@ def _prepare_dflash_inputs_kernel(
         out_query_positions_ptr.numpy()[positions.size : max_num_tokens] = 0
     samples = (out_sample_indices_ptr, out_sample_pos_ptr, out_sample_idx_mapping_ptr)
     num_samples = max_num_reqs * num_speculative_steps
-    _fill_samples(samples, num_samples, positions, slots)
+    _fill_samples(samples, num_samples, positions, slots, SAMPLE_FROM_ANCHOR)
     out_temperature_ptr.numpy()[slots] = temperature_ptr.numpy()[slots]
     out_seeds_ptr.numpy()[slots] = seeds_ptr.numpy()[slots]
+
+
+def _selector_walk_kernel(
+    scores_ptr: torch.Tensor,
+    candidate_ptr: torch.Tensor,
+    sample_pos_ptr: torch.Tensor,
+    req_state_ptr: torch.Tensor,
+    temperature_ptr: torch.Tensor,
+    seeds_ptr: torch.Tensor,
+    tokens_ptr: torch.Tensor,
+    realized_scores_ptr: torch.Tensor,
+    num_steps: int,
+    top_k: int,
+    BLOCK_K: int,
+    SAMPLE_PROBABILISTIC: bool,
+    USE_FP64: bool,
+    num_warps: int = 1,
+) -> None:
+    """Choose each place's best candidate of DFlash 2, given the one chosen in front of it.
+
+    scores: [rows, steps, k, k], of each candidate behind each candidate of the place before; those
+    behind the chosen one are kept in realized_scores. In front of the first place the first of the
+    k is chosen.
+    """
+    assert not SAMPLE_PROBABILISTIC, "refused at start"
+    scores = scores_ptr.view(-1, num_steps, top_k, top_k)
+    rows = torch.arange(len(scores))
+    candidates = candidate_ptr.view(-1, num_steps, top_k)
+    chosen = torch.zeros(len(rows), dtype=torch.long)
+    for step in range(num_steps):
+        realized = scores[rows, step, chosen].float()
+        realized_scores_ptr.view(-1, num_steps, top_k)[: len(rows), step] = realized
+        chosen = realized.argmax(-1)
+        tokens_ptr.view(-1, num_steps)[: len(rows), step] = candidates[rows, step, chosen]
 
 
 def _flatten_sampled_kernel(

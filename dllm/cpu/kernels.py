@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dllm.cpu import batch, drafting, edits, logits, sampling
+from dllm.cpu import batch, draft_model, drafting, eagle, edits, logits, sampling
 
 # A function that replaces a Triton kernel. It takes the arguments of the launch, without the grid.
 Kernel = Callable[..., None]
@@ -39,9 +39,16 @@ _REPLACED: dict[str, tuple[Kernel, ...]] = {
     "sample.penalties": (edits._penalties_kernel, edits._bincount_kernel),
     "sample.prompt_logprob": (edits._prompt_logprobs_token_ids_kernel,),
     "spec_decode.dflash.speculator": (drafting._prepare_dflash_inputs_kernel,),
+    "spec_decode.dflash2.speculator": (drafting._selector_walk_kernel,),
     "spec_decode.rejection_sampler": (
         drafting._flatten_sampled_kernel,
         drafting._gather_draft_sampled_kernel,
+    ),
+    "spec_decode.standalone_ar.speculator": (draft_model._prepare_prefill_inputs_kernel,),
+    "spec_decode.target_dependent_ar.speculator": (
+        eagle._prepare_prefill_inputs_kernel,
+        eagle._prepare_decode_inputs_kernel,
+        eagle._update_draft_inputs_kernel,
     ),
     "structured_outputs": (logits._apply_grammar_bitmask_kernel,),
 }

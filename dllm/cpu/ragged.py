@@ -4,6 +4,7 @@
 """
 
 import numpy as np
+import torch
 
 
 def spread(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -19,3 +20,11 @@ def spread(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def lengths(starts: np.ndarray) -> np.ndarray:
     """Return how long each span is, [rows]: np.diff(starts), but several times faster."""
     return starts[1:] - starts[:-1]
+
+
+def fill(out: torch.Tensor, values: np.ndarray, padding: int | None = None) -> None:
+    """Write values, flattened, to the start of a flat tensor, and padding to the rest of it."""
+    flat = out.numpy()
+    flat[: values.size] = values.reshape(-1)
+    if padding is not None:
+        flat[values.size :] = padding

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.speculator import Drafter
+from dllm.drafter.steering import DraftPass
 from dllm.drafter.step import TargetStep
 
 
@@ -62,7 +63,7 @@ class SelfDrafter(Drafter):
             slots.masked_fill_(is_behind, PAD_SLOT_ID)
         return super()._build_uniform_attn_metadata(*args, **kwargs)
 
-    def _keep_context(self, step: TargetStep) -> None:
+    def _keep_context(self, step: TargetStep, draft: DraftPass) -> None:
         """Nothing: the context is the target's own."""
 
     def _store_context(self) -> None:

@@ -163,7 +163,8 @@ PATCHES = {
         "with a drafter of ours: admits min_p and logit_bias, which Model Runner V2 honours"
     ),
     "vllm.v1.worker.gpu.model_runner.init_speculator": (
-        "in the worker: makes our speculator for a DFlash drafter, or for drafts of other processes"
+        "in the worker: makes our speculator for a DFlash drafter, or for drafts of other "
+        "processes, and lets ours steer vLLM's where options ask for it"
     ),
     "vllm.config.VllmConfig._get_v2_model_runner_unsupported_features": (
         "Model Runner V2 runs a target with remote drafts; vLLM's own has no custom_class"

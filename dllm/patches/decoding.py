@@ -9,7 +9,12 @@ from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.cpu import choose_dtype, register_model
-from dllm.patches.drafting import SELF_DRAFTER, draft_limits, drafts_itself
+from dllm.patches.drafting import (
+    SELF_DRAFTER,
+    draft_limits,
+    drafts_itself,
+    refuse_options_of_network,
+)
 from dllm.patches.neighbours import explain_refusal
 from dllm.settings.server import WHERE, PluginOptions, options_of
 
@@ -25,7 +30,6 @@ def serve_decodings() -> None:
 def configure_self_drafting(vllm_config: Any) -> None:
     """Raises ValueError if an option or a flag does not work with a self-drafting model."""
     from dllm.drafter.pair import refuse_other_rules
-    from dllm.settings.drafting import WHERE
 
     speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
     architecture = vllm_config.model_config.architecture
@@ -44,9 +48,7 @@ def configure_self_drafting(vllm_config: Any) -> None:
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
-    for key in ("window", "mask_token_id"):
-        if getattr(options, key) is not None:
-            raise ValueError(f"{WHERE}: {key} with a model that drafts for itself. Leave it out.")
+    refuse_options_of_network(options, "a model that drafts for itself")
 
 
 def self_drafting_attention(vllm_config: Any) -> None:

@@ -1,22 +1,32 @@
-"""Patches for drafting: our drafter network and speculator serve DFlash drafters, if asked for.
+"""Patches for drafting: our network serves DFlash drafters, and ours steers vLLM's speculators.
 
-On CUDA a ``drafter`` among our options asks for them, else vLLM's own serve. On a CPU vLLM's do not
-run in Model Runner V2, and ours always serve. Servers with another method, or without a drafter,
-behave as without these patches, except that our CPU worker verifies the drafts of every method by
-our rule.
+On CUDA a ``drafter`` among our options asks for both, else vLLM's own serve as without these
+patches. On a CPU ours always serves DFlash drafters, because vLLM's do not run in Model Runner V2
+there, and steers what our worker serves.
 """
 
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dllm.models import AUTOREGRESSIVE
+from dllm.patches.contract import CPU_WORKER
 from dllm.patches.cpu import is_cpu_without_triton, register_model
 from dllm.patches.remote import drafts_remotely, run_custom_speculators_on_v2
-from dllm.settings.drafting import DRAFTER_ARCHITECTURE, OUR_DRAFTER, WHERE, always_verifies_all
+from dllm.settings.drafting import (
+    DRAFTER_ARCHITECTURE,
+    OUR_DRAFTER,
+    WHERE,
+    DrafterOptions,
+    always_verifies_all,
+)
 from dllm.settings.server import options_of
 
 DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
 SELF_DRAFTER = "dllm.drafter.self_drafter.SelfDrafter"
+# Methods of vLLM that ours steers (``drafter.steering``), and drafters of the method "dflash".
+SOURCES = ("draft_model", "eagle3", "mtp", "dspark")
+DFLASH_2 = "DFlash2DraftModel"
 
 
 def serve_drafters() -> None:
@@ -39,13 +49,40 @@ def asks_for_our_drafter(vllm_config: Any) -> bool:
 
     if not _names(vllm_config.speculative_config, DRAFTER_ARCHITECTURE):
         return False
+    return current_platform.is_cpu() or _has_options(vllm_config)
+
+
+def asks_for_steering(vllm_config: Any) -> bool:
+    """Whether a server drafts, and has options for it, or our CPU worker.
+
+    That worker has kernels for the sources that ours steers, and for no others.
+    """
+    from vllm.platforms import current_platform
+
+    if vllm_config.speculative_config is None:
+        return False
+    is_ours = vllm_config.model_config.architecture in AUTOREGRESSIVE and current_platform.is_cpu()
+    is_named = vllm_config.parallel_config.worker_cls == CPU_WORKER
+    return is_ours or is_named or _has_options(vllm_config)
+
+
+def _has_options(vllm_config: Any) -> bool:
     given = vllm_config.additional_config
     ours = given.get("dllm") if isinstance(given, Mapping) else None
-    return current_platform.is_cpu() or (ours or {}).get("drafter") is not None
+    return (ours or {}).get("drafter") is not None
+
+
+def is_steered(speculative_config: Any) -> bool:
+    """Whether ours steers a speculator of vLLM, as ``configure_steering`` has decided."""
+    return bool(getattr(speculative_config, "is_steered_by_dllm", False))
 
 
 def drafts_with_ours(speculative_config: Any) -> bool:
-    return drafts_itself(speculative_config) or _names(speculative_config, OUR_DRAFTER)
+    return (
+        drafts_itself(speculative_config)
+        or _names(speculative_config, OUR_DRAFTER)
+        or is_steered(speculative_config)
+    )
 
 
 def _names(speculative_config: Any, architecture: str) -> bool:
@@ -74,6 +111,77 @@ def configure_drafting(vllm_config: Any) -> None:
     hf_config.architectures = [OUR_DRAFTER]
     speculative.update_arch_()
     _write_resolved_fields(hf_config, drafter.mask_token_id)
+
+
+def steering_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
+    """As ``kinds.Kind.refuses`` says."""
+    yield from draft_limits(vllm_config)
+    speculative, policy = vllm_config.speculative_config, options_of(vllm_config).drafter.policy
+    is_sampled = speculative.draft_sample_method == "probabilistic"
+    flag = 'draft_sample_method "probabilistic"'
+    why = "the selector of DFlash 2 cannot draw with the target's random numbers"
+    yield is_sampled and _names(speculative, DFLASH_2), flag, why
+    why = "a DSpark drafter of a reduced vocabulary cannot draw with the target's random numbers"
+    yield is_sampled and _has_reduced_vocabulary(speculative), flag, why
+    is_unseen = speculative.use_local_argmax_reduction and policy == "adaptive"
+    why = 'the policy "adaptive" reads how likely drafts are, which is not computed'
+    yield is_unseen, "use_local_argmax_reduction", why
+
+
+def _has_reduced_vocabulary(speculative: Any) -> bool:
+    if speculative.method != "dspark":
+        return False
+    config = speculative.draft_model_config.hf_config
+    size = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    return bool(size != config.vocab_size)
+
+
+def configure_steering(vllm_config: Any) -> None:
+    """Check a server whose drafts ours steers, and mark it as such.
+
+    Raises:
+        ValueError: the draft source cannot be steered, or an option does not work with it.
+    """
+    from dllm.drafter.pair import refuse_other_rules
+
+    speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
+    _refuse_source(vllm_config)
+    refuse_other_rules(speculative, vllm_config.watermark_config is not None)
+    options.check_against(
+        speculative.num_speculative_tokens, speculative.enable_adaptive_verification
+    )
+    refuse_options_of_network(options, f'the draft source "{speculative.method}"')
+    speculative.is_steered_by_dllm = True
+
+
+def _refuse_source(vllm_config: Any) -> None:
+    """Raises ValueError for a draft source that ours cannot steer."""
+    speculative = vllm_config.speculative_config
+    is_known = speculative.method in SOURCES or _names(speculative, DFLASH_2)
+    is_special = speculative.use_multi_module_mtp() or speculative.use_gemma4_mtp()
+    if not is_known or is_special:
+        drafter = ""
+        if speculative.method in ("dflash", "mtp"):
+            drafter = f" of {', '.join(speculative.draft_model_config.architectures or ())}"
+        given = WHERE if _has_options(vllm_config) else f"--worker-cls {CPU_WORKER}"
+        raise ValueError(
+            f"--speculative-config: method = {speculative.method!r}{drafter} with {given}; "
+            f"allowed: {', '.join(SOURCES)} (of one MTP module), and dflash of "
+            f"{DRAFTER_ARCHITECTURE} or {DFLASH_2}. Leave {given} out, and vLLM drafts."
+        )
+    unsupported = vllm_config._get_v2_model_runner_unsupported_features()
+    if unsupported or not (is_cpu_without_triton() or vllm_config.use_v2_model_runner):
+        raise ValueError(
+            f"{WHERE} needs vLLM's Model Runner V2, and this server would run another one"
+            f"{': ' * bool(unsupported)}{', '.join(unsupported)}."
+        )
+
+
+def refuse_options_of_network(options: DrafterOptions, what: str) -> None:
+    """Raises ValueError for options of our DFlash network beside another draft source."""
+    for key in ("window", "mask_token_id"):
+        if getattr(options, key) is not None:
+            raise ValueError(f"{WHERE}: {key} with {what}. Leave it out.")
 
 
 def why_steps_wait(vllm_config: Any) -> str | None:
@@ -170,17 +278,23 @@ def make_our_speculators() -> None:
     from vllm.v1.worker.gpu import model_runner
 
     from dllm.drafter.self_drafter import SelfDrafter
+    from dllm.drafter.sources import steer
     from dllm.drafter.speculator import Drafter
     from dllm.remote.speculator import RemoteDrafts
 
     init_speculator = model_runner.init_speculator
 
     def init_ours(vllm_config: Any, device: Any, req_states: Any) -> Any:
-        if drafts_with_ours(vllm_config.speculative_config):
-            kind = SelfDrafter if drafts_itself(vllm_config.speculative_config) else Drafter
-            return kind(vllm_config, device, req_states)
-        if drafts_remotely(vllm_config.speculative_config):
+        speculative = vllm_config.speculative_config
+        if drafts_itself(speculative):
+            return SelfDrafter(vllm_config, device, req_states)
+        if _names(speculative, OUR_DRAFTER):
+            return Drafter(vllm_config, device, req_states)
+        if drafts_remotely(speculative):
             return RemoteDrafts(vllm_config, device)
-        return init_speculator(vllm_config, device, req_states)
+        speculator = init_speculator(vllm_config, device, req_states)
+        if is_steered(speculative):
+            steer(speculator, vllm_config, req_states)
+        return speculator
 
     model_runner.init_speculator = init_ours

@@ -87,6 +87,17 @@ DFLASH = Kind(
     why_synchronous=drafting.why_steps_wait,
     configure=drafting.configure_drafting,
 )
+# As above, with a speculator of vLLM.
+STEERED = Kind(
+    "drafting with options of dllm",
+    lambda config, options: drafting.asks_for_steering(config),
+    on_cpu=OURS,
+    on_cuda=OURS,
+    scheduler=contract.DRAFTING_SCHEDULER,
+    refuses=drafting.steering_limits,
+    waits=drafting.why_steps_wait,
+    configure=drafting.configure_steering,
+)
 # Our scheduler asks the draft workers between two steps.
 REMOTE = Kind(
     "remote drafting",
@@ -120,7 +131,17 @@ TOKEN_BY_TOKEN = Kind(
 )
 DRAFT_WORKER = Kind("a draft worker", lambda config, options: options.draft_worker, UNLESS_NAMED)
 OTHERS = Kind("another model", lambda config, options: True)
-KINDS = (CANVASES, SELF_DRAFTS, DFLASH, REMOTE, RECORDED, TOKEN_BY_TOKEN, DRAFT_WORKER, OTHERS)
+KINDS = (
+    CANVASES,
+    SELF_DRAFTS,
+    DFLASH,
+    REMOTE,
+    STEERED,
+    RECORDED,
+    TOKEN_BY_TOKEN,
+    DRAFT_WORKER,
+    OTHERS,
+)
 # With DLLM_DISABLE=1, in the place of all others: on a CPU vLLM's class runs on our kernels.
 BUILTIN = Kind("vLLM's DiffusionGemma", CANVASES.is_asked, UNLESS_NAMED)
 

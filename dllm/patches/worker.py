@@ -160,11 +160,11 @@ class Drafts:
 
     def take_draft_token_ids(self) -> Any:
         """Make late drafts, and cut all drafts to the widths that the policy chose."""
-        from dllm.drafter.speculator import Drafter
+        from dllm.drafter.steering import Steered
 
         runner = self.model_runner
         drafter = runner.speculator if self._is_ours else None
-        if not isinstance(drafter, Drafter):
+        if not isinstance(drafter, Steered):
             return super().take_draft_token_ids()  # type: ignore[misc]
         with torch.inference_mode():
             drafter.draft_late(runner.req_states, runner.draft_tokens_handler)
@@ -175,7 +175,7 @@ class Drafts:
     def save_context_only(self) -> None:
         """Called instead of ``take_draft_token_ids`` after a step that finished every request.
 
-        See ``Drafter.save_context_only``.
+        See ``Steered.save_context_only``.
         """
         if self.model_runner.speculator is not None:  # only the last pipeline stage has one
             self.model_runner.speculator.save_context_only()

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dllm.drafter.speculator import make_policy
+from dllm.drafter.steering import make_policy
 from dllm.drafter.widths.adaptive import FIRST_TRIAL, LAST_TRIAL, AdaptiveWidth, best_widths
 from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep

@@ -44,16 +44,23 @@ def use_real_triton() -> None:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     plain_store = InterpreterBuilder.create_masked_store
+    plain_load = InterpreterBuilder.create_masked_load
+
+    def as_mask(mask: Any) -> Any:
+        # A scalar mask joined with a block of masks comes out as int32, which both refuse.
+        return TensorHandle(mask.data.astype(bool), tl.int1)
 
     def masked_store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        # A scalar mask joined with a block of masks comes out as int32, which a store refuses.
-        mask = TensorHandle(mask.data.astype(bool), tl.int1)
-        return plain_store(builder, ptrs, value, mask, *rest)
+        return plain_store(builder, ptrs, value, as_mask(mask), *rest)
+
+    def masked_load(builder: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        return plain_load(builder, ptrs, as_mask(mask), *rest)
 
     def log1p(x: Any) -> Any:
         return tl.tensor(TensorHandle(np.log1p(x.handle.data), x.dtype.scalar), x.type)
 
     InterpreterBuilder.create_masked_store = masked_store
+    InterpreterBuilder.create_masked_load = masked_load
     vllm.triton_utils.triton = triton
     vllm.triton_utils.tl = tl
     vllm.triton_utils.tldevice = SimpleNamespace(log1p=log1p)

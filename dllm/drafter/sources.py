@@ -1,0 +1,123 @@
+"""What is special of each draft source when it is steered (``steering``).
+
+A *draft source* is a speculator of vLLM's Model Runner V2. Two kinds differ in how they keep up
+with a step that is not drafted for:
+
+    one by one   drafts are tokens of a small model, or of a layer behind the target, which reads
+                 every token of the text: one pass of it cannot be left out
+    blocks       DFlash, DFlash 2, DSpark: nothing but the target's hidden states is read, and can
+                 wait until drafting starts again
+"""
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.states import RequestState
+
+from dllm.drafter.context import DeferredContext
+from dllm.drafter.steering import DraftPass, Steered
+from dllm.drafter.step import TargetStep
+
+
+class SteeredModel(Steered, StandaloneARSpeculator):
+    """A small model beside the target."""
+
+    _reads_only = False
+
+    def _keep_context(self, step: TargetStep, draft: DraftPass) -> None:
+        self._reads_only = True
+        try:
+            draft()
+        finally:
+            self._reads_only = False
+
+    def _multi_step_decode(self, *args: Any, **options: Any) -> None:
+        """The passes behind the first, which has read the step's tokens and drafted one."""
+        if not self._reads_only:
+            super()._multi_step_decode(*args, **options)
+
+
+class SteeredBlocks(Steered, DFlashSpeculator):
+    """A speculator that drafts blocks with keys and values made of the target's hidden states."""
+
+    def steer(self, vllm_config: VllmConfig, req_states: RequestState) -> None:
+        super().steer(vllm_config, req_states)
+        self._context = DeferredContext()
+
+    def _draft(self, draft: DraftPass) -> torch.Tensor:
+        self._store_context()
+        return draft()
+
+    def _keep_context(self, step: TargetStep, draft: DraftPass) -> None:
+        """Keep the context of a step that is not drafted for, until a draft pass needs it.
+
+        It is stored at once where KV transfer may copy the pages, and where there are several KV
+        cache groups (a draft window, sliding layers). There, a page that is freed while its context
+        waits may become a page of the target, and the late write would destroy it.
+        """
+        if not self._context.admits(step.batch.num_tokens):
+            self._store_context()
+        self._context.append(step, self.block_tables.slot_mappings, self.draft_kv_cache_group_ids)
+        has_groups = len(self.kv_cache_config.kv_cache_groups) > 1
+        is_full = not self._context.admits(0)  # a single step may be larger than the limit
+        if is_full or has_groups or self.vllm_config.kv_transfer_config is not None:
+            self._store_context()
+
+    def _store_context(self) -> None:
+        """Compute and store all of the kept context, in one product."""
+        if not len(self._context):
+            return
+        context = self._context.take()
+        assert self._layer_group_idx is not None, "the network names its layers"
+        self.model.precompute_and_store_context_kv(
+            self.model.combine_hidden_states(context.features),
+            context.positions,
+            [context.slots[group] for group in self._layer_group_idx],
+        )
+
+
+class SteeredSelector(SteeredBlocks, DFlash2Speculator):
+    """DFlash 2, whose selector walks through the likeliest tokens of each place."""
+
+    def _generate_draft(self, num_reqs: int, *args: Any, **options: Any) -> None:
+        """How sure it is: the selector's probability of the token that it has taken."""
+        super()._generate_draft(num_reqs, *args, **options)
+        if self.policy.reads_confidence:
+            taken = self.candidate_sampler.scores[:num_reqs].softmax(-1).amax(-1)
+            self._confidence[:num_reqs] = self._useful(taken, self.draft_tokens[:num_reqs])
+
+
+class SteeredMarkov(SteeredBlocks, DSparkSpeculator):
+    """DSpark, which samples the places of a block one behind the other."""
+
+    def _sample_logits(
+        self, logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int
+    ) -> torch.Tensor:
+        if not self._samples_drafts:
+            return super()._sample_logits(logits, idx_map, sample_pos, step)
+        self._maybe_predict_acceptance(logits, idx_map, self._step_cols[step])
+        at = idx_map, self.temperature, self.seeds, sample_pos - 1
+        return self._sample_coupled(logits, *at)
+
+
+STEERED: dict[type[DraftModelSpeculator], type[Steered]] = {
+    StandaloneARSpeculator: SteeredModel,
+    DFlash2Speculator: SteeredSelector,
+    DSparkSpeculator: SteeredMarkov,
+}
+
+
+def steer(
+    speculator: DraftModelSpeculator, vllm_config: VllmConfig, req_states: RequestState
+) -> None:
+    """Let ours steer a speculator that vLLM has made, in place: it gets another class."""
+    theirs: Any = type(speculator)
+    ours: Any = STEERED.get(theirs) or type(f"Steered{theirs.__name__}", (Steered, theirs), {})
+    speculator.__class__ = ours
+    ours.steer(speculator, vllm_config, req_states)

@@ -1,0 +1,333 @@
+"""The steering of drafts: what happens around a draft pass of any speculator of vLLM.
+
+vLLM's speculator drafts; a class here is put in front of it. It decides whether a step drafts,
+whether from the request's own text (``prompt_lookup``), and how many of its drafts are verified.
+None of it changes the text (``verification``). ``sources`` has what is special of each speculator.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+from vllm.v1.worker.gpu.states import RequestState
+
+from dllm.drafter.metrics import CountedDrafts, Counts
+from dllm.drafter.pair import end_ids
+from dllm.drafter.prompt_lookup import Lookup, lookup_of
+from dllm.drafter.step import TargetStep
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
+from dllm.engine.ranks import answer_of_first_rank
+from dllm.settings.drafting import DrafterOptions, always_verifies_all
+from dllm.settings.server import options_of
+
+# vLLM's ``propose`` of a step: stores the step's context and drafts, [rows, N] token ids. With
+# ``num_speculative_tokens=0`` it only stores the context.
+DraftPass = Callable[..., torch.Tensor]
+
+
+def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> WidthPolicy:
+    if options.policy == "adaptive":
+        return AdaptiveWidth(num_drafts, num_slots, hysteresis=options.hysteresis)
+    assert options.policy == "fixed", options.policy
+    return FixedWidth(num_drafts, options.width)
+
+
+class Steered(DraftModelSpeculator):
+    """A base class in front of a speculator of vLLM, whose constructor is followed by ``steer``."""
+
+    def steer(self, vllm_config: VllmConfig, req_states: RequestState) -> None:
+        """Set up what the server's options ask for.
+
+        Args:
+            req_states: the runner's.
+        """
+        options = options_of(vllm_config).drafter
+        self._req_states = req_states
+        self._looks_up = options.prompt_lookup
+        num_drafts = self.num_speculative_steps
+        # What never changes while serving.
+        self._trims = not always_verifies_all(options, num_drafts)
+        self._samples_drafts = self.speculative_config.draft_sample_method == "probabilistic"
+        self.draft_logits = None  # vLLM's copy of the drafter's distributions: nobody reads it here
+        self._end_ids = torch.tensor(sorted(end_ids(vllm_config)), device=self.device)
+        parallel = vllm_config.parallel_config
+        # With data parallelism all replicas take part in every draft pass, and with prefill context
+        # parallelism all ranks of a prompt. Then no single one of them may leave a pass out.
+        may_skip = self.dp_size == parallel.prefill_context_parallel_size == 1
+        # On a CPU the draft pass runs after the tokens were sent (`draft_late`), unless somebody
+        # waits for it right after the step: other replicas or pipeline stages, which take part in
+        # the pass, or another server, which reads the pages.
+        self._drafts_late = (
+            self.device.type == "cpu"
+            and self.dp_size == parallel.pipeline_parallel_size == 1
+            and vllm_config.kv_transfer_config is None
+        )
+        self.policy: WidthPolicy = make_policy(options, num_drafts, self.max_num_reqs)
+        self.policy.may_skip = may_skip
+        self._counts = Counts()  # of the steps after the last report
+        # [rows, N]: the drafter's probability of its likeliest token, 0 where that ends the answer.
+        self._confidence = torch.zeros(self.draft_tokens.shape, device=self.device)
+        # [rows] of the last step: drafts to be verified.
+        self._widths = np.zeros(0, dtype=np.int64)
+        self._undrafted: tuple[TargetStep, DraftPass] | None = None  # waits for `draft_late`
+
+    # --- what a step of the target is followed by -------------------------------------------------
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        *others: Any,
+        dummy_run: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        """vLLM's hook after every step of the target: draft for each row, now or in ``draft_late``.
+
+        Args:
+            last_hidden_states: ``[tokens, hidden]``, output of the target's last layer.
+            aux_hidden_states: the same for each layer that the drafter reads.
+            num_sampled, num_rejected: ``[rows]``, tokens emitted, and drafts rejected in the step.
+            last_sampled: ``[slots, 1]``, the last token of each request.
+
+        Returns:
+            ``[rows, N]`` int64 token ids; any values where nothing has been drafted (yet).
+        """
+        outcome = (num_sampled, num_rejected, last_sampled)
+        step = TargetStep(input_batch, aux_hidden_states, *outcome)
+        hidden_states = (last_hidden_states, aux_hidden_states)
+        arguments = (input_batch, attn_metadata, slot_mappings, *hidden_states, *outcome, *others)
+        draft = partial(super().propose, *arguments, dummy_run=dummy_run, **options)
+        if dummy_run:
+            return draft()
+        # vLLM may ask for fewer drafts at large batches; those have to be made at once. It asks for
+        # none (from 0.33 on) if no request of the step can use any.
+        num_drafts = options.get("num_speculative_tokens")
+        if num_drafts == 0:
+            self._leave_out_drafts(step, draft)
+            return self.draft_tokens[: input_batch.num_reqs]
+        if self._drafts_late and num_drafts in (None, self.num_speculative_steps):
+            self._undrafted = step, draft
+            return self.draft_tokens[: input_batch.num_reqs]
+        return self._follow(step, draft)
+
+    def draft_late(self, req_states: RequestState, handler: DraftTokensHandler) -> None:
+        """On a CPU: draft for the last step, after its tokens have been sent to the clients.
+
+        A CPU does one thing at a time: drafting inside ``propose`` would delay the tokens.
+
+        Args:
+            req_states, handler: the runner's, which hold what ``propose`` returned; the drafts are
+                written over it.
+        """
+        if self._undrafted is None:
+            return
+        (step, draft), self._undrafted = self._undrafted, None
+        drafts = self._follow(step, draft)
+        req_states.draft_tokens[step.batch.idx_mapping] = drafts
+        handler.set_draft_tokens(step.batch, drafts)
+
+    def save_context_only(self) -> None:
+        """Called instead of ``draft_late`` after a step that finished every request.
+
+        Nothing is drafted. The step's context is still kept, because other requests may reuse its
+        pages through the prefix cache.
+        """
+        if self._undrafted is None:
+            return
+        (step, draft), self._undrafted = self._undrafted, None
+        self._leave_out_drafts(step, draft)
+
+    def _leave_out_drafts(self, step: TargetStep, draft: DraftPass) -> None:
+        """Nobody needs drafts of this step: none are counted, and its time teaches nothing."""
+        self._observe(step)
+        self.policy.note_wait(None)
+        self._keep_context(step, draft)
+        self._widths = np.zeros(step.batch.num_reqs, dtype=np.int64)
+
+    def _follow(self, step: TargetStep, draft: DraftPass) -> torch.Tensor:
+        """Draft, or keep the step's context without drafting: ``[rows, N]`` token ids."""
+        self._observe(step)
+        # Timed from here: `_observe` waits for the target's step, which is not drafting time.
+        start = time.perf_counter()
+        batch = step.batch
+        lookup = self._wanted_lookup(batch) if self._looks_up else None
+        passes = lookup is None and self._wants_drafts(batch)
+        if passes:
+            drafts = self._draft(draft)
+        else:
+            self._keep_context(step, draft)
+            drafts = self.draft_tokens[: batch.num_reqs] if lookup is None else lookup.tokens
+        if passes or lookup is not None:
+            self._widths = self._choose_widths(batch)
+        else:
+            self._widths = np.zeros(batch.num_reqs, dtype=np.int64)
+        self._count(batch, passes, time.perf_counter() - start)
+        return drafts
+
+    def _draft(self, draft: DraftPass) -> torch.Tensor:
+        """Run the draft pass: ``[rows, N]`` token ids."""
+        return draft()
+
+    def _keep_context(self, step: TargetStep, draft: DraftPass) -> None:
+        """Let the drafter read a step that is not drafted for, because later drafts build on it."""
+        draft(num_speculative_tokens=0)
+
+    def _wanted_lookup(self, batch: InputBatch) -> Lookup | None:
+        """Drafts from the requests' own texts, if the policy takes them; all ranks get the same."""
+        if not self.policy.may_skip or bool(self._is_prompt_unfinished(batch).all()):
+            return None
+        # A text has its whole prompt, and the token that this step has sampled.
+        longest = max(batch.seq_lens_cpu_upper_bound.max().item() + 1, batch.prefill_len_np.max())
+        num_drafts = self.num_speculative_steps
+        lookup = lookup_of(self._req_states, batch.idx_mapping, int(longest), num_drafts)
+        confidence = lookup.confidence(self._end_ids)
+        self._confidence[: batch.num_reqs] = confidence  # of the drafter, if it runs after all
+        wants = self.policy.wants_lookup(batch.idx_mapping_np, confidence.cpu().numpy())
+        return lookup if answer_of_first_rank(wants) else None
+
+    # --- the policy -------------------------------------------------------------------------------
+
+    def _observe(self, step: TargetStep) -> None:
+        if self.policy.reads_outcomes:
+            self.policy.observe(self._verified(step))
+
+    def _verified(self, step: TargetStep) -> VerifiedStep:
+        """A record of the target's step for the policy; waits for the device."""
+        batch, in_prompt, verified = step.batch, step.in_prompt, step.verified
+        accepted = np.where(verified > 0, verified - step.rejected, 0)
+        if accepted.any():
+            accepted = np.minimum(accepted, self._before_end(batch))
+        return VerifiedStep(batch.idx_mapping_np, in_prompt, step.samples, verified, accepted)
+
+    def _before_end(self, batch: InputBatch) -> np.ndarray:
+        """``[rows]``: verified drafts before the first that ends the answer; N if none does."""
+        num_drafts = self.num_speculative_steps
+        last = batch.num_tokens - 1
+        firsts = torch.from_numpy(batch.query_start_loc_np[: batch.num_reqs] + 1).to(self.device)
+        places = (firsts[:, None] + torch.arange(num_drafts, device=self.device)).clamp(max=last)
+        ends = torch.isin(batch.input_ids[places], self._end_ids).cpu().numpy()
+        before: np.ndarray = np.where(ends.any(axis=1), ends.argmax(axis=1), num_drafts)
+        return before
+
+    def _wants_drafts(self, batch: InputBatch) -> bool:
+        """Whether the drafter runs in this step; all ranks get the same answer."""
+        wants = self.policy.wants_drafts(batch.idx_mapping_np)
+        if not self.policy.may_skip:
+            return True
+        wants = wants and not bool(self._is_prompt_unfinished(batch).all())
+        return bool(answer_of_first_rank(wants)) if self.policy.reads_outcomes else wants
+
+    def _choose_widths(self, batch: InputBatch) -> np.ndarray:
+        """``[rows]``: how many drafts of each row the policy lets the next step verify."""
+        slots, confidence = batch.idx_mapping_np, None
+        if self.policy.reads_confidence:
+            confidence = self._confidence[: len(slots)].cpu().numpy()
+        widths = self.policy.widths(slots, confidence)
+        assert widths.shape == slots.shape, (widths.shape, slots.shape)
+        assert ((widths >= 0) & (widths <= self.num_speculative_steps)).all(), widths
+        return widths
+
+    @staticmethod
+    def _is_prompt_unfinished(batch: InputBatch) -> np.ndarray:
+        """``[rows]`` bool: part of the row's prompt is not computed yet after this step."""
+        computed = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+        is_unfinished: np.ndarray = computed < batch.prefill_len_np
+        return is_unfinished
+
+    # --- what the scheduler is told ---------------------------------------------------------------
+
+    def report(self, drafts: DraftTokenIds) -> CountedDrafts:
+        """The message to the scheduler: each row's first ``width`` drafts, and the counts."""
+        kept = drafts.draft_token_ids
+        if self._trims:
+            assert len(kept) == len(self._widths), (len(kept), len(self._widths))
+            widths = self._widths.tolist()
+            kept = [tokens[:width] for tokens, width in zip(kept, widths, strict=True)]
+        return CountedDrafts(drafts.req_ids, kept, self._counts.take())
+
+    def _count(self, batch: InputBatch, is_drafting: bool, seconds: float) -> None:
+        """Count a step, without drafts of unfinished prompts, which vLLM discards."""
+        self._counts.add("drafting_seconds", seconds)
+        if is_drafting:
+            self._counts.add("draft_passes")
+            self._counts.add("drafted_tokens", batch.num_reqs * self.num_speculative_steps)
+        for width in self._widths[~self._is_prompt_unfinished(batch)].tolist():
+            self._counts.add("draft_widths", label=str(width))
+
+    # --- the draft pass ---------------------------------------------------------------------------
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        *others: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """The drafts ``[rows * N]``, the likeliest or sampled ones.
+
+        Sampled drafts use the target's random numbers of their positions (``verification``).
+        """
+        if not self._samples_drafts:
+            tokens = hidden_states, sample_src_positions, idx_mapping
+            rest = temperature, seeds, draft_step, *others
+            return super().sample_draft(*tokens, *rest, **options)
+        logits = self.compute_draft_logits(hidden_states, options.get("spec_step_idx", 0))
+        self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
+        at = idx_mapping, temperature, seeds, sample_src_positions
+        return self._sample_coupled(logits, *at)
+
+    def _sample_coupled(self, logits: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
+        """Draw drafts ``[rows]`` with the target's random numbers.
+
+        Args:
+            logits: ``[rows, vocab]``, of the target's vocabulary.
+            at: slots, temperature and seeds by slot, and positions in front of the drafts.
+        """
+        fp64 = self.use_fp64_gumbel
+        return gumbel_sample(logits, *at, apply_temperature=True, is_drafting=False, use_fp64=fp64)
+
+    def _maybe_predict_acceptance(
+        self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
+    ) -> None:
+        """Store how sure the drafter is.
+
+        Args:
+            logits: ``[rows, vocab]`` of one place, or ``[rows * N, vocab]`` of all.
+            draft_step: the place, or that of each row of ``logits``.
+        """
+        super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
+        if not self.policy.reads_confidence:
+            return
+        likeliest, tokens = logits.float().softmax(-1).max(-1)
+        useful = self._useful(likeliest, tokens)
+        if draft_step.ndim:
+            useful = useful.view(-1, self.num_speculative_steps)
+            self._confidence[: len(useful)] = useful
+        else:
+            place = draft_step.view(1).long()
+            self._confidence[: len(useful)].index_copy_(1, place, useful[:, None])
+
+    def _useful(self, probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The probabilities, 0 where a token ends the answer."""
+        # Not torch.isin: with many ids it waits for the device, which a CUDA graph cannot.
+        return probabilities.masked_fill((tokens[..., None] == self._end_ids).any(-1), 0.0)

@@ -1,0 +1,270 @@
+"""vLLM's own speculators under our steering: the text is plain decoding's, for every source."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm.drafter.steering import Steered
+from dllm.drafter.widths.policy import FixedWidth
+from dllm.patches.contract import CPU_WORKER
+from tests.drafter.test_prompt_lookup import Any as AnyLookup
+from tests.engine.test_engine import scheduler_watch
+from tests.support.draft_sources import SOURCES, write_dflash_2
+from tests.support.drafter_harness import (
+    LIMITS,
+    SAMPLED,
+    drafting_engine,
+    greedy,
+    make_policy,
+    plain_engine,
+    policy_of,
+    prompt,
+)
+from tests.support.drafter_pairs import write_target
+from tests.support.engine_harness import Engine, get_engine
+
+N = 5
+TIGHT = dict(num_gpu_blocks_override=24)  # too small for four long requests
+PROMPTS = [prompt(length, length) for length in (5, 60, 90, 130)]
+REGEX = {"structured_outputs": StructuredOutputsParams(regex="[a-c]{12}")}
+PARAMS = {
+    "greedy": [greedy(160)] * 4,
+    "sampled": [
+        greedy(60, **SAMPLED),
+        greedy(60, **SAMPLED | {"min_p": 0.05}),
+        greedy(60, **SAMPLED | {"logit_bias": {100: 5.0, 30: 4.0}}),
+        greedy(60, **SAMPLED | REGEX),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("sources")
+
+
+def target_of(folders: Path, name: str) -> Path:
+    write = SOURCES[name].write_target
+    path = folders / write.__name__
+    return path if path.exists() else write(path)
+
+
+class Pair:
+    """A target, plain and with a draft source."""
+
+    def __init__(self, folders: Path, name: str) -> None:
+        source = SOURCES[name]
+        self.name, self.target = name, target_of(folders, name)
+        drafter = self.target
+        if source.write_drafter is not None:
+            drafter = source.write_drafter(folders / name)
+        self.plain = plain_engine(self.target)
+        self.drafting = drafting_engine(
+            self.target,
+            drafter,
+            N,
+            {"policy": "adaptive", "prompt_lookup": True},
+            speculative={"method": source.method} | source.more,
+            **TIGHT,
+        )
+
+    @property
+    def speculator(self) -> Any:
+        return self.drafting.runner.speculator
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def pair(request, folders) -> Pair:
+    return Pair(folders, request.param)
+
+
+_texts: dict[tuple[int, str], list[list[int]]] = {}
+
+
+def plain_texts(engine: Engine, kind: str) -> list[list[int]]:
+    """What plain decoding answers; computed once for each target."""
+    key = id(engine), kind
+    if key not in _texts:
+        engine.reset_prefix_cache()
+        _texts[key] = engine.generate(PROMPTS, PARAMS[kind])
+    return _texts[key]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [("5", "greedy"), ("random", "greedy"), ("random", "sampled"), ("lookup", "sampled")],
+)
+def test_the_text_is_that_of_plain_decoding(pair, monkeypatch, kind, params):
+    """Prompts in chunks, preemptions, random widths, drafts looked up in half of the steps."""
+    expected = plain_texts(pair.plain, params)
+    pair.drafting.reset_prefix_cache()
+    policy = AnyLookup() if kind == "lookup" else make_policy(kind, pair.drafting)
+    preempted = scheduler_watch(monkeypatch, pair.drafting, "_preempt_request")
+    with policy_of(pair.drafting, policy):
+        assert pair.drafting.generate(PROMPTS, PARAMS[params]) == expected
+    assert preempted or params != "greedy", "the cache was large enough for everybody"
+    assert kind != "lookup" or (policy.num_lookups > 10 and policy.num_passes > 10)
+
+
+class Bursts(FixedWidth):
+    """Several steps without drafts, then some with; notes how sure the drafter is."""
+
+    reads_confidence = True
+
+    def __init__(self) -> None:
+        super().__init__(N)
+        self.num_steps = 0
+        self.confidence: list[np.ndarray] = []
+
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        self.num_steps += 1
+        return self.num_steps % 7 < 3
+
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        assert confidence is not None
+        self.confidence.append(confidence.copy())
+        return super().widths(slots, confidence)
+
+
+@contextmanager
+def watch_passes(engine: Engine, monkeypatch: Any) -> Iterator[dict[tuple[int, ...], list[int]]]:
+    """What is drafted behind each text, by draft passes alone."""
+    seen: dict[tuple[int, ...], list[int]] = {}
+    states, follow = engine.runner.req_states, Steered._follow
+
+    def spy(self: Any, step: Any, draft: Any) -> torch.Tensor:
+        before = self._counts.get(("draft_passes", ""), 0)
+        drafts = follow(self, step, draft)
+        if self._counts.get(("draft_passes", ""), 0) > before:
+            for row, slot in enumerate(step.batch.idx_mapping_np.tolist()):
+                if int(step.num_sampled[row]) > 0:
+                    length = int(states.total_len.gpu[slot])
+                    text = states.all_token_ids.gpu[slot, :length].tolist()
+                    seen[tuple(text)] = drafts[row].tolist()
+        return drafts
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Steered, "_follow", spy)
+        yield seen
+
+
+OTHERS = [name for name in SOURCES if SOURCES[name].write_drafter is not None or "mtp" in name]
+
+
+@pytest.mark.parametrize("pair", OTHERS, indirect=True)
+def test_what_was_not_drafted_for_is_context_of_later_drafts(pair, monkeypatch):
+    """The drafts behind a text do not depend on the steps in which nothing was drafted."""
+    given, params = [prompt(40, 3), prompt(70, 8)], greedy(50)
+    found, policies = [], [FixedWidth(N), Bursts()]
+    for policy in policies:
+        pair.drafting.reset_prefix_cache()
+        with (
+            policy_of(pair.drafting, policy),
+            watch_passes(pair.drafting, monkeypatch) as seen,
+        ):
+            pair.drafting.generate(given, params)
+        found.append(seen)
+    always, sometimes = found
+    both = always.keys() & sometimes.keys()
+    assert len(both) > 10 and len(sometimes) < 0.8 * 2 * 50
+    assert {text: sometimes[text] for text in both} == {text: always[text] for text in both}
+    confidence = np.concatenate(policies[1].confidence)
+    assert ((confidence >= 0) & (confidence <= 1)).all() and (confidence > 0).mean() > 0.9
+    assert len(np.unique(confidence)) > confidence.size / 2
+
+
+@pytest.mark.parametrize("pair", ["draft_model", "draft_model, sampled"], indirect=True)
+@pytest.mark.parametrize("policy", [FixedWidth(N), Bursts()], ids=["always", "in bursts"])
+def test_all_drafts_of_a_target_for_itself_are_kept(pair, monkeypatch, policy):
+    """Sampled ones are drawn with the random numbers of the target."""
+    pair.drafting.reset_prefix_cache()
+    params = greedy(50, **SAMPLED) if "sampled" in pair.name else greedy(50)
+    given = [prompt(40, 3), prompt(70, 8)]
+    with policy_of(pair.drafting, policy), watch_passes(pair.drafting, monkeypatch) as seen:
+        texts = pair.drafting.generate(given, params)
+    checked = 0
+    for whole in (tuple(a + b) for a, b in zip(given, texts, strict=True)):
+        for text, drafts in seen.items():
+            if whole[: len(text)] == text:
+                behind = whole[len(text) : len(text) + N]
+                assert tuple(drafts[: len(behind)]) == behind
+                checked += 1
+    assert checked > 10
+    if not isinstance(policy, Bursts):
+        assert checked <= 2 * 50 / (N + 1) + 2  # six tokens in each step
+
+
+def test_a_small_model_makes_one_pass_where_nothing_is_drafted(folders, monkeypatch):
+    pair = Pair(folders, "draft_model")
+    passes: list[int] = []
+    run = type(pair.speculator)._run_model
+
+    def spy(self: Any, input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        passes.append(len(input_ids))
+        return run(self, input_ids, *args)
+
+    monkeypatch.setattr(type(pair.speculator), "_run_model", spy)
+    with policy_of(pair.drafting, FixedWidth(N, 0)):
+        pair.drafting.generate([prompt(20)], greedy(10))
+    assert passes == [21] + [2] * 9
+
+
+def test_what_is_counted_reaches_the_scheduler(pair):
+    pair.drafting.scheduler._counts.take()
+    pair.speculator._counts.take()
+    with policy_of(pair.drafting, FixedWidth(N)):
+        pair.drafting.generate([prompt(20, 11)], greedy(20))
+    counts = pair.drafting.scheduler._counts.take()
+    assert counts["draft_passes", ""] >= 20 // (N + 1)
+    assert counts["drafted_tokens", ""] == N * counts["draft_passes", ""]
+    assert counts["draft_widths", str(N)] == counts["draft_passes", ""]
+
+
+def test_a_named_worker_steers_without_options(folders):
+    """vLLM's own rule of verification has no kernels there."""
+    target = target_of(folders, "draft_model")
+    speculative = {"method": "draft_model", "model": str(target), "num_speculative_tokens": N}
+    engine = get_engine(target, worker_cls=CPU_WORKER, speculative_config=speculative, **LIMITS)
+    params = [greedy(20), greedy(20, **SAMPLED | {"min_p": 0.05})]
+    plain = plain_engine(target)
+    assert engine.generate(PROMPTS[:2], params) == plain.generate(PROMPTS[:2], params)
+    with pytest.raises(VLLMValidationError, match="logprob_token_ids"):
+        engine.add(prompt(3), greedy(3, logprob_token_ids=[5]))
+
+
+# --- refused when the server starts ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speculative", "options", "more", "words"),
+    [
+        ({"method": "ngram", "prompt_lookup_max": 3}, {}, {}, "'ngram'.*allowed: draft_model"),
+        ({}, {"window": 9}, {}, 'window with the draft source "draft_model"'),
+        ({}, {"mask_token_id": 9}, {}, "mask_token_id with"),
+        ({}, {"record": "folder"}, {}, "record works for"),
+        ({}, {"renew": "folder"}, {}, "renew without a DFlash drafter"),
+        ({}, {"width": 9}, {}, "width = 9"),
+        ({}, {}, {"enable_lora": True}, "--enable-lora does not work"),
+        ({"use_local_argmax_reduction": True}, {"policy": "adaptive"}, {}, "argmax_reduction"),
+        ({"rejection_sample_method": "block"}, {}, {}, "'block'; allowed: 'standard'"),
+    ],
+)
+def test_what_a_source_cannot_do_is_refused_at_start(folders, speculative, options, more, words):
+    target = target_of(folders, "draft_model")
+    given = {"method": "draft_model"} | speculative
+    with pytest.raises(ValueError, match=words):
+        drafting_engine(target, target, N, options, speculative=given, **more)
+
+
+def test_sampled_drafts_of_a_selector_are_refused_at_start(tmp_path):
+    target, drafter = write_target(tmp_path / "target"), write_dflash_2(tmp_path / "drafter")
+    sampled = {"draft_sample_method": "probabilistic"}
+    with pytest.raises(ValueError, match="the selector of DFlash 2"):
+        drafting_engine(target, drafter, N, speculative=sampled)

@@ -1,0 +1,186 @@
+"""Writes small random checkpoints of drafters that vLLM has a speculator for, and their targets."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.support.drafter_pairs import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_HEADS,
+    MASK,
+    TOKENIZER,
+    drafter_config,
+    random_drafter,
+    write_drafter,
+    write_target,
+)
+
+VOCAB = 512
+
+
+class Draw:
+    """Random weights, the same in every run."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(5)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator) * 0.2
+
+
+def write_dflash_2(path: Path) -> Path:
+    """DFlash with convolutions in front of its layers and a selector of candidates."""
+    draw, weights = Draw(), random_drafter()
+    taps, group_size, rank, top_k = 3, 16, 8, 4
+    for layer in range(2):
+        for part in ("attention_conv", "mlp_conv"):
+            name, rows = f"layers.{layer}.{part}.", 2 * taps * HIDDEN // group_size
+            weights[name + "base_kernel"] = draw(2, taps, HIDDEN)
+            weights[name + "kernel_projection.weight"] = draw(rows, HIDDEN)
+    for side in ("predecessor", "successor"):
+        weights[f"candidate_selector.{side}_codebook"] = draw(VOCAB, rank)
+    weights["candidate_selector.hidden_projection.weight"] = draw(rank, HIDDEN)
+    config = drafter_config(architectures=["DFlash2DraftModel"])
+    config["dflash_config"] |= {
+        "conv_kernel_size": taps,
+        "conv_group_size": group_size,
+        "selector_rank": rank,
+        "selector_top_k": top_k,
+    }
+    return write_drafter(path, config, weights)
+
+
+def write_dspark(path: Path) -> Path:
+    """DFlash's layers with a head that reads the draft in front."""
+    draw, weights, rank = Draw(), random_drafter(), 8
+    for name in ("markov_w1", "markov_w2"):
+        weights[f"markov_head.{name}.weight"] = draw(VOCAB, rank)
+    config = drafter_config(
+        architectures=["Qwen3DSparkModel"],
+        markov_rank=rank,
+        enable_confidence_head=False,
+        mask_token_id=MASK,
+        target_layer_ids=[1, 3],
+    )
+    return write_drafter(path, config, weights)
+
+
+def _layer(draw: Draw, name: str, inputs: int) -> dict[str, torch.Tensor]:
+    """Attention, whose input has ``inputs`` numbers a token, and feed-forward."""
+    heads, kv_heads = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    attention, mlp = name + "self_attn.", name + "mlp."
+    norms = "input_layernorm", "post_attention_layernorm"
+    return {
+        attention + "q_proj.weight": draw(heads, inputs),
+        attention + "k_proj.weight": draw(kv_heads, inputs),
+        attention + "v_proj.weight": draw(kv_heads, inputs),
+        attention + "o_proj.weight": draw(HIDDEN, heads),
+        mlp + "gate_proj.weight": draw(INTERMEDIATE, HIDDEN),
+        mlp + "up_proj.weight": draw(INTERMEDIATE, HIDDEN),
+        mlp + "down_proj.weight": draw(HIDDEN, INTERMEDIATE),
+        **{f"{name}{norm}.weight": 1 + draw(HIDDEN) for norm in norms},
+    }
+
+
+def write_eagle_3(path: Path) -> Path:
+    """A layer that reads three of the target's layers and its own output."""
+    draw = Draw()
+    weights = {
+        "fc.weight": draw(HIDDEN, 3 * HIDDEN),
+        "norm.weight": 1 + draw(HIDDEN),
+        "lm_head.weight": draw(VOCAB, HIDDEN),
+        "embed_tokens.weight": draw(VOCAB, HIDDEN),
+        "midlayer.hidden_norm.weight": 1 + draw(HIDDEN),
+        **_layer(draw, "midlayer.", 2 * HIDDEN),
+    }
+    config = drafter_config(
+        architectures=["LlamaForCausalLMEagle3"],
+        model_type="llama",
+        draft_vocab_size=VOCAB,
+        num_hidden_layers=1,
+        target_hidden_size=HIDDEN,
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+    )
+    for key in ("dflash_config", "block_size", "num_target_layers"):
+        del config[key]
+    return write_drafter(path, config, weights)
+
+
+def write_mimo(path: Path) -> Path:
+    """A target with an MTP module: a Qwen2 whose config.json names MiMo's class."""
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=HEADS * HEAD_DIM,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=2,
+        eos_token_id=1,
+        initializer_range=0.5,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(path)
+    draw, name, size = Draw(), "model.mtp_layers.0.", HEADS * HEAD_DIM
+    module = {
+        name + "input_proj.weight": draw(size, 2 * size),
+        **{
+            f"{name}{norm}.weight": 1 + draw(size)
+            for norm in (
+                "token_layernorm",
+                "hidden_layernorm",
+                "final_layernorm",
+                "input_layernorm",
+                "post_attention_layernorm",
+            )
+        },
+    }
+    file, settings = path / "model.safetensors", path / "config.json"
+    weights = load_file(file)
+    for key, tensor in weights.items():
+        if ".layers.1." in key and "layernorm" not in key:
+            module[key.replace("model.layers.1.", name)] = tensor.clone()
+    save_file(weights | module, file, metadata={"format": "pt"})
+    given = json.loads(settings.read_text())
+    given |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    settings.write_text(json.dumps(given))
+    for file_name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TOKENIZER / file_name, path)
+    return path
+
+
+class Source(NamedTuple):
+    """A draft source: vLLM's name of it, and what writes target and drafter.
+
+    Attributes:
+        write_drafter: None if the target drafts.
+    """
+
+    method: str
+    write_drafter: Callable[[Path], Path] | None
+    write_target: Callable[[Path], Path] = write_target
+    more: dict[str, Any] = {}
+
+
+PROBABILISTIC = {"draft_sample_method": "probabilistic"}
+SOURCES = {
+    "draft_model": Source("draft_model", None),
+    "draft_model, sampled": Source("draft_model", None, more=PROBABILISTIC),
+    "eagle3": Source("eagle3", write_eagle_3),
+    "eagle3, sampled": Source("eagle3", write_eagle_3, more=PROBABILISTIC),
+    "mtp": Source("mtp", None, write_mimo),
+    "dflash 2": Source("dflash", write_dflash_2),
+    "dspark": Source("dspark", write_dspark),
+    "dspark, sampled": Source("dspark", write_dspark, more=PROBABILISTIC),
+}
