@@ -95,7 +95,7 @@ STEERED = Kind(
     on_cuda=OURS,
     scheduler=contract.DRAFTING_SCHEDULER,
     refuses=drafting.steering_limits,
-    waits=drafting.why_steps_wait,
+    why_synchronous=drafting.why_steps_wait,
     configure=drafting.configure_steering,
 )
 # Our scheduler asks the draft workers between two steps.
