@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import ConfigDict
+
 from dllm.settings.request import refuse
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_REQUESTS = 512  # of the engine
+# Of the bodies of our routes. With a bound (here vLLM's), pydantic refuses texts that hold half of
+# a surrogate pair: JSON may hold it, and neither the tokenizer nor an answer can.
+BODY = ConfigDict(extra="forbid", str_max_length=10 << 20)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import (
@@ -36,7 +36,7 @@ from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, Sampl
 from vllm.utils.async_utils import make_async
 
 from dllm.api.fill import at_once, finished
-from dllm.api.http_request import in_turn, places_of
+from dllm.api.http_request import BODY, in_turn, places_of
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.pins import PIN_AT, PIN_IDS
 from dllm.settings.request import LOGITS_MODES, refuse, refuse_value
@@ -55,7 +55,7 @@ class ScoreRequest(BaseModel):
         seed: of the masks that are drawn. The same request has the same answer.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = BODY
 
     model: str | None = None
     prompt: str | Ids
@@ -64,7 +64,6 @@ class ScoreRequest(BaseModel):
     samples: int = Field(8, ge=1, le=MAX_READS)
     seed: int = 0
     priority: int = Field(0, ge=-(2**63), le=2**63 - 1)
-    # With a bound, pydantic refuses halves of surrogate pairs, which the engine cannot take.
     cache_salt: str | None = Field(None, max_length=128)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fastapi import HTTPException
+from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
 
 from dllm.api import scores
@@ -20,6 +21,12 @@ from tests.support.masked_pass import logits_of
 pytest_plugins = ["tests.support.mask_engines"]
 
 SAMPLES = 3
+
+
+@pytest.mark.parametrize("field", ["model", "prompt", "text", "cache_salt"])
+def test_half_of_a_surrogate_pair_is_refused_where_it_is_read(field):
+    with pytest.raises(ValidationError, match="string_unicode"):
+        scores.ScoreRequest(**{"prompt": "a", "text": "b", field: "\ud800"})
 
 
 def looped(model: Any, rule: DecodingRule, prompt: list[int], text: list[int], read: Any) -> Any:

@@ -183,6 +183,18 @@ REFUSED = {
     "an empty salt": ({"cache_salt": ""}, "cache_salt"),
     "a salt beside a key": ({"cache_salt": "a", "prompt_cache_key": "a"}, "cache_salt"),
     "half of a surrogate pair": ({"prompt_cache_key": "\udfff"}, "prompt_cache_key"),
+    "half of a surrogate pair as name": (
+        {"questions": [PREDICATE | {"name": "\ud800"}]},
+        "questions.0.predicate.name",
+    ),
+    "half of a surrogate pair as choice": (
+        {"questions": [CHOICE | {"choices": [{"value": "\ud800"}, {"value": "a"}]}]},
+        "questions.0.choice.choices.0.value",
+    ),
+    "half of a surrogate pair in JSON": (
+        of_user({"type": "input_json", "data": {"\ud800": 1}}),
+        "input",
+    ),
     "numbers as input": ({"input": [1, None, "a"]}, "input"),
     "an image": (of_user(IMAGE), "input"),
     "an image in a question": (

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     StrictBool,
@@ -20,6 +19,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from dllm.api.http_request import BODY
 from dllm.settings.decisions import MAX_SAMPLES
 from dllm.settings.request import refuse
 
@@ -37,7 +37,7 @@ PARTS_OF_ROLE = {
 class Body(BaseModel):
     """An object of the body; what it does not know is refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = BODY
 
 
 class Cached(Body):
@@ -146,7 +146,7 @@ class Predicate(Body):
     name: str | None = None
 
 
-@dataclass(config=ConfigDict(extra="forbid"), slots=True)
+@dataclass(config=BODY, slots=True)
 class ChoiceOption:
     """A value; true and "true" are two."""
 
@@ -170,7 +170,7 @@ class Choice(Body):
         return choices
 
 
-@dataclass(config=ConfigDict(extra="forbid"), slots=True)
+@dataclass(config=BODY, slots=True)
 class Level:
     """A level of a scale."""
 
@@ -203,7 +203,6 @@ class DecisionRequest(Body):
     model: str
     input: str | list[Item]
     questions: list[AskedQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS)
-    # With a bound, pydantic refuses halves of surrogate pairs, which the engine cannot take.
     prompt_cache_key: str | None = Field(default=None, max_length=4096)
     cache_salt: str | None = Field(default=None, max_length=128)
     prompt_cache_options: dict[str, Any] | None = None
@@ -287,6 +286,10 @@ def _json(data: Any, parameter: str) -> str:
     if level:
         refuse(parameter, f"input_json is nested deeper than {MAX_JSON_DEPTH} levels. Flatten it.")
     text = json.dumps(data, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        refuse(parameter, "input_json holds half of a surrogate pair. Send whole characters.")
     if len(text) > MAX_JSON_BYTES:
         refuse(parameter, f"input_json is longer than {MAX_JSON_BYTES} characters. Send less.")
     return text
