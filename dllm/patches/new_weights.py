@@ -36,8 +36,13 @@ def refuse_other_checkpoint(new: str, served: str) -> None:
 
 
 def _shapes(folder: str) -> dict[str, list[int]]:
+    """Of the tensors in the files that vLLM loads: those of the index, or all."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+    from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
+
+    files = [str(file) for file in Path(folder).glob("*.safetensors")]
     found: dict[str, list[int]] = {}
-    for file in Path(folder).glob("*.safetensors"):
+    for file in filter_duplicate_safetensors_files(files, folder, SAFE_WEIGHTS_INDEX_NAME):
         with safe_open(file, "pt") as tensors:
             found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     return found
