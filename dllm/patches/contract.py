@@ -136,6 +136,12 @@ PATCHES = {
     ),
     "vllm.entrypoints.generate.generative_scoring.serving.ServingGenerativeScoring"
     ".create_generative_scoring": "refused: a canvas says nothing about the next token alone",
+    "vllm.entrypoints.scale_out.render.serving.ServingRender.render_chat_request": (
+        "refuses what only chats and completions serve; vLLM drops fields that it does not know"
+    ),
+    "vllm.entrypoints.scale_out.render.serving.ServingRender.render_completion_request": "the same",
+    "vllm.entrypoints.scale_out.render.serving.ServingRender.render_messages_request": "the same",
+    "vllm.entrypoints.scale_out.render.serving.ServingRender.render_responses_request": "the same",
     "vllm.entrypoints.serve.sagemaker.api_router.get_generate_invocation_types": (
         "/invocations reads bodies with bounds"
     ),

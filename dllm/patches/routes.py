@@ -49,6 +49,7 @@ def extend_routes() -> None:
         setattr(route, method, _extended(route, getattr(route, method), take))
     refuse_wrong_adapters()
     _refuse_scores()
+    _refuse_our_fields_of_rendering()
 
 
 def _extended(
@@ -164,9 +165,17 @@ async def _refuse_our_fields(request: Any, raw_request: Any) -> None:
     Responses start their stream before the request, and other routes drop the fields that they do
     not know.
     """
-    if raw_request is None:
-        return
-    sent = await raw_request.json()
+    if raw_request is not None:
+        _refuse_fields(type(request), await raw_request.json())
+
+
+def _refuse_fields(body: Any, sent: dict[str, Any]) -> None:
+    """Refuse our fields.
+
+    Args:
+        body: what vLLM has read the request as; it reads our budget, or not.
+        sent: the request, by the names of its fields.
+    """
     params = sent.get("sampling_params")  # of /inference/v1/generate
     of_tokens = params.get("extra_args") if isinstance(params, dict) else None
     given = [each for each in (sent.get("vllm_xargs"), of_tokens) if isinstance(each, dict)]
@@ -177,7 +186,7 @@ async def _refuse_our_fields(request: Any, raw_request: Any) -> None:
         refuse_route(TRACE)
     if sent.get(pins.FIELD) is not None:
         refuse_route(pins.FIELD)
-    if sent.get(BUDGET) is not None and BUDGET not in type(request).model_fields:
+    if sent.get(BUDGET) is not None and BUDGET not in body.model_fields:
         refuse(BUDGET, f"{BUDGET} is not read here. Send it within vllm_xargs.")
 
 
@@ -207,6 +216,35 @@ def _refuse_scores() -> None:
         return await score(self, request, raw_request)
 
     ServingGenerativeScoring.create_generative_scoring = create_score  # type: ignore[method-assign]
+
+
+def _refuse_our_fields_of_rendering() -> None:
+    """Let ``.../render`` refuse our fields: what it returns is for ``/inference/v1/generate``.
+
+    That route takes extra arguments alone, in ``sampling_params``.
+    """
+    from vllm.entrypoints.scale_out.render.serving import ServingRender
+
+    def refusing(render: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+        async def render_allowed(self: Any, request: Any, *args: Any, **options: Any) -> Any:
+            if self.model_config.architecture in FAMILIES:
+                raw_request = args[0] if args else options.get("raw_request")
+                if raw_request is not None:
+                    sent = await raw_request.json()
+                else:  # of responses, vLLM gives none
+                    sent = vars(request) | (request.model_extra or {})
+                _refuse_fields(type(request), sent)
+            return await render(self, request, *args, **options)
+
+        return render_allowed
+
+    for owner, method in (
+        (ServingRender, "render_chat_request"),
+        (ServingRender, "render_completion_request"),
+        (ServingRender, "render_messages_request"),
+        (ServingRender, "render_responses_request"),
+    ):
+        setattr(owner, method, refusing(getattr(owner, method)))
 
 
 async def _write_pins(self: Any, request: Any) -> None:

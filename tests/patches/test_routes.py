@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.exceptions import VLLMValidationError
 
@@ -50,11 +52,24 @@ def sent(body: dict[str, Any]) -> Any:
     ],
 )
 @pytest.mark.parametrize(
-    "method", [ServingTokens.serve_tokens, OpenAIServingChat.create_chat_completion]
+    "method",
+    [
+        ServingTokens.serve_tokens,
+        OpenAIServingChat.create_chat_completion,
+        ServingRender.render_chat_request,
+        ServingRender.render_completion_request,
+        ServingRender.render_messages_request,
+    ],
 )
 def test_our_fields_are_refused(method, body, message):
     with pytest.raises(VLLMValidationError, match=message):
         asyncio.run(method(CohereLike(), SimpleNamespace(), sent(body)))
+
+
+def test_pins_are_refused_where_a_response_is_only_rendered():
+    asked = ResponsesRequest(input="hi", diffusion_pins=[{"at": 0, "text": "x"}])
+    with pytest.raises(VLLMValidationError, match="diffusion_pins is not served here"):
+        asyncio.run(ServingRender.render_responses_request(CohereLike(), asked))
 
 
 def test_holes_are_not_compared_by_logits():
