@@ -232,6 +232,15 @@ PATCHES = {
     ),
 }
 
+# Routes of vLLM's API server that are taken out, from 0.33 on. By vLLM's function: path, and why.
+ROUTES = {
+    "vllm.entrypoints.openai.decisions.api_router.create_decision": (
+        "/v1/decisions",
+        "in an API server of our architectures: ours takes samples, images and turns, and says how "
+        "far an answer can be trusted",
+    ),
+}
+
 # Of objects. By vLLM's name: the expression of ours that is assigned to, and why. vLLM has no hook
 # for any of them.
 OBJECTS = {

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from dllm import LOGGER
+from dllm.api.decisions import route
 from dllm.patches import contract, install, neighbours
 from dllm.patches.neighbours import vllm_version
 from dllm.settings import vllm_names
@@ -94,6 +95,28 @@ def test_the_contract_lists_what_our_source_replaces_and_registers():
     assert len(found) > 30
     assert {canonical(name) for name in found} == {canonical(name) for name in contract.PATCHES}
     assert all(contract.PATCHES.values())
+
+
+def test_the_contract_lists_the_routes_that_our_source_takes_out():
+    """A removal fails nowhere if vLLM renames the route: its route would answer beside ours."""
+    taking = {path for path in SOURCES for node in nodes_of(path) if is_removal(node)}
+    assert taking == {Path(route.__file__)}
+    assert [path for path, _ in contract.ROUTES.values()] == [route.PATH]
+
+
+def is_removal(node: ast.AST) -> bool:
+    """An assignment to an app's list of routes."""
+    targets = node.targets if isinstance(node, ast.Assign) else ()
+    return any(re.search(r"\broutes\[", ast.unparse(target)) for target in targets)
+
+
+@pytest.mark.parametrize("target", contract.ROUTES)
+def test_vllm_has_the_routes_that_are_taken_out(target):
+    if vllm_version().startswith("0.32."):
+        pytest.skip("vLLM 0.32 has no such route")
+    served = resolve(f"{target.rpartition('.')[0]}.router").routes
+    paths = [one.path for one in served if one.endpoint is resolve(target)]
+    assert paths == [contract.ROUTES[target][0]]
 
 
 def test_only_patches_replace_attributes_of_vllm():
@@ -212,6 +235,7 @@ def imports_of_ours() -> set[tuple[str, str]]:
 
 # Strings that only look like modules of vLLM: a logger, the group of its plugins.
 NO_MODULES = {LOGGER, neighbours.PLUGIN_GROUP, *contract.PATCHES, *contract.OBJECTS}
+NO_MODULES |= contract.ROUTES.keys()
 
 
 def is_module_name(node: ast.AST) -> bool:
