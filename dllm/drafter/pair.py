@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
+from transformers import PreTrainedConfig
 from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.transformers_utils.config import get_config
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
 from dllm.drafter.cache import refuse_cache_dtype
@@ -21,9 +24,30 @@ from dllm.settings.server import options_of
 
 def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
     """Raises ValueError as ``DrafterConfig.from_config`` does."""
-    speculative, target = vllm_config.speculative_config, vllm_config.model_config
-    assert speculative is not None, "no drafter"
-    hf_config = speculative.draft_model_config.hf_config
+    assert vllm_config.speculative_config is not None, "no drafter"
+    return _read(vllm_config, vllm_config.speculative_config.draft_model_config.hf_config)
+
+
+def refuse_other_config(vllm_config: VllmConfig, path: Path) -> None:
+    """Refuse a folder whose config.json describes another drafter than the one that is served.
+
+    Raises:
+        ValueError: names the first field in which they differ.
+    """
+    assert vllm_config.speculative_config is not None, "no drafter"
+    trusted = vllm_config.speculative_config.draft_model_config.trust_remote_code
+    new, served = _read(vllm_config, get_config(path, trusted)), drafter_config(vllm_config)
+    for field in (each.name for each in fields(DrafterConfig)):
+        given, expected = getattr(new, field), getattr(served, field)
+        if given != expected:
+            raise ValueError(
+                f"its config.json: {field} is {given}, and {expected} is served. Publish drafters "
+                "with the config.json that the server was started with, or start it anew."
+            )
+
+
+def _read(vllm_config: VllmConfig, hf_config: PreTrainedConfig) -> DrafterConfig:
+    target = vllm_config.model_config
     config: Config = {**vars(hf_config), "model_type": hf_config.model_type}
 
     def token_id(token: str) -> int | None:

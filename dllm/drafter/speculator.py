@@ -5,6 +5,7 @@ decides what is drafted and verified. This subclass adds the network, on our att
 recorder of what the network reads (``recorder``), and newer weights (``weight_reload``).
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.cache import with_own_cache
+from dllm.drafter.pair import refuse_other_config
 from dllm.drafter.recording import make_recorder
 from dllm.drafter.sources import SteeredBlocks
 from dllm.drafter.step import TargetStep
@@ -35,7 +37,13 @@ class Drafter(SteeredBlocks):
         newer = options_of(vllm_config).drafter.renew
         if newer is not None:
             initial = Path(self.draft_model_config.model)
-            self._weight_reload = WeightReload(Path(newer), initial, self._reload, self._refuse)
+            self._weight_reload = WeightReload(
+                Path(newer),
+                initial,
+                self._reload,
+                self._refuse,
+                partial(refuse_other_config, vllm_config),
+            )
 
     @property
     def attn_vllm_config(self) -> VllmConfig:

@@ -2,7 +2,7 @@
 
 A trainer beside the server (``dllm recalibrate``) publishes checkpoints in a folder:
 
-    FOLDER/000001, FOLDER/000002, ...   drafters of the shape that the server was started with
+    FOLDER/000001, FOLDER/000002, ...   drafters with the config.json that the server started with
     FOLDER/rejected                     those that the server cannot use, one a line
 
 The server takes the last one that is not rejected. A thread reads it into host memory; then its
@@ -68,6 +68,8 @@ class WeightReload:
     Args:
         folder: what the trainer publishes to; it may not exist yet.
         refuse: raises ValueError for weights that ``load`` cannot take. A thread calls it.
+        refuse_config: the same for a folder whose config.json says something else than the one in
+            use; weights would be of the same shape, and draft badly.
 
     Attributes:
         current: number of the checkpoint in use; 0: the one that the server was started with.
@@ -79,8 +81,10 @@ class WeightReload:
         initial: Path,
         load: Callable[[Weights], None],
         refuse: Callable[[Weights], None],
+        refuse_config: Callable[[Path], None],
     ) -> None:
         self.folder, self.initial, self.load, self.refuse = folder, initial, load, refuse
+        self.refuse_config = refuse_config
         self.current = self._num_steps = 0
         # The files of the checkpoint in use. They stay open, because the trainer deletes old
         # checkpoints, and the server has to go back to this one if a newer one fails halfway.
@@ -153,7 +157,9 @@ class WeightReload:
     def _read(self, number: int, files: list[BinaryIO] | None = None) -> Version | None:
         """A checkpoint; None and a warning if it cannot be read, or does not fit."""
         try:
-            files = open_weights(self._path(number)) if files is None else files
+            if files is None:
+                self.refuse_config(self._path(number))
+                files = open_weights(self._path(number))
             weights = read_weights(files)
             self.refuse(weights)
         except Exception as error:  # cut short, deleted meanwhile, or of another shape

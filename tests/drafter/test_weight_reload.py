@@ -2,15 +2,18 @@
 
 import shutil
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import BinaryIO
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm.transformers_utils.config import get_config
 
 from dllm.drafter import weight_reload
-from dllm.drafter.pair import refuse_reload_of
+from dllm.drafter.pair import refuse_other_config, refuse_reload_of
 from dllm.drafter.weight_reload import (
     REJECTED,
     STEPS_BETWEEN_LOOKS,
@@ -29,6 +32,8 @@ from tests.support.drafter_harness import (
     watch_drafts,
 )
 from tests.support.drafter_pairs import (
+    HEADS,
+    MASK,
     drafter_config,
     random_drafter,
     write_drafter,
@@ -63,12 +68,17 @@ class Server:
     def __init__(self, folder: Path, initial: Path) -> None:
         self.loaded: list[dict[str, torch.Tensor]] = []
         self.refused_by: list[threading.Thread] = []  # threads that checked weights
-        self.reload = WeightReload(folder, initial, self.loaded.append, self.refuse)
+        checks = (self.refuse, self.refuse_config)
+        self.reload = WeightReload(folder, initial, self.loaded.append, *checks)
 
     def refuse(self, weights: dict[str, torch.Tensor]) -> None:
         self.refused_by.append(threading.current_thread())
         if "fc.weight" not in weights or weights["fc.weight"].shape != (64, 128):
             raise ValueError("another shape")
+
+    def refuse_config(self, path: Path) -> None:
+        if "block_size" not in (path / "config.json").read_text():
+            raise ValueError("another drafter")
 
     def serve(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -98,7 +108,10 @@ def test_the_newest_drafter_is_taken_two_looks_later(tmp_path):
     assert len(server.loaded) == 2 and not (folder / REJECTED).exists()
 
 
-@pytest.mark.parametrize("damage", ["cut short", "no weights", "incomplete", "another shape"])
+DAMAGES = ["cut short", "no weights", "incomplete", "another shape", "another config"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_cannot_be_used_is_not_loaded_and_no_step_waits_for_it(tmp_path, damage, monkeypatch):
     reads = []
 
@@ -116,6 +129,8 @@ def test_what_cannot_be_used_is_not_loaded_and_no_step_waits_for_it(tmp_path, da
         weights.unlink()
     elif damage == "another shape":
         write_drafter(path, drafter_config(), random_drafter(features=3))
+    elif damage == "another config":
+        (path / "config.json").write_text("{}")
     else:
         (path / "config.json").unlink()  # still being written
     server = Server(tmp_path / "newer", initial)
@@ -174,6 +189,34 @@ def test_a_server_goes_back_to_a_drafter_that_was_deleted_meanwhile(tmp_path, in
     assert server.reload.current == in_use and server.reload._refused == {7}
     assert len(loads) == 2
     assert all((loads[1][name] == tensor).all() for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({}, None),
+        ({"transformers_version": "5", "num_attention_heads": HEADS}, None),
+        ({"dflash_config": {"mask_token_id": MASK - 1, "target_layer_ids": [1, 3]}}, "mask_token"),
+        (
+            {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 2]}},
+            "target_layer_ids",
+        ),
+        ({"rope_theta": 10000}, "rope_parameters"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ({"is_causal": True}, "layers"),
+    ],
+)
+def test_a_drafter_with_another_config_is_refused_by_field(tmp_path, change, field):
+    served = get_config(write_drafter(tmp_path / "served"), False)
+    draft = SimpleNamespace(hf_config=served, trust_remote_code=False)
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(tokenizer="none", tokenizer_revision=None),
+        speculative_config=SimpleNamespace(draft_model_config=draft),
+        additional_config={},
+    )
+    new = write_drafter(tmp_path / "new", drafter_config(**change))
+    with nullcontext() if field is None else pytest.raises(ValueError, match=field):
+        refuse_other_config(vllm_config, new)
 
 
 # --- in an engine ---------------------------------------------------------------------------------
