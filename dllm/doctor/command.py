@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import torch
 
 from dllm import __version__
-from dllm.attention.inputs import FP8_OF
 from dllm.cpu.instructions import computes_bf16
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.neighbours import (
@@ -158,6 +156,8 @@ def _plugins() -> Finding:
 
 
 def _device() -> Finding:
+    import torch
+
     memory = psutil.virtual_memory()
     free = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
     if torch.cuda.is_available():
@@ -223,6 +223,7 @@ def _port(host: str, port: int) -> Finding:
 
 
 def _model(served: argparse.Namespace) -> Iterator[Finding]:
+    import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -257,6 +258,10 @@ def _served(config: Any) -> str:
 
 def _room(config: Any, model: str) -> Finding:
     """Memory behind the weights, where their size is known, and what a token takes of it."""
+    import torch
+
+    from dllm.attention.inputs import FP8_OF
+
     files = list(Path(model).glob("*.safetensors"))
     parallel, served = config.parallel_config, config.model_config
     weights = float(sum(file.stat().st_size for file in files))
@@ -270,6 +275,12 @@ def _room(config: Any, model: str) -> Finding:
         kv *= parallel.world_size
         room = psutil.virtual_memory().available
     of_token = f"a token's keys and values take up to {kv / 1024:.1f} KiB"
+    cache = config.cache_config.gpu_memory_utilization * psutil.virtual_memory().total
+    if not torch.cuda.is_available() and config.cache_config.kv_cache_memory_bytes is None:
+        of_token += (
+            f"; the KV cache gets what {cache / GIB:.1f} GiB leave, unless --kv-cache-memory-bytes "
+            "bounds it, for instance 1G"
+        )
     if not files:
         text = f"{room / GIB:.1f} GiB; {model} has no files to measure; {of_token}"
         return Finding("memory", "note", text)
@@ -295,6 +306,8 @@ def _attention(config: Any) -> Iterator[Finding]:
 
 
 def _kernels(config: Any) -> Iterator[Finding]:
+    import torch
+
     from dllm.engine.kernel_checks import canvas_trials, checks  # needs Triton
     from dllm.patches.self_test import layers_to_check
 

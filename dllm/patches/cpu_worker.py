@@ -13,7 +13,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import psutil
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -21,6 +23,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from dllm import LOGGER
 from dllm.engine.warm_up import warm_up
 from dllm.patches.compile_cache import (
     prepare_compiler,
@@ -30,6 +33,8 @@ from dllm.patches.compile_cache import (
 from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
 from dllm.patches.new_weights import pack_new_weights, refuse_new_int8_weights
 from dllm.patches.worker import Drafts, EngineSteps, Records
+
+logger = init_logger(LOGGER)
 
 TRIM_SECONDS = 60.0
 
@@ -59,7 +64,10 @@ class CanvasCPUWorker(Records, EngineSteps, Drafts, CPUWorker):
 
     def determine_available_memory(self) -> int:
         self._compiler_is_ready()
-        return super().determine_available_memory()
+        size: int = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes is None:
+            warn_of_large_cache(size, psutil.virtual_memory().total)
+        return size
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Compile everything that a request will run, before the server reports ready."""
@@ -101,6 +109,20 @@ class CanvasCPUWorker(Records, EngineSteps, Drafts, CPUWorker):
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         pack_new_weights(self.model_runner.model)
+
+
+def warn_of_large_cache(size: int, memory: int) -> None:
+    """Say how to bound a KV cache that takes most of the machine's memory, as vLLM's default does.
+
+    It is cleared before the server is ready, which takes a minute for 20 GiB.
+    """
+    if size > memory / 2:
+        logger.warning(
+            "dllm: the KV cache takes %.1f of this machine's %.1f GiB of memory. Bound it with "
+            "--kv-cache-memory-bytes, for instance 1G; `dllm doctor MODEL` says what a token takes",
+            size / 2**30,
+            memory / 2**30,
+        )
 
 
 def return_free_memory() -> None:

@@ -35,14 +35,16 @@ def test_a_machine_and_a_model(capsys, checkpoint, port):
     assert {"versions", "vllm", "plugins", "device", "port", "model", "memory"} < set(found)
     text = found["model"][1]
     assert "DiffusionGemmaForBlockDiffusion" in text and "canvas of 32" in text
+    assert "--kv-cache-memory-bytes" in found["memory"][1]
 
 
 def test_flags_of_the_server_may_follow(capfd, checkpoint, port):
     flags = ("--port", port, "--max-model-len", "96", "--tensor-parallel-size", "2")
+    flags += ("--kv-cache-memory-bytes", "1G")
     _, alone = doctor(capfd, str(checkpoint()), "--port", port)
     _, found = doctor(capfd, str(checkpoint()), *flags)
     assert "96 tokens a request" in found["model"][1]
-    assert found["memory"][1].split(";")[1] == alone["memory"][1].split(";")[1]  # one machine
+    assert found["memory"][1].split(";")[1:] == alone["memory"][1].split(";")[1:2]  # one machine
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,18 @@ def test_a_build_for_gpus_without_a_gpu(capsys, monkeypatch, port):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     status, found = doctor(capsys, "--port", port)
     assert status == 1 and found["device"][0] == "fail" and "13.0" in found["device"][1]
+
+
+def test_the_port_of_a_config_file(capsys, tmp_path, checkpoint, port):
+    config = tmp_path / "serve.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        config.write_text(f"port: {number}\n")
+        flags = (str(checkpoint()), "--config", str(config))
+        _, found = doctor(capsys, *flags)
+        _, free = doctor(capsys, *flags, "--port", port)
+    assert found["port"][0] == "fail" and f":{number}" in found["port"][1]
+    assert free["port"] == ("ok", f"127.0.0.1:{port} is free")
 
 
 def test_lines_of_text(capsys, port):

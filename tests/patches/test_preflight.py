@@ -3,8 +3,10 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
@@ -72,3 +74,24 @@ def test_without_the_kernels_of_vllm_a_server_is_refused(start, monkeypatch) -> 
     monkeypatch.setattr(preflight, "ANY_KERNEL", "absent")
     with pytest.raises(ValueError, match=r"from vllm\._C.*apt-get install libnuma1"):
         start(enforce_eager=True)
+
+
+@pytest.mark.parametrize(
+    ("share", "bound", "is_said"), [(0.9, None, True), (0.2, None, False), (0.9, 1, False)]
+)
+def test_a_cache_of_most_of_the_memory_is_said(
+    monkeypatch: pytest.MonkeyPatch, share: float, bound: int | None, is_said: bool
+) -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from dllm.patches import cpu_worker
+
+    size = int(share * psutil.virtual_memory().total)
+    monkeypatch.setattr(CPUWorker, "determine_available_memory", lambda self: size)
+    said: list[Any] = []
+    monkeypatch.setattr(cpu_worker.logger, "warning", lambda *parts: said.append(parts))
+    worker = object.__new__(cpu_worker.CanvasCPUWorker)
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=bound)
+    worker._compiler_is_ready = lambda: None
+    assert worker.determine_available_memory() == size
+    assert [("--kv-cache-memory-bytes" in parts[0]) for parts in said] == [True] * is_said
