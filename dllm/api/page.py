@@ -39,6 +39,21 @@ class CanvasPage:
         """The pages ask the server nothing that it would have to remember."""
 
 
+def say_how(app: Any) -> None:
+    """Answer 404 with the reason, in an API server whose user has not asked for the pages."""
+    from fastapi.responses import PlainTextResponse
+
+    async def absent() -> PlainTextResponse:
+        text = (
+            "This page is not served. Start the server with VLLM_PLUGINS=dllm,dllm_namesakes,"
+            f"{CanvasPage.name} in its environment; the list names your other plugins, too.\n"
+        )
+        return PlainTextResponse(text, 404)
+
+    for name in PAGES:
+        app.add_api_route(f"/{name}", absent, methods=["GET"], include_in_schema=False)
+
+
 def twin_origins(host: str | None, port: str | None) -> str:
     """Where the page may ask the model that it compares with: this host, another port.
 

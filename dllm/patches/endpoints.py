@@ -6,7 +6,7 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.api.early_refusal import bound_bodies, bounded_type
-from dllm.api.page import CanvasPage
+from dllm.api.page import CanvasPage, say_how
 from dllm.models import FAMILIES, settings_of
 
 logger = init_logger(LOGGER)
@@ -49,6 +49,8 @@ class OurRoutes:
         scores.attach(self._app, settings_of(engine_client.vllm_config))
         if getattr(state, "serving_structured_decisions", None) is None:
             logger.warning("/v1/decisions answers HTTP 501: %s", route.why_not(state))
+        if not _serves_pages():
+            say_how(self._app)
         bound_bodies(self._app.routes)
         _read_no_structural_tags()
 
@@ -59,7 +61,7 @@ def add_endpoint_plugins() -> None:
     Entry points would do as well; but then vLLM would warn every user who does not set
     ``VLLM_PLUGINS``, whether they know of the page or not.
     """
-    from vllm import envs, plugins
+    from vllm import plugins
 
     _bound_invocations()
     load = plugins.load_endpoint_plugins
@@ -68,11 +70,17 @@ def add_endpoint_plugins() -> None:
         loaded = load(supported_tasks)
         if "generate" in (supported_tasks or ()):
             loaded = [*loaded, OurRoutes()]
-            if CanvasPage.name in (envs.VLLM_PLUGINS or ()):
+            if _serves_pages():
                 loaded.append(CanvasPage())
         return loaded
 
     plugins.load_endpoint_plugins = load_endpoint_plugins
+
+
+def _serves_pages() -> bool:
+    from vllm import envs
+
+    return CanvasPage.name in (envs.VLLM_PLUGINS or ())
 
 
 def _bound_invocations() -> None:

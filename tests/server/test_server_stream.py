@@ -235,7 +235,8 @@ def test_too_many_watchers_are_refused_and_others_are_not(server, client):
 
 def test_there_is_no_page_where_nobody_asks_for_it(server):
     with openai.DefaultHttpxClient() as http_client:
-        assert http_client.get(f"{server.url}/canvas").status_code == 404
+        answer = http_client.get(f"{server.url}/canvas")
+    assert answer.status_code == 404 and "VLLM_PLUGINS=dllm," in answer.text
 
 
 # --- traces ---------------------------------------------------------------------------------------
