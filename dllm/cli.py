@@ -17,7 +17,7 @@ from dllm.settings.command import FAILED, INTERRUPTED, MISUSED, OK, CommandError
 COMMANDS = {
     "train drafter": ("dllm.train.command", "train a drafter on what a target says"),
     "recalibrate": (
-        "dllm.train.recalibrate",
+        "dllm.train.recalibrate_command",
         "go on training a server's drafter on its traffic",
     ),
     "check-drafter": (

@@ -6,14 +6,15 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress
 
-from dllm.quantize.checkpoint import Checkpoint, in_units
-from dllm.quantize.linears import linears
-from dllm.quantize.verify import Report, verify
 from dllm.settings.command import FAILED, OK, write_findings
+
+if TYPE_CHECKING:
+    from dllm.quantize.verify import Report
 
 LISTED = 20  # outliers and problems that are printed; JSON has all
 
@@ -29,6 +30,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--against", type=Path, help="the checkpoint that it was made from")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found; -: print")
     args = parser.parse_args(argv)
+    from dllm.quantize.checkpoint import Checkpoint
+    from dllm.quantize.linears import linears
+    from dllm.quantize.verify import verify
+
     checkpoint = Checkpoint(args.checkpoint)
     original = Checkpoint(args.against) if args.against else None
     console, is_shown = Console(stderr=True), sys.stderr.isatty()
@@ -43,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
     return FAILED if report.problems else OK
 
 
-def in_words(path: Path, report: Report) -> list[str]:
+def in_words(path: Path, report: "Report") -> list[str]:
+    from dllm.quantize.checkpoint import in_units
+
     layers = ", ".join(f"{count} layers {name}" for name, count in report.schemes.items())
     size = in_units(report.num_bytes)
     if report.original_bytes is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dllm.quantize.job import prepare, refuse_existing
+from dllm.quantize.arguments import parser
 from dllm.settings.command import OK, CommandError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +18,9 @@ PYTHON, READY = ROOT / ".venv-quant/bin/python", ROOT / ".venv-quant/.locked"
 
 
 def main(argv: Sequence[str]) -> int:
+    parser().parse_args(argv)  # --help, or a wrong command line, before torch is imported
+    from dllm.quantize.job import prepare
+
     _, args = prepare(argv)
     # sys.exit unwinds through subprocess.run, which ends the process that does the work.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -48,6 +51,8 @@ def appearing(out: Path) -> Iterator[Path]:
     Raises:
         CommandError: the directory of ``out`` cannot be written to, or ``out`` has appeared.
     """
+    from dllm.quantize.job import refuse_existing
+
     parent = out.absolute().parent
     if not parent.is_dir():
         raise CommandError(f"--out {out}: there is no directory {parent}.")

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from dllm.prompts.files import BUNDLED, Message, read_conversations
 from dllm.quant.schemes import Scheme
+from dllm.quantize.arguments import parser
 from dllm.quantize.checkpoint import Checkpoint
 from dllm.quantize.groups import Group, groups_of
-from dllm.quantize.recipes import MADE, scheme_named
+from dllm.quantize.recipes import scheme_named
 from dllm.settings.command import CommandError
 
 # Files beside the weights that are copied unchanged, if the source has them.
@@ -49,34 +50,6 @@ class Job:
     blocks: int
     seed: int
     device: str
-
-
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        prog="dllm quantize",
-        description="Quantize a checkpoint with LLM Compressor.",
-        allow_abbrev=False,
-    )
-    found.add_argument("model", type=Path, help="directory of a checkpoint in bf16")
-    found.add_argument("--scheme", required=True, help=" or ".join(MADE))
-    found.add_argument("--out", type=Path, required=True, help="directory to make")
-    found.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE.jsonl",
-        help='prompts for nvfp4, {"prompt": ...} or {"messages": ...} a line (default: bundled '
-        "general prompts)",
-    )
-    found.add_argument("--samples", type=int, default=64, help="prompts to calibrate with")
-    found.add_argument("--blocks", type=int, default=2, help="canvases to fill for a prompt")
-    found.add_argument("--seed", type=int, default=0, help="of the noise")
-    found.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    found.add_argument(
-        "--python",
-        type=Path,
-        help="interpreter that has LLM Compressor (default: .venv-quant of `make setup-quant`)",
-    )
-    return found
 
 
 def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:

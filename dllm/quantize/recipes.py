@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from dllm.quant.formats import NVFP4_GROUP
 from dllm.quant.schemes import SCHEMES, Plan, Scheme
+from dllm.quantize import arguments
 from dllm.quantize.linears import Linear
 from dllm.settings.checks import did_you_mean
 from dllm.settings.command import CommandError
@@ -19,7 +20,7 @@ IGNORED: Mapping[str, str] = {
     "re:.*embed_vision.*": "text calibration never runs it",
 }
 _BY_NAME = {scheme.name: scheme for scheme in SCHEMES.values()}
-MADE = {name: _BY_NAME[name] for name in ("fp8-dynamic", "nvfp4")}
+MADE = {name: _BY_NAME[name] for name in arguments.MADE}
 
 
 def scheme_named(name: str) -> Scheme:

@@ -4,16 +4,18 @@ import argparse
 import os
 import signal
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dllm.remote.address import DEFAULT, Address, parse
-from dllm.remote.discovery import Child, find_python, list_with_dynamo
 from dllm.remote.keys import Keys
 from dllm.remote.stream import Server
 from dllm.remote.worker import DraftWorker
 from dllm.settings.checks import IntRange
 from dllm.settings.command import OK, CommandError
 from dllm.settings.remote import DISCOVERIES
+
+if TYPE_CHECKING:
+    from dllm.remote.discovery import Child
 
 AHEAD = IntRange(0)
 
@@ -79,6 +81,8 @@ def _check(options: argparse.Namespace) -> tuple[Address, Keys | None]:
     """
     if options.ahead not in AHEAD:
         raise CommandError(f"--ahead {options.ahead}; allowed: {AHEAD}.")
+    from dllm.remote.discovery import find_python  # imports vLLM
+
     try:
         address = parse(options.listen, options.keys, "--listen", is_own=True)
         if options.discovery == "dynamo":
@@ -95,7 +99,9 @@ def _check(options: argparse.Namespace) -> tuple[Address, Keys | None]:
     return address, keys
 
 
-def _listed(address: str) -> Child:
+def _listed(address: str) -> "Child":
+    from dllm.remote.discovery import list_with_dynamo
+
     try:
         child = list_with_dynamo(address)
         child.wait_until_ready()

@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import openai
+from typing import TYPE_CHECKING
 
 from dllm.settings.checks import did_you_mean
 from dllm.settings.command import CommandError
+
+if TYPE_CHECKING:
+    import openai
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
@@ -19,11 +21,17 @@ KEY = "OPENAI_API_KEY"
 
 @dataclass(frozen=True)
 class Connection:
-    """A server that has answered, and the name of the model to request from it."""
+    """A server that has answered, and the name of the model to request from it.
 
-    url: str  # without /v1
+    Attributes:
+        url: without /v1.
+        loaded_from: folder or repository of the model, where the server says it (vLLM does).
+    """
+
+    url: str
     model: str
-    client: openai.OpenAI
+    client: "openai.OpenAI"
+    loaded_from: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,26 +64,31 @@ def connect(base_url: str, model: str | None, api_key: str | None = None) -> Con
         CommandError: no server answers, it refuses the key, it does not serve this model, or it
             serves several and none was named.
     """
+    import openai  # takes a second, which --help of a command need not take
+
     url = base_url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise CommandError(f"--base-url {base_url}: allowed: a URL such as {DEFAULT_URL}.")
     key = api_key or os.environ.get(KEY) or "none"
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=TIMEOUT_S)
     with explained(url):
-        served = [one.id for one in client.with_options(max_retries=0).models.list()]
+        found = client.with_options(max_retries=0).models.list()
+        served = {one.id: getattr(one, "root", None) for one in found}
     if model is None and len(served) == 1:
-        return Connection(url, served[0], client)
+        (model,) = served
     if model not in served:
         problem = "several models, name one with --model"
         if model is not None:
-            problem = f"no model {model!r}{did_you_mean(model, served)}"
+            problem = f"no model {model!r}{did_you_mean(model, [*served])}"
         raise CommandError(f"{url} serves {problem}; served: {', '.join(served)}.")
-    return Connection(url, model, client)
+    return Connection(url, model, client, served[model])
 
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
     """Raises CommandError with a sentence for whatever the OpenAI client raises inside."""
+    import openai
+
     try:
         yield
     except openai.APITimeoutError:

@@ -27,3 +27,8 @@ def processor(device: torch.device) -> str:
     text = FACTS.read_text() if FACTS.exists() else ""
     names = [line.split(":", 1)[1] for line in text.splitlines() if line.startswith("model name")]
     return names[0].strip() if names else "an unnamed CPU"
+
+
+def device_of(given: str | None) -> str:
+    """The device that a command was given, or else the GPU, if there is one."""
+    return given or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 
 from dllm.drafter.samples import SUFFIX
 from dllm.drafter.weight_reload import DIGITS, checkpoint, published
-from dllm.settings.command import OK, CommandError, positive
+from dllm.settings.command import OK, CommandError
 from dllm.train.export import Drafter, write_checkpoint
 from dllm.train.learner import DraftLearner
 from dllm.train.recorded import TooFewSamples, split_buffer
@@ -42,14 +42,13 @@ SECONDS_BETWEEN_LOOKS = 5.0
 SNAPSHOT = "round-"  # folders of links to the shards, inside the recording's
 
 
-def main(argv: Sequence[str]) -> int:
-    """Train and publish until stopped, or for ``--rounds`` rounds.
+def recalibrate(given: argparse.Namespace) -> int:
+    """Train and publish until stopped, or for ``rounds`` rounds.
 
     Raises:
         CommandError: there is no recording, drafter and target do not fit each other, or the
             recording is of others.
     """
-    given = parse(argv)
     if not given.buffer.is_dir():
         raise CommandError(
             f"--buffer {given.buffer}: no such folder; a server with `record` makes it."
@@ -141,15 +140,3 @@ def link_shards(buffer: Path, folder: Path) -> None:
             continue
         except OSError:  # another file system
             shutil.copyfile(path, folder / path.name)
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dllm recalibrate", description=__doc__)
-    parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
-    parser.add_argument("--drafter", type=Path, required=True, help="that the server started with")
-    parser.add_argument("--buffer", type=Path, required=True, help="the server's `record` folder")
-    parser.add_argument("--out", type=Path, required=True, help="the server's `renew` folder")
-    parser.add_argument("--steps", type=positive, default=200, help="training steps of a round")
-    parser.add_argument("--rounds", type=positive, help="stop after so many; default: go on")
-    parser.add_argument("--device", default="cpu")
-    return parser.parse_args(argv)

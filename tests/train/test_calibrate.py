@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from dllm import cli
 from dllm.cli import CommandError
 from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
-from dllm.train import command
+from dllm.train import command, drafter
 from dllm.train.export import Drafter, block_of, read_checkpoint
 from dllm.train.network import NEVER, count_params
 from dllm.train.responses import check_disk
@@ -330,7 +330,7 @@ def test_sizes_that_the_config_leaves_out_are_the_targets(tmp_path):
     given = command.parse(
         ["--target", str(path), "--out", str(tmp_path), "--config", str(tmp_path / "config.toml")]
     )
-    found = command.load_drafter(given, command.load_settings(given), read_target_config(path))
+    found = drafter.load_drafter(given, drafter.load_settings(given), read_target_config(path))
     assert found.read.target_layer_ids == (1, 3)
     assert (found.read.num_heads, found.read.head_dim) == (4, 32)
     assert found.read.mask_token_id == AutoTokenizer.from_pretrained(path).get_vocab()["a"]

@@ -9,7 +9,7 @@ from dllm import cli
 from dllm.drafter.samples import read_shards
 from dllm.prompts.files import BUNDLED, BUNDLED_DOMAINS
 from dllm.settings.command import CommandError
-from dllm.train import command
+from dllm.train import command, drafter
 from dllm.train.prompts import load_prompts
 from dllm.train.run_files import START
 from dllm.train.settings import NEW, DrafterTraining
@@ -39,7 +39,7 @@ def test_the_shipped_prompts_cover_every_domain_equally():
 
 def test_they_are_the_default(foreign, tmp_path):
     given = command.parse(["--target", str(foreign), "--out", str(tmp_path)])
-    assert given.prompts == BUNDLED and command.load_settings(given) == NEW
+    assert given.prompts == BUNDLED and drafter.load_settings(given) == NEW
     prompts = load_prompts(foreign, BUNDLED, DrafterTraining(heldout=100))
     assert len(prompts) == len(lines())
     heldout = [prompt.group for prompt in prompts if prompt.is_heldout]

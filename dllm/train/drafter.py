@@ -1,0 +1,184 @@
+"""What ``dllm train drafter`` does with its command line."""
+
+import argparse
+import hashlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from dllm.drafter.samples import recorded_layers
+from dllm.settings.command import OK, CommandError
+from dllm.tools import client
+from dllm.train.config import drafter_config
+from dllm.train.export import Drafter
+from dllm.train.learner import DraftLearner
+from dllm.train.model_card import write_model_card
+from dllm.train.precision import device_of
+from dllm.train.progress import progress, train_shown
+from dllm.train.prompts import Prompt, load_prompts
+from dllm.train.recorded import split_buffer
+from dllm.train.responses import (
+    HELDOUT,
+    TRAIN,
+    check_disk,
+    collect,
+    from_server,
+    from_target,
+    usable,
+)
+from dllm.train.run import Run
+from dllm.train.run_files import LOG, MODEL, begin, weights_digest, write_log
+from dllm.train.settings import CONTINUED, NEW, DrafterTraining
+from dllm.train.target import Target, read_config, target_facts
+from dllm.train.target_embeddings import TargetEmbeddingsAndHead
+
+RESPONSES = "responses"
+
+
+def train(given: argparse.Namespace, argv: Sequence[str]) -> int:
+    """The exit status. Raises as the command.
+
+    Args:
+        argv: what was parsed, for the model card.
+    """
+    settings = load_settings(given)
+    target_config = read_config(given.target)
+    drafter = load_drafter(given, settings, target_config)
+    is_recorded = given.from_buffer is not None
+    recorded = split_buffer(given.from_buffer, drafter.read) if is_recorded else None
+    prompts = [] if is_recorded else load_prompts(given.target, given.prompts, settings)
+    server, device = None, device_of(given.device)
+    if given.from_server is not None:
+        server = client.connect(given.from_server, given.model, given.api_key)
+    check_disk(given.out, given.resume, prompts, settings, drafter, target_config)
+    begin(given.out, inputs_of(given, settings, drafter, prompts), given.resume)
+    torch.set_num_threads(settings.threads)
+    ends: TargetEmbeddingsAndHead
+    if recorded is not None:
+        ends, samples = TargetEmbeddingsAndHead.read(given.target, device), recorded
+    else:
+        ends = target = Target(given.target, device)
+        respond = from_target(target, settings.max_tokens)
+        if server is not None:
+            respond = from_server(server, given.target, settings.max_tokens)
+        folder, layers = given.out / RESPONSES, drafter.read.target_layer_ids
+        with progress("responses", len(prompts)) as shown:
+            for done in collect(folder, prompts, respond, target, layers, settings):
+                shown.advance(done)
+        samples = usable(folder / TRAIN), usable(folder / HELDOUT)
+    run = Run(DraftLearner(settings, drafter, ends, *samples), given.out)
+    if given.resume:
+        run.resume()
+    train_shown(run)
+    finish(run, given, argv)
+    return OK
+
+
+def load_settings(given: argparse.Namespace) -> DrafterTraining:
+    """The settings of ``--config``, or the defaults of a new run or of one from a drafter.
+
+    Flags override them.
+
+    Raises:
+        CommandError: a setting is out of range.
+    """
+    if given.config is not None:
+        settings = DrafterTraining.load(given.config)
+    elif given.drafter is not None:
+        settings = CONTINUED
+    else:
+        settings = NEW
+    changes = given.overrides
+    if given.learning_rate is not None:
+        ratio = settings.vector_lr / settings.matrix_lr
+        changes = changes | {
+            "matrix_lr": given.learning_rate,
+            "vector_lr": given.learning_rate * ratio,
+        }
+    try:
+        return DrafterTraining.from_mapping(settings.to_mapping() | changes)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def load_drafter(
+    given: argparse.Namespace, settings: DrafterTraining, target_config: dict[str, object]
+) -> Drafter:
+    """The drafter that is trained: that of ``--drafter``, or a new one of the settings' shape.
+
+    Raises:
+        CommandError: it does not fit the target, or nothing says which token is the mask.
+    """
+    facts = target_facts(target_config)
+    if given.drafter is not None:
+        return Drafter.load(given.drafter, facts)
+    shape = settings.drafter
+    if given.from_buffer is not None and not shape.target_layer_ids:
+        # Several kinds of layers in one buffer are refused by `split_buffer`.
+        noted = recorded_layers(given.from_buffer)
+        shape = replace(shape, target_layer_ids=noted[0] if noted else ())
+    asked = shape.mask_token_id if given.mask_token_id is None else given.mask_token_id
+    mask = asked if isinstance(asked, int) else _mask_token_id(given.target, asked)
+    if mask is None:
+        raise CommandError(
+            f"the tokenizer of {given.target} has no mask token. Give --mask-token-id: a token "
+            "that no text holds, a reserved one for instance, or an id behind the last token, if "
+            f"the embedding has more rows than that (it has {facts.vocab_size})."
+        )
+    shape = replace(shape, mask_token_id=mask)
+    return Drafter.of(drafter_config(shape, target_config, facts), facts)
+
+
+def _mask_token_id(target: Path, token: str | None) -> int | None:
+    """The id of a token of the target's tokenizer; without a token, of its own mask token.
+
+    Raises:
+        CommandError: the tokenizer has no such token.
+    """
+    has_tokenizer = (target / "tokenizer.json").exists()
+    tokenizer = AutoTokenizer.from_pretrained(target) if has_tokenizer else None
+    if token is None:
+        return None if tokenizer is None else tokenizer.mask_token_id
+    found: int | None = None if tokenizer is None else tokenizer.get_vocab().get(token)
+    if found is None:
+        raise CommandError(
+            f"mask_token_id = {token!r} is not one token of the tokenizer of {target}; allowed: a "
+            "token of its vocabulary, or an id."
+        )
+    return found
+
+
+def inputs_of(
+    given: argparse.Namespace,
+    settings: DrafterTraining,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+) -> dict[str, object]:
+    """What decides the weights of the run, by name; prompts and weights by their digest."""
+    asked = repr([prompt.tokens for prompt in prompts]).encode()
+    return settings.to_mapping() | {
+        "drafter config": drafter.config,
+        "drafter weights": weights_digest(given.drafter) if given.drafter else None,
+        "target": str(given.target.resolve()),
+        "prompts": hashlib.sha256(asked).hexdigest(),
+        "buffer": str(given.from_buffer),
+    }
+
+
+def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
+    model = given.out / MODEL
+    write_log(model / LOG, run.rows)
+    counts = f"{len(run.learner.samples)} samples, {len(run.learner.heldout)} more held out"
+    target = given.target.name
+    if given.from_buffer is not None:
+        data = f"live traffic recorded at {target}"
+    else:
+        data = f"responses of {target} to the prompts of {given.prompts.name}"
+    shown = client.without_key([each for each in argv if each != "--resume"], given.api_key)
+    command = shlex.join(["dllm", "train", "drafter", *shown])
+    write_model_card(run, model, command, f"{data}: {counts}.")
+    print(model)
