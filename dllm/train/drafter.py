@@ -169,6 +169,12 @@ def inputs_of(
     }
 
 
+def _without_folder(argument: str) -> str:
+    """An absolute path as its last part: cards get published, and say nothing of this machine."""
+    flag, equals, value = argument.rpartition("=")
+    return f"{flag}{equals}{Path(value).name}" if Path(value).is_absolute() else argument
+
+
 def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
     model = given.out / MODEL
     write_log(model / LOG, run.rows)
@@ -179,6 +185,6 @@ def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
     else:
         data = f"responses of {target} to the prompts of {given.prompts.name}"
     shown = client.without_key([each for each in argv if each != "--resume"], given.api_key)
-    command = shlex.join(["dllm", "train", "drafter", *shown])
+    command = shlex.join(["dllm", "train", "drafter", *map(_without_folder, shown)])
     write_model_card(run, model, command, f"{data}: {counts}.")
     print(model)

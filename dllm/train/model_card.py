@@ -10,7 +10,7 @@ import transformers
 from dllm.train.acceptance import Acceptance, possible, total
 from dllm.train.precision import processor
 from dllm.train.run import Run
-from dllm.train.run_files import CARD
+from dllm.train.run_files import CARD, LOG
 
 
 def write_model_card(run: Run, path: Path, command: str, data: str) -> None:
@@ -28,15 +28,11 @@ def write_model_card(run: Run, path: Path, command: str, data: str) -> None:
         f"behind layers {', '.join(map(str, drafter.read.target_layer_ids))}. Embedding and head "
         "are the target's. It changes the target's speed and nothing that it says.\n",
         *_training(run, command, data),
-        "\n## Acceptance on held-out prompts, greedy\n",
-        *acceptance_table(learner.acceptance, possible(learner.heldout, drafter.block - 1)),
-        "\nTokens a step: what a server emits per step of the target, its own token included, up "
-        "to the end of the response. *Possible* is a drafter that is always right: at most "
-        f"{drafter.block}, and less where responses are short. The columns with numbers: share of "
-        "the steps that kept so many drafts, of those whose response went on so long.\n",
-        "## Limits\n",
+        "\n## Held-out prompts, greedy\n",
+        acceptance_text(learner.acceptance, possible(learner.heldout, drafter.block - 1)),
+        "\n## Limits\n",
         "Of no use to any other target, and of little on other prompts than those it was "
-        "trained on: calibrate again (docs/calibration.md).",
+        "trained on: train another one (docs/calibration.md).",
     ]
     (path / CARD).write_text("\n".join(sections) + "\n")
 
@@ -53,26 +49,24 @@ def _training(run: Run, command: str, data: str) -> list[str]:
         f"- {run.seconds / 60:.0f} minutes of training on {settings.threads} thread(s) of "
         f"{processor(run.device)}; torch {torch.__version__}, transformers "
         f"{transformers.__version__}.\n",
-        "```json",
-        json.dumps(settings.to_mapping(), indent=2),
-        "```",
+        f"```json\n{json.dumps(settings.to_mapping())}\n```",
     ]
 
 
-def acceptance_table(
-    acceptance: Mapping[str, Acceptance], best: Mapping[str, Acceptance]
-) -> list[str]:
-    """A Markdown table with a line for each group; ``best``: of an always right drafter."""
-    everything = total(dict(acceptance))
-    width = len(everything.offered)
-    header = " | ".join(map(str, range(1, width + 1)))
-    lines = [f"| | tokens a step | possible | {header} |", "|---" * (width + 3) + "|"]
-    rows = [(name, one, best[name]) for name, one in sorted(acceptance.items())]
-    for name, one, limit in [*rows, ("all", everything, total(dict(best)))]:
-        cells = [
-            f"{100 * rate:.0f} %" if offered else "-"
-            for rate, offered in zip(one.by_position, one.offered, strict=True)
-        ]
-        lengths = f"{one.length:.2f} | {limit.length:.2f}"
-        lines.append(f"| {name} | {lengths} | {' | '.join(cells)} |")
-    return lines
+def acceptance_text(acceptance: Mapping[str, Acceptance], best: Mapping[str, Acceptance]) -> str:
+    """Tokens a step of all held-out responses, and of the least and the most of several groups.
+
+    Args:
+        best: the same groups, of a drafter that is always right.
+    """
+    everything, limit = total(dict(acceptance)), total(dict(best))
+    text = (
+        f"{everything.length:.2f} tokens a step of the target, its own included; "
+        f"{limit.length:.2f} with a drafter that is always right. The first draft is kept in "
+        f"{100 * everything.by_position[0]:.0f} % of the steps that have one."
+    )
+    if len(acceptance) == 1:
+        return text
+    lengths = sorted((one.length, " ".join(name.split())) for name, one in acceptance.items())
+    least, most = (f"{name} ({length:.2f})" for length, name in (lengths[0], lengths[-1]))
+    return f"{text} By group: from {least} to {most}; `{LOG}` has them all."

@@ -160,7 +160,9 @@ def test_the_command_writes_a_checkpoint_and_resumes(target_path, files, capsys)
     assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": [1, 3]}
     assert set(weights) == set(random_drafter(layers=1))
     card = (model / "README.md").read_text()
-    assert "dllm train drafter --target" in card and "| all | 1." in card
+    assert "dllm train drafter --target target" in card and "tokens a step of the target" in card
+    assert card.count("\n") <= 60
+    assert str(target_path.parent) not in card and str(files) not in card
     assert len(read_log(model)) == 2
 
     assert calibrate(target_path, files) == 1  # holds a run

@@ -62,7 +62,7 @@ def test_flags_override_the_config(foreign, tmp_path, capsys):
     assert len(train) == 6 and len(read_shards(run / "responses/heldout")) == 3
     assert max(len(one.tokens) - one.response_start for one in train) <= 5
     card = (run / "model/README.md").read_text()
-    assert "| code_python | 1." in card and "prompts of general.jsonl" in card
+    assert "By group: from " in card and "prompts of general.jsonl" in card
 
     assert cli.main([*arguments, "--learning-rate", "7", "--out", str(tmp_path / "other")]) == 1
     assert "matrix_lr = 7.0; allowed" in capsys.readouterr().err
