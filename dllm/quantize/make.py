@@ -121,14 +121,15 @@ def _measure(job: Job) -> Tensors:
     from dllm.quantize.calibrate import measure_inputs
 
     modules = [layer.module for group in job.groups for layer in group.layers]
-    start = time.monotonic()
+    say(f"calibration runs the model, all of which is in the memory of {job.device}")
+    start, total = time.monotonic(), len(job.prompts)
 
     def on_prompt(number: int) -> None:
-        if number == len(job.prompts) or number % max(1, len(job.prompts) // 8) == 0:
+        if number in (1, total) or number % max(1, total // 8) == 0:
             seconds = time.monotonic() - start
             say(
-                f"calibration: {number}/{len(job.prompts)} prompts, {seconds:.1f} s, peak "
-                f"memory {peak_memory()}"
+                f"calibration: {number}/{total} prompts, {seconds:.1f} s of about "
+                f"{seconds / number * total:.0f}, peak memory {peak_memory()}"
             )
 
     return measure_inputs(job, modules, on_prompt)

@@ -9,6 +9,7 @@ from dllm.train.acceptance import measure, possible, total
 from dllm.train.export import Drafter
 from dllm.train.precision import device_of
 from dllm.train.prompts import Prompt, load_prompts
+from dllm.train.responses import say_how_long
 from dllm.train.settings import DrafterTraining
 from dllm.train.target import Target, read_config, target_facts
 
@@ -28,6 +29,7 @@ def check(given: argparse.Namespace) -> int:
     # All are measured; "held out" means nothing here.
     asked = DrafterTraining(heldout=1, responses=given.num_prompts)
     prompts = load_prompts(given.target, given.prompts, asked)[: given.num_prompts]
+    say_how_long(target, prompts, given.max_tokens, given.num_prompts)
     samples = respond(target, prompts, given.max_tokens)
     found = total(measure(network, target, samples, drafter.block))
     best = total(possible(samples, drafter.block - 1)).length

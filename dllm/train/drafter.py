@@ -28,6 +28,8 @@ from dllm.train.responses import (
     collect,
     from_server,
     from_target,
+    refuse_other_model,
+    say_how_long,
     usable,
 )
 from dllm.train.run import Run
@@ -54,6 +56,7 @@ def train(given: argparse.Namespace, argv: Sequence[str]) -> int:
     server, device = None, device_of(given.device)
     if given.from_server is not None:
         server = client.connect(given.from_server, given.model, given.api_key)
+        refuse_other_model(server, given.target)
     check_disk(given.out, given.resume, prompts, settings, drafter, target_config)
     begin(given.out, inputs_of(given, settings, drafter, prompts), given.resume)
     torch.set_num_threads(settings.threads)
@@ -65,6 +68,8 @@ def train(given: argparse.Namespace, argv: Sequence[str]) -> int:
         respond = from_target(target, settings.max_tokens)
         if server is not None:
             respond = from_server(server, given.target, settings.max_tokens)
+        elif not given.resume:
+            say_how_long(target, prompts, settings.max_tokens, settings.generate_batch)
         folder, layers = given.out / RESPONSES, drafter.read.target_layer_ids
         with progress("responses", len(prompts)) as shown:
             for done in collect(folder, prompts, respond, target, layers, settings):

@@ -4,7 +4,9 @@ A shard holds one batch. Prompts, settings and target decide what is in it, so a
 only the shards that are missing.
 """
 
+import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,7 @@ from dllm.train.settings import DrafterTraining
 from dllm.train.target import Target, dtype_of
 
 TRAIN, HELDOUT = "train", "heldout"
+TIMED_TOKENS = 4  # of each prompt of a batch, to estimate the time
 CONCURRENCY = 32  # requests to a server at once
 TOKEN_BYTES = 4
 # Bytes on disk of a parameter in a checkpoint: weight, average and momenta in fp32, for two
@@ -71,6 +74,27 @@ def check_disk(
         )
 
 
+def say_how_long(target: Target, prompts: Sequence[Prompt], max_tokens: int, batch: int) -> None:
+    """Print the most time that responses may take, if it is over a minute, and the memory.
+
+    Args:
+        batch: prompts that are answered at once, of which one such batch is timed.
+    """
+    asked = [prompt.tokens for prompt in prompts[:batch]]
+    start = time.monotonic()
+    target.respond(asked, TIMED_TOKENS, 0.0, 0)
+    each = (time.monotonic() - start) / TIMED_TOKENS
+    minutes = math.ceil(len(prompts) / batch) * max_tokens * each / 60
+    if minutes > 1:
+        size = sum(param.nbytes for param in target.model.parameters())
+        print(
+            f"responses: at most about {minutes:.0f} minutes ({each:.2g} s a token of {len(asked)} "
+            f"at once), with {decimal(size)} of weights in memory; a server is faster "
+            "(--from-server)",
+            flush=True,
+        )
+
+
 def from_target(target: Target, max_tokens: int) -> Respond:
     return lambda prompts, temperature, seed: target.respond(prompts, max_tokens, temperature, seed)
 
@@ -106,6 +130,32 @@ def from_server(connection: Connection, target: Path, max_tokens: int) -> Respon
             return [task.result() for task in tasks]
 
     return respond
+
+
+def refuse_other_model(connection: Connection, target: Path) -> None:
+    """Refuse a server whose model is called otherwise than the target.
+
+    Its name is that of the folder or repository that it was loaded from, where the server says so,
+    else the one that requests name.
+
+    Raises:
+        CommandError: a drafter would learn what another model says.
+    """
+    given = connection.loaded_from or connection.model
+    names = {_name(target.absolute()), _name(target.resolve())}
+    if _name(Path(given)) not in names:
+        raise CommandError(
+            f"{connection.url} serves {given}, and --target is {target}; allowed: a server of the "
+            "target. If they are the same, give --target a folder, or a link to it, that is called "
+            f"{_name(Path(given))}."
+        )
+
+
+def _name(path: Path) -> str:
+    """The last part of a path or repository; of a snapshot in Hugging Face's cache, the model's."""
+    if path.parent.name == "snapshots":
+        return path.parents[1].name.split("--")[-1]
+    return path.name
 
 
 def collect(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dllm.drafter.checkpoint import TargetFacts
+from dllm.models import FAMILIES
 from dllm.settings.command import CommandError
 from dllm.train.target_embeddings import NORMS, TargetEmbeddingsAndHead, head_norm
 
@@ -92,12 +93,23 @@ def read_config(path: Path) -> dict[str, object]:
     """config.json of the target's language model; ``dtype`` may stand beside that one's part.
 
     Raises:
-        CommandError: there is no config.json.
+        CommandError: there is no config.json, or it is of a diffusion model.
     """
+    if not path.is_dir():
+        raise CommandError(
+            f"--target {path}: there is no such folder; allowed: the folder of a checkpoint. "
+            "`hf download ORG/NAME --local-dir FOLDER` fetches one."
+        )
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise CommandError(f"{path}: no readable config.json ({error}).") from None
+    diffusion = FAMILIES.keys() & set(config.get("architectures") or ())
+    if diffusion:
+        raise CommandError(
+            f"--target {path} is a diffusion model ({min(diffusion)}), whose canvases are drafts "
+            "already; allowed: an autoregressive model."
+        )
     text: dict[str, object] | None = config.get("text_config")
     if text is None:
         return config

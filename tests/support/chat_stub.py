@@ -17,6 +17,7 @@ class Stub:
     """What the server answers, and which requests it got.
 
     Attributes:
+        loaded_from: what /v1/models says of all models, as vLLM's ``root``.
         reply: makes the text of an answer from the messages of a request.
         num_tokens: completion tokens that every answer reports.
         passes: forward passes that the metrics count for every answer; None: no such metrics.
@@ -28,6 +29,7 @@ class Stub:
 
     reply: Callable[[list[dict[str, str]]], str]
     models: tuple[str, ...] = ("stub",)
+    loaded_from: str | None = None
     num_tokens: int = 10
     passes: int | None = None
     key: str | None = None
@@ -59,7 +61,8 @@ def serve(stub: Stub) -> Iterator[Stub]:
             if self.path == "/metrics":
                 self._send(200, stub.metrics().encode(), "text/plain")
             elif self._is_allowed():
-                models = [{"id": name, "object": "model"} for name in stub.models]
+                shared = {"object": "model", "root": stub.loaded_from}
+                models = [{"id": name, **shared} for name in stub.models]
                 self._send_json(200, {"object": "list", "data": models})
 
         def _is_allowed(self) -> bool:

@@ -5,9 +5,11 @@ import json
 import re
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import openai
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -15,10 +17,11 @@ from transformers import AutoTokenizer
 from dllm import cli
 from dllm.cli import CommandError
 from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
+from dllm.tools.client import Connection
 from dllm.train import command, drafter
 from dllm.train.export import Drafter, block_of, read_checkpoint
 from dllm.train.network import NEVER, count_params
-from dllm.train.responses import check_disk
+from dllm.train.responses import check_disk, refuse_other_model
 from dllm.train.run_files import LOG
 from dllm.train.settings import DrafterTraining, bundled_configs
 from dllm.train.target import dtype_of, target_facts
@@ -363,3 +366,28 @@ def test_a_server_writes_the_responses(target_path, files, returns_ids):
             assert said == sample.tokens[:3]
         else:
             assert said[-1] == 1 and len(said) >= 2  # the text's tokens, and end-of-sequence
+
+
+@pytest.mark.parametrize(
+    ("name", "loaded_from", "is_taken"),
+    [
+        ("target", None, True),
+        ("target/", None, True),
+        ("other", None, False),
+        ("other", "/models/target", True),
+        ("other", "org/target", True),
+        ("other", "/cache/models--org--target/snapshots/0123", True),
+        ("target", "org/target-base", False),
+    ],
+)
+def test_a_server_of_another_model_is_refused(tmp_path, name, loaded_from, is_taken):
+    connection = Connection("http://x", name, openai.OpenAI(api_key="none"), loaded_from)
+    with nullcontext() if is_taken else pytest.raises(CommandError, match="--target is"):
+        refuse_other_model(connection, tmp_path / "target")
+
+
+def test_the_command_asks_which_model_a_server_has(target_path, files, capsys):
+    with serve(Stub(str, models=("target",), loaded_from="org/other")) as stub:
+        assert calibrate(target_path, files, f"--from-server={stub.url}") == 1
+    assert "serves org/other" in capsys.readouterr().err
+    assert not (files / "run").exists() and not stub.requests
