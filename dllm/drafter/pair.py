@@ -18,7 +18,7 @@ from dllm.drafter.checkpoint import (
     check_pair,
     check_tokenizers,
 )
-from dllm.settings.drafting import WHERE
+from dllm.settings.drafting import WHERE, DrafterOptions
 from dllm.settings.server import options_of
 
 
@@ -76,11 +76,7 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     options.check_against(num_drafts, speculative.enable_adaptive_verification)
     refuse_cache_dtype(speculative)
     drafter = drafter_config(vllm_config)
-    if options.record_layers is not None:
-        raise ValueError(
-            f"{WHERE}: record_layers with a drafter, which says itself what it reads "
-            f"({list(drafter.target_layer_ids)}). Leave record_layers out."
-        )
+    refuse_record_layers(options)
     if options.renew is not None:
         refuse_reload_of(draft.model)
     check_pair(
@@ -98,6 +94,14 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
         drafter.mask_token_id,
     )
     return drafter
+
+
+def refuse_record_layers(options: DrafterOptions) -> None:
+    if options.record_layers is not None:
+        raise ValueError(
+            f"{WHERE}: record_layers with a drafter, which says itself what it reads. Leave "
+            "record_layers out."
+        )
 
 
 def refuse_reload_of(drafter: str) -> None:

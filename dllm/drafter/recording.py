@@ -1,8 +1,8 @@
 """Connects vLLM's workers with the recorder: which worker records, and what it is given.
 
-A server with a drafter records the layers that the drafter reads. A server without one records
-those that ``record_layers`` names: its target has to give the same hidden states that it would give
-to a drafter (vLLM's ``SupportsEagle3``).
+A server with a drafter that reads layers of the target (DFlash, DSpark, EAGLE-3) records these. A
+server without a drafter records those that ``record_layers`` names: its target has to give the same
+hidden states that it would give to a drafter (vLLM's ``SupportsEagle3``).
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
 from dllm import LOGGER
-from dllm.drafter.pair import drafter_config
 from dllm.drafter.recorder import Recorder
 from dllm.drafter.step import TargetStep
 from dllm.settings.drafting import WHERE
@@ -31,6 +31,25 @@ def layers_without_drafter(vllm_config: VllmConfig) -> Sequence[int]:
     if vllm_config.speculative_config is not None:
         return ()
     return options_of(vllm_config).drafter.record_layers or ()
+
+
+def layers_of_drafter(vllm_config: VllmConfig) -> list[int]:
+    """Layers of the target whose outputs the drafter reads, 0-based, in the order they are given.
+
+    Raises:
+        ValueError: it reads none, or its config.json does not say which.
+    """
+    speculative = vllm_config.speculative_config
+    assert speculative is not None, "no drafter"
+    layers = [layer - 1 for layer in get_eagle3_aux_layers_from_config(speculative) or ()]
+    reads = speculative.method in ("eagle3", "dflash", "dspark")
+    if not (reads and layers and layers == sorted(set(layers)) and layers[0] >= 0):
+        raise ValueError(
+            f'{WHERE}: record with the draft source "{speculative.method}", whose config.json '
+            f"names these layers of the target: {layers}; allowed: at least one, ascending, from "
+            "0 on. Leave record out."
+        )
+    return layers
 
 
 def refuse_unrecordable(vllm_config: VllmConfig) -> None:
@@ -74,7 +93,7 @@ def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
     if options.record is None or parallel.rank % parallel.tensor_parallel_size:
         return None
     if vllm_config.speculative_config is not None:
-        layers: Sequence[int] = drafter_config(vllm_config).target_layer_ids
+        layers: Sequence[int] = layers_of_drafter(vllm_config)
     else:
         layers = layers_without_drafter(vllm_config)
     logger.warning(

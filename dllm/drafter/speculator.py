@@ -1,8 +1,8 @@
-"""Our DFlash drafter: vLLM's speculator of blocks with our network, which records and is renewed.
+"""Our DFlash drafter: vLLM's speculator of blocks with our network, which can be renewed.
 
 vLLM's DFlash speculator prepares the pass (positions, cache slots, CUDA graphs), and ``steering``
-decides what is drafted and verified. This subclass adds the network, on our attention kernels, a
-recorder of what the network reads (``recorder``), and newer weights (``weight_reload``).
+decides what is drafted and verified. This subclass adds the network, on our attention kernels, and
+newer weights (``weight_reload``).
 """
 
 from functools import partial
@@ -14,7 +14,6 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.pair import refuse_other_config
-from dllm.drafter.recording import make_recorder
 from dllm.drafter.sources import SteeredBlocks
 from dllm.drafter.step import TargetStep
 from dllm.drafter.weight_reload import WeightReload
@@ -32,7 +31,6 @@ class Drafter(SteeredBlocks):
     ) -> None:
         super().__init__(vllm_config, device)
         self.steer(vllm_config, req_states)
-        self._recorder = make_recorder(vllm_config)
         self._weight_reload = None
         newer = options_of(vllm_config).drafter.renew
         if newer is not None:
@@ -54,8 +52,6 @@ class Drafter(SteeredBlocks):
         super()._observe(step)
         if self._weight_reload is not None:
             self._weight_reload.after_step()
-        if self._recorder is not None:
-            self._recorder.observe(step)
 
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]

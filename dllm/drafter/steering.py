@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from dllm.drafter.metrics import CountedDrafts, Counts
 from dllm.drafter.pair import end_ids
 from dllm.drafter.prompt_lookup import Lookup, lookup_of
+from dllm.drafter.recording import make_recorder
 from dllm.drafter.step import TargetStep
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
@@ -74,6 +75,7 @@ class Steered(DraftModelSpeculator):
         )
         self.policy: WidthPolicy = make_policy(options, num_drafts, self.max_num_reqs)
         self.policy.may_skip = may_skip
+        self._recorder = make_recorder(vllm_config)
         self._counts = Counts()  # of the steps after the last report
         # [rows, N]: the drafter's probability of its likeliest token, 0 where that ends the answer.
         self._confidence = torch.zeros(self.draft_tokens.shape, device=self.device)
@@ -206,6 +208,8 @@ class Steered(DraftModelSpeculator):
     def _observe(self, step: TargetStep) -> None:
         if self.policy.reads_outcomes:
             self.policy.observe(self._verified(step))
+        if self._recorder is not None:
+            self._recorder.observe(step)
 
     def _verified(self, step: TargetStep) -> VerifiedStep:
         """A record of the target's step for the policy; waits for the device."""

@@ -142,10 +142,14 @@ def configure_steering(vllm_config: Any) -> None:
     Raises:
         ValueError: the draft source cannot be steered, or an option does not work with it.
     """
-    from dllm.drafter.pair import refuse_other_rules
+    from dllm.drafter.pair import refuse_other_rules, refuse_record_layers
+    from dllm.drafter.recording import layers_of_drafter
 
     speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
     _refuse_source(vllm_config)
+    refuse_record_layers(options)
+    if options.record is not None:
+        layers_of_drafter(vllm_config)
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification

@@ -11,9 +11,11 @@ import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm.drafter.samples import read_shards, recorded_layers
 from dllm.drafter.steering import Steered
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.patches.contract import CPU_WORKER
+from dllm.train.target import Target
 from tests.drafter.test_prompt_lookup import Any as AnyLookup
 from tests.engine.test_engine import scheduler_watch
 from tests.support.draft_sources import SOURCES, write_dflash_2
@@ -240,6 +242,32 @@ def test_what_is_counted_reaches_the_scheduler(pair):
     assert counts["draft_widths", str(N)] == counts["draft_passes", ""]
 
 
+@pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.nightly)])
+def test_what_a_source_reads_of_the_target_is_recorded(folders, tmp_path, name):
+    """Also of tokens that were drafted, and not of those that were rejected."""
+    target, folder = target_of(folders, name), tmp_path / "buffer"
+    engine = drafting_engine(
+        target,
+        SOURCES[name].write_drafter(tmp_path / "drafter"),
+        N,
+        {"policy": "adaptive", "record": str(folder)},
+        speculative={"method": SOURCES[name].method},
+    )
+    with policy_of(engine, make_policy("random", engine)):
+        texts = engine.generate(PROMPTS, greedy(20))
+    engine.runner.speculator._recorder.close()
+    found = {sample.tokens: sample for sample in read_shards(folder)}
+    (layers,) = recorded_layers(folder)
+    assert layers == {"eagle3": (0, 1, 2), "dspark": (1, 3)}[name]
+    model = Target(target, "cpu")
+    model.model.float()
+    for given, text in zip(PROMPTS, texts, strict=True):
+        sample = found[(*given, *text)]
+        expected = model.hidden_states(torch.tensor([sample.tokens[:-1]]), layers)[0]
+        error = (sample.hidden()[:-1] - expected).abs().max() / expected.abs().max()
+        assert error < 1e-4  # fp32 sums in another order
+
+
 def test_a_named_worker_steers_without_options(folders):
     """It has kernels for what ours steers, and not for vLLM's rule of verification."""
     target = target_of(folders, "draft_model")
@@ -265,7 +293,7 @@ def test_a_named_worker_steers_without_options(folders):
         ({"method": "ngram", "prompt_lookup_max": 3}, {}, {}, "'ngram'.*allowed: draft_model"),
         ({}, {"window": 9}, {}, 'window with the draft source "draft_model"'),
         ({}, {"mask_token_id": 9}, {}, "mask_token_id with"),
-        ({}, {"record": "folder"}, {}, "record works for"),
+        ({}, {"record": "folder"}, {}, 'record with the draft source "draft_model"'),
         ({}, {"renew": "folder"}, {}, "renew without a DFlash drafter"),
         ({}, {"width": 9}, {}, "width = 9"),
         ({}, {}, {"enable_lora": True}, "--enable-lora does not work"),
