@@ -67,11 +67,12 @@ class Steered(DraftModelSpeculator):
         may_skip = self.dp_size == parallel.prefill_context_parallel_size == 1
         # On a CPU the draft pass runs after the tokens were sent (`draft_late`), unless somebody
         # waits for it right after the step: other replicas or pipeline stages, which take part in
-        # the pass, or another server, which reads the pages.
+        # the pass, another server, which reads the pages, or a step that is scheduled already.
         self._drafts_late = (
             self.device.type == "cpu"
             and self.dp_size == parallel.pipeline_parallel_size == 1
             and vllm_config.kv_transfer_config is None
+            and not vllm_config.scheduler_config.async_scheduling
         )
         self.policy: WidthPolicy = make_policy(options, num_drafts, self.max_num_reqs)
         self.policy.may_skip = may_skip

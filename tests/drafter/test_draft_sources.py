@@ -10,12 +10,14 @@ import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from dllm.drafter.samples import read_shards, recorded_layers
 from dllm.drafter.steering import Steered
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.patches.contract import CPU_WORKER
 from dllm.train.target import Target
+from tests.drafter.test_drafter_seeds import Watching
 from tests.drafter.test_prompt_lookup import Any as AnyLookup
 from tests.engine.test_engine import scheduler_watch
 from tests.support.draft_sources import SOURCES, write_dflash_2
@@ -31,6 +33,7 @@ from tests.support.drafter_harness import (
 )
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
+from tests.support.forced_async import asynchronous_platform
 
 N = 5
 TIGHT = dict(num_gpu_blocks_override=24)  # too small for four long requests
@@ -240,6 +243,29 @@ def test_what_is_counted_reaches_the_scheduler(pair):
     assert counts["draft_passes", ""] >= 20 // (N + 1)
     assert counts["drafted_tokens", ""] == N * counts["draft_passes", ""]
     assert counts["draft_widths", str(N)] == counts["draft_passes", ""]
+
+
+@pytest.mark.parametrize("name", ["draft_model, sampled", "eagle3", "dflash 2"])
+def test_steps_can_be_scheduled_ahead_with_the_full_width(folders, tmp_path, monkeypatch, name):
+    source, target = SOURCES[name], target_of(folders, name)
+    write = source.write_drafter
+    with asynchronous_platform():
+        engine = drafting_engine(
+            target,
+            target if write is None else write(tmp_path),
+            N,
+            speculative={"method": source.method} | source.more,
+            async_scheduling=True,
+        )
+    assert isinstance(engine.scheduler, AsyncScheduler)
+    texts = engine.generate(PROMPTS, PARAMS["sampled"])
+    assert texts == plain_texts(plain_engine(target), "sampled")
+    if write is None:  # a target that drafts for itself
+        no_ends = torch.zeros(0, dtype=torch.int64)
+        monkeypatch.setattr(engine.runner.speculator, "_end_ids", no_ends)
+        with policy_of(engine, Watching(N)) as seen:
+            engine.generate([prompt(40, 3)], greedy(50, **SAMPLED))
+        assert seen.accepted == seen.verified > 40
 
 
 @pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.nightly)])
