@@ -9,6 +9,7 @@ import pytest
 from vllm.distributed import get_tp_group
 
 from dllm.drafter.widths.adaptive import AdaptiveWidth
+from tests.support.draft_sources import write_eagle_3
 from tests.support.drafter_harness import drafting_engine, greedy, plain_engine, prompt
 from tests.support.drafter_pairs import write_drafter, write_target
 from tests.support.process import printed_json, run_python
@@ -20,12 +21,16 @@ PROMPTS = [prompt(30 + salt, salt) for salt in range(3)]
 PARAMS = [greedy(40), greedy(40, temperature=1.0, seed=3), greedy(40)]
 
 
-def test_ranks_that_would_decide_differently_follow_the_first(tmp_path):
-    target, drafter = write_target(tmp_path / "target"), write_drafter(tmp_path / "drafter")
+@pytest.mark.parametrize(
+    ("method", "write"), [("dflash", write_drafter), ("eagle3", write_eagle_3)]
+)
+def test_ranks_that_would_decide_differently_follow_the_first(tmp_path, method, write):
+    target, drafter = write_target(tmp_path / "target"), write(tmp_path / "drafter")
     # The ranks are forked, so that they get the policy below. vLLM wants a NUMA node for each rank,
     # unless it is told not to bind threads.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    finished = run_python("-m", __name__, str(target), str(drafter), environment=environment)
+    arguments = str(target), str(drafter), method
+    finished = run_python("-m", __name__, *arguments, environment=environment)
     assert printed_json(finished) == plain_engine(target).generate(PROMPTS, PARAMS)
 
 
@@ -40,13 +45,18 @@ class Contrary(AdaptiveWidth):
         return is_third is (get_tp_group().rank_in_group == 0)
 
 
-def generate_on_two_ranks(target: str, drafter: str) -> None:
+def generate_on_two_ranks(target: str, drafter: str, method: str) -> None:
     """The other side of the test: prints the tokens."""
-    from dllm.drafter import speculator
+    from dllm.drafter import steering
 
-    speculator.AdaptiveWidth = Contrary  # type: ignore[misc]
+    steering.AdaptiveWidth = Contrary  # type: ignore[misc]
     engine = drafting_engine(
-        target, drafter, NUM_DRAFTS, {"policy": "adaptive"}, tensor_parallel_size=2
+        target,
+        drafter,
+        NUM_DRAFTS,
+        {"policy": "adaptive"},
+        speculative={"method": method},
+        tensor_parallel_size=2,
     )
     tokens = engine.generate(PROMPTS, PARAMS)
     engine.llm.llm_engine.engine_core.shutdown()
