@@ -11,6 +11,7 @@ Read the files in this order; each uses only the ones before it:
     online_softmax.py    the inner loop: a running softmax over tiles of keys
     canvas_attention.py  the Triton kernel and its wrapper
     cache_write.py       writes K and V into cache pages, as fp8 if the cache is fp8
+    context_kv.py        computes a drafter's K and V of all layers and writes them, in one kernel
     choice.py            which kernel computes a layer: ours or vLLM's FlashAttention
 
 None of these imports vLLM, and the first five and the last do not import Triton. Five files connect

@@ -250,7 +250,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
                 query.new_empty(plan.workspace_elements(shape), dtype=torch.float32)
             return output.zero_()
         tokens = attn_metadata.num_actual_tokens
-        cache = self._paged_kv(layer, kv_cache)
+        cache = self.paged_kv(layer, kv_cache)
         if self._read_cache is not cache:  # once: nothing but lengths differs between steps
             check_inputs(query[:tokens], cache, attn_metadata.batch, output[:tokens])
             self._flash_kinds = self._kinds_for_flash(cache)
@@ -277,13 +277,13 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write a step's keys and values into their pages; slot -1 is padding."""
-        cache = self._paged_kv(layer, kv_cache)
+        cache = self.paged_kv(layer, kv_cache)
         if self._written_cache is not cache:  # once, as above
             check_write(key, value, cache, slot_mapping)
             self._written_cache = cache
         write_kv(key, value, cache, slot_mapping)
 
-    def _paged_kv(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> PagedKV:
+    def paged_kv(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> PagedKV:
         """Views of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache.
 
         They are kept: the cache of a layer is allocated once.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -87,6 +88,27 @@ class PagedKV:
     def dtypes(self) -> Sequence[torch.dtype]:
         """The dtypes that queries and new keys may have."""
         return QUERY_DTYPES if self.is_fp8 else [self.key.dtype]
+
+
+@dataclass(frozen=True)
+class ContextWeights:
+    """What turns hidden states of a drafter's context into keys and values: L layers, H KV heads.
+
+    weight ``[L * 2 * H * head_size, hidden]``: for each layer its key heads, then its value heads.
+    bias: the same rows, or None. k_norm ``[L, head_size]``, of the keys' RMSNorm; eps: added to the
+    mean square. cos_sin ``[positions, rotary_size]``: cosines, then sines; dimensions of a head
+    beyond rotary_size are not turned. is_neox: RoPE turns halves, otherwise neighbours.
+    weight, bias and k_norm have one dtype: fp16, bf16 or fp32.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    k_norm: Tensor
+    eps: float
+    cos_sin: Tensor
+    is_neox: bool
+
+    MAX_HEAD_SIZE: ClassVar[int] = 256  # a larger product of one head does not fit into registers
 
 
 @dataclass(frozen=True)

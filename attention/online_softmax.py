@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
+def dot(a, b, acc, UPCAST: tl.constexpr):
     """acc + a @ b with fp32 sums.
 
     UPCAST is for Triton's interpreter, which cannot multiply bf16. A product of two bf16 numbers is
@@ -92,7 +92,7 @@ def attend(
             v = tl.load(v_pointers, mask=(value_dim < HEAD_SIZE)[None, :], other=0.0)
 
         # [rows, keys]
-        s = _dot(q, k.to(q.dtype), tl.zeros([q.shape[0], BLOCK_N], tl.float32), UPCAST)
+        s = dot(q, k.to(q.dtype), tl.zeros([q.shape[0], BLOCK_N], tl.float32), UPCAST)
         if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1) saturates instead of overflowing
             x = s * (logit_scale / softcap)
             s = softcap * LOG2E_ * (1.0 - 2.0 / (tl.exp2(2.0 * LOG2E_ * x) + 1.0))
@@ -114,6 +114,6 @@ def attend(
         rescale = tl.exp2(row_max - safe_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
-        acc = _dot(p.to(q.dtype), v.to(q.dtype), acc, UPCAST)
+        acc = dot(p.to(q.dtype), v.to(q.dtype), acc, UPCAST)
         row_max = new_max
     return acc, row_max, row_sum

@@ -1,4 +1,5 @@
 """Attention as its definition says, in fp32: the reference that every kernel is tested against.
+Also the keys and values of a drafter's context, which no attention layer computes.
 
 For row i of a sequence and query head h, which reads KV head h // (num_heads / num_kv_heads):
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllm.attention.inputs import AttentionOptions
+from dllm.attention.inputs import AttentionOptions, ContextWeights
 from dllm.attention.masks import QuerySpan, visible_range
 
 
@@ -87,3 +88,33 @@ def paged_attention(
         outputs.append(dense_attention(rows, key, value, span, options))
         start += span.query_len
     return outputs
+
+
+def context_kv(
+    hidden: Tensor, positions: Tensor, weights: ContextWeights, num_kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a drafter's context, each ``[layers, tokens, heads, head_size]`` fp32.
+
+    For token t, layer l and KV head h, with x_t the normalized hidden state:
+
+        k = RoPE(RMSNorm(W_k[l, h] x_t + b) * k_norm[l], position of t)
+        v = W_v[l, h] x_t + b
+
+    hidden ``[tokens, hidden]``, positions ``[tokens]``.
+    """
+    layers, head_size = weights.k_norm.shape
+    product = hidden.float() @ weights.weight.float().T
+    if weights.bias is not None:
+        product = product + weights.bias.float()
+    keys, values = product.view(-1, layers, 2, num_kv_heads, head_size).movedim(0, 2).unbind(1)
+    keys = keys * (keys.square().mean(-1, keepdim=True) + weights.eps).rsqrt()
+    keys = keys * weights.k_norm.float()[:, None, None]
+    cos, sin = weights.cos_sin.float()[positions][:, None].chunk(2, dim=-1)  # [tokens, 1, pairs]
+    half = cos.shape[-1]
+    first, second = slice(0, half), slice(half, 2 * half)
+    if not weights.is_neox:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    turned = keys.clone()
+    turned[..., first] = keys[..., first] * cos - keys[..., second] * sin
+    turned[..., second] = keys[..., second] * cos + keys[..., first] * sin
+    return turned, values

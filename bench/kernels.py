@@ -1,11 +1,13 @@
 """Times single kernels beside what else computes the same.
 
     python -m bench.kernels sampler                 # the sampling step; on a CPU, too
-    python -m bench.kernels attention               # on a GPU
+    python -m bench.kernels attention context       # on a GPU
     python -m bench.kernels --smoke                 # tiny, in Triton's interpreter: no conclusions
 
     attention   vLLM's Triton kernel, FlashAttention 4 and ours, on canvases of the 26B model's
                 layers. The others have no anchored window: compare them on the symmetric one
+    context     a drafter's context, of all its layers: vLLM's operations (one product, norm, RoPE,
+                a cache write for each layer), and the one kernel of ``fused_context``
     sampler     everything between the logits of the canvas rows and the next canvas: vLLM's
                 built-in functions, and our denoise step with each of its soft embeddings
 
@@ -154,6 +156,15 @@ def _far_apart(dtype: torch.dtype, expected: Tensor, found: Tensor) -> str:
     return "" if float(gap.max()) <= allowed else f"{float(gap.max()):.2g} apart; {allowed:.2g}"
 
 
+# --- the context of a drafter --------------------------------------------------------------------
+
+
+def context_cases(smoke: bool, device: str) -> Iterator[Case]:
+    from bench.context_kv import cases
+
+    return (Case(*case) for case in cases(smoke, device))
+
+
 # --- the sampling step ---------------------------------------------------------------------------
 
 BUILTIN, SPARSE, EXACT = "built-in", "ours, sparse", "ours, exact"
@@ -295,7 +306,7 @@ def _disagree(weight: Tensor, builtin: Outcome, ours: Outcome) -> str:
 # --- times ---------------------------------------------------------------------------------------
 
 
-CASES = {"attention": attention_cases, "sampler": sampler_cases}
+CASES = {"attention": attention_cases, "context": context_cases, "sampler": sampler_cases}
 
 
 def milliseconds(run: Callable[[], object], device: str) -> float:

@@ -22,7 +22,7 @@ pytestmark = [
         importlib.util.find_spec("triton") is None, reason="Triton is not installed"
     ),
 ]
-ONE_OF_EACH_GROUP = {"canvas_attention_kernel", "_block_kernel"}
+ONE_OF_EACH_GROUP = {"canvas_attention_kernel", "context_kv_kernel", "_block_kernel"}
 MATRIX = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 # On an H200, larger tiles without loads ahead are faster (bench/results/h200.txt).
 WITHOUT_LOADS_AHEAD = {90: ("full",)}
@@ -61,6 +61,10 @@ def test_kernels_fit_every_gpu(arch: int) -> None:
             if one["label"] not in WITHOUT_LOADS_AHEAD.get(arch, ()):
                 # While a tile of keys is computed with, K and V of the next one are under way.
                 assert min(one["waits"]) >= 2, where
+        if one["kernel"] == "context_kv_kernel" and arch in (80, 90):
+            # Hopper's instruction needs 64 rows.
+            assert one["matrix"] == ("mma" if "few" in one["label"] else MATRIX[arch]), where
+            assert one["waits"], where
         if one["kernel"] == "_search_kernel":
             # What one thread writes for a position, others read for the next.
             assert one["barriers"] >= 2, where
@@ -70,6 +74,8 @@ def test_every_branch_of_the_kernels_of_attention_compiles() -> None:
     found = compiled(90, branches=True)
     assert [one["kernel"] for one in found].count("canvas_attention_kernel") == 3
     assert all(one["spilled"] == 0 for one in found)
+    contexts = [one["matrix"] for one in found if one["kernel"] == "context_kv_kernel"]
+    assert contexts == ["wgmma", "wgmma", ""]  # fp32 has no matrix instruction
     assert all(one["matrix"] for one in found if one["kernel"] == "canvas_attention_kernel")
 
 
@@ -78,6 +84,7 @@ def test_batches_of_a_server_need_few_compiled_kernels() -> None:
         "canvas_attention_kernel": 3,  # sliding and full layers, a drafter's
         "merge_splits_kernel": 3,
         "write_kv_kernel": 2,  # sliding and full layers
+        "context_kv_kernel": 2,  # few tokens and many
         "_block_kernel": 2,  # with and without filters
         "_merge_kernel": 2,
         "_cutoff_kernel": 1,

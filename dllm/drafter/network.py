@@ -8,21 +8,24 @@ The queries attend to the context's keys and to each other. No layer is run over
 which have keys and values only. Embedding and head are the target's unless the checkpoint has its
 own.
 
-The classes are vLLM's, with three differences. A layer has the window and causality that
-``checkpoint`` reads. On a CPU the context's keys are normalized by each layer's own weight. A
-checkpoint that contradicts its config.json is refused, where vLLM loads a part of it.
+The classes are vLLM's, with four differences. A layer has the window and causality that
+``checkpoint`` reads. With ``fused_context`` one kernel computes and writes the context. On a CPU
+the context's keys are normalized by each layer's own weight. A checkpoint that contradicts its
+config.json is refused, where vLLM loads a part of it.
 Source: DFlash (arXiv 2602.06036); vLLM 0.32, ``qwen3_dflash.py``.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -33,11 +36,17 @@ from vllm.model_executor.models.qwen3_dflash import (
     DFlashQwen3Model,
 )
 
+from dllm import LOGGER
+from dllm.attention.inputs import ContextWeights
 from dllm.attention.layers import bound_queries, use_anchored_window
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.pair import drafter_config
+from dllm.ops.dispatch import CONTEXT_KV, WRONG_KERNELS
+from dllm.settings.drafting import WHERE
+from dllm.settings.server import options_of
 
+logger = init_logger(LOGGER)
 Weights = Mapping[str, torch.Tensor]  # by their names in a checkpoint, without "model."
 
 
@@ -80,12 +89,15 @@ class DrafterNetwork(DFlashQwen3Model):
     """Everything except the head: embedding, fc, norms and layers."""
 
     _fused_kv_weight: torch.Tensor | None
+    context_weights: ContextWeights | None = None  # of the kernel; None: vLLM's operations serve
+    fuses_context = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
         drafter = drafter_config(vllm_config)
         self.decoder_layer_cls = partial(DrafterLayer, drafter=drafter)
         super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
         self.drafter = drafter
+        self.fuses_context = options_of(vllm_config).drafter.fused_context
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load as vLLM does. The embedding (perhaps the target's) and the mask's row may be absent.
@@ -110,6 +122,63 @@ class DrafterNetwork(DFlashQwen3Model):
         super()._build_fused_kv_buffers()
         if self._fused_kv_weight is not None and not self._fused_kv_weight.numel():
             self._fused_kv_weight = None  # dummy weights are packed by now: each layer projects
+        if self.fuses_context and CONTEXT_KV not in WRONG_KERNELS:
+            self.context_weights = self._weights_of_kernel()
+
+    def _weights_of_kernel(self) -> ContextWeights:
+        """Raises ValueError for quantized weights, which the kernel cannot multiply by."""
+        weight, head_dim = self._fused_kv_weight, self._head_dim
+        if weight is None:
+            raise ValueError(
+                f"{WHERE}: fused_context with a drafter whose projections are quantized; allowed: "
+                "one in 16 or 32 bits. Leave it out."
+            )
+        if head_dim % 2 or head_dim > ContextWeights.MAX_HEAD_SIZE:
+            raise ValueError(
+                f"{WHERE}: fused_context with a head size of {head_dim}; allowed: even, at most "
+                f"{ContextWeights.MAX_HEAD_SIZE}. Leave it out."
+            )
+        cos_sin = self._rope_cos_sin_cache.to(weight.device, weight.dtype)
+        norm = self._k_norm_weights, self._rms_norm_eps
+        return ContextWeights(weight, self._fused_kv_bias, *norm, cos_sin, self._rope_is_neox)
+
+    def precompute_and_store_context_kv(
+        self,
+        context_states: torch.Tensor,
+        context_positions: torch.Tensor,
+        context_slot_mapping: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Compute keys and values of context tokens and store them in the pages of each layer.
+
+        Args:
+            context_states: ``[tokens, hidden]``, the output of fc.
+            context_positions: ``[tokens]``.
+            context_slot_mapping: of each layer ``[tokens]`` cache slots, -1 stores nothing; None
+                computes without storing, for vLLM's memory profiling.
+        """
+        self._build_fused_kv_buffers()  # dummy weights are not loaded
+        weights, tokens = self.context_weights, (context_states, context_positions)
+        if weights is None:
+            super().precompute_and_store_context_kv(*tokens, context_slot_mapping)
+            return
+        normed = torch.empty_like(context_states)
+        ops.rms_norm(normed, context_states, self._hidden_norm_weight, self._rms_norm_eps)
+        if context_slot_mapping is None:
+            return
+        from dllm.attention.context_kv import have_one_layout, write_context_kv  # needs Triton
+
+        layers = self._attn_layers
+        if all(layer.attn_backend.get_name() == "CUSTOM" for layer in layers):
+            caches = [layer.impl.paged_kv(layer, layer.kv_cache) for layer in layers]
+            if have_one_layout(caches):
+                write_context_kv(normed, context_positions, weights, caches, context_slot_mapping)
+                return
+        logger.warning(
+            "dllm: fused_context: the pages of the drafter's layers are not those of our attention "
+            "backend, or differ. vLLM's operations compute its context."
+        )
+        self.context_weights = None
+        super().precompute_and_store_context_kv(*tokens, context_slot_mapping)
 
     @property
     def has_context_weights(self) -> bool:

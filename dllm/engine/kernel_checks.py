@@ -16,10 +16,11 @@ from torch import Tensor
 
 from dllm.attention.cache_write import write_kv
 from dllm.attention.canvas_attention import canvas_attention
+from dllm.attention.context_kv import write_context_kv
 from dllm.attention.flash import flash_attention
-from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+from dllm.attention.inputs import AttentionOptions, ContextWeights, PagedKV, RaggedBatch
 from dllm.attention.masks import QuerySpan, anchor
-from dllm.attention.reference import paged_attention
+from dllm.attention.reference import context_kv, paged_attention
 from dllm.engine.attention_layers import Layer
 from dllm.grammar.device import Searches, pack
 from dllm.grammar.kernels import write_paths
@@ -67,7 +68,7 @@ def canvas_trials(
 
 
 def attention_trials(layers: dict[str, Layer], device: torch.device) -> Trials:
-    """Of our attention, the one kernel of a drafter; ``layers`` as of ``canvas_trials``."""
+    """Of our attention; ``layers`` as of ``canvas_trials``."""
     return {
         f"{ATTENTION}, {name}": partial(attention, layer, device, canvas_attention)
         for name, layer in layers.items()
@@ -137,15 +138,9 @@ def _filled_cache(
 ) -> tuple[PagedKV, Tensor, Tensor, Tensor]:
     """A cache that ``write_kv`` filled, checked; keys; values; the pages of each sequence."""
     counts = [-(-length // layer.page_size) for length in seq_lens]
-    shape = sum(counts), layer.page_size, layer.num_kv_heads, layer.head_size
-    stored_as, scales = layer.cache_dtype or layer.dtype, []
-    if layer.cache_dtype is not None:
-        scales = [torch.tensor([FP8_SCALE], device=device)] * 2
-    cache = PagedKV(
-        *(torch.zeros(shape, dtype=stored_as, device=device) for _ in range(2)), *scales
-    )
-    unit = FP8_SCALE if scales else 1.0
-    stored = [_random(*shape, seed=seed).to(device, stored_as) for seed in (1, 2)]
+    cache = _empty_cache(layer, sum(counts), device)
+    unit, shape = FP8_SCALE if cache.is_fp8 else 1.0, cache.key.shape
+    stored = [_random(*shape, seed=seed).to(device, cache.key.dtype) for seed in (1, 2)]
     key, value = (one.to(layer.dtype) * unit for one in stored)
     write_kv(
         key.flatten(0, 1),
@@ -163,8 +158,55 @@ def _filled_cache(
     return cache, key, value, tables.to(device)
 
 
+def _empty_cache(layer: Layer, num_pages: int, device: torch.device) -> PagedKV:
+    shape = num_pages, layer.page_size, layer.num_kv_heads, layer.head_size
+    stored_as, scales = layer.cache_dtype or layer.dtype, []
+    if layer.cache_dtype is not None:
+        scales = [torch.tensor([FP8_SCALE], device=device)] * 2
+    return PagedKV(*(torch.zeros(shape, dtype=stored_as, device=device) for _ in range(2)), *scales)
+
+
 def _is_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.float(), other.float())  # FP8 numbers have no comparison
+
+
+def drafter_context(layer: Layer, hidden: int, is_neox: bool, device: torch.device) -> None:
+    """Keys and values of few tokens and of many, some without a slot, for two layers of a drafter.
+
+    Raises:
+        Wrong: a number in a cache is farther from the definition than rounding explains.
+    """
+    num_layers, num_kv_heads, head_size = 2, layer.num_kv_heads, layer.head_size
+    rows, angles = num_layers * 2 * num_kv_heads * head_size, _random(40, head_size // 2, seed=4)
+    weights = ContextWeights(
+        weight=(_random(rows, hidden, seed=1) * hidden**-0.5).to(device, layer.dtype),
+        bias=None,
+        k_norm=_random(num_layers, head_size, seed=2).tanh().to(device, layer.dtype),
+        eps=1e-6,
+        cos_sin=torch.cat([angles.cos(), angles.sin()], 1).to(device, layer.dtype),
+        is_neox=is_neox,
+    )
+    for num_tokens in (5, 40):
+        states = _random(num_tokens, hidden, seed=3).to(device, layer.dtype)
+        places = torch.arange(num_tokens, device=device)
+        slots = torch.where(places % 3 == 1, -1, 2 * places + 1)
+        num_pages = 2 * num_tokens // layer.page_size + 2
+        caches = [_empty_cache(layer, num_pages, device) for _ in range(num_layers)]
+        write_context_kv(states, places, weights, caches, [slots] * num_layers)
+        expected = torch.stack(context_kv(states, places, weights, num_kv_heads), 1)
+        unit = FP8_SCALE if caches[0].is_fp8 else 1.0
+        found = torch.stack([torch.stack([one.key, one.value]).float() for one in caches])
+        found = unit * found.flatten(2, 3)  # [layers, 2, slots, heads, head_size]
+        stored, number = slots[slots >= 0], torch.finfo(caches[0].key.dtype)
+        expected = expected[:, :, slots >= 0]
+        # Of fp32 sums; keys are divided by about 1 and turned, which doubles at most.
+        sums = 4e-5 * (states.float().abs() @ weights.weight.float().abs().T).max()
+        smallest = unit * number.smallest_normal * number.eps
+        bound = ROUNDINGS * number.eps / 2 * expected.abs() + smallest + sums
+        _within(found[:, :, stored] - expected, bound)
+        found[:, :, stored] = 0
+        if found.any():
+            raise Wrong("something is written where no token has a slot")
 
 
 def row_statistics(device: torch.device) -> None:

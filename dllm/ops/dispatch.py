@@ -16,6 +16,7 @@ from dllm.ops.row_stats_cpu import TILE_TOKENS, row_stats_cpu, tile_width
 # Kernels that compute something else than their definition on this GPU (``patches.self_test``).
 WRONG_KERNELS: set[str] = set()
 ROW_STATISTICS, GRAMMAR_PATHS = "row statistics", "grammar paths"
+CONTEXT_KV = "context of a drafter"
 # Below this vocabulary size the exact product is faster than selecting tokens to leave out.
 SMALLEST_VOCABULARY = 2**13
 

@@ -239,16 +239,29 @@ def draft_attention(vllm_config: Any) -> None:
 
     from dllm.drafter.pair import drafter_config
 
+    is_fused = options_of(vllm_config).drafter.fused_context
     if current_platform.is_cpu():
+        if is_fused:
+            raise ValueError(
+                f"{WHERE}: fused_context on a CPU; allowed: on a GPU, because it is a Triton "
+                "kernel. Leave it out."
+            )
         return
     speculative = vllm_config.speculative_config
     if speculative.attention_backend is None:
         speculative.attention_backend = AttentionBackendEnum.CUSTOM
-    is_anchored = any(layer.is_anchored for layer in drafter_config(vllm_config).layers)
-    if is_anchored and speculative.attention_backend != AttentionBackendEnum.CUSTOM:
+    if speculative.attention_backend == AttentionBackendEnum.CUSTOM:
+        return
+    name = speculative.attention_backend.name
+    if any(layer.is_anchored for layer in drafter_config(vllm_config).layers):
         raise ValueError(
-            f"attention_backend {speculative.attention_backend.name} of --speculative-config has "
-            "no draft window. Leave it out, or leave the drafter's window out."
+            f"attention_backend {name} of --speculative-config has no draft window. Leave it out, "
+            "or leave the drafter's window out."
+        )
+    if is_fused:
+        raise ValueError(
+            f"{WHERE}: fused_context with attention_backend {name} of --speculative-config; "
+            "allowed: our own, whose pages the kernel writes. Leave one of them out."
         )
 
 

@@ -190,6 +190,8 @@ def _refuse_options_of_others(kind: Kind, options: PluginOptions) -> None:
         remote.refuse_without_speculator()
     if options.drafter.renew is not None and kind is not DFLASH:
         raise ValueError(f"{WHERE}: renew without a DFlash drafter. Leave it out.")
+    if options.drafter.fused_context and kind is not DFLASH:
+        raise ValueError(f"{WHERE}: fused_context without a DFlash drafter. Leave it out.")
     if options.drafter.record is not None and kind not in (DFLASH, STEERED, RECORDED):
         raise ValueError(
             f"{WHERE}: record works for autoregressive targets, with a drafter that reads layers "

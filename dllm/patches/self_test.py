@@ -14,7 +14,7 @@ from dllm.attention.choice import OURS, TRITON
 from dllm.engine.attention_layers import Layer, layers_of, on_one_gpu
 from dllm.engine.ranks import all_ranks_say_yes
 from dllm.models import settings_of
-from dllm.ops.dispatch import WRONG_KERNELS
+from dllm.ops.dispatch import CONTEXT_KV, WRONG_KERNELS
 from dllm.patches.configure import flash_layers
 from dllm.settings.server import options_of
 
@@ -58,35 +58,46 @@ def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
 
 
 def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> None:
-    """Check a drafter's one kernel, attention; if it is wrong, vLLM chooses another.
+    """Check a drafter's kernels: attention, and that of its context where it is asked for.
+
+    If attention is wrong, vLLM chooses another; vLLM's operations serve for a wrong context.
 
     Raises:
         RuntimeError: our attention kernel is wrong, and no other has the drafter's window.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    from dllm.drafter.cache import with_own_cache
     from dllm.drafter.pair import drafter_config
-    from dllm.engine.kernel_checks import attention_trials
+    from dllm.engine.kernel_checks import ATTENTION, attention_trials, drafter_context
 
+    options = options_of(vllm_config)
     drafter, speculative = drafter_config(vllm_config), vllm_config.speculative_config
     dtype = speculative.draft_model_config.dtype
     sizes = drafter.num_heads, drafter.num_kv_heads, drafter.head_dim
     layers = {
         f"draft layers {index}": on_one_gpu(
-            Layer(*sizes, each.window, each.is_anchored, dtype=dtype), vllm_config
+            Layer(*sizes, each.window, each.is_anchored, dtype=dtype), with_own_cache(vllm_config)
         )
         for index, each in enumerate(dict.fromkeys(drafter.layers))
         if speculative.attention_backend == AttentionBackendEnum.CUSTOM
     }
+    trials = attention_trials(layers, device)
+    if options.drafter.fused_context:
+        layer, is_neox = next(iter(layers.values())), drafter.is_neox_style is not False
+        trials[CONTEXT_KV] = lambda: drafter_context(layer, drafter.hidden_size, is_neox, device)
 
     def replace(name: str, wrong: str) -> str:
+        if not name.startswith(ATTENTION):
+            WRONG_KERNELS.add(name)
+            return "vLLM's"
         if any(layer.is_anchored for layer in drafter.layers):
             raise _no_other(name, wrong)
         speculative.attention_backend = None
         return "vLLM's"
 
-    if options_of(vllm_config).self_test:
-        _run(attention_trials(layers, device), replace, device)
+    if options.self_test:
+        _run(trials, replace, device)
 
 
 def _run(trials: Any, replace: Callable[[str, str], str], device: torch.device) -> None:

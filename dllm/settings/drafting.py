@@ -50,6 +50,9 @@ class DrafterOptions:
             decoding by this share, and stops when it is slower by this share.
         prompt_lookup: of the policy ``adaptive``: draft what stood behind the same tokens before,
             where that promises more than the drafter does (``dllm.drafter.prompt_lookup``).
+        fused_context: compute the drafter's keys and values of context tokens, of all its layers,
+            and write them by one kernel instead of vLLM's operations (``attention.context_kv``).
+            Refused on a CPU.
         window: number of context tokens before the draft block that the drafter attends to; earlier
             ones leave its KV cache. None keeps what the checkpoint says.
         mask_token_id: the token at undecided positions, if the checkpoint does not name one: its
@@ -69,6 +72,7 @@ class DrafterOptions:
     width: Annotated[int | None, IntRange(0)] = None
     hysteresis: Hysteresis = 0.03
     prompt_lookup: Flag = False
+    fused_context: Flag = False
     window: Annotated[int | None, IntRange(1)] = None
     mask_token_id: Annotated[int | str | None, MASK_TOKEN] = None
     record: Text = None

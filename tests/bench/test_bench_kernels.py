@@ -21,6 +21,7 @@ def test_every_implementation_agrees_and_is_timed(tmp_path: Path) -> None:
     )
     for name, num_shapes, implementations in (
         ("attention", 2, ["dllm"]),
+        ("context", 1, ["vllm", "dllm"]),
         ("sampler", 2, [kernels.BUILTIN, kernels.SPARSE, kernels.EXACT]),
     ):
         rows = read_csv(tmp_path / f"{name}_cpu.csv")

@@ -486,6 +486,7 @@ def test_a_parameter_that_verification_ignores_is_refused(drafting):
     [
         (drafter_config(target_hidden_size=96), {}, "size 96"),
         (drafter_config(), {"width": 9}, "width = 9"),
+        (drafter_config(), {"fused_context": True}, "fused_context on a CPU"),
         (drafter_config(), {"mask_token_id": 3}, "ambiguous"),
         (drafter_config(), {"mask_token_id": "a"}, r"ambiguous: .* 'a' = \d+"),
         (drafter_config(), {"mask_token_id": "<no>"}, "'<no>' is not one token"),

@@ -9,9 +9,10 @@ import torch
 from dllm.engine import kernel_checks as kernels
 from dllm.engine.attention_layers import Layer
 from dllm.engine.kernel_checks import Wrong
-from tests.support.interpreter import DEVICE, speed_up
+from tests.support.interpreter import DEVICE, round_to_fp8, speed_up
 
 speed_up()
+round_to_fp8()
 DEVICE = torch.device(DEVICE)
 SHORT = dict(context=70, head_size=16)
 LAYERS = [
@@ -27,6 +28,13 @@ LAYERS = [
 @pytest.mark.parametrize("layer", LAYERS)
 def test_right_attention(layer):
     kernels.attention(layer, DEVICE, kernels.canvas_attention)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
+def test_right_context_of_a_drafter(is_neox, cache_dtype):
+    layer = Layer(head_size=32, page_size=16, cache_dtype=cache_dtype)
+    kernels.drafter_context(layer, 48, is_neox, DEVICE)
 
 
 @pytest.mark.parametrize("trial", ["row_statistics", "grammar_paths"])
@@ -61,6 +69,14 @@ def another_entropy(returned, *given):
     returned[2][3] += 1e-3
 
 
+def lose_a_turn(returned, hidden, positions, weights, caches, slots):
+    caches[1].key[0, 5, 1] = caches[1].key[0, 5, 1].roll(1)
+
+
+def a_value_too_many(returned, hidden, positions, weights, caches, slots):
+    caches[0].value[0, 0, 0, 0] = 1
+
+
 def another_path(returned, *given):
     returned.tokens[4] += 1
 
@@ -73,7 +89,13 @@ def attention():
     kernels.attention(LAYERS[0], DEVICE, kernels.canvas_attention)
 
 
+def context():
+    kernels.drafter_context(LAYERS[0], 48, True, DEVICE)
+
+
 WRONG = [
+    (context, "write_context_kv", lose_a_turn),
+    (context, "write_context_kv", a_value_too_many),
     (attention, "canvas_attention", nudge),
     (attention, "write_kv", lose_a_key),
     (lambda: kernels.row_statistics(DEVICE), "row_stats_kernels", another_sample),

@@ -13,7 +13,7 @@ from dllm.drafter.checkpoint import LayerAttention
 from dllm.engine import attention_layers, grammars, kernel_checks
 from dllm.engine.attention_layers import Layer
 from dllm.ops import dispatch
-from dllm.ops.dispatch import GRAMMAR_PATHS, ROW_STATISTICS
+from dllm.ops.dispatch import CONTEXT_KV, GRAMMAR_PATHS, ROW_STATISTICS
 from dllm.patches import self_test
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -108,12 +108,16 @@ def test_it_can_be_turned_off(run):
 def run_drafter(monkeypatch: pytest.MonkeyPatch):
     """Runs the test on a server with a drafter whose checks find one kernel wrong."""
 
-    def replace(wrong: str, is_anchored: bool = False) -> AttentionBackendEnum | None:
+    def replace(
+        wrong: str, is_anchored: bool = False, **options: object
+    ) -> AttentionBackendEnum | None:
         """The backend that serves, or None: vLLM chooses one."""
         drafter = SimpleNamespace(
             num_heads=4,
             num_kv_heads=2,
             head_dim=64,
+            hidden_size=128,
+            is_neox_style=None,
             layers=(LayerAttention(), LayerAttention(64, False, is_anchored)),
         )
         monkeypatch.setattr(pair, "drafter_config", lambda config: drafter)
@@ -127,16 +131,18 @@ def run_drafter(monkeypatch: pytest.MonkeyPatch):
         speculative = SimpleNamespace(
             attention_backend=AttentionBackendEnum.CUSTOM,
             draft_model_config=SimpleNamespace(dtype=torch.bfloat16),
+            kv_cache_dtype=None,
         )
         config = SimpleNamespace(
-            additional_config={},
+            additional_config={"dllm": {"drafter": options}},
             speculative_config=speculative,
             cache_config=SimpleNamespace(cache_dtype="fp8", block_size=16),
             parallel_config=SimpleNamespace(tensor_parallel_size=2),
         )
         monkeypatch.setattr(self_test, "all_ranks_say_yes", bool)
         self_test.replace_wrong_drafter_kernels(config, CPU)
-        assert asked == ["attention, draft layers 0", "attention, draft layers 1"]
+        expected = ["attention, draft layers 0", "attention, draft layers 1"]
+        assert asked == expected + [CONTEXT_KV] * bool(options)
         return speculative.attention_backend
 
     return replace
@@ -147,6 +153,15 @@ def test_vllm_takes_the_place_of_a_drafters_wrong_attention(run_drafter):
     assert run_drafter("attention, draft layers 0") is None
     with pytest.raises(RuntimeError, match="self_test"):
         run_drafter("attention, draft layers 1", is_anchored=True)
+
+
+def test_vllms_operations_take_the_place_of_a_wrong_context(run_drafter, monkeypatch):
+    wrong: set[str] = set()
+    monkeypatch.setattr(self_test, "WRONG_KERNELS", wrong)
+    assert run_drafter("nothing", fused_context=True) == AttentionBackendEnum.CUSTOM
+    assert not wrong
+    assert run_drafter(CONTEXT_KV, fused_context=True) == AttentionBackendEnum.CUSTOM
+    assert wrong == {CONTEXT_KV}
 
 
 def test_a_layer_is_checked_as_a_gpu_of_the_server_has_it():

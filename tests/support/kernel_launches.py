@@ -22,7 +22,8 @@ from torch import Tensor
 from bench.kernels import DRAFTER, FULL, SLIDING, SYMMETRIC, Layer
 from dllm.attention.cache_write import write_kv
 from dllm.attention.canvas_attention import batch_shape, launch
-from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+from dllm.attention.context_kv import write_context_kv
+from dllm.attention.inputs import AttentionOptions, ContextWeights, PagedKV, RaggedBatch
 from dllm.attention.planning import plan_attention
 from dllm.attention.tuning import TileConfig, tile_config
 from dllm.grammar import kernels as grammar
@@ -97,6 +98,32 @@ def write_cache(layer: Layer, num_tokens: int, cache_dtype: torch.dtype = BF16, 
     write_kv(key, value, paged(layer, 64, BF16, cache_dtype), slots)
 
 
+def write_context(
+    num_tokens: int,
+    first: int = 0,
+    *,
+    layer: Layer = DRAFTER,
+    hidden: int = 4096,
+    rotary_size: int = DRAFTER.head_size,
+    has_bias: bool = False,
+    is_neox: bool = True,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
+    """The context of Qwen3-8B's drafter: five layers, of which the last has a window."""
+    layers, size = 5, layer.head_size
+    columns = layers * 2 * layer.num_kv_heads * size
+    weights = ContextWeights(
+        meta(columns, hidden, dtype=dtype), meta(columns, dtype=dtype) if has_bias else None,
+        meta(layers, size, dtype=dtype), 1e-6, meta(40960, rotary_size, dtype=dtype), is_neox,
+    )  # fmt: skip
+    numbers = [meta(2 * MAX_TOKENS, dtype=torch.int64) for _ in range(3)]
+    positions, *slots = (each[first : first + num_tokens] for each in numbers)
+    caches = [paged(layer, 16, dtype, cache_dtype or dtype) for _ in range(layers)]
+    tokens = meta(num_tokens, hidden, dtype=dtype), positions
+    write_context_kv(*tokens, weights, caches, [slots[0]] * 4 + [slots[1]])
+
+
 # --- sampling ------------------------------------------------------------------------------------
 
 
@@ -146,6 +173,8 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
         "full": {"full": lambda: attend(FULL, arch)},
         "drafter": {
             "draft": lambda: attend(DRAFTER, arch, page_size=16),
+            "context": lambda: write_context(1024),
+            "few tokens of context": lambda: write_context(16),
             "cache write": lambda: write_cache(FULL, 256),
         },
         "sampling": {
@@ -161,6 +190,7 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
                 layer, arch, cache_dtype=FP8
             )
         groups["drafter"]["cache write, fp8"] = lambda: write_cache(SLIDING, 256, FP8)
+        groups["drafter"]["context, fp8 cache"] = lambda: write_context(1024, cache_dtype=FP8)
     if arch == 90:
         scale = AttentionOptions(0.1, ODD.window, 30.0)
         groups["branches"] = {
@@ -172,6 +202,16 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
             "heads that see blocks": lambda: attend(
                 ODD._replace(window=None, is_anchored=False), arch, page_size=32, tiles=ODD_TILES,
                 options=AttentionOptions(0.1, block_size=32),
+            ),
+            "context, fp16, interleaved, bias": lambda: write_context(
+                1024, layer=DRAFTER._replace(head_size=64), rotary_size=64, has_bias=True,
+                is_neox=False, dtype=torch.float16,
+            ),
+            "context, head size 256, half turned": lambda: write_context(
+                1024, layer=DRAFTER._replace(head_size=256, num_kv_heads=4)
+            ),
+            "context, fp32, odd sizes": lambda: write_context(
+                1024, layer=ODD, hidden=1000, rotary_size=80, dtype=torch.float32
             ),
         }  # fmt: skip
     return groups
@@ -210,6 +250,7 @@ def variants(num_batches: int = 200) -> dict[str, int]:
                 attend(layer, 90, **sizes)
                 write_cache(layer, num_tokens, first=rng.randint(0, 99))
             attend(DRAFTER, 90, page_size=16, **sizes)
+            write_context(rng.choice([1, 3, 16, 17, num_tokens]), first=rng.randint(0, 99))
             num_rows = rng.randint(1, 4096)
             sample(num_rows, filtered=rng.random() < 0.5)
             search(rng)
