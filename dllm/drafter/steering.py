@@ -2,7 +2,8 @@
 
 vLLM's speculator drafts; a class here is put in front of it. It decides whether a step drafts,
 whether from the request's own text (``prompt_lookup``), and how many of its drafts are verified.
-None of it changes the text (``verification``). ``sources`` has what is special of each speculator.
+None of it changes the text, or with rejection sampling its distribution (``verification``).
+``sources`` has what is special of each speculator.
 """
 
 import time
@@ -59,7 +60,8 @@ class Steered(DraftModelSpeculator):
         # What never changes while serving.
         self._trims = not always_verifies_all(options, num_drafts)
         self._samples_drafts = self.speculative_config.draft_sample_method == "probabilistic"
-        self.draft_logits = None  # vLLM's copy of the drafter's distributions: nobody reads it here
+        if options.verification != "rejection":
+            self.draft_logits = None  # vLLM's copy of the drafter's distributions: nobody reads it
         self._end_ids = torch.tensor(sorted(end_ids(vllm_config)), device=self.device)
         parallel = vllm_config.parallel_config
         # With data parallelism all replicas take part in every draft pass, and with prefill context
@@ -176,6 +178,10 @@ class Steered(DraftModelSpeculator):
         else:
             self._keep_context(step, draft)
             drafts = self.draft_tokens[: batch.num_reqs] if lookup is None else lookup.tokens
+            if lookup is not None and self.draft_logits is not None:
+                points = torch.full((*drafts.shape, self.draft_logits.shape[2]), -torch.inf)
+                points = points.to(self.draft_logits).scatter_(2, drafts[..., None], 0.0)
+                self.draft_logits[batch.idx_mapping.long()] = points
         if passes or lookup is not None:
             self._widths = self._choose_widths(batch)
         else:
@@ -290,9 +296,10 @@ class Steered(DraftModelSpeculator):
     ) -> torch.Tensor:
         """The drafts ``[rows * N]``, the likeliest or sampled ones.
 
-        Sampled drafts use the target's random numbers of their positions (``verification``).
+        Sampled drafts use the target's random numbers of their positions, but not with rejection
+        sampling (``verification``).
         """
-        if not self._samples_drafts:
+        if not self._samples_drafts or self.draft_logits is not None:
             tokens = hidden_states, sample_src_positions, idx_mapping
             rest = temperature, seeds, draft_step, *others
             return super().sample_draft(*tokens, *rest, **options)

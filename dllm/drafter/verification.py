@@ -1,4 +1,4 @@
-"""Which drafts are kept: those that are the target's own tokens.
+"""Which drafts are kept: those that are the target's own tokens, or by rejection sampling.
 
 At every verified position the target draws its own token, with the random numbers that plain
 decoding uses there. They are a function of the request's seed and the position alone. Drafts are
@@ -11,8 +11,12 @@ rejection sampling (Leviathan et al. 2023, arXiv 2211.17192). A sampled draft is
 random numbers of the target at its position (Gumbel coupling), so that two similar distributions
 mostly give the same token. Source: Daliri, Musco and Suresh, "Coupling without Communication and
 Drafter-Invariant Speculative Decoding" (arXiv 2408.07978): a sampled draft is kept with probability
-(1 - d) / (1 + d) or more, d being the total variation between the two distributions; rejection
-sampling keeps 1 - d, but its text depends on the drafts.
+(1 - d) / (1 + d) or more, d being the total variation between the two distributions.
+
+Rejection sampling keeps it with probability 1 - d: x, drawn from q with random numbers of its own,
+is kept with probability min(1, p(x) / q(x)), and in the place of a rejected draft stands a token
+drawn from max(p - q, 0), normalized. Every token has the target's distribution p, too, but the text
+depends on the drafts: a seed gives another text with another drafter, policy or width.
 """
 
 from typing import Any
@@ -23,6 +27,7 @@ from vllm.config import SpeculativeConfig
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from dllm.cpu.gumbel import murmur3
 from dllm.drafter.pair import refuse_other_rules
 
 
@@ -95,6 +100,121 @@ class DrafterInvariantSampler(RejectionSampler):
             own, verify_draft_sampled, cu_num_logits, self.num_speculative_steps
         )
         return processed, tokens, num_emitted
+
+
+UNIFORM = 0x5EED0000  # domain of the hash whose bits decide about drafts
+AT_ONCE = 1 << 25  # probabilities of one kind that exist at once
+
+
+class RatioSampler(RejectionSampler):
+    """vLLM's rejection sampling; on a CPU, where its kernels do not run, in torch.
+
+    Raises:
+        ValueError: as ``refuse_other_rules``.
+    """
+
+    def __init__(
+        self, sampler: Any, spec_config: SpeculativeConfig, *others: Any, **options: Any
+    ) -> None:
+        super().__init__(sampler, spec_config, *others, **options)
+        refuse_other_rules(spec_config, self.watermark_key is not None)
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As ``DrafterInvariantSampler._verify``.
+
+        Args:
+            draft_logits: ``[slots, N, vocab]``, the drafter's, not divided by the temperature; None
+                if each draft is the only token that could have been drafted.
+        """
+        rows = expanded_idx_mapping, expanded_local_pos
+        if logits.device.type != "cpu":
+            return super()._verify(
+                logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping,
+                idx_mapping_np, *rows, seq_lens_upper_bound_np, verify_draft_sampled,
+            )  # fmt: skip
+        sampler: Any = self.sampler
+        processed = sampler.apply_sampling_params(
+            logits, rows[0], idx_mapping, idx_mapping_np, pos, draft_sampled, rows[1],
+            seq_lens_upper_bound_np,
+        )  # fmt: skip
+        slots, steps = (each.long() for each in rows)
+        temperature = sampler.sampling_states.temperature.gpu[slots].float()[:, None]
+        seeds = sampler.sampling_states.seeds.gpu
+        bits = murmur3(seeds[slots].numpy(), pos.numpy(), np.zeros(1, np.uint32), UNIFORM)
+        uniform = (torch.from_numpy(bits.astype(np.float64))[:, 0] + 0.5) / 2**32
+        drafts = behind(verify_draft_sampled, cu_num_logits)
+        is_kept, resampled = torch.zeros_like(drafts, dtype=torch.bool), processed.clone()
+        for part in torch.arange(len(drafts)).split(max(1, AT_ONCE // processed.shape[1])):
+            part = part[drafts[part] >= 0]
+            target = probabilities(processed[part], temperature[part] == 0)
+            proposed = None
+            if draft_logits is not None:
+                of_draft = draft_logits[slots[part], steps[part]].float()
+                heat = temperature[part]
+                proposed = probabilities(of_draft / heat.where(heat > 0, 1), heat == 0)
+            ratio, residual = ratio_test(target, proposed, drafts[part])
+            is_kept[part] = uniform[part] < ratio
+            has_rest = (residual > 0).any(1, keepdim=True)  # else rounding alone rejects
+            resampled[part] = residual.log().where(has_rest, processed[part])
+        drawn = gumbel_sample(
+            resampled,
+            expanded_idx_mapping,
+            sampler.sampling_states.temperature.gpu,
+            seeds,
+            pos,
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=sampler.use_fp64_gumbel,
+        )
+        own = torch.where(is_kept, drafts, drawn)
+        return processed, *keep_own_tokens(
+            own, verify_draft_sampled, cu_num_logits, self.num_speculative_steps
+        )
+
+
+def behind(inputs: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """``[num_logits]``: the draft behind each row's input token; -1 for none that may be kept."""
+    drafts = inputs.roll(-1).long()
+    drafts[starts[1:].long() - 1] = -1
+    return drafts
+
+
+def probabilities(logits: torch.Tensor, is_greedy: torch.Tensor) -> torch.Tensor:
+    """``[rows, vocab]``; all on the likeliest token in rows where ``is_greedy`` ``[rows, 1]``."""
+    point = torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
+    return point.where(is_greedy, logits.softmax(1))
+
+
+def ratio_test(
+    target: torch.Tensor, proposed: torch.Tensor | None, drafts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With which probability each draft is kept, and what a token in its place is drawn from.
+
+    Args:
+        target, proposed: ``[rows, vocab]``, p and q; None: q is 1 at each draft.
+        drafts: ``[rows]``, drawn from q.
+
+    Returns:
+        p(x) / q(x) ``[rows]``, where more than 1 means 1, and max(p - q, 0) ``[rows, vocab]``.
+    """
+    at = drafts[:, None]
+    if proposed is None:
+        return target.gather(1, at)[:, 0], target.scatter(1, at, 0.0)
+    ratio = target.gather(1, at) / proposed.gather(1, at)
+    return ratio[:, 0], (target - proposed).clamp(min=0)
 
 
 def keep_own_tokens(

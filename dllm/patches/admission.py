@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
+from dllm.settings.server import options_of
 
 logger = init_logger(LOGGER)
 
@@ -93,6 +94,7 @@ def _keep_to_vllms_checks() -> None:
     process = InputProcessor.process_inputs
 
     def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
+        _refuse_grammar_of_sampled_drafts(params, self.vllm_config)
         extra = getattr(params, "extra_args", None)
         if not extra or self.model_config.architecture not in FAMILIES:
             return validate_params(self, params, supported_tasks)
@@ -121,6 +123,27 @@ def _keep_to_vllms_checks() -> None:
     InputProcessor._validate_params = _validate_params  # type: ignore[method-assign]
     InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
     SamplingParams._validate_diffusion = _validate_diffusion  # type: ignore[method-assign]
+
+
+def _refuse_grammar_of_sampled_drafts(params: Any, vllm_config: Any) -> None:
+    """Raises VLLMValidationError for a grammar with rejection sampling of sampled drafts.
+
+    vLLM leaves out drafts that the grammar forbids before they are verified. The token in their
+    place is then drawn from p, where exact rejection sampling draws from max(p - q, 0).
+    """
+    from dllm.settings.request import has_structured_outputs, refuse
+
+    speculative = vllm_config.speculative_config
+    if speculative is None or not has_structured_outputs(params):
+        return
+    is_ratio = options_of(vllm_config).drafter.verification == "rejection"
+    if is_ratio and speculative.draft_sample_method == "probabilistic":
+        refuse(
+            "structured_outputs",
+            "structured_outputs, response_format and strict tools are not served here: this server "
+            "verifies sampled drafts by rejection sampling, which is not exact under a grammar. "
+            "Leave them out, or ask a server with another verification or draft_sample_method.",
+        )
 
 
 def with_resolved_ids(processor: Any, params: Any) -> Any:

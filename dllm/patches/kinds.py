@@ -190,6 +190,11 @@ def _refuse_options_of_others(kind: Kind, options: PluginOptions) -> None:
         remote.refuse_without_speculator()
     if options.drafter.renew is not None and kind is not DFLASH:
         raise ValueError(f"{WHERE}: renew without a DFlash drafter. Leave it out.")
+    if options.drafter.verification != "drafter_invariant" and kind not in (DFLASH, SELF_DRAFTS):
+        raise ValueError(
+            f"{WHERE}: verification = {options.drafter.verification!r} without a DFlash drafter or "
+            "a model that drafts for itself. Leave it out."
+        )
     if options.drafter.fused_context and kind is not DFLASH:
         raise ValueError(f"{WHERE}: fused_context without a DFlash drafter. Leave it out.")
     if options.drafter.record is not None and kind not in (DFLASH, STEERED, RECORDED):

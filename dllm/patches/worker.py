@@ -23,6 +23,7 @@ from dllm.patches.contract import SCHEDULERS
 from dllm.patches.drafting import drafts_with_ours, make_our_speculators
 from dllm.patches.new_weights import loading, refuse_other_checkpoint
 from dllm.patches.remote import drafts_remotely
+from dllm.settings.server import options_of
 
 
 class EngineSteps:
@@ -131,19 +132,21 @@ class Drafts:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, **options: Any) -> None:
-        """Let drafts of ours be kept if they are the target's own tokens.
+        """Let drafts of ours be kept by the rule of ``verification``.
 
         On a CPU also those of other methods: vLLM's rule needs Triton.
         """
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-        from dllm.drafter.verification import DrafterInvariantSampler
+        from dllm.drafter.verification import DrafterInvariantSampler, RatioSampler
 
+        is_ratio = options_of(self.vllm_config).drafter.verification == "rejection"
+        rule = RatioSampler if is_ratio else DrafterInvariantSampler
         super().load_model(**options)  # type: ignore[misc]
         runner = self.model_runner
         theirs = getattr(runner, "rejection_sampler", None)
         if isinstance(theirs, RejectionSampler) and (self._is_ours or runner.device.type == "cpu"):
-            runner.rejection_sampler = DrafterInvariantSampler(
+            runner.rejection_sampler = rule(
                 runner.sampler,
                 runner.speculative_config,
                 runner.device,

@@ -16,6 +16,7 @@ DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 OUR_DRAFTER = "DllmDFlashDraftModel"
 WHERE = '--additional-config: "dllm": "drafter"'
 Policy = Literal["fixed", "adaptive"]
+Verification = Literal["drafter_invariant", "rejection"]
 # Options that only one policy has; any other policy refuses them.
 POLICY_OPTIONS = {
     "width": "fixed",
@@ -50,6 +51,9 @@ class DrafterOptions:
             decoding by this share, and stops when it is slower by this share.
         prompt_lookup: of the policy ``adaptive``: draft what stood behind the same tokens before,
             where that promises more than the drafter does (``dllm.drafter.prompt_lookup``).
+        verification: which drafts are kept (``dllm.drafter.verification``). ``drafter_invariant``:
+            those that are the target's own tokens. ``rejection``: x with probability
+            min(1, p(x) / q(x)); then a seed does not decide the text alone.
         fused_context: compute the drafter's keys and values of context tokens, of all its layers,
             and write them by one kernel instead of vLLM's operations (``attention.context_kv``).
             Refused on a CPU.
@@ -72,6 +76,7 @@ class DrafterOptions:
     width: Annotated[int | None, IntRange(0)] = None
     hysteresis: Hysteresis = 0.03
     prompt_lookup: Flag = False
+    verification: Verification = "drafter_invariant"
     fused_context: Flag = False
     window: Annotated[int | None, IntRange(1)] = None
     mask_token_id: Annotated[int | str | None, MASK_TOKEN] = None

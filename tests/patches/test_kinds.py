@@ -69,11 +69,12 @@ def test_worker_and_scheduler(model, flags, worker, scheduler):
         ),
         ("tiny-ar", options(drafter={"renew": "/nowhere"}), "renew without a DFlash drafter"),
         ("tiny-ar", options(drafter={"fused_context": True}), "fused_context without a DFlash"),
+        ("tiny-ar", options(drafter={"verification": "rejection"}), "'rejection' without a DFlash"),
         ("tiny-dllm", options(drafter={"record": "/nowhere"}), "record works for autoregressive"),
         ("tiny-ar", drafts("custom_class", SELF_DRAFTER), "does not draft for itself"),
         ("tiny-ar", DFLASH | {"enable_lora": True}, "--enable-lora does not work with drafting"),
     ],
-    ids=["worker", "renew", "fused", "record", "itself", "lora"],
+    ids=["worker", "renew", "fused", "rule", "record", "itself", "lora"],
 )
 def test_what_belongs_to_another_kind_is_refused(model, flags, message):
     with pytest.raises(ValueError, match=message):
