@@ -190,7 +190,7 @@ def sampler_cases(smoke: bool, device: str) -> Iterator[Case]:
             about = {"rows": rows, "vocab_size": vocab, "hidden": hidden, "profile": profile}
             ours = {
                 name: functools.partial(our_step(rows, weight, name == EXACT, not smoke), logits)
-                for name in ((EXACT,) if device == "cuda" else (SPARSE, EXACT))
+                for name in (SPARSE, EXACT)
             }
             builtin = functools.partial(builtin_step(rows, weight), logits)
             runs = {BUILTIN: builtin, **ours}
@@ -220,7 +220,8 @@ def our_step(
     from dllm.engine.canvas_rows import CanvasRows
     from dllm.models.gemma.settings import GemmaSettings
     from dllm.models.gemma.step import denoise, first_canvases
-    from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass, sparse_product
+    from dllm.ops.dispatch import sparse_soft_embeddings
+    from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
 
     settings = GemmaSettings(
         rows // 2, MAX_STEPS, T_MIN, T_MAX, ENTROPY_BOUND, CONFIDENCE, STABILITY - 1, "symmetric"
@@ -237,7 +238,7 @@ def our_step(
         done = decide(logits, canvas_rows, canvases, settings, dtype)
         stats = done.stats
         if stats.probs is None:
-            soft = sparse_product(logits, done.temperature, stats, shard, budget)
+            soft = sparse_soft_embeddings(logits, done.temperature, stats, shard, budget)
         else:
             soft = exact_product(stats.probs, shard)
         return Outcome(stats.argmax, stats.entropy, soft.float())

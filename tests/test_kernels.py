@@ -22,7 +22,12 @@ pytestmark = [
         importlib.util.find_spec("triton") is None, reason="Triton is not installed"
     ),
 ]
-ONE_OF_EACH_GROUP = {"canvas_attention_kernel", "context_kv_kernel", "_block_kernel"}
+ONE_OF_EACH_GROUP = {
+    "canvas_attention_kernel",
+    "context_kv_kernel",
+    "_block_kernel",
+    "_product_kernel",
+}
 MATRIX = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 # On an H200, larger tiles without loads ahead are faster (bench/results/h200.txt).
 WITHOUT_LOADS_AHEAD = {90: ("full",)}
@@ -65,6 +70,8 @@ def test_kernels_fit_every_gpu(arch: int) -> None:
             # Hopper's instruction needs 64 rows.
             assert one["matrix"] == ("mma" if "few" in one["label"] else MATRIX[arch]), where
             assert one["waits"], where
+        if one["label"] == "soft embeddings" and one["kernel"] == "_product_kernel":
+            assert one["matrix"] == MATRIX[arch] and min(one["waits"]) >= 2, where
         if one["kernel"] == "_search_kernel":
             # What one thread writes for a position, others read for the next.
             assert one["barriers"] >= 2, where
@@ -88,6 +95,8 @@ def test_batches_of_a_server_need_few_compiled_kernels() -> None:
         "_block_kernel": 2,  # with and without filters
         "_merge_kernel": 2,
         "_cutoff_kernel": 1,
+        "_heavy_kernel": 1,
+        "_product_kernel": 1,
         "_chunk_kernel": 1,
         "_read_kernel": 1,
         "_search_kernel": 1,

@@ -26,15 +26,18 @@ from dllm.grammar.device import Searches, pack
 from dllm.grammar.kernels import write_paths
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import Canvas
-from dllm.ops.dispatch import GRAMMAR_PATHS, ROW_STATISTICS
+from dllm.ops.dispatch import GRAMMAR_PATHS, ROW_STATISTICS, SOFT_EMBEDDINGS
 from dllm.ops.filters import RowFilters
 from dllm.ops.noise import STREAM_GUMBEL, row_keys
 from dllm.ops.row_stats import RowStats, reference_row_stats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
+from dllm.ops.soft_embedding import Shard, skipped_mass
+from dllm.ops.tile_product import tile_product
+from dllm.ops.tile_product_gpu import product_tiles, tile_product_kernels
 
 # What the names of the checks of our attention and of vLLM's begin with.
 ATTENTION, FLASH = "attention", "FlashAttention 4"
-NUM_ROWS, VOCAB = 24, 600
+NUM_ROWS, VOCAB, HIDDEN = 24, 600, 96
 FP8_SCALE = 0.25  # of an FP8 cache; a power of two, so that nothing is rounded
 # The interpreter truncates to bf16 where a GPU rounds: two units in the last place.
 ROUNDINGS = 2.0
@@ -63,6 +66,7 @@ def canvas_trials(
             for name, layer in flash.items()
         },
         ROW_STATISTICS: lambda: row_statistics(device),
+        SOFT_EMBEDDINGS: lambda: soft_embeddings(device),
         GRAMMAR_PATHS: lambda: grammar_paths(device),
     }
 
@@ -231,6 +235,25 @@ def row_statistics(device: torch.device) -> None:
             raise Wrong(f"{name} differs")
     for name in ("entropy", "log_z", "probs"):
         _within(getattr(found, name) - getattr(expected, name), torch.tensor(3e-5, device=device))
+
+
+def soft_embeddings(device: torch.device) -> None:
+    """Sure rows, which keep a tile or two, and rows that keep all.
+
+    Raises:
+        Wrong: a number differs by more than the rounding of the probabilities and of the result.
+    """
+    logits, temperature, keys = _rows(device)
+    logits[::2] *= 9
+    stats = reference_row_stats(logits, temperature, keys, None)
+    weight = _random(VOCAB, HIDDEN, seed=1).to(device, torch.bfloat16)
+    arch = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    given = logits, temperature, stats, Shard(weight, 0, VOCAB), skipped_mass(weight.dtype)
+    cut = product_tiles(weight.element_size(), 10 * arch[0] + arch[1])
+    found, expected = tile_product_kernels(*given, cut), tile_product(*given)
+    # The sum over the tokens of p |embedding| is at most the largest number.
+    unit = ROUNDINGS * torch.finfo(weight.dtype).eps / 2
+    _within(found.float() - expected.float(), unit * (weight.abs().max() + expected.abs()))
 
 
 def grammar_paths(device: torch.device) -> None:

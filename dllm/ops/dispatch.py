@@ -12,11 +12,14 @@ from torch import Tensor
 from dllm.ops.filters import RowFilters, cutoffs
 from dllm.ops.row_stats import RowStats, reference_row_stats
 from dllm.ops.row_stats_cpu import TILE_TOKENS, row_stats_cpu, tile_width
+from dllm.ops.soft_embedding import Shard, sparse_product
+from dllm.ops.tile_product import tile_product
 
 # Kernels that compute something else than their definition on this GPU (``patches.self_test``).
 WRONG_KERNELS: set[str] = set()
 ROW_STATISTICS, GRAMMAR_PATHS = "row statistics", "grammar paths"
 CONTEXT_KV = "context of a drafter"
+SOFT_EMBEDDINGS = "soft embeddings"
 # Below this vocabulary size the exact product is faster than selecting tokens to leave out.
 SMALLEST_VOCABULARY = 2**13
 
@@ -65,20 +68,29 @@ def _runs_definition(device: torch.device, vocab_size: int) -> bool:
     return ROW_STATISTICS in WRONG_KERNELS
 
 
-def uses_sparse_product(
-    option: Literal["auto", "sparse", "exact"], vocab_size: int, device: torch.device
-) -> bool:
-    """Whether soft embeddings leave out unlikely tokens: on a CPU, for a large vocabulary.
+def uses_sparse_product(option: Literal["auto", "sparse", "exact"], vocab_size: int) -> bool:
+    """Whether soft embeddings leave out unlikely tokens: for a large vocabulary."""
+    return option != "exact" and vocab_size >= SMALLEST_VOCABULARY
 
-    Raises:
-        ValueError: "sparse" on a GPU.
+
+def sparse_soft_embeddings(
+    logits: Tensor, temperature: Tensor, stats: RowStats, shard: Shard, budget: float
+) -> Tensor:
+    """The soft embedding of each row, without tokens of at most `budget` probability in total.
+
+    On a CPU those of `soft_embedding.sparse_product`, on a GPU of `tile_product`. Arguments and
+    result are theirs.
     """
-    if option == "sparse" and device.type != "cpu":
-        raise ValueError(
-            f"soft_embedding = 'sparse' on {device.type}; allowed: 'auto' or 'exact'. Unlikely "
-            "tokens are left out on a CPU only. Leave the option out."
-        )
-    return option != "exact" and device.type == "cpu" and vocab_size >= SMALLEST_VOCABULARY
+    if not logits.is_cuda:
+        return sparse_product(logits, temperature, stats, shard, budget)
+    if SOFT_EMBEDDINGS in WRONG_KERNELS:
+        return tile_product(logits, temperature, stats, shard, budget)
+    from dllm.ops.tile_product_gpu import product_tiles, tile_product_kernels  # needs Triton
+
+    gpu = torch.cuda.get_device_properties(logits.device)
+    cut = product_tiles(shard.weight.element_size(), 10 * gpu.major + gpu.minor)
+    num_sms = gpu.multi_processor_count
+    return tile_product_kernels(logits, temperature, stats, shard, budget, cut, num_sms)
 
 
 _OFF = (None, None, None)  # top_k, top_p, min_p

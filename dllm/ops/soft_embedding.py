@@ -6,7 +6,8 @@ Each row leaves out tokens that together have at most `budget` of its probabilit
 
     |soft[r] - exact soft[r]| <= budget * max |embedding[v]|
 
-in any norm (rounding aside). What a row leaves out depends on that row alone. It runs on a CPU:
+in any norm (rounding aside). What a row leaves out depends on that row alone. On a GPU whole tiles
+of tokens are left out (`tile_product`). On a CPU:
 
 1. The lightest tiles of tokens are dropped, up to a quarter of the budget. The row statistics hold
    the mass of each tile. Where the model is sure of a token, nearly all tiles are dropped.
@@ -87,7 +88,7 @@ def sparse_product(
     soft = _bag(kept, len(logits), shard)
     dense = is_dense.nonzero()[:, 0]
     if len(dense) > 0:
-        probs = _all_probs(logits, temperature, stats, dense, shard.weight.dtype)
+        probs = all_probs(logits, temperature, stats, dense, shard.weight.dtype)
         soft[dense] = exact_product(probs, shard)
     return soft
 
@@ -176,14 +177,18 @@ def _bag(kept: Tokens, num_rows: int, shard: Shard) -> Tensor:
     )
 
 
-def _all_probs(
+def all_probs(
     logits: Tensor, temperature: Tensor, stats: RowStats, rows: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The probabilities of the rows `rows` [R] over the whole vocabulary: [R, V]."""
-    probs = torch.empty(len(rows), logits.shape[-1], dtype=dtype)
+    """The probabilities of the rows `rows` [R] over the whole vocabulary: [R, V].
+
+    0 throughout for a row without a distribution.
+    """
+    probs = logits.new_empty(len(rows), logits.shape[-1], dtype=dtype)
     for part in row_slices(*probs.shape):
         row = rows[part]
         x = logits[row]
         d = (x - stats.peak[row, None]) / temperature[row, None] - stats.log_z[row, None]
-        probs[part] = torch.exp(d).masked_fill_(x < stats.cutoff[row, None], 0.0)
+        is_out = (x < stats.cutoff[row, None]) | stats.log_z[row, None].isinf()
+        probs[part] = torch.exp(d).masked_fill_(is_out, 0.0)
     return probs

@@ -28,7 +28,8 @@ def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
     """Run the checks of ``engine.kernel_checks``, and replace kernels that are wrong.
 
     Our attention kernel is replaced by vLLM's Triton backend, FlashAttention by our kernel, row
-    statistics by their definition, and the kernels of grammars by the CPU's version.
+    statistics and soft embeddings by their definitions, and the kernels of grammars by the CPU's
+    version.
 
     Raises:
         RuntimeError: our attention kernel is wrong, and vLLM's backends cannot serve this model.

@@ -51,9 +51,8 @@ class PluginOptions:
             one pass each time. ``auto`` is 50 on a CPU and 0 on a GPU, where the loop has not been
             measured. More than 0 turns asynchronous scheduling off.
         soft_embedding: ``exact`` multiplies the probabilities of all tokens by their embeddings.
-            ``sparse`` leaves out unlikely tokens if the vocabulary is large; the error is no larger
-            than that of rounding the probabilities (``ops.soft_embedding``). ``auto`` is sparse on
-            a CPU and exact on a GPU, where ``sparse`` is refused.
+            ``sparse`` (and ``auto``) leaves out unlikely tokens if the vocabulary is large; the
+            error is no larger than that of rounding the probabilities (``ops.soft_embedding``).
         logits_workspace_mib: MiB of fp32 logits that may exist at once. If a step has more, it is
             computed in tiles of whole canvases (``engine.logit_rows``).
         self_test: on a GPU, compare at start every kernel with its definition, and steps in CUDA

@@ -37,7 +37,7 @@ def test_right_context_of_a_drafter(is_neox, cache_dtype):
     kernels.drafter_context(layer, 48, is_neox, DEVICE)
 
 
-@pytest.mark.parametrize("trial", ["row_statistics", "grammar_paths"])
+@pytest.mark.parametrize("trial", ["row_statistics", "soft_embeddings", "grammar_paths"])
 def test_right_kernels(trial):
     getattr(kernels, trial)(DEVICE)
 
@@ -77,6 +77,10 @@ def a_value_too_many(returned, hidden, positions, weights, caches, slots):
     caches[0].value[0, 0, 0, 0] = 1
 
 
+def another_embedding(returned, *given):
+    returned[3, 5] += 0.1
+
+
 def another_path(returned, *given):
     returned.tokens[4] += 1
 
@@ -100,6 +104,7 @@ WRONG = [
     (attention, "write_kv", lose_a_key),
     (lambda: kernels.row_statistics(DEVICE), "row_stats_kernels", another_sample),
     (lambda: kernels.row_statistics(DEVICE), "row_stats_kernels", another_entropy),
+    (lambda: kernels.soft_embeddings(DEVICE), "tile_product_kernels", another_embedding),
     (lambda: kernels.grammar_paths(DEVICE), "write_paths", another_path),
     (lambda: kernels.grammar_paths(DEVICE), "write_paths", an_unmasked_row),
 ]
@@ -116,10 +121,11 @@ def test_one_that_does_not_compile_is_named(monkeypatch):
     def broken(*given):
         raise RuntimeError("out of resources: shared memory\nand more")
 
-    for name in ("canvas_attention", "flash_attention", "row_stats_kernels", "write_paths"):
+    launched = "canvas_attention", "flash_attention", "row_stats_kernels"
+    for name in (*launched, "tile_product_kernels", "write_paths"):
         monkeypatch.setattr(kernels, name, broken)
     layers = {"full": LAYERS[0]}
     found = dict(kernels.checks(kernels.canvas_trials(layers, layers, DEVICE)))
     attentions = {"attention, full", "FlashAttention 4, full"}
-    assert set(found) == attentions | {"row statistics", "grammar paths"}
+    assert set(found) == attentions | {"row statistics", "soft embeddings", "grammar paths"}
     assert set(found.values()) == {"out of resources: shared memory"}

@@ -29,10 +29,13 @@ from dllm.attention.tuning import TileConfig, tile_config
 from dllm.grammar import kernels as grammar
 from dllm.grammar.device import CHUNK, PackedTables, Searches
 from dllm.ops.filters import RowFilters
+from dllm.ops.row_stats import RowStats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
+from dllm.ops.soft_embedding import Shard, skipped_mass
+from dllm.ops.tile_product_gpu import product_tiles, tile_product_kernels
 from tests.support.compiled_kernels import recorded
 
-VOCAB = 262144  # of DiffusionGemma 26B-A4B
+VOCAB, HIDDEN = 262144, 2816  # of DiffusionGemma 26B-A4B
 CANVAS, DRAFTS, MAX_TOKENS, MAX_SEQS, MAX_LEN = 256, 8, 8192, 64, 131072
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -141,6 +144,16 @@ def sample(
     row_stats_kernels(logits, temperature, keys, BF16 if probs else None, filters, KernelTiles())
 
 
+def embed(num_rows: int, arch: int, dtype: torch.dtype = BF16, ranks: int = 1) -> None:
+    """Soft embeddings on one of the ranks that share the vocabulary."""
+    weight = meta(VOCAB // ranks, HIDDEN, dtype=dtype)
+    shard = Shard(weight, VOCAB - len(weight), VOCAB)
+    stats = RowStats._make(meta(num_rows) for _ in RowStats._fields)
+    cut = product_tiles(weight.element_size(), arch)
+    given = meta(num_rows, VOCAB), meta(num_rows), stats, shard, skipped_mass(dtype)
+    tile_product_kernels(*given, cut)
+
+
 def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
     """Canvases under grammars of any sizes."""
     canvases, tables = rng.randint(1, 20), rng.randint(1, 5)
@@ -180,6 +193,8 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
         "sampling": {
             "statistics": lambda: sample(256, probs=True),
             "bf16, filtered": lambda: sample(256, BF16, filtered=True),
+            "soft embeddings": lambda: embed(256, arch),
+            "soft embeddings, fp32": lambda: embed(256, arch, torch.float32),
             "grammars": lambda: search(rng),
             "grammars, bf16": lambda: search(rng, BF16),
         },
@@ -253,6 +268,7 @@ def variants(num_batches: int = 200) -> dict[str, int]:
             write_context(rng.choice([1, 3, 16, 17, num_tokens]), first=rng.randint(0, 99))
             num_rows = rng.randint(1, 4096)
             sample(num_rows, filtered=rng.random() < 0.5)
+            embed(num_rows, 90)
             search(rng)
     keys: dict[str, set[str]] = {}
     for variant in launches:

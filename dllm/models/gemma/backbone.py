@@ -147,7 +147,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         embedding = self.model.embed_tokens
         # The exact product needs all probabilities; the sparse one computes the few that it needs.
         option = options_of(vllm_config).soft_embedding
-        is_sparse = uses_sparse_product(option, vocab_size, embedding.weight.device)
+        is_sparse = uses_sparse_product(option, vocab_size)
         return EntropyBound(
             self.settings,
             vocab_size,

@@ -15,8 +15,9 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from dllm.ops.dispatch import sparse_soft_embeddings
 from dllm.ops.row_stats import RowStats
-from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass, sparse_product
+from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
 
 
 class SelfConditioning(nn.Module):
@@ -70,5 +71,5 @@ def soft_embeddings(
         soft = exact_product(stats.probs, shard)
     else:
         budget = skipped_mass(embedding.weight.dtype)
-        soft = sparse_product(logits, temperature, stats, shard, budget)
+        soft = sparse_soft_embeddings(logits, temperature, stats, shard, budget)
     return tensor_model_parallel_all_reduce(soft) * normalizer

@@ -1,0 +1,156 @@
+"""The product that skips tiles of the vocabulary: its error bound, and what it costs.
+
+The kernels are held to its definition in ``tile_product_kernel_suite.py``.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from bench.kernels import make_logits
+from bench.toys.suite import FAMILIES, questions
+from bench.toys.tokenizer import encode_prompt
+from dllm.ops.row_stats import RowStats
+from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
+from dllm.ops.tile_product import (
+    TILE,
+    least_mass,
+    tile_product,
+    tiles_of_groups,
+    without_light_tiles,
+)
+from tests.ops.test_soft_embedding import rows_of_every_kind, stats_of, table
+from tests.support.watched_device import DeviceWatch, off_device, on_device
+
+VOCAB = 5000  # 78.1 tiles
+RELEASED = 262_144
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+
+
+def error_of(ours: Tensor, probs: Tensor, weight: Tensor) -> Tensor:
+    """Per row, in units of the largest embedding: [N] fp64."""
+    exact = probs.double() @ weight.double()
+    return (ours.double() - exact).norm(dim=-1) / weight.double().norm(dim=-1).max()
+
+
+@pytest.mark.parametrize("budget", [0.0, 1e-6, 2**-9, 0.1, 0.7])
+@pytest.mark.parametrize("temperature", [0.05, 0.6, 2.0])
+def test_the_error_is_at_most_the_budget_times_the_largest_norm(
+    temperature: float, budget: float
+) -> None:
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
+    t = torch.full((len(logits),), temperature)
+    ours = tile_product(logits, t, stats_of(logits, t), Shard(weight, 0, VOCAB), budget)
+    probs = torch.softmax(logits.double() / t.double()[:, None], -1)
+    # fp32: a probability is off by 3e-5 of itself (test_row_stats), a sum of VOCAB terms by less.
+    assert (error_of(ours, probs, weight) <= budget + 4e-5).all()
+
+
+@pytest.mark.parametrize("profile", ["settled", "open", "flat"])
+def test_the_bound_holds_for_the_released_vocabulary(profile: str) -> None:
+    """And a sure row keeps next to nothing, a flat one everything."""
+    logits = made_logits(4, profile)
+    weight = table(RELEASED, torch.bfloat16)
+    t, budget = torch.full((4,), 0.6), skipped_mass(torch.bfloat16)
+    ours = tile_product(logits, t, stats_of(logits, t), Shard(weight, 0, RELEASED), budget)
+    probs = torch.softmax(logits.double() / t.double()[:, None], -1)
+    exact = exact_product(probs.bfloat16(), Shard(weight, 0, RELEASED))
+    # Both round the probabilities and the result, by a unit each; ours leaves out one unit more.
+    unit = budget
+    assert (error_of(exact, probs, weight) <= 2.01 * unit).all()
+    assert (error_of(ours, probs, weight) <= 3.01 * unit).all()
+    share = kept_share(probs.float(), budget)
+    assert share == 1 if profile == "flat" else share < (1e-3 if profile == "settled" else 0.9)
+
+
+def made_logits(rows: int, profile: str) -> Tensor:
+    if profile == "flat":
+        return make_logits(rows, RELEASED, "open", "cpu") / 30
+    return make_logits(rows, RELEASED, profile, "cpu")
+
+
+def kept_share(probs: Tensor, budget: float) -> float:
+    """The share of tiles that rows keep."""
+    mass = probs.unflatten(1, (-1, TILE)).sum(-1)
+    return float((mass > least_mass(probs.shape[1], budget)).float().mean())
+
+
+@pytest.mark.parametrize("name", ["tiny-dllm", "tiny-decisions", "tiny-tools"])
+def test_the_bound_holds_for_trained_models(name: str) -> None:
+    """The probabilities of whole answers, from the reference, in steps sure and unsure."""
+    from tests.support.hf_reference import generate_with_noise, load_hf
+
+    path = CHECKPOINTS / name
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    (question,) = questions([next(iter(FAMILIES))], "heldout", 1)
+    model = load_hf(path)
+    steps = generate_with_noise(model, encode_prompt(tokenizer, question.prompt), 1, seed=5).probs
+    probs = torch.cat([step for block in steps for step in block])
+    weight = model.get_input_embeddings().weight.detach().bfloat16()
+    budget = skipped_mass(torch.bfloat16)
+    kept = without_light_tiles(probs, budget)
+    left_out = probs.double().sum(-1) - kept.double().sum(-1)
+    assert (left_out <= budget).all()
+    assert (error_of(kept.double() @ weight.double(), probs, weight) <= budget).all()
+    assert (kept == 0).float().mean() > 0.5  # trained models are sure of most tokens
+
+
+def test_groups_multiply_what_any_of_their_rows_keeps() -> None:
+    is_used = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.int8)
+    with DeviceWatch() as watch:
+        tiles, counts = tiles_of_groups(on_device(is_used))
+    assert not watch.findings
+    tiles, counts = off_device((tiles, counts))
+    found = [row[:count].tolist() for row, count in zip(tiles, counts, strict=True)]
+    assert found == [[1, 3, 4], [], [0, 1, 2, 3, 4]]
+
+
+def test_shards_sum_to_the_whole() -> None:
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
+    t = torch.full((len(logits),), 0.6)
+    stats: RowStats = stats_of(logits, t)
+    whole = tile_product(logits, t, stats, Shard(weight, 0, VOCAB), 0.01)
+    cuts = [(0, 1100), (1100, 1101), (1101, VOCAB)]
+    total = sum(tile_product(logits, t, stats, Shard(weight[a:b], a, b), 0.01) for a, b in cuts)
+    torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_without_a_distribution_has_no_embedding() -> None:
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
+    logits[0], logits[1, 9] = -torch.inf, torch.nan
+    t = torch.full((len(logits),), 0.6)
+    ours = tile_product(logits, t, stats_of(logits, t), Shard(weight, 0, VOCAB), 2**-9)
+    assert (ours[:2] == 0).all() and ours[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("canvases", [1, 8])
+def test_flat_logits_cost_hardly_more_than_a_dense_product(canvases: int) -> None:
+    """In steps of programs nothing, in bytes that programs load and store at most 3 %."""
+    pytest.importorskip("triton")
+    from dllm.ops.tile_product_gpu import num_parts, product_tiles
+
+    rows, hidden, cut = 256 * canvases, 2816, product_tiles(2, 90)
+    groups, columns, tiles = -(-rows // cut.rows), -(-hidden // cut.columns), RELEASED // TILE
+    parts = num_parts(groups * columns, 132)
+    # Rows are equally flat here, so that those of one stand for all.
+    probs = torch.softmax(made_logits(2, "flat") / 0.6, -1)
+    is_used = (without_light_tiles(probs, skipped_mass(torch.bfloat16)) > 0).unflatten(
+        1, (-1, TILE)
+    )
+    is_used = is_used.any(2).any(0).to(torch.int8).expand(groups, -1)
+    _, counts = tiles_of_groups(is_used)
+    step = 2 * TILE * (cut.rows + cut.columns)  # bytes
+    dense = groups * columns * tiles
+    skipping = columns * int(counts.sum())
+    assert skipping == dense
+    result = 2 * rows * hidden
+    added = 4 * skipping  # the ids of tiles
+    added += 2 * parts * 4 * rows * hidden  # the parts' sums, written and read
+    added += rows * tiles + 8 * groups * tiles  # marks and lists
+    assert added <= 0.03 * (step * dense + result)
+    # With one canvas the product takes as long as memory does, and each byte is read once.
+    if canvases == 1:
+        assert added - 4 * skipping <= 0.03 * (2 * RELEASED * (rows + hidden) + result)

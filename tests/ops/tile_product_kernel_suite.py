@@ -1,0 +1,155 @@
+"""The kernels that skip tiles of the vocabulary; tests/test_kernel_suites.py runs this.
+
+By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/ops/tile_product_kernel_suite.py` without a
+GPU, the same without the variable on one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.kernels import make_logits
+from dllm.ops import tile_product_gpu
+from dllm.ops.row_stats import RowStats, reference_row_stats
+from dllm.ops.soft_embedding import Shard
+from dllm.ops.tile_product import tile_product
+from dllm.ops.tile_product_gpu import ProductTiles, num_parts, tile_product_kernels
+from tests.ops.test_row_stats import keys_for
+from tests.ops.test_soft_embedding import rows_of_every_kind, table
+from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
+
+speed_up()
+VOCAB, HIDDEN = 1000, 24  # 15.6 tiles
+CUT = ProductTiles(rows=16, columns=16, stages=2, num_warps=4, block=256)
+
+
+def statistics(logits: Tensor, t: Tensor, cutoff: Tensor | None = None) -> RowStats:
+    return reference_row_stats(logits, t, keys_for(len(logits)), None, cutoff)
+
+
+def both(
+    logits: Tensor, shard: Shard, budget: float, cut: ProductTiles = CUT, **given: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(what the kernels compute, what the definition does), both on the CPU."""
+    t = torch.linspace(0.4, 0.8, len(logits))
+    stats = statistics(logits, t, **given)
+    moved = RowStats._make(part if part is None else part.to(DEVICE) for part in stats)
+    on_device = Shard(shard.weight.to(DEVICE), *shard[1:])
+    ours = tile_product_kernels(logits.to(DEVICE), t.to(DEVICE), moved, on_device, budget, cut)
+    return ours.cpu(), tile_product(logits, t, stats, shard, budget)
+
+
+def assert_close(ours: Tensor, expected: Tensor, weight: Tensor) -> None:
+    """A row's probabilities sum to 1, each of them and the result is rounded once."""
+    unit = UNIT_ROUNDOFF[weight.dtype] + 4e-6
+    error = (ours.float() - expected.float()).abs().max() / weight.float().abs().max()
+    assert error <= 3 * unit, float(error)
+
+
+@pytest.mark.parametrize("budget", [0.0, 2**-8, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_compute_the_definition(dtype: torch.dtype, budget: float) -> None:
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB, dtype)
+    logits = torch.cat([logits, logits.flip(1)])  # 26 rows: two groups
+    logits[1], logits[14, 9] = -math.inf, math.nan
+    ours, expected = both(logits, Shard(weight, 0, VOCAB), budget)
+    assert ours.dtype == dtype and (ours[[1, 14]] == 0).all()
+    assert_close(ours, expected, weight)
+
+
+@pytest.mark.parametrize("cut", [CUT, ProductTiles(32, 32, 2, 4, 128), ProductTiles(64, 16, 1, 4)])
+def test_cuts_change_nothing_but_the_order_of_sums(cut: ProductTiles) -> None:
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
+    assert_close(*both(logits, Shard(weight, 0, VOCAB), 2**-9, cut), weight)
+
+
+def test_filtered_tokens_are_left_out() -> None:
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
+    cutoff = logits.topk(5, dim=1).values[:, -1].contiguous()
+    ours, expected = both(logits, Shard(weight, 0, VOCAB), 2**-9, cutoff=cutoff)
+    assert_close(ours, expected, weight)
+
+
+@pytest.mark.parametrize("bounds", [(0, 512), (512, VOCAB), (100, 101), (70, 333)])
+def test_shards(bounds: tuple[int, int]) -> None:
+    """Behind a shard's tokens is padding, which nobody reads."""
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
+    padded = torch.cat([weight[slice(*bounds)], torch.full((3, HIDDEN), math.nan)])
+    ours, expected = both(logits, Shard(padded, *bounds), 2**-9)
+    assert_close(ours, expected, weight)
+
+
+def test_the_product_takes_the_steps_of_the_tiles_that_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of the rows are sure, and fill a group of their own, wherever they stand."""
+    vocab = 8192
+    counted = []
+    plan = tile_product_gpu.tiles_of_groups
+    monkeypatch.setattr(
+        tile_product_gpu, "tiles_of_groups", lambda used: counted.append(plan(used)) or counted[-1]
+    )
+    logits = make_logits(32, vocab, "settled", "cpu")
+    logits[::2] = torch.randn(16, vocab, generator=torch.Generator().manual_seed(0)) * 0.1
+    weight = table(vocab, torch.bfloat16)
+    cut = ProductTiles(16, 32, 2, 4, 2048)
+    assert_close(*both(logits, Shard(weight, 0, vocab), 2**-8, cut), weight)
+    ((_, counts),) = counted
+    assert counts[0] == 128 and counts[1] <= 3 * 16
+
+
+@pytest.mark.parametrize("num_read", [0, 16])
+def test_rows_without_a_distribution_take_no_steps(
+    num_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those that nobody reads, wherever they stand in the batch."""
+    counted = []
+    plan = tile_product_gpu.tiles_of_groups
+    monkeypatch.setattr(
+        tile_product_gpu, "tiles_of_groups", lambda used: counted.append(plan(used)) or counted[-1]
+    )
+    logits, weight = torch.randn(48, VOCAB) * 0.1, table(VOCAB)
+    t = torch.linspace(0.4, 0.8, 48)
+    stats = statistics(logits, t)
+    is_read = torch.zeros(48, dtype=torch.bool)
+    is_read[torch.randperm(48)[:num_read]] = True
+    unread = dict.fromkeys(("entropy", "log_z"), torch.tensor(math.inf))
+    stats = stats._replace(
+        **{name: torch.where(is_read, getattr(stats, name), one) for name, one in unread.items()}
+    )
+    moved = RowStats._make(part if part is None else part.to(DEVICE) for part in stats)
+    given = logits.to(DEVICE), t.to(DEVICE), moved, Shard(weight.to(DEVICE), 0, VOCAB)
+    ours = tile_product_kernels(*given, 2**-9, CUT).cpu()
+    assert_close(ours, tile_product(logits, t, stats, Shard(weight, 0, VOCAB), 2**-9), weight)
+    ((_, counts),) = counted
+    assert counts.tolist() == [16 if num_read else 0, 0, 0]
+
+
+def test_rows_keep_the_same_whoever_is_beside_them() -> None:
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
+    together = both(logits, Shard(weight, 0, VOCAB), 0.1)[0]
+    t = torch.linspace(0.4, 0.8, len(logits))
+    for row in (0, 5, 12):
+        some = slice(row, row + 1)
+        stats = statistics(logits, t)
+        alone = RowStats._make(p if p is None else p[some].to(DEVICE) for p in stats)
+        shard = Shard(weight.to(DEVICE), 0, VOCAB)
+        given = logits[some].to(DEVICE), t[some].to(DEVICE), alone, shard, 0.1, CUT
+        assert_close(tile_product_kernels(*given).cpu(), together[some], weight)
+
+
+def test_no_rows() -> None:
+    weight = table(VOCAB).to(DEVICE)
+    none = torch.empty(0, VOCAB, device=DEVICE)
+    stats = RowStats._make(none[:, 0] for _ in RowStats._fields)
+    ours = tile_product_kernels(none, none[:, 0], stats, Shard(weight, 0, VOCAB), 0.1, CUT)
+    assert ours.shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize(("programs", "parts"), [(22, 6), (176, 3), (132, 1), (1, 8), (250, 1)])
+def test_parts_fill_the_gpu(programs: int, parts: int) -> None:
+    assert num_parts(programs, 132) == parts
