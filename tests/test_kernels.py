@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dllm.ops.row_stats import WIDE
 from tests.support.multiprocessor import SHARED_KIB, programs_of_sm
 from tests.support.process import printed_json, run_python
 
@@ -25,7 +26,7 @@ pytestmark = [
 ONE_OF_EACH_GROUP = {
     "canvas_attention_kernel",
     "context_kv_kernel",
-    "_block_kernel",
+    "_tile_kernel",
     "_product_kernel",
 }
 MATRIX = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
@@ -77,6 +78,17 @@ def test_kernels_fit_every_gpu(arch: int) -> None:
             assert one["barriers"] >= 2, where
 
 
+def test_few_instructions_are_spent_on_a_token() -> None:
+    """Of the kernels that read all logits. A program of one warp has a tile: 32 tokens a thread."""
+    (found,) = (
+        one
+        for one in compiled(90, branches=False)
+        if one["kernel"] == "_tile_kernel" and one["label"] == "statistics"
+    )
+    assert found["num_warps"] == 1 and found["registers"] <= 64, found
+    assert found["instructions"] / (WIDE / 32) <= 25, found
+
+
 def test_every_branch_of_the_kernels_of_attention_compiles() -> None:
     found = compiled(90, branches=True)
     assert [one["kernel"] for one in found].count("canvas_attention_kernel") == 3
@@ -92,8 +104,8 @@ def test_batches_of_a_server_need_few_compiled_kernels() -> None:
         "merge_splits_kernel": 3,
         "write_kv_kernel": 2,  # sliding and full layers
         "context_kv_kernel": 2,  # few tokens and many
-        "_block_kernel": 2,  # with and without filters
-        "_merge_kernel": 2,
+        "_tile_kernel": 2,  # with and without filters
+        "_row_kernel": 2,
         "_cutoff_kernel": 1,
         "_heavy_kernel": 1,
         "_product_kernel": 1,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dllm.ops.filters import RowFilters, cutoffs
-from dllm.ops.row_stats import RowStats, reference_row_stats
-from dllm.ops.row_stats_cpu import TILE_TOKENS, row_stats_cpu, tile_width
+from dllm.ops.row_stats import SMALL_VOCABULARY, RowStats, reference_row_stats, tile_width
+from dllm.ops.row_stats_cpu import row_stats_cpu
 from dllm.ops.soft_embedding import Shard, sparse_product
 from dllm.ops.tile_product import tile_product
 
@@ -49,7 +49,6 @@ def row_stats(
         probs_dtype: of the probabilities; None leaves them out.
     """
     if _runs_definition(logits.device, logits.shape[-1]):
-        # It is plain torch: if the caller is compiled, it is fused into the caller's graph.
         cutoff = None
         if filters is not None:
             cutoff = torch.ops.dllm.cutoffs(logits, temperature, *filters)
@@ -62,9 +61,9 @@ def row_stats(
 
 
 def _runs_definition(device: torch.device, vocab_size: int) -> bool:
-    """On a CPU if the vocabulary is a single tile, so that the CPU version could skip nothing."""
+    """On a CPU if the vocabulary is small: then a compiled caller fuses it with its own code."""
     if device.type == "cpu":
-        return vocab_size <= TILE_TOKENS
+        return vocab_size <= SMALL_VOCABULARY
     return ROW_STATISTICS in WRONG_KERNELS
 
 
@@ -115,9 +114,9 @@ def _row_stats(
     if top_k is not None and top_p is not None and min_p is not None:
         filters = RowFilters(top_k, top_p, min_p)
     if logits.is_cuda:
-        from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels  # needs Triton
+        from dllm.ops.row_stats_gpu import row_stats_kernels  # needs Triton
 
-        return row_stats_kernels(logits, temperature, keys, probs_dtype, filters, KernelTiles())
+        return row_stats_kernels(logits, temperature, keys, probs_dtype, filters)
     return row_stats_cpu(logits, temperature, keys, probs_dtype, filters, is_compiled)
 
 

@@ -30,7 +30,6 @@ STREAM_GUMBEL = 1
 STREAM_RENOISE = 2  # behind STREAM_GUMBEL: `step_noise` draws both at once
 
 _MASK32 = 0xFFFFFFFF
-_SIGN32 = -(2**31)
 _PHILOX_ROUNDS = 10
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -152,15 +151,6 @@ def token_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
         token_ids: [..., V] int in [0, 2^31).
     """
     return _token_words(keys, token_ids).long() & _MASK32
-
-
-def smallest_words(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """The smallest `token_bits` of each tile of tokens, which has the largest noise.
-
-    keys [..., 2] and token_ids [..., tiles, width] give [..., tiles] int64 in [0, 2^32).
-    """
-    flipped = _token_words(keys[..., None, :], token_ids) ^ _SIGN32  # signed order = unsigned order
-    return (flipped.amin(dim=-1) ^ _SIGN32).long() & _MASK32
 
 
 def _token_words(keys: Tensor, token_ids: Tensor) -> Tensor:

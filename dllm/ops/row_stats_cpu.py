@@ -1,16 +1,8 @@
-"""Row statistics on a CPU: few rows at a time, so that they stay in the cache; little noise.
+"""Row statistics on a CPU: few rows at a time, so that they stay in the cache.
 
 A row is read once from memory. A few rows at a time fit the cache, so the later passes over them
 (tile maxima, sums, probabilities if asked for) read them from there. If the caller is compiled, the
 passes are compiled too; otherwise they run as ordinary torch operations.
-
-The Gumbel sample is exact, but the two logarithms of its noise are computed for a few tiles of each
-row only. The noise falls as the random word rises. So no token of a tile has a noisy value above
-
-    bound = (tile max - row max) / T + gumbel(smallest word of the tile)
-
-Rounding does not change that, because each operation is monotone. First the tile with the largest
-bound is searched for its best token. Then only tiles whose bound reaches that value are searched.
 """
 
 import functools
@@ -19,14 +11,11 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dllm.ops.filters import RowFilters, cutoffs
-from dllm.ops.noise import NO_KEY, gumbel_from_bits, smallest_words, token_bits
+from dllm.ops.noise import NO_KEY
+from dllm.ops.row_stats import drawn_tokens, tiles_of
 
-# Tokens of a tile: wide enough for vectorized reductions, and narrow enough that most tiles can be
-# skipped.
-TILE_TOKENS = 1024
 # Logits that are worked on at a time: 8 MiB of fp32, at least two rows of any vocabulary in use. No
 # result depends on it.
 WORKSPACE_LOGITS = 2**21
@@ -46,11 +35,6 @@ class RowTile(NamedTuple):
     keys: Tensor  # [R, 2] int64
 
 
-def tile_width(vocab_size: int) -> int:
-    """Tokens of a tile; a small vocabulary is a single tile."""
-    return min(vocab_size, TILE_TOKENS)
-
-
 def row_stats_cpu(
     logits: Tensor,
     temperature: Tensor,
@@ -67,7 +51,7 @@ def row_stats_cpu(
         some_filters = None if filters is None else filters.rows(rows)
         tile = _tile_of(tiles_of(logits[rows]), temperature[rows], keys[rows])
         tile, cutoff = _filter(tile, some_filters, vocab_size)
-        parts.append(_statistics(tile, cutoff, is_compiled))
+        parts.append(_statistics(tile, cutoff, vocab_size, is_compiled))
         if probs_dtype:
             _write_probs(tile, parts[-1][4], probs[rows], is_compiled)
     return [*(torch.cat(column) for column in zip(*parts, strict=True)), probs]
@@ -95,16 +79,6 @@ def _compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
     return torch.compile(function, dynamic=True)
 
 
-def tiles_of(logits: Tensor) -> Tensor:
-    """[R, V] to [R, tiles, width] fp32, -inf after the vocabulary; a view where possible."""
-    vocab_size = logits.shape[-1]
-    width = tile_width(vocab_size)
-    x = logits.float()
-    if vocab_size % width:
-        x = F.pad(x, (0, -vocab_size % width), value=-torch.inf)
-    return x.view(len(x), -1, width)
-
-
 def _tile_of(x: Tensor, temperature: Tensor, keys: Tensor) -> RowTile:
     tile_max = x.amax(dim=-1)
     return RowTile(x, tile_max, tile_max.amax(dim=-1), temperature, keys)
@@ -121,7 +95,9 @@ def _filter(tile: RowTile, filters: RowFilters | None, vocab_size: int) -> tuple
     return tile, cutoff
 
 
-def _statistics(tile: RowTile, cutoff: Tensor, is_compiled: bool) -> tuple[Tensor, ...]:
+def _statistics(
+    tile: RowTile, cutoff: Tensor, vocab_size: int, is_compiled: bool
+) -> tuple[Tensor, ...]:
     """The fields of `RowStats` in order, except `probs`."""
     z_of, s_of = fused(_sums, is_compiled)(tile.x, tile.peak, tile.temperature)  # [R, tiles]
     z, s = z_of.sum(dim=-1), s_of.sum(dim=-1)  # [R]
@@ -135,7 +111,9 @@ def _statistics(tile: RowTile, cutoff: Tensor, is_compiled: bool) -> tuple[Tenso
     draws_nothing = tile.keys[:, 0] == NO_KEY
     sample = argmax
     if not bool(draws_nothing.all()):
-        sample = torch.where(draws_nothing, argmax, _sample(tile, is_compiled))
+        given = tile.x, z_of, tile.peak, tile.temperature, tile.keys
+        sample = torch.where(draws_nothing, argmax, fused(drawn_tokens, is_compiled)(*given))
+    sample = sample.clamp(max=vocab_size - 1)  # where a row has no distribution
     return argmax, sample, entropy, tile.peak, log_z, cutoff, tile_mass
 
 
@@ -152,66 +130,6 @@ def _argmax(tile: RowTile) -> Tensor:
     first = (tile.tile_max == tile.peak[:, None]).int().argmax(dim=-1)
     inside = tile.x[torch.arange(len(first)), first] == tile.peak[:, None]
     return first * tile.x.shape[-1] + inside.int().argmax(dim=-1)
-
-
-def _sample(tile: RowTile, is_compiled: bool) -> Tensor:
-    """argmax((x - peak) / temperature + gumbel): [R] int64, ties go to the lowest id."""
-    num_rows, num_tiles, width = tile.x.shape
-    ids = torch.arange(num_tiles * width, dtype=torch.int32).view(1, num_tiles, width)
-    words = fused(smallest_words, is_compiled)(tile.keys, ids)  # [R, tiles]
-    largest = (tile.tile_max - tile.peak[:, None]) / tile.temperature[:, None]
-    bound = largest + gumbel_from_bits(words)  # [R, tiles]
-
-    # The best noisy value in the tile with the largest bound: a value that the sample has at least.
-    every = torch.arange(num_rows)
-    reached = _noisy_max(tile, every, bound.argmax(dim=-1), is_compiled)[0]  # [R]
-    # The K tiles (row, place) that may hold a better token, first by bound, then token by token.
-    row, place = (bound >= reached[:, None]).nonzero(as_tuple=True)
-    may_hold = fused(_may_reach, is_compiled)(_Tokens.of_tiles(tile, row, place), reached[row])
-    row, place = row[may_hold], place[may_hold]
-    value, inside = _noisy_max(tile, row, place, is_compiled)
-    # Back to [R, tiles]: the best value of each searched tile, and its place in the tile.
-    best = torch.full_like(bound, -torch.inf).index_put((row, place), value)
-    ids_of = torch.zeros_like(bound, dtype=torch.int64).index_put((row, place), inside)
-    chosen = best.argmax(dim=-1)
-    return chosen * width + ids_of[every, chosen]
-
-
-class _Tokens(NamedTuple):
-    """`K` tiles of tokens, from any rows."""
-
-    d: Tensor  # [K, width], (x - peak) / temperature
-    keys: Tensor  # [K, 2]
-    ids: Tensor  # [K, width] int64
-
-    @classmethod
-    def of_tiles(cls, tile: RowTile, row: Tensor, place: Tensor) -> "_Tokens":
-        width = tile.x.shape[-1]
-        d = (tile.x[row, place] - tile.peak[row, None]) / tile.temperature[row, None]
-        return cls(d, tile.keys[row], place[:, None] * width + torch.arange(width))
-
-
-def _noisy_max(
-    tile: RowTile, row: Tensor, place: Tensor, is_compiled: bool
-) -> tuple[Tensor, Tensor]:
-    """The largest noisy value d + gumbel of each of K tiles, and its place in the tile: [K]."""
-    return fused(_noisy, is_compiled)(_Tokens.of_tiles(tile, row, place)).max(dim=-1)
-
-
-def _noisy(tokens: _Tokens) -> Tensor:
-    """d + gumbel: [K, width]."""
-    return tokens.d + gumbel_from_bits(token_bits(tokens.keys, tokens.ids))
-
-
-def _may_reach(tokens: _Tokens, value: Tensor) -> Tensor:
-    """Whether a token of each tile may have a noisy value of `value` or more: [K] bool.
-
-    gumbel = -log(-log1p(-v)) <= -log(v), so d + gumbel >= value needs v <= exp(d - value). Testing
-    this takes one exponential instead of two logarithms. The addend 0.001 keeps rounding from
-    excluding a winner: it is a thousand times the rounding error of any d that can win (|d| < 60).
-    """
-    v = token_bits(tokens.keys, tokens.ids).to(torch.float32) * 2.0**-32
-    return (torch.exp(tokens.d - value[:, None] + 0.001) - v).amax(dim=-1) >= 0
 
 
 def _write_probs(tile: RowTile, log_z: Tensor, out: Tensor, is_compiled: bool) -> None:

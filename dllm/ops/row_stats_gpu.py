@@ -1,31 +1,28 @@
 """Row statistics on a GPU: one read of each row of logits, in Triton (defined in `row_stats`).
 
-Block kernel: a program reads one block of tokens of one row, so that a single row already gives the
-GPU many programs. With b = the block's largest logit it writes
+Tile kernel: a program reads one tile of tokens of one row, so that a single row already gives the
+GPU many programs. With b = the tile's largest logit it writes
 
-    b, the lowest id with it, and the id that wins the block's draw
+    b
     z_b = sum exp((x - b) / T)
     s_b = sum ((x - b) / T) exp((x - b) / T)
 
-Merge kernel: a program combines the blocks of one row, with m = max b and w_b = exp((b - m) / T):
+Row kernel: a program combines the tiles of one row, with m = max b and w_b = exp((b - m) / T):
 
     z = sum w_b z_b          s = sum w_b (s_b + z_b (b - m) / T)
 
-The draw needs argmax(d + gumbel), where gumbel = -log(E) and E = -log1p(-v) is a standard
-exponential of the uniform v. That is argmin(E / exp(d)), which saves one of the two logarithms.
-exp(d) is known already, and v <= E <= v / (1 - v), so the token with the smallest v / exp(d) is
-nearly always the winner. E is computed for all tokens only if another token comes so close that it
-could win. Each block reports its winning token; the merge kernel recomputes d + gumbel for those
-few with the formula of the definition and takes the largest. Only within a block may two tokens
-whose values differ by no more than rounding (1e-6 nats) swap. A row with NO_KEY skips all this.
+It then reads two tiles again: that of the argmax, and the one that is drawn, for the token that is
+drawn in it. Noise is computed there alone, for as many ids as a tile and a row's list of tiles
+have. A row with NO_KEY skips the draw.
 
 With filters these two kernels run twice. Between the runs the cutoff kernel finds each row's cutoff
 (`filters`); the second run skips rows without filters.
+
+A tile's mass is a sum in another order than the definition's, so of two tiles, or tokens, whose
+noisy values differ by no more than rounding (1e-6) another one may be drawn.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -34,21 +31,19 @@ from torch import Tensor
 
 from dllm.ops.filters import RowFilters
 from dllm.ops.noise import MIX_MULTIPLIERS
+from dllm.ops.row_stats import FIRST_TILE, tile_width
 
 FIRST = tl.constexpr(MIX_MULTIPLIERS[0] & 0xFFFFFFFF)
 SECOND = tl.constexpr(MIX_MULTIPLIERS[1] & 0xFFFFFFFF)
 THIRD = tl.constexpr(MIX_MULTIPLIERS[2] & 0xFFFFFFFF)
+ID_OF_TILE = tl.constexpr(FIRST_TILE)
 # One number for each row, maybe of a slice of the batch: one compiled kernel for any alignment.
-OF_ROWS = ["temperature", "keys", "cutoff", "peak", "log_z", "top_ks", "top_ps", "min_ps"]
-
-
-@dataclass(frozen=True)
-class KernelTiles:
-    """How the kernels cut a row; powers of two. No result depends on it."""
-
-    # Tokens of a program. 8 tokens a thread leave enough registers for two programs at a time.
-    block: int = 2048
-    num_warps: int = 8
+OF_ROWS = ["temperature", "keys", "cutoff", "peak", "log_z"]
+OF_ROWS += ["top_ks", "top_ps", "min_ps"]
+# Warps of a program. One warp for a tile of 1,024 tokens needs no barrier for its sums; a program
+# of the others looks at a whole row, or writes a block of probabilities.
+WARPS_OF_TILE, WARPS_OF_ROW, WARPS_OF_PROBS = 1, 8, 8
+BLOCK_OF_PROBS = 2048
 
 
 def row_stats_kernels(
@@ -57,7 +52,6 @@ def row_stats_kernels(
     keys: Tensor,
     probs_dtype: torch.dtype | None,
     filters: RowFilters | None,
-    cut: KernelTiles,
 ) -> list[Tensor]:
     """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None.
 
@@ -65,7 +59,8 @@ def row_stats_kernels(
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and keys.is_contiguous(), (logits.stride(), keys.stride())
-    num_blocks, device = triton.cdiv(vocab_size, cut.block), logits.device
+    width, device = tile_width(vocab_size), logits.device
+    num_tiles = triton.cdiv(vocab_size, width)
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -79,33 +74,30 @@ def row_stats_kernels(
     result = [argmax, sample, entropy, peak, log_z, cutoff, numbers(num_rows, 0), probs]
     if num_rows == 0:
         return result
-    block_max, block_z, block_s = (numbers(num_rows, num_blocks) for _ in range(3))
-    block_argmax, block_winner = (
-        torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device) for _ in range(2)
-    )
+    of_tiles = [numbers(num_rows, num_tiles) for _ in range(3)]  # b, z_b, s_b
+    sizes = {"TILE": width, "IS_EVEN": vocab_size % width == 0}
     for is_filtered in (False, True) if filters is not None else (False,):
         if is_filtered:
             assert filters is not None
             _cutoff_kernel[(num_rows,)](
-                logits, logits.stride(0), temperature, peak, log_z, block_max,
+                logits, logits.stride(0), temperature, peak, log_z, of_tiles[0],
                 filters.top_k, filters.top_p, filters.min_p, cutoff, vocab_size,
-                num_blocks, BLOCK=cut.block, num_warps=cut.num_warps,
+                num_tiles, TILE=width, num_warps=WARPS_OF_ROW,
             )  # fmt: skip
-        _block_kernel[(num_rows, num_blocks)](
-            logits, logits.stride(0), temperature, keys, cutoff,
-            block_max, block_argmax, block_z, block_s, block_winner, vocab_size, num_blocks,
-            BLOCK=cut.block, IS_FILTERED=is_filtered, num_warps=cut.num_warps,
+        _tile_kernel[(num_rows, num_tiles)](
+            logits, logits.stride(0), temperature, cutoff, *of_tiles, vocab_size,
+            num_tiles, IS_FILTERED=is_filtered, num_warps=WARPS_OF_TILE, **sizes,
         )  # fmt: skip
-        _merge_kernel[(num_rows,)](
-            logits, logits.stride(0), temperature, keys, cutoff,
-            block_max, block_argmax, block_z, block_s, block_winner,
-            argmax, sample, entropy, peak, log_z, vocab_size, num_blocks,
-            BLOCKS=triton.next_power_of_2(num_blocks), IS_FILTERED=is_filtered, num_warps=4,
+        _row_kernel[(num_rows,)](
+            logits, logits.stride(0), temperature, keys, cutoff, *of_tiles,
+            argmax, sample, entropy, peak, log_z, vocab_size, num_tiles,
+            TILES=triton.next_power_of_2(num_tiles), IS_FILTERED=is_filtered,
+            num_warps=WARPS_OF_ROW, **sizes,
         )  # fmt: skip
     if probs_dtype is not None:
-        _probs_kernel[(num_rows, num_blocks)](
+        _probs_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_OF_PROBS))](
             logits, logits.stride(0), temperature, peak, log_z, cutoff, probs, vocab_size,
-            BLOCK=cut.block, num_warps=cut.num_warps,
+            BLOCK=BLOCK_OF_PROBS, num_warps=WARPS_OF_PROBS,
         )  # fmt: skip
     return result
 
@@ -145,129 +137,123 @@ def _exponential(v):
     return tl.where(v < 0.0625, series, -tl.log(1.0 - v))
 
 
+@triton.jit
+def _gumbel(ids, keys, row):
+    """`noise.gumbel_from_bits` of the words of ids under a row's key."""
+    first = tl.load(keys + 2 * row).to(tl.uint32)
+    second = tl.load(keys + 2 * row + 1).to(tl.uint32)
+    return -tl.log(_exponential(_uniform(_token_bits(ids, first, second))))
+
+
+@triton.jit
+def _kept_logits(
+    row_start, ids, vocab_size, least, IS_EVEN: tl.constexpr, IS_FILTERED: tl.constexpr
+):
+    """Logits in fp32; -inf behind the vocabulary, and below `least` of a filtered row."""
+    if IS_EVEN:
+        x = tl.load(row_start + ids).to(tl.float32)
+    else:
+        x = tl.load(row_start + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    if IS_FILTERED:
+        x = tl.where(x < least, float("-inf"), x)
+    return x
+
+
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
-def _block_kernel(
-    logits, row_stride, temperature, keys, cutoff,
-    block_max, block_argmax, block_z, block_s, block_winner, vocab_size, num_blocks,
-    BLOCK: tl.constexpr, IS_FILTERED: tl.constexpr,
+def _tile_kernel(
+    logits, row_stride, temperature, cutoff, tile_max, tile_z, tile_s, vocab_size,
+    num_tiles, TILE: tl.constexpr, IS_EVEN: tl.constexpr, IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one block of one row (top of the file).
+    """The statistics of one tile of one row (top of the file).
 
     IS_FILTERED: tokens below the row's cutoff are left out; rows without a cutoff are skipped.
     """
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     least = tl.load(cutoff + row)
     if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
         if least == float("-inf"):
             return
-    ids = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK], as everything below but the sums
-    x = tl.load(logits + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf"))
-    x = x.to(tl.float32)
-    if IS_FILTERED:
-        x = tl.where(x < least, float("-inf"), x)
+    ids = tile * TILE + tl.arange(0, TILE)  # [TILE], as everything below but the sums
+    x = _kept_logits(logits + row * row_stride, ids, vocab_size, least, IS_EVEN, IS_FILTERED)
     largest = tl.max(x, 0)
-    # A block of -inf only: 0 instead, because -inf - -inf is NaN.
+    # A tile of -inf only: 0 instead, because -inf - -inf is NaN.
     base = tl.where(largest > float("-inf"), largest, 0.0)
-    # 1 / T may overflow to inf, and inf * 0 is NaN at the maximum: limited to a finite float.
-    d = (x - base) * tl.minimum(1.0 / tl.load(temperature + row), 3e38)
-    e = tl.exp(d)
-    z = tl.sum(e, 0)
+    # d and e = 2^d, with log2(e) in the factor. 1 / T may overflow to inf, and inf * 0 is NaN at
+    # the maximum: limited to a finite float.
+    factor = tl.minimum(1.4426950408889634 / tl.load(temperature + row), 3e38)
+    d = (x - base) * factor
+    e = tl.exp2(d)
+    place = row * num_tiles + tile
+    tl.store(tile_max + place, largest)
+    tl.store(tile_z + place, tl.sum(e, 0))
     # Where e = 0, d may be -inf: -inf * 0 is NaN. A NaN logit is lost here but not in z, where the
-    # merge kernel finds it.
+    # row kernel finds it.
     s = tl.sum(tl.where(e > 0, d * e, 0.0), 0)
+    tl.store(tile_s + place, s * 0.6931471805599453)
 
-    inside = tl.arange(0, BLOCK)
-    first_key = tl.load(keys + 2 * row)
-    winner = tl.full((), 0, tl.int32)
-    if first_key >= 0:  # not NO_KEY
-        v = _uniform(_token_bits(ids, first_key.to(tl.uint32),
-                                 tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
-        lower = tl.where(e > 0, v / e, float("inf"))  # at most E / e, the value to minimize
-        smallest = tl.min(lower, 0)
-        winner = tl.min(tl.where(lower == smallest, inside, BLOCK), 0)  # place in the block
-        its_v = tl.sum(tl.where(inside == winner, v, 0.0), 0)
-        # E / e of this token, with a margin for rounding. A token that beats it has a smaller
-        # E / e, so its v / e, which is no larger, is below this limit too. `rivals` counts the
-        # token itself.
-        limit = smallest * (_exponential(its_v) / its_v) * 1.0001
-        rivals = tl.sum((lower <= limit).to(tl.int32), 0)
-        if rivals > 1:
-            value = tl.where(lower <= limit, _exponential(v) / e, float("inf"))
-            winner = tl.min(tl.where(value == tl.min(value, 0), inside, BLOCK), 0)
 
-    place = row * num_blocks + block
-    tl.store(block_max + place, largest)
-    # Not tl.argmax: Triton's interpreter fails on a block of NaN.
-    tl.store(block_argmax + place, tl.min(tl.where(x == largest, ids, vocab_size), 0))
-    tl.store(block_z + place, z)
-    tl.store(block_s + place, s)
-    tl.store(block_winner + place, block * BLOCK + winner)
+@triton.jit
+def _first_with_max(value, ids, last):
+    """The lowest of ids with the largest value; `last`, which means nothing, if one is NaN.
+
+    Not tl.argmax: Triton's interpreter fails on a block of NaN.
+    """
+    return tl.min(tl.where(value == tl.max(value, 0), ids, last), 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
-def _merge_kernel(
-    logits, row_stride, temperature, keys, cutoff,
-    block_max, block_argmax, block_z, block_s, block_winner,
-    argmax, sample, entropy, peak, log_z, vocab_size, num_blocks,
-    BLOCKS: tl.constexpr, IS_FILTERED: tl.constexpr,
+def _row_kernel(
+    logits, row_stride, temperature, keys, cutoff, tile_max, tile_z, tile_s,
+    argmax, sample, entropy, peak, log_z, vocab_size, num_tiles,
+    TILES: tl.constexpr, TILE: tl.constexpr, IS_EVEN: tl.constexpr, IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one row from those of its blocks."""
+    """The statistics of one row from those of its tiles, and its draw."""
     row = tl.program_id(0).to(tl.int64)
+    least = tl.load(cutoff + row)
     if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
-        if tl.load(cutoff + row) == float("-inf"):
+        if least == float("-inf"):
             return
-    block = tl.arange(0, BLOCKS)  # [BLOCKS]
-    is_block = block < num_blocks
-    place = row * num_blocks + block
-    maxima = tl.load(block_max + place, mask=is_block, other=float("-inf"))  # b of the formulas
-    m = tl.max(maxima, 0)
+    tile, inside = tl.arange(0, TILES), tl.arange(0, TILE)
+    place, is_tile = row * num_tiles + tile, tile < num_tiles
+    maxima = tl.load(tile_max + place, mask=is_tile, other=float("-inf"))  # b of the formulas
+    m, t = tl.max(maxima, 0), tl.load(temperature + row)
     base = tl.where(m > float("-inf"), m, 0.0)
-    t = tl.load(temperature + row)
     d = (maxima - base) / t
     weight = tl.exp(d)  # w_b
-    z_of = tl.load(block_z + place, mask=is_block, other=0.0) * weight
-    s_of = tl.load(block_s + place, mask=is_block, other=0.0) * weight
-    z = tl.sum(z_of, 0)
-    s = tl.sum(s_of + tl.where(z_of > 0, z_of * d, 0.0), 0)
+    mass = tl.load(tile_z + place, mask=is_tile, other=0.0) * weight
+    s_of = tl.load(tile_s + place, mask=is_tile, other=0.0) * weight
+    z = tl.sum(mass, 0)
+    s = tl.sum(s_of + tl.where(mass > 0, mass * d, 0.0), 0)
     has_distribution = z > 0  # false if z is NaN
     tl.store(peak + row, m)
     tl.store(log_z + row, tl.where(has_distribution, tl.log(z), float("inf")))
     tl.store(entropy + row, tl.where(has_distribution, tl.maximum(tl.log(z) - s / z, 0.0),
                                      float("inf")))  # fmt: skip
 
-    first = tl.argmax(tl.where(maxima == m, 1, 0), 0)
-    likeliest = _valid(tl.load(block_argmax + row * num_blocks + first), vocab_size)
-    tl.store(argmax + row, likeliest)
-    first_key = tl.load(keys + 2 * row)
-    if first_key < 0:  # NO_KEY
-        tl.store(sample + row, likeliest)
-    else:
-        ids = _valid(tl.load(block_winner + place, mask=is_block, other=0), vocab_size)
-        x = tl.load(logits + row * row_stride + ids, mask=is_block, other=float("-inf"))
-        v = _uniform(_token_bits(ids, first_key.to(tl.uint32),
-                                 tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
-        # [BLOCKS], d + gumbel of the winners
-        noisy = (x.to(tl.float32) - base) / t - tl.log(_exponential(v))
-        noisy = tl.where(is_block & (maxima > float("-inf")), noisy, float("-inf"))
-        chosen = tl.argmax(noisy, 0)
-        tl.store(sample + row, tl.sum(tl.where(block == chosen, ids, 0), 0))
-
-
-@triton.jit
-def _valid(ids, vocab_size):
-    """`ids` limited to the vocabulary: in a row with a NaN they may lie outside."""
-    return tl.minimum(tl.maximum(ids, 0), vocab_size - 1)
+    start = logits + row * row_stride
+    likeliest = _first_with_max(maxima, tile, num_tiles - 1)
+    ids = likeliest * TILE + inside
+    x = _kept_logits(start, ids, vocab_size, least, IS_EVEN, IS_FILTERED)
+    best = tl.minimum(_first_with_max(x, ids, vocab_size - 1), vocab_size - 1)
+    tl.store(argmax + row, best)
+    if tl.load(keys + 2 * row) >= 0:  # not NO_KEY
+        noisy = tl.log(mass) + _gumbel(tile + ID_OF_TILE, keys, row)
+        noisy = tl.where(mass > 0, noisy, float("-inf"))
+        ids = _first_with_max(noisy, tile, num_tiles - 1) * TILE + inside
+        x = _kept_logits(start, ids, vocab_size, least, IS_EVEN, IS_FILTERED)
+        noisy = (x - base) / t + _gumbel(ids, keys, row)
+        best = tl.minimum(_first_with_max(noisy, ids, vocab_size - 1), vocab_size - 1)
+    tl.store(sample + row, best)
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _cutoff_kernel(
-    logits, row_stride, temperature, peak, log_z, block_max, top_ks, top_ps, min_ps, cutoff,
-    vocab_size, num_blocks, BLOCK: tl.constexpr,
+    logits, row_stride, temperature, peak, log_z, tile_max, top_ks, top_ps, min_ps, cutoff,
+    vocab_size, num_tiles, TILE: tl.constexpr,
 ):  # fmt: skip
     """The smallest kept logit of one row, by bisection over all floats (see `filters`).
 
-    A bisection passes over the row up to 32 times, but reads only blocks with a token that large.
+    A bisection passes over the row up to 32 times, but reads only tiles with a token that large.
     """
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
@@ -276,7 +262,7 @@ def _cutoff_kernel(
     is_on = has_top_k | (top_p < 1.0) | (min_p > 0.0)
     if is_on & (log_of_z < float("inf")):
         x = logits + row * row_stride
-        maxima = block_max + row * num_blocks
+        maxima = tile_max + row * num_tiles
         floor = tl.where(min_p > 0.0, m + t * tl.log(min_p), float("-inf"))
         if has_top_k:
             # From the smallest finite float to the largest logit. m - m is 0 in the type of m.
@@ -284,18 +270,18 @@ def _cutoff_kernel(
             while low < high:
                 middle = low + (high - low + 1) // 2
                 count, _mass = _count_and_mass(x, maxima, _from_ordinal(middle), m, t,
-                                               vocab_size, num_blocks, BLOCK)  # fmt: skip
+                                               vocab_size, num_tiles, TILE)  # fmt: skip
                 low = tl.where(count >= top_k, middle, low)
                 high = tl.where(count >= top_k, high, middle - 1)
             floor = tl.maximum(floor, _from_ordinal(low))
         if top_p < 1.0:
-            _count, kept = _count_and_mass(x, maxima, floor, m, t, vocab_size, num_blocks, BLOCK)
+            _count, kept = _count_and_mass(x, maxima, floor, m, t, vocab_size, num_tiles, TILE)
             # Below m - 104 t the probability is 0 in fp32.
             low, high = _ordinal(tl.maximum(floor, m - 104.0 * t)), _ordinal(m)
             while low < high:
                 middle = low + (high - low + 1) // 2
                 _count, mass = _count_and_mass(x, maxima, _from_ordinal(middle), m, t,
-                                               vocab_size, num_blocks, BLOCK)  # fmt: skip
+                                               vocab_size, num_tiles, TILE)  # fmt: skip
                 low = tl.where(mass >= top_p * kept, middle, low)
                 high = tl.where(mass >= top_p * kept, high, middle - 1)
             floor = tl.maximum(floor, _from_ordinal(low))
@@ -303,13 +289,13 @@ def _cutoff_kernel(
 
 
 @triton.jit
-def _count_and_mass(x, maxima, threshold, m, t, vocab_size, num_blocks, BLOCK: tl.constexpr):
+def _count_and_mass(x, maxima, threshold, m, t, vocab_size, num_tiles, TILE: tl.constexpr):
     """Count of the tokens of a row that are >= threshold, and the sum of their exp((x - m) / t)."""
     count = 0
     mass = 0.0
-    for block in range(num_blocks):
-        if tl.load(maxima + block) >= threshold:
-            ids = block * BLOCK + tl.arange(0, BLOCK)
+    for tile in range(num_tiles):
+        if tl.load(maxima + tile) >= threshold:
+            ids = tile * TILE + tl.arange(0, TILE)
             part = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
             is_kept = (part >= threshold) & (part > float("-inf"))
             count += tl.sum(is_kept.to(tl.int32), 0)

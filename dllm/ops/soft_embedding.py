@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dllm.ops.row_stats import RowStats
-from dllm.ops.row_stats_cpu import row_slices, tiles_of
+from dllm.ops.row_stats import RowStats, tiles_of
+from dllm.ops.row_stats_cpu import row_slices
 
 # Share of the vocabulary up to which a row's sum is an embedding bag. A row of the exact product
 # costs about as much as a bag of a tenth of the vocabulary (bf16, one core with AVX-512, hidden

@@ -1,12 +1,12 @@
 """A vocabulary of several tiles through the engine, where statistics and soft embeddings skip.
 
-The vocabulary of the other tests is one tile, for which the definition itself is run.
+The vocabulary of the other tests is small: for it the definition itself is run.
 """
 
 import pytest
 from vllm import SamplingParams
 
-from dllm.ops import row_stats_cpu, soft_embedding
+from dllm.ops import soft_embedding
 from dllm.ops.dispatch import SMALLEST_VOCABULARY
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import assert_same_runs, get_engine
@@ -52,7 +52,6 @@ def test_sparse_and_exact_soft_embeddings_generate_the_same(engines, monkeypatch
 def test_the_engine_draws_what_the_definition_draws(engines, monkeypatch):
     ours = engines["sparse"].runs(CONTEXTS, requests())
     engines["sparse"].reset_prefix_cache()
-    # Below this size the definition runs, here for any vocabulary.
-    monkeypatch.setattr("dllm.ops.dispatch.TILE_TOKENS", VOCAB)
-    monkeypatch.setattr(row_stats_cpu, "TILE_TOKENS", VOCAB)
+    # Up to this size the definition runs, here for any vocabulary.
+    monkeypatch.setattr("dllm.ops.dispatch.SMALL_VOCABULARY", VOCAB)
     assert_same_runs(engines["sparse"].runs(CONTEXTS, requests()), ours)

@@ -32,7 +32,8 @@ class Compiled:
     matrix: the matrix instruction: tcgen05, wgmma, mma, or empty. waits: for each loop that loads
     ahead, how many groups of loads are still under way while it computes; 0 means that computing
     begins when everything has arrived. loads: load instructions of global memory, asynchronous ones
-    included. barriers: of all threads of a program.
+    included. barriers: of all threads of a program. instructions: of a thread, in machine code;
+    each counts once, also in a loop.
     """
 
     registers: int
@@ -43,6 +44,7 @@ class Compiled:
     waits: tuple[int, ...]
     loads: int
     barriers: int
+    instructions: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Variant:
             waits=_waits_in_loops(ttgir),
             loads=len(re.findall(r"\b(?:ld\.global|cp\.async\.c[ag]|cp\.async\.bulk)", ptx)),
             barriers=len(re.findall(r"\bbar(?:rier)?\.(?:cta\.)?sync", ptx)),
+            instructions=_instructions(result.asm["cubin"]),
         )
 
 
@@ -94,6 +97,17 @@ def _assembled(ptx: str, arch: int) -> tuple[int, int]:
     registers = re.search(r"Used (\d+) registers", log)
     assert registers, log
     return int(registers[1]), sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+
+
+def _instructions(cubin: bytes) -> int:
+    """Of a kernel's machine code, without those that only fill space or end it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", text)
+    return sum(name not in ("NOP", "BRA") for name in names)
 
 
 def _matrix_instruction(ptx: str) -> str:

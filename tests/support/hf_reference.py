@@ -24,6 +24,7 @@ from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSampler
 
 import dllm.ops.noise
+from dllm.ops.row_stats import drawn_tokens, tiles_of
 
 
 @dataclass
@@ -131,12 +132,13 @@ class _NoiseSource:
         return self.noise.random_tokens(*self._place(), width, vocab_size, stream)
 
     def sample(self, probs: Tensor) -> Tensor:
-        """One token a row by Gumbel-max: probs [C, V] to [C, 1]."""
+        """One token a row, drawn as by `row_stats`: probs [C, V] to [C, 1]."""
         self.probs[-1].append(probs)
-        width, vocab_size = probs.shape
+        width = len(probs)
         keys = self.noise.row_keys(*self._place(), width, self.noise.STREAM_GUMBEL)[0]
-        noisy = torch.log(probs) + self.noise.gumbel(keys, vocab_size)
-        return noisy.argmax(dim=-1, keepdim=True)
+        logits = tiles_of(torch.log(probs))
+        peak, temperature = torch.zeros(width), torch.ones(width)
+        return drawn_tokens(logits, logits.exp().sum(-1), peak, temperature, keys)[:, None]
 
 
 @contextmanager

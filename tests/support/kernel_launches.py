@@ -30,7 +30,7 @@ from dllm.grammar import kernels as grammar
 from dllm.grammar.device import CHUNK, PackedTables, Searches
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
-from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
+from dllm.ops.row_stats_gpu import row_stats_kernels
 from dllm.ops.soft_embedding import Shard, skipped_mass
 from dllm.ops.tile_product_gpu import product_tiles, tile_product_kernels
 from tests.support.compiled_kernels import recorded
@@ -141,7 +141,7 @@ def sample(
     if filtered:
         filters = RowFilters(ints(9999)[rows], meta(9999)[rows], meta(9999)[rows])
     logits = meta(num_rows, VOCAB, dtype=dtype)
-    row_stats_kernels(logits, temperature, keys, BF16 if probs else None, filters, KernelTiles())
+    row_stats_kernels(logits, temperature, keys, BF16 if probs else None, filters)
 
 
 def embed(num_rows: int, arch: int, dtype: torch.dtype = BF16, ranks: int = 1) -> None:
