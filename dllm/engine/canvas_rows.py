@@ -40,6 +40,11 @@ class CanvasRows(NamedTuple):
     place: torch.Tensor
     padded: torch.Tensor
 
+    @property
+    def are_read(self) -> torch.Tensor:
+        """Whose logits somebody reads: ``[N]`` bool. Nobody reads those of a deferred commit."""
+        return (self.widths > 0)[self.row_of]
+
     @classmethod
     def of_batch(cls, input_batch: InputBatch, canvas_length: int, spare_slot: int) -> CanvasRows:
         """The rows of a batch of vLLM's, at least two. Does not wait for the device.

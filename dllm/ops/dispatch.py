@@ -30,6 +30,7 @@ def row_stats(
     keys: Tensor,
     probs_dtype: torch.dtype | None,
     filters: RowFilters | None = None,
+    are_read: Tensor | None = None,
 ) -> RowStats:
     """Statistics of each row in fp32, finite for every temperature > 0; defined in `row_stats`.
 
@@ -47,6 +48,9 @@ def row_stats(
         temperature: [N] fp32, > 0.
         keys: [N, 2] int64 from `noise.row_keys`; `noise.NO_KEY` where the sample is the argmax.
         probs_dtype: of the probabilities; None leaves them out.
+        are_read: [N] bool, rows whose logits somebody reads; None: all. On a GPU nothing is
+            computed of the others, which count as rows without a distribution. On a CPU it is not
+            looked at.
     """
     if _runs_definition(logits.device, logits.shape[-1]):
         cutoff = None
@@ -54,7 +58,13 @@ def row_stats(
             cutoff = torch.ops.dllm.cutoffs(logits, temperature, *filters)
         return reference_row_stats(logits, temperature, keys, probs_dtype, cutoff)
     result = torch.ops.dllm.row_stats(
-        logits, temperature, keys, probs_dtype, *(filters or _OFF), torch.compiler.is_compiling()
+        logits,
+        temperature,
+        keys,
+        probs_dtype,
+        *(filters or _OFF),
+        are_read,
+        torch.compiler.is_compiling(),
     )
     # A custom operator cannot return None: without `probs_dtype` its last tensor is empty.
     return RowStats._make([*result[:-1], None if probs_dtype is None else result[-1]])
@@ -104,6 +114,7 @@ def _row_stats(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
+    are_read: Tensor | None,
     is_compiled: bool,
 ) -> list[Tensor]:
     """`row_stats` as a custom operator, which takes and returns plain tensors.
@@ -116,7 +127,7 @@ def _row_stats(
     if logits.is_cuda:
         from dllm.ops.row_stats_gpu import row_stats_kernels  # needs Triton
 
-        return row_stats_kernels(logits, temperature, keys, probs_dtype, filters)
+        return row_stats_kernels(logits, temperature, keys, probs_dtype, filters, are_read)
     return row_stats_cpu(logits, temperature, keys, probs_dtype, filters, is_compiled)
 
 

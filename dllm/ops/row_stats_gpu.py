@@ -38,7 +38,7 @@ SECOND = tl.constexpr(MIX_MULTIPLIERS[1] & 0xFFFFFFFF)
 THIRD = tl.constexpr(MIX_MULTIPLIERS[2] & 0xFFFFFFFF)
 ID_OF_TILE = tl.constexpr(FIRST_TILE)
 # One number for each row, maybe of a slice of the batch: one compiled kernel for any alignment.
-OF_ROWS = ["temperature", "keys", "cutoff", "peak", "log_z"]
+OF_ROWS = ["temperature", "keys", "cutoff", "are_read", "peak", "log_z"]
 OF_ROWS += ["top_ks", "top_ps", "min_ps"]
 # Warps of a program. One warp for a tile of 1,024 tokens needs no barrier for its sums; a program
 # of the others looks at a whole row, or writes a block of probabilities.
@@ -52,10 +52,12 @@ def row_stats_kernels(
     keys: Tensor,
     probs_dtype: torch.dtype | None,
     filters: RowFilters | None,
+    are_read: Tensor | None = None,
 ) -> list[Tensor]:
     """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None.
 
-    `tile_mass` has no tiles: only the CPU's soft embedding reads it.
+    `tile_mass` has no tiles: only the CPU's soft embedding reads it. Of rows that nobody reads
+    (`dispatch.row_stats`) no logit is loaded: their tiles are left out, and so are their ids.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and keys.is_contiguous(), (logits.stride(), keys.stride())
@@ -85,11 +87,11 @@ def row_stats_kernels(
                 num_tiles, TILE=width, num_warps=WARPS_OF_ROW,
             )  # fmt: skip
         _tile_kernel[(num_rows, num_tiles)](
-            logits, logits.stride(0), temperature, cutoff, *of_tiles, vocab_size,
+            logits, logits.stride(0), temperature, cutoff, are_read, *of_tiles, vocab_size,
             num_tiles, IS_FILTERED=is_filtered, num_warps=WARPS_OF_TILE, **sizes,
         )  # fmt: skip
         _row_kernel[(num_rows,)](
-            logits, logits.stride(0), temperature, keys, cutoff, *of_tiles,
+            logits, logits.stride(0), temperature, keys, cutoff, are_read, *of_tiles,
             argmax, sample, entropy, peak, log_z, vocab_size, num_tiles,
             TILES=triton.next_power_of_2(num_tiles), IS_FILTERED=is_filtered,
             num_warps=WARPS_OF_ROW, **sizes,
@@ -161,7 +163,7 @@ def _kept_logits(
 
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _tile_kernel(
-    logits, row_stride, temperature, cutoff, tile_max, tile_z, tile_s, vocab_size,
+    logits, row_stride, temperature, cutoff, are_read, tile_max, tile_z, tile_s, vocab_size,
     num_tiles, TILE: tl.constexpr, IS_EVEN: tl.constexpr, IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one tile of one row (top of the file).
@@ -169,6 +171,9 @@ def _tile_kernel(
     IS_FILTERED: tokens below the row's cutoff are left out; rows without a cutoff are skipped.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if are_read is not None:  # noqa: SIM102 (a constant of the compiled kernel)
+        if tl.load(are_read + row) == 0:
+            return
     least = tl.load(cutoff + row)
     if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
         if least == float("-inf"):
@@ -203,12 +208,20 @@ def _first_with_max(value, ids, last):
 
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _row_kernel(
-    logits, row_stride, temperature, keys, cutoff, tile_max, tile_z, tile_s,
+    logits, row_stride, temperature, keys, cutoff, are_read, tile_max, tile_z, tile_s,
     argmax, sample, entropy, peak, log_z, vocab_size, num_tiles,
     TILES: tl.constexpr, TILE: tl.constexpr, IS_EVEN: tl.constexpr, IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one row from those of its tiles, and its draw."""
     row = tl.program_id(0).to(tl.int64)
+    if are_read is not None:  # noqa: SIM102 (a constant of the compiled kernel)
+        if tl.load(are_read + row) == 0:
+            tl.store(argmax + row, 0)
+            tl.store(sample + row, 0)
+            tl.store(entropy + row, float("inf"))
+            tl.store(peak + row, 0.0)
+            tl.store(log_z + row, float("inf"))
+            return
     least = tl.load(cutoff + row)
     if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
         if least == float("-inf"):

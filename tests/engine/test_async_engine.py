@@ -18,6 +18,8 @@ from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.model_state import DiffusionModelState
 from dllm.engine.warm_up import warm_up
+from dllm.models.gemma import step
+from dllm.ops.dispatch import row_stats
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_loop import REQUESTS, params, passes_of_steps, switched
 from tests.engine.test_parity import CANVAS, prompt
@@ -48,6 +50,23 @@ def test_tokens_and_logits_are_those_of_the_synchronous_twin(engine, ours):
     with rows_taken() as together:
         assert_same_runs(ours.runs(*zip(*REQUESTS, strict=True)), expected)
     assert alone["deferred commit"] and together["deferred commit"] and together["mixed batch"]
+
+
+def test_nobody_reads_the_rows_of_deferred_commits(ours, monkeypatch):
+    """And those of all canvases are read."""
+    rows: Counter[bool] = Counter()
+
+    def spy(logits: torch.Tensor, *given: Any) -> Any:
+        rows.update(given[-1].tolist())
+        return row_stats(logits, *given)
+
+    monkeypatch.setattr(step, "row_stats", spy)
+    contexts = [prompt(40), prompt(9, salt=3)]
+    of_whole_canvases = SamplingParams(max_tokens=3 * CANVAS, seed=1, ignore_eos=True)
+    with rows_taken() as taken:
+        ours.runs(contexts, [of_whole_canvases] * 2)
+    assert rows[False] == taken["deferred commit"] * CANVAS > 0
+    assert rows[True] == taken["canvas"] * CANVAS
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])

@@ -34,11 +34,14 @@ def kernel_stats(
     keys: Tensor,
     probs_dtype: torch.dtype | None = torch.float32,
     filters: RowFilters | None = None,
+    are_read: Tensor | None = None,
 ) -> RowStats:
     on_device = (part.to(DEVICE) for part in (logits, temperature, keys))
     if filters is not None:
         filters = RowFilters(*(part.to(DEVICE) for part in filters))
-    parts = row_stats_kernels(*on_device, probs_dtype, filters)
+    parts = row_stats_kernels(
+        *on_device, probs_dtype, filters, None if are_read is None else are_read.to(DEVICE)
+    )
     return RowStats._make([part.cpu() for part in parts])
 
 
@@ -141,3 +144,21 @@ def test_rows_are_independent_and_none_is_fine() -> None:
     for a, b in zip(together, alone, strict=True):
         assert a is not None and b is not None and torch.equal(a[pick], b)
     assert kernel_stats(logits[:0], t[:0], keys[:0]).entropy.shape == (0,)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_nothing_is_computed_of_rows_that_nobody_reads(filtered: bool) -> None:
+    """They count as rows without a distribution, whatever their logits; the others are the same."""
+    logits = torch.randn(9, 1500, generator=torch.Generator().manual_seed(4)) * 3
+    t, keys = torch.linspace(0.2, 1.5, 9), keys_for(9)
+    few = RowFilters(torch.full((9,), 50), torch.full((9,), 0.9), torch.zeros(9))
+    filters = few if filtered else None
+    are_read = torch.arange(9) % 3 != 1
+    all_of_them = kernel_stats(logits, t, keys, filters=filters)
+    ours = kernel_stats(logits, t, keys, filters=filters, are_read=are_read)
+    for name, a, b in zip(RowStats._fields, ours, all_of_them, strict=True):
+        assert a is not None and b is not None and torch.equal(a[are_read], b[are_read]), name
+    left_out = RowStats._make(part[~are_read] for part in ours)
+    assert (left_out.entropy == INF).all() and (left_out.log_z == INF).all()
+    assert (left_out.argmax == 0).all() and (left_out.sample == 0).all()
+    assert left_out.probs is not None and (left_out.probs == 0).all()

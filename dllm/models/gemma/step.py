@@ -50,7 +50,7 @@ def denoise(
     )[rows.row_of]  # [R] -> [N]
     is_greedy = canvases.is_greedy[rows.row_of]  # [N]
     keys = torch.where(is_greedy[:, None], noise.NO_KEY, drawn.keys[rows.row_of, rows.place])
-    stats = row_stats(logits, temperature, keys, probs_dtype, filters)
+    stats = row_stats(logits, temperature, keys, probs_dtype, filters, rows.are_read)
     is_free = canvases.chosen == NO_TOKEN
     stats = stats._replace(argmax=torch.where(is_free, stats.argmax, canvases.chosen))
     canvases = canvases.holding_ends(stats.argmax[rows.padded])

@@ -102,7 +102,7 @@ class Unmasking(DenoisingAlgorithm):
         temperature = canvases.temperature[rows.row_of]  # [N]
         is_greedy = canvases.is_greedy[rows.row_of, None]
         keys = torch.where(is_greedy, noise.NO_KEY, keys[rows.row_of, rows.place])  # [N, 2]
-        stats = row_stats(logits, temperature, keys, None, filters)
+        stats = row_stats(logits, temperature, keys, None, filters, rows.are_read)
         stats = canvases.with_held_tokens(stats, rows)
         token = stats.sample
         # What a grammar has chosen counts as drawn: only its tokens together are an allowed text.
