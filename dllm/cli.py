@@ -16,6 +16,7 @@ from dllm.settings.command import FAILED, INTERRUPTED, MISUSED, OK, CommandError
 # Name: (module, help text).
 COMMANDS = {
     "train drafter": ("dllm.train.command", "train a drafter on what a target says"),
+    "train pilot": ("dllm.train.pilot_command", "train what chooses a draft width by the prompt"),
     "recalibrate": (
         "dllm.train.recalibrate_command",
         "go on training a server's drafter on its traffic",

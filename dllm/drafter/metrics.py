@@ -27,6 +27,8 @@ COUNTERS = {
     "drafting_seconds": ("", "Time in the speculator, or waiting for draft workers."),
     "drafted_tokens": ("", "Tokens that the drafter drafted, verified or not."),
     "draft_widths": ("width", "Requests and steps, by drafts that the next step was to verify."),
+    "pilot_choices": ("", "Requests whose width a pilot chose."),
+    "pilot_seconds": ("", "Time for these choices, the target's logits for them included."),
     "verified_tokens_per_pos": ("position", "Drafts that the target verified, by position."),
     "remote_asks": ("worker", "Asks sent to a draft worker."),
     "remote_replies": ("worker", "Replies of a draft worker, late ones included."),

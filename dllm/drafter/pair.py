@@ -1,7 +1,7 @@
 """Checks before anything is loaded that a server's drafter fits its target and the options."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from dllm.drafter.cache import refuse_cache_dtype
 from dllm.drafter.checkpoint import (
     Config,
     DrafterConfig,
+    LayerAttention,
     TargetFacts,
     check_pair,
     check_tokenizers,
 )
+from dllm.drafter.widths.pilot import PilotConfig
 from dllm.settings.drafting import WHERE, DrafterOptions
 from dllm.settings.server import options_of
 
@@ -77,6 +79,7 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     refuse_cache_dtype(speculative)
     drafter = drafter_config(vllm_config)
     refuse_record_layers(options)
+    refuse_pilot(vllm_config, drafter.layers)
     if options.renew is not None:
         refuse_reload_of(draft.model)
     check_pair(
@@ -102,6 +105,32 @@ def refuse_record_layers(options: DrafterOptions) -> None:
             f"{WHERE}: record_layers with a drafter, which says itself what it reads. Leave "
             "record_layers out."
         )
+
+
+def refuse_pilot(vllm_config: VllmConfig, layers: Sequence[LayerAttention] = ()) -> None:
+    """Refuse a pilot that does not fit the server.
+
+    A block is shortened by hiding its last keys from everybody, for which no layer may count keys
+    from the end of the block.
+
+    Args:
+        layers: of the drafter.
+
+    Raises:
+        ValueError: names what does not fit.
+    """
+    file, speculative = options_of(vllm_config).drafter.pilot, vllm_config.speculative_config
+    if file is None:
+        return
+    assert speculative is not None, "no drafter"
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    PilotConfig.read(file).check_against(speculative.num_speculative_tokens, vocab_size)
+    for index, layer in enumerate(layers):
+        if layer != LayerAttention():
+            raise ValueError(
+                f'{WHERE}: policy "pilot", and layer {index} of the drafter is causal or has a '
+                "window; allowed: layers that see everything. Leave out the pilot, or the window."
+            )
 
 
 def refuse_reload_of(drafter: str) -> None:

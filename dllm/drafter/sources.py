@@ -50,7 +50,7 @@ class SteeredBlocks(Steered, DFlashSpeculator):
         super().steer(vllm_config, req_states)
         self._context = DeferredContext()
 
-    def _draft(self, draft: DraftPass) -> torch.Tensor:
+    def _draft(self, step: TargetStep, draft: DraftPass) -> torch.Tensor:
         self._store_context()
         return draft()
 

@@ -12,15 +12,15 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.states import RequestState
 
+from dllm.drafter.block import DraftBlock
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.pair import refuse_other_config
-from dllm.drafter.sources import SteeredBlocks
 from dllm.drafter.step import TargetStep
 from dllm.drafter.weight_reload import WeightReload
 from dllm.settings.server import options_of
 
 
-class Drafter(SteeredBlocks):
+class Drafter(DraftBlock):
     """vLLM's speculator with our network and a width policy."""
 
     _speculator_name = "dllm drafter"

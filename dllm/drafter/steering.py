@@ -27,6 +27,7 @@ from dllm.drafter.prompt_lookup import Lookup, lookup_of
 from dllm.drafter.recording import make_recorder
 from dllm.drafter.step import TargetStep
 from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.pilot import PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.engine.ranks import answer_of_first_rank
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
@@ -40,6 +41,9 @@ DraftPass = Callable[..., torch.Tensor]
 def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> WidthPolicy:
     if options.policy == "adaptive":
         return AdaptiveWidth(num_drafts, num_slots, hysteresis=options.hysteresis)
+    if options.policy == "pilot":
+        assert options.pilot is not None, "checked by DrafterOptions"
+        return PilotWidth(num_drafts, num_slots, options.pilot)
     assert options.policy == "fixed", options.policy
     return FixedWidth(num_drafts, options.width)
 
@@ -114,7 +118,7 @@ class Steered(DraftModelSpeculator):
             ``[rows, N]`` int64 token ids; any values where nothing has been drafted (yet).
         """
         outcome = (num_sampled, num_rejected, last_sampled)
-        step = TargetStep(input_batch, aux_hidden_states, *outcome)
+        step = TargetStep(input_batch, aux_hidden_states, *outcome, last_hidden_states)
         hidden_states = (last_hidden_states, aux_hidden_states)
         arguments = (input_batch, attn_metadata, slot_mappings, *hidden_states, *outcome, *others)
         draft = partial(super().propose, *arguments, dummy_run=dummy_run, **options)
@@ -174,7 +178,7 @@ class Steered(DraftModelSpeculator):
         lookup = self._wanted_lookup(batch) if self._looks_up else None
         passes = lookup is None and self._wants_drafts(batch)
         if passes:
-            drafts = self._draft(draft)
+            drafts = self._draft(step, draft)
         else:
             self._keep_context(step, draft)
             drafts = self.draft_tokens[: batch.num_reqs] if lookup is None else lookup.tokens
@@ -189,7 +193,7 @@ class Steered(DraftModelSpeculator):
         self._count(batch, passes, time.perf_counter() - start)
         return drafts
 
-    def _draft(self, draft: DraftPass) -> torch.Tensor:
+    def _draft(self, step: TargetStep, draft: DraftPass) -> torch.Tensor:
         """Run the draft pass: ``[rows, N]`` token ids."""
         return draft()
 
@@ -277,7 +281,8 @@ class Steered(DraftModelSpeculator):
         self._counts.add("drafting_seconds", seconds)
         if is_drafting:
             self._counts.add("draft_passes")
-            self._counts.add("drafted_tokens", batch.num_reqs * self.num_speculative_steps)
+            each = self._widths.mean() if self.policy.narrows else self.num_speculative_steps
+            self._counts.add("drafted_tokens", float(batch.num_reqs * each))
         for width in self._widths[~self._is_prompt_unfinished(batch)].tolist():
             self._counts.add("draft_widths", label=str(width))
 

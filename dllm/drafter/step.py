@@ -20,6 +20,8 @@ class TargetStep:
             reads.
         num_sampled, num_rejected: ``[rows]``, tokens emitted, and drafts that were rejected.
         last_sampled: ``[slots, 1]``, the last token of each request.
+        last_hidden_states: ``[tokens or more, hidden]``, the output of the last layer, normalized;
+            None where nobody reads it.
     """
 
     batch: InputBatch
@@ -27,6 +29,7 @@ class TargetStep:
     num_sampled: torch.Tensor
     num_rejected: torch.Tensor
     last_sampled: torch.Tensor
+    last_hidden_states: torch.Tensor | None = None
 
     @property
     def in_prompt(self) -> np.ndarray:
@@ -45,6 +48,18 @@ class TargetStep:
         """``[rows]`` bool: the row emitted tokens. Waits for the device."""
         sampled: np.ndarray = self.num_sampled.cpu().numpy() > 0
         return sampled
+
+    @property
+    def ended_prompts(self) -> np.ndarray:
+        """Rows whose prompt ended in this step. Waits for the device if there are prompts."""
+        none = np.zeros(0, dtype=np.int64)
+        return np.flatnonzero(self.in_prompt & self.samples) if self.in_prompt.any() else none
+
+    def hidden_behind(self, rows: np.ndarray) -> torch.Tensor:
+        """``[rows, hidden]``: the output of the last layer at the last tokens of these rows."""
+        assert self.last_hidden_states is not None
+        places = torch.from_numpy(self.batch.query_start_loc_np[rows + 1] - 1)
+        return self.last_hidden_states[places.to(self.last_hidden_states.device)]
 
     @cached_property
     def rejected(self) -> np.ndarray:

@@ -29,7 +29,7 @@ def serve_decodings() -> None:
 
 def configure_self_drafting(vllm_config: Any) -> None:
     """Raises ValueError if an option or a flag does not work with a self-drafting model."""
-    from dllm.drafter.pair import refuse_other_rules
+    from dllm.drafter.pair import refuse_other_rules, refuse_pilot
 
     speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
     architecture = vllm_config.model_config.architecture
@@ -48,6 +48,7 @@ def configure_self_drafting(vllm_config: Any) -> None:
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
+    refuse_pilot(vllm_config)
     refuse_options_of_network(options, "a model that drafts for itself")
 
 

@@ -154,7 +154,10 @@ def configure_steering(vllm_config: Any) -> None:
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
-    refuse_options_of_network(options, f'the draft source "{speculative.method}"')
+    source = f'the draft source "{speculative.method}"'
+    refuse_options_of_network(options, source)
+    if options.policy == "pilot":
+        raise ValueError(f"{WHERE}: policy = 'pilot' with {source}; allowed: dflash.")
     speculative.is_steered_by_dllm = True
 
 

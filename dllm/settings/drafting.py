@@ -15,12 +15,13 @@ DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 # The same checkpoint where our classes serve it. vLLM's keep its own name.
 OUR_DRAFTER = "DllmDFlashDraftModel"
 WHERE = '--additional-config: "dllm": "drafter"'
-Policy = Literal["fixed", "adaptive"]
+Policy = Literal["fixed", "adaptive", "pilot"]
 Verification = Literal["drafter_invariant", "rejection"]
 # Options that only one policy has; any other policy refuses them.
 POLICY_OPTIONS = {
     "width": "fixed",
     "hysteresis": "adaptive",
+    "pilot": "pilot",
     "prompt_lookup": "adaptive",
 }
 Hysteresis = Annotated[float, FloatRange(0.0, 1.0)]
@@ -49,6 +50,7 @@ class DrafterOptions:
             (the default). At 0 nothing is drafted.
         hysteresis: of the policy ``adaptive``: drafting starts again when it is faster than plain
             decoding by this share, and stops when it is slower by this share.
+        pilot: of the policy ``pilot``: the file that ``dllm train pilot`` wrote.
         prompt_lookup: of the policy ``adaptive``: draft what stood behind the same tokens before,
             where that promises more than the drafter does (``dllm.drafter.prompt_lookup``).
         verification: which drafts are kept (``dllm.drafter.verification``). ``drafter_invariant``:
@@ -75,6 +77,7 @@ class DrafterOptions:
     policy: Policy = "fixed"
     width: Annotated[int | None, IntRange(0)] = None
     hysteresis: Hysteresis = 0.03
+    pilot: Text = None
     prompt_lookup: Flag = False
     verification: Verification = "drafter_invariant"
     fused_context: Flag = False
@@ -89,6 +92,10 @@ class DrafterOptions:
         check_fields(self, WHERE)
         if self.record_layers is not None and self.record is None:
             raise ValueError(f'{WHERE}: record_layers needs "record": the folder to write to.')
+        if self.policy == "pilot" and self.pilot is None:
+            raise ValueError(
+                f'{WHERE}: policy "pilot" needs "pilot": a file of `dllm train pilot`.'
+            )
         for field in fields(self):
             owner = POLICY_OPTIONS.get(field.name, self.policy)
             if owner != self.policy and getattr(self, field.name) != field.default:

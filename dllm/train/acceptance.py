@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ from dllm.train.network import DraftNetwork
 from dllm.train.target_embeddings import TargetEmbeddingsAndHead
 
 ANCHORS_AT_ONCE = 64  # of a response in one pass
+
+
+class Drafted(NamedTuple):
+    """A block of K - 1 drafts behind each token of a response but the last, ``A`` in all.
+
+    Attributes:
+        agreeing: how many drafts of each block agree with the response.
+        confidence: ``[A, K - 1]``, the drafter's probability of each draft; 0 beyond the end.
+    """
+
+    agreeing: list[int]
+    confidence: Tensor
 
 
 @dataclass
@@ -104,26 +117,24 @@ def measure(
     for sample in samples:
         if sample.num_anchors:
             batch = load_batch([sample], target, network.config.target_layer_ids)
-            agreeing = draft_all(network, target.embedding, head, batch, block)
-            found[sample.group].add(agreeing, block - 1)
+            drafted = draft_all(network, target.embedding, head, batch, block)
+            found[sample.group].add(drafted.agreeing, block - 1)
     return dict(found)
 
 
 def draft_all(
     network: DraftNetwork, embedding: Tensor, head: Tensor, batch: Batch, block: int
-) -> list[int]:
+) -> Drafted:
     """Draft behind every token of a response but the last; the batch has no other.
 
     Args:
         embedding, head: ``[V, H]``.
-
-    Returns:
-        how many drafts behind each token agree.
     """
     (sample,) = batch.samples
     first, features = sample.response_start, batch.features.to(head.dtype)
     every = torch.arange(first, first + sample.num_anchors, device=batch.tokens.device)
     agreeing: list[int] = []
+    confidence = []
     for anchors in every[None].split(ANCHORS_AT_ONCE, 1):
         blocks = batch.blocks(anchors, block, network.config.mask_token_id)
         hidden = network(features, embedding[blocks.ids].to(head.dtype), anchors)[:, :, 1:]
@@ -132,4 +143,7 @@ def draft_all(
         agrees = torch.zeros_like(blocks.exists)
         agrees[blocks.exists] = logits.argmax(-1) == labels
         agreeing += agrees[0].int().cumprod(-1).sum(-1).tolist()
-    return agreeing
+        sure = torch.zeros(blocks.exists.shape, device=logits.device)
+        sure[blocks.exists] = logits.softmax(-1).amax(-1)
+        confidence.append(sure[0].cpu())
+    return Drafted(agreeing, torch.cat(confidence))

@@ -57,8 +57,40 @@ class DrafterShape:
             refuse_value("drafter.target_layer_ids", layers, "ascending layers of the target")
 
 
+class TomlSettings:
+    """Base of dataclasses that are read from a TOML file."""
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file.
+
+        Raises:
+            CommandError: no such file, no TOML, or a field is unknown or out of range.
+        """
+        try:
+            return cls.from_mapping(tomllib.loads(path.read_text()))
+        except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
+            raise CommandError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> Self:
+        """The inverse of ``to_mapping``.
+
+        Raises:
+            ValueError: a field is unknown or out of range; names the first such field.
+        """
+        try:
+            # By way of JSON, which has no tuples: there, lists are taken for them.
+            return TypeAdapter(cls).validate_json(json.dumps(values, default=str))
+        except ValidationError as error:
+            raise ValueError(in_words(cls, error)) from None
+
+    def to_mapping(self) -> dict[str, object]:
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
-class DrafterTraining:
+class DrafterTraining(TomlSettings):
     """One calibration; together with the run's inputs it decides the weights.
 
     Attributes:
@@ -122,26 +154,7 @@ class DrafterTraining:
         elif not path.exists():
             hint = did_you_mean(str(path), names)
             raise CommandError(f"{path}: no such file{hint}; allowed, too: {', '.join(names)}.")
-        try:
-            return cls.from_mapping(tomllib.loads(path.read_text()))
-        except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
-            raise CommandError(f"{path}: {error}") from None
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, object]) -> Self:
-        """The inverse of ``to_mapping``.
-
-        Raises:
-            ValueError: a field is unknown or out of range; names the first such field.
-        """
-        try:
-            # By way of JSON, which has no tuples: there, lists are taken for them.
-            return TypeAdapter(cls).validate_json(json.dumps(values, default=str))
-        except ValidationError as error:
-            raise ValueError(in_words(cls, error)) from None
-
-    def to_mapping(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
+        return super().load(path)
 
 
 def bundled_configs() -> list[str]:

@@ -61,6 +61,13 @@ class Target(TargetEmbeddingsAndHead):
                 hook.remove()
         return torch.cat([found[layer] for layer in layer_ids], -1)
 
+    @torch.no_grad()
+    def logits_behind(self, tokens: Sequence[int]) -> Tensor:
+        """``[vocab]`` bf16: logits of the token that comes next, as a pilot reads them."""
+        ids = torch.tensor([tokens], device=self.device)
+        logits: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        return logits[0, -1].bfloat16().cpu()
+
     def respond(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, seed: int
     ) -> list[list[int]]:

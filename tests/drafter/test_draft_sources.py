@@ -319,6 +319,12 @@ def test_a_named_worker_steers_without_options(folders):
         ({"method": "ngram", "prompt_lookup_max": 3}, {}, {}, "'ngram'.*allowed: draft_model"),
         ({}, {"window": 9}, {}, 'window with the draft source "draft_model"'),
         ({}, {"mask_token_id": 9}, {}, "mask_token_id with"),
+        (
+            {},
+            {"policy": "pilot", "pilot": "file"},
+            {},
+            'pilot. with the draft source "draft_model"',
+        ),
         ({}, {"record": "folder"}, {}, 'record with the draft source "draft_model"'),
         ({}, {"renew": "folder"}, {}, "renew without a DFlash drafter"),
         ({}, {"width": 9}, {}, "width = 9"),

@@ -59,7 +59,7 @@ def engine(request, target, folder) -> Engine:
     return drafting(target, folder, request.param)
 
 
-@pytest.mark.parametrize("kind", ["5", "0", "random", "adaptive"])
+@pytest.mark.parametrize("kind", ["5", "0", "random", "adaptive", "pilot"])
 def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, kind):
     with policy_of(engine, make_policy(kind, engine)):
         assert engine.generate(PROMPTS, SAMPLED) == plain

@@ -112,7 +112,7 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("kind", [str(NUM_DRAFTS), "random"])
+@pytest.mark.parametrize("kind", [str(NUM_DRAFTS), "random", "pilot"])
 def test_the_text_is_the_one_token_by_token(plain, drafting, kind, monkeypatch) -> None:
     """Greedy and seeded, with grammars and logprobs, preempted, from cached prefixes."""
     expected = plain.outputs(prompts(), SAMPLED)

@@ -16,6 +16,7 @@ from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.costs import StepCosts
+from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
 from dllm.settings import vllm_names
@@ -103,13 +104,20 @@ class RandomWidth(WidthPolicy):
 
 
 def make_policy(kind: str, engine: Engine) -> WidthPolicy:
-    """A policy for an engine: "adaptive", "random", or a fixed width."""
+    """A policy for an engine: "adaptive", "pilot", "random", or a fixed width."""
     slots, num_drafts = engine.runner.max_num_reqs, engine.runner.speculator.num_speculative_steps
     if kind == "adaptive":
         policy = AdaptiveWidth(num_drafts, slots, clock=lambda: 0.0)
         # Drafts dear enough that how likely each is kept decides.
         policy.costs = FixedCosts(num_drafts, plain=1.0, drafting=1.1, per_block=2.4)
         return policy
+    if kind == "pilot":  # its choice is random, and differs between prompts
+        torch.manual_seed(0)
+        vocab_size = engine.runner.vllm_config.model_config.get_vocab_size()
+        chooser = PilotWidth(num_drafts, slots, "unread")
+        config = PilotConfig(tuple(range(num_drafts + 1)), vocab_size, hidden_size=64)
+        chooser.pilot = Pilot(config).bfloat16()
+        return chooser
     return RandomWidth(num_drafts) if kind == "random" else FixedWidth(num_drafts, int(kind))
 
 

@@ -2,8 +2,9 @@
 
 The drafter drafts N tokens for every request in one pass. What a policy can make smaller is
 verification: for each request and step it answers with a width from 0 (verify nothing, an ordinary
-decode step) to N. The output is that of the target for any answer: drafts that are not verified are
-not used.
+decode step) to N. A policy that knows the width before drafting may shorten the drafted block, too.
+
+The output is that of the target for any answer: drafts that are not verified are not used.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ class VerifiedStep:
 class WidthPolicy(ABC):
     """Chooses the width of every row, step by step.
 
-    After each step of the target the speculator calls ``observe`` (if ``reads_outcomes``), then
+    After each step of the target the speculator calls ``observe`` (if ``reads_outcomes``), and
+    ``read_prompts`` (if ``reads_prompts``, and if prompts ended in the step). Then it calls
     ``wants_lookup`` (if it has drafts from the requests' own texts), and if it does not, then
     ``wants_drafts``. If it wants drafts, or if not ``may_skip``, the drafter runs. Behind either,
-    ``widths`` is called.
+    ``widths`` is called; if ``narrows``, in front of the drafter, too.
 
     Where drafts come from another process, ``worth_ms`` says how long to wait for them, and
     ``note_wait`` is told how long that was.
@@ -51,17 +54,32 @@ class WidthPolicy(ABC):
         may_skip: the drafter does not run in steps for which ``wants_drafts`` says no.
         reads_outcomes: ``observe`` is called; it costs one wait for the device per step.
         reads_confidence: ``widths`` is given the drafter's probabilities.
+        reads_prompts: ``read_prompts`` is called; it costs a product with the target's head.
+        narrows: the widths are known before drafting, and a block is drafted with so many masks.
     """
 
     reads_outcomes: ClassVar[bool] = False
+    reads_prompts: ClassVar[bool] = False
+    narrows: ClassVar[bool] = False
     reads_confidence: bool = False
     may_skip: bool = True
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = self.most = num_drafts
 
+    def load(self, device: torch.device) -> None:  # noqa: B027  most policies need nothing
+        """Put on the device what the policy needs there. Called while the models are loaded."""
+
     def observe(self, step: VerifiedStep) -> None:  # noqa: B027  most policies learn nothing
         """Learn from a step of the target."""
+
+    def read_prompts(self, slots: np.ndarray, logits: torch.Tensor) -> None:  # noqa: B027
+        """Learn of requests whose prompts ended in this step, each of which has a token now.
+
+        Args:
+            slots: ``[prompts]``.
+            logits: ``[prompts, vocab]``, of the target, before any sampling parameter.
+        """
 
     def forget_drafter(self) -> None:  # noqa: B027
         """The drafter has other weights: what was learned of its drafts is of no use."""

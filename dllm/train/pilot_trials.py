@@ -1,0 +1,203 @@
+"""What every candidate width keeps of drafts for the target's answers.
+
+The text of an answer does not depend on what is drafted (``dllm.drafter.verification``). So each
+prompt is answered once. Then, for each width, a block of that many masks is drafted behind every
+token of the answer, and the steps of a server are replayed: each step begins where the one before
+ended.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dllm.drafter.samples import SUFFIX, Sample
+from dllm.settings.command import CommandError
+from dllm.train.acceptance import Acceptance, draft_all
+from dllm.train.batch import load_batch
+from dllm.train.export import Drafter
+from dllm.train.network import DraftNetwork
+from dllm.train.pilot_settings import PilotTraining
+from dllm.train.prompts import Prompt
+from dllm.train.target import Target
+
+
+@dataclass(frozen=True)
+class Trials:
+    """P prompts, A tokens of their answers that drafts may follow, W widths.
+
+    Attributes:
+        widths: drafts of a block, ascending.
+        trained: the width of the blocks that the drafter was trained with.
+        logits: ``[P, vocab]`` bf16, of the target behind each prompt.
+        starts: ``[P + 1]`` int64, where the tokens of each answer begin in ``kept``.
+        kept: ``[A, W]`` int16, drafts of a block behind each token that agree with the answer.
+        confidence: ``[A, trained]`` fp16, the drafter's probability of each draft of that width.
+        is_heldout: ``[P]`` bool.
+    """
+
+    widths: tuple[int, ...]
+    trained: int
+    logits: Tensor
+    starts: Tensor
+    kept: Tensor
+    confidence: Tensor
+    is_heldout: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """``[P]``: tokens of each answer behind its first, which comes from the prompt."""
+        return self.starts.diff()
+
+    @cached_property
+    def steps(self) -> Tensor:
+        """``[P, W]``: steps of the target for these tokens."""
+        found = torch.zeros(len(self.tokens), len(self.widths), dtype=torch.int64)
+        for prompt, (start, stop) in enumerate(itertools.pairwise(self.starts.tolist())):
+            for place, width in enumerate(self.widths):
+                replayed = Acceptance()
+                replayed.add(self.kept[start:stop, place].tolist(), width)
+                found[prompt, place] = replayed.steps
+        return found
+
+    def within(self, radius: int) -> "Trials":
+        """The same prompts with the widths up to so many below and above ``trained``."""
+        places = [at for at, width in enumerate(self.widths) if abs(width - self.trained) <= radius]
+        widths = tuple(self.widths[place] for place in places)
+        return replace(self, widths=widths, kept=self.kept[:, places])
+
+    def of(self, chosen: Tensor) -> "Trials":
+        """Some of the prompts: ``chosen`` ``[P]`` bool."""
+        of_tokens = chosen.repeat_interleave(self.tokens)
+        return replace(
+            self,
+            logits=self.logits[chosen],
+            starts=_starts(self.tokens[chosen]),
+            kept=self.kept[of_tokens],
+            confidence=self.confidence[of_tokens],
+            is_heldout=self.is_heldout[chosen],
+        )
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file whole or not at all."""
+        names = ("logits", "starts", "kept", "confidence", "is_heldout")
+        about = {"widths": json.dumps(self.widths), "trained": json.dumps(self.trained)}
+        unfinished = path.with_name(f"{path.name}.part")
+        tensors = {name: getattr(self, name).contiguous() for name in names}
+        save_file(tensors, unfinished, metadata=about)
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Trials":
+        with safe_open(path, "pt") as file:
+            about = {name: json.loads(value) for name, value in file.metadata().items()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return cls(tuple(about["widths"]), about["trained"], **tensors)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Trials"]) -> "Trials":
+        """All prompts of several trials of the same widths."""
+        tensors = {
+            name: torch.cat([getattr(part, name) for part in parts])
+            for name in ("logits", "kept", "confidence", "is_heldout")
+        }
+        starts = _starts(torch.cat([part.tokens for part in parts]))
+        return cls(parts[0].widths, parts[0].trained, starts=starts, **tensors)
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+def candidates(trained: int, radius: int) -> tuple[int, ...]:
+    """The widths to choose from: at least 1."""
+    return tuple(range(max(1, trained - radius), trained + radius + 1))
+
+
+def record(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    target: Target,
+    drafter: Drafter,
+    settings: PilotTraining,
+) -> Iterator[int]:
+    """Answer the prompts and try the candidates, into files of ``folder``.
+
+    Files that are there stay as they are. Yields the number of prompts of each.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    widths = candidates(drafter.block - 1, settings.radius)
+    network = drafter.network().to(target.device).requires_grad_(False)
+    head = network.head_of(target.head).to(network.fc.weight.dtype)
+    for turn, temperature in enumerate(settings.temperatures):
+        asked = prompts[turn :: len(settings.temperatures)]
+        for start in range(0, len(asked), settings.generate_batch):
+            path = folder / f"{turn:02}-{start:08}{SUFFIX}"
+            batch = asked[start : start + settings.generate_batch]
+            if not path.exists():
+                said = target.respond(
+                    [prompt.tokens for prompt in batch],
+                    settings.max_tokens,
+                    temperature,
+                    settings.seed + start,
+                )
+                pairs = zip(batch, said, strict=True)
+                samples = [Sample((*p.tokens, *s), len(p.tokens), p.group) for p, s in pairs]
+                parts = [
+                    _try_widths(target, drafter, network, head, sample, widths)
+                    for sample in samples
+                ]
+                is_heldout = torch.tensor([prompt.is_heldout for prompt in batch])
+                replace(Trials.joined(parts), is_heldout=is_heldout).save(path)
+            yield len(batch)
+
+
+@torch.no_grad()
+def _try_widths(
+    target: Target,
+    drafter: Drafter,
+    network: DraftNetwork,
+    head: Tensor,
+    sample: Sample,
+    widths: tuple[int, ...],
+) -> Trials:
+    """One prompt."""
+    trained = drafter.block - 1
+    kept = torch.zeros(sample.num_anchors, len(widths), dtype=torch.int16)
+    confidence = torch.zeros(sample.num_anchors, trained, dtype=torch.float16)
+    if sample.num_anchors:
+        batch = load_batch([sample], target, drafter.read.target_layer_ids)
+        for place, width in enumerate(widths):
+            drafted = draft_all(network, target.embedding, head, batch, width + 1)
+            kept[:, place] = torch.tensor(drafted.agreeing)
+            if width == trained:
+                confidence = drafted.confidence.half()
+    return Trials(
+        widths,
+        trained,
+        target.logits_behind(sample.tokens[: sample.response_start])[None],
+        torch.tensor([0, sample.num_anchors]),
+        kept,
+        confidence,
+        torch.zeros(1, dtype=torch.bool),
+    )
+
+
+def recorded(folder: Path) -> Trials:
+    """All trials of a folder with anything to draft.
+
+    Raises:
+        CommandError: there are none.
+    """
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if not files:
+        raise CommandError(f"{folder}: no trials; `dllm train pilot` records them.")
+    found = Trials.joined([Trials.load(path) for path in files])
+    return found.of(found.tokens > 0)

@@ -1,0 +1,202 @@
+"""Draft blocks in an engine: as long as was chosen, and as their trials say."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from dllm.drafter.pair import drafter_config as read_config
+from dllm.drafter.widths.pilot import Pilot, PilotConfig
+from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
+from dllm.train.export import Drafter
+from dllm.train.pilot_costs import TimedWidths, in_milliseconds
+from dllm.train.pilot_settings import PilotTraining
+from dllm.train.pilot_trials import record, recorded
+from dllm.train.prompts import Prompt
+from dllm.train.target import Target, target_facts
+from dllm.train.target import read_config as read_target
+from tests.support.drafter_harness import (
+    drafting_engine,
+    greedy,
+    make_policy,
+    policy_of,
+    prompt,
+    watch_drafts,
+)
+from tests.support.drafter_pairs import (
+    random_drafter,
+    repeating_config,
+    repeating_drafter,
+    write_drafter,
+    write_repeating_target,
+)
+from tests.support.drafter_reference import ReferenceDrafter
+from tests.support.engine_harness import Engine
+
+NUM_DRAFTS, TRAINED = 6, 4
+RTOL = 1e-4  # fp32, sums in another order
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_repeating_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Often right, and its masks see each other."""
+    weights = repeating_drafter()
+    weights["layers.0.self_attn.q_norm.weight"].fill_(0.3)
+    for name, noise in random_drafter(seed=4, layers=1).items():
+        weights[name] += 0.1 * noise
+    config = repeating_config() | {"block_size": TRAINED + 1}
+    return write_drafter(tmp_path_factory.mktemp("drafter"), config, weights)
+
+
+@pytest.fixture(scope="module")
+def engine(target: Path, drafter: Path) -> Engine:
+    return drafting_engine(target, drafter, NUM_DRAFTS, skip_tokenizer_init=True)
+
+
+def reference(target: Path, drafter: Path, engine: Engine) -> ReferenceDrafter:
+    weights = Drafter.load(drafter, target_facts(read_target(target))).weights
+    assert weights is not None
+    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32)
+    return ReferenceDrafter(model, read_config(engine.runner.vllm_config), weights)
+
+
+class Narrow(FixedWidth):
+    """Blocks of another length in every row and step, 0 and N among them."""
+
+    narrows = True
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        self.asked: list[list[int]] = []
+        self._of_step = 0
+
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        self._of_step += 1
+        return True
+
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        widths: np.ndarray = (slots + self._of_step) % (self.num_drafts + 1)
+        if len(self.asked) < self._of_step:
+            self.asked.append(widths.tolist())
+        return widths
+
+
+def test_a_shortened_blocks_drafts_are_those_of_a_block_that_ends_there(target, drafter, engine):
+    """Beside long ones in the same pass; behind a prompt that is shorter than the block."""
+    engine.reset_prefix_cache()
+    policy = Narrow(NUM_DRAFTS)
+    with policy_of(engine, policy), watch_drafts(engine) as seen:
+        engine.generate([prompt(2, 3, 14), prompt(10, 4, 14), prompt(20, 5, 14)], greedy(20))
+    widths = [width for step in policy.asked for width in step]
+    assert len(widths) == len(seen) and set(widths) == set(range(NUM_DRAFTS + 1))
+    expected = reference(target, drafter, engine)
+    is_different = False
+    with torch.inference_mode():
+        for draft, width in zip(seen, widths, strict=True):
+            mask = expected.config.mask_token_id
+            behind, block = draft.tokens[:-1], [draft.tokens[-1]] + [mask] * NUM_DRAFTS
+            logits = expected.logits(behind, block[: width + 1])[1:]
+            torch.testing.assert_close(draft.logits[:width], logits, rtol=RTOL, atol=RTOL * 10)
+            whole = expected.logits(behind, block)[1 : width + 1]
+            is_different |= not torch.allclose(whole, logits, rtol=RTOL, atol=RTOL * 10)
+    assert is_different, "its masks do not see each other"
+
+
+def test_a_pilot_chooses_once_for_each_prompt(engine):
+    """The logits that it reads are those of the first token; drafts and choices are counted."""
+    engine.reset_prefix_cache()
+    speculator = engine.runner.speculator
+    speculator._counts.take(), engine.scheduler._counts.take()
+    policy = make_policy("pilot", engine)
+    read: list[torch.Tensor] = []
+    choose = policy.pilot.choose
+    policy.pilot.choose = lambda logits: (read.append(logits), choose(logits))[1]
+    prompts = [prompt(length, length, 14) for length in (3, 90, 20, 7)]
+    with policy_of(engine, policy):
+        outputs = engine.generate(prompts, greedy(12))
+    firsts = torch.cat(read).argmax(-1).tolist()
+    assert sorted(firsts) == sorted(output[0] for output in outputs)
+    counts = engine.scheduler._counts.take()
+    counts.merge(speculator._counts.take())
+    assert counts["pilot_choices", ""] == len(prompts)
+    assert counts["pilot_seconds", ""] > 0
+    widths = {int(label) for name, label in counts if name == "draft_widths"}
+    assert len(widths) > 1 and widths <= set(policy.pilot.config.widths)
+    passes, drafted = counts["draft_passes", ""], counts["drafted_tokens", ""]
+    assert 0 < drafted < passes * len(prompts) * NUM_DRAFTS
+
+
+class Served(FixedWidth):
+    """Blocks of the same width for all, whose steps behind the prompt are counted."""
+
+    narrows = reads_outcomes = True
+    steps = 0
+
+    def observe(self, step: VerifiedStep) -> None:
+        self.steps += int((~step.in_prompt).sum())
+
+
+def test_trials_are_what_a_server_does(target, drafter, engine, tmp_path):
+    """As many steps for each answer and width; the logits are those behind the prompt."""
+    asked = [prompt(length, 2 * length, 14) for length in (3, 9, 14)]
+    settings = PilotTraining(
+        radius=2, temperatures=(0.0,), max_tokens=40, generate_batch=2, responses=3
+    )
+    loaded = Drafter.load(drafter, target_facts(read_target(target)))
+    model = Target(target, "cpu")
+    model.eos = set()
+    model.model.generation_config.eos_token_id = None
+    prompts = [Prompt(tuple(given), "all", at == 1) for at, given in enumerate(asked)]
+    assert list(record(tmp_path, prompts, model, loaded, settings)) == [2, 1]
+    trials = recorded(tmp_path)
+    assert trials.widths == (2, 3, 4, 5, 6) and trials.trained == TRAINED
+    assert trials.tokens.tolist() == [39] * 3
+    assert trials.is_heldout.tolist() == [False, True, False]
+    for at, given in enumerate(asked):
+        for place, width in enumerate(trials.widths):
+            with policy_of(engine, Served(NUM_DRAFTS, width)) as policy:
+                (output,) = engine.generate([given], greedy(40))
+            assert policy.steps == trials.steps[at, place]
+        assert output[0] == trials.logits[at].argmax()
+    assert len(trials.steps.unique()) > 4, "all widths are alike"
+
+
+def test_costs_are_learned_from_an_engine(engine):
+    times = iter(range(10**6))
+    policy = TimedWidths(NUM_DRAFTS, clock=lambda: 0.01 * next(times))
+    with policy_of(engine, policy):
+        engine.generate([prompt(9, 1, 14)], greedy(60))
+    plain, draft_pass, each = in_milliseconds(policy.costs)
+    assert plain + draft_pass + each * NUM_DRAFTS / 2 == pytest.approx(10, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "widths", "vocab_size", "message"),
+    [
+        ({}, (5, 7), 16, "up to 7 drafts"),
+        ({}, (5, 6), 17, "logits of 17 tokens"),
+        ({"is_causal": True}, (5, 6), 16, "layer 0"),
+    ],
+)
+def test_a_pilot_that_does_not_fit_is_refused_at_start(
+    target: Path,
+    tmp_path: Path,
+    overrides: dict[str, Any],
+    widths: tuple[int, ...],
+    vocab_size: int,
+    message: str,
+) -> None:
+    file = tmp_path / "pilot.safetensors"
+    Pilot(PilotConfig(widths, vocab_size, hidden_size=2)).save(file)
+    drafter = write_drafter(tmp_path / "drafter", repeating_config() | overrides)
+    options = {"policy": "pilot", "pilot": str(file)}
+    with pytest.raises(ValueError, match=message):
+        drafting_engine(target, drafter, NUM_DRAFTS, options, skip_tokenizer_init=True)
