@@ -9,6 +9,8 @@ Servers of the target:
     plain, in process  the same in the engine's process, where our worker runs: the part of a gain
                        that is not drafting's
     fixed N            our drafter; drafts and verifies N tokens
+    fixed N, S passes  the same with several passes over a block (--passes 2 4)
+    pilot              our drafter with a pilot's widths (--pilot FILE)
     adaptive           our drafter with this policy
     adaptive, lookup   the same with drafts from the request's own text (``prompt_lookup``)
     n-gram             vLLM's own (DLLM_DISABLE=1), in the engine's process as well: drafts what
@@ -37,6 +39,7 @@ from bench.tables import grouped, markdown, middle, names_of, of, problems, rati
 from bench.toys.suite import FAMILIES
 from bench.toys.tokenizer import knows_questions
 from bench.workloads import ADAPTIVE, Shape, Workload, prompt_texts
+from dllm.drafter.widths.pilot import PilotConfig
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.prompts.files import BUNDLED
 
@@ -101,8 +104,16 @@ def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
     add(IN_PROCESS, *in_process)
     drafter = {"method": "dflash", "model": str(options.drafter)}
     most = max(options.widths)
-    policies = [(f"fixed {width}", width, {"policy": "fixed"}) for width in options.widths]
+    policies: list[tuple[str, int, dict[str, Any]]] = [
+        (f"fixed {width}", width, {"policy": "fixed"}) for width in options.widths
+    ]
     adaptive: dict[str, Any] = {"policy": "adaptive"}
+    for steps in options.passes:
+        name = f"fixed {most}, {steps} passes"
+        policies.append((name, most, {"denoise_steps": steps, "noise_schedule": options.schedule}))
+    if options.pilot is not None:
+        widest = PilotConfig.read(options.pilot).widths[-1]
+        policies.append(("pilot", widest, {"policy": "pilot", "pilot": str(options.pilot)}))
     policies += [("adaptive", most, adaptive)]
     policies += [("adaptive, lookup", most, adaptive | {"prompt_lookup": True})]
     for name, num_drafts, policy in policies:
@@ -125,6 +136,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=TARGET, help="a checkpoint's folder")
     parser.add_argument("--drafter", type=Path, default=DRAFTER, help="likewise, made for it")
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
+    parser.add_argument("--passes", type=int, nargs="*", default=[], help="over a block: see above")
+    parser.add_argument("--schedule", default="cosine", help="of these passes")
+    parser.add_argument("--pilot", type=Path, help="a file of `dllm train pilot`")
     parser.add_argument("--prompts", type=Path, help="JSONL, with domains; default: see above")
     parser.add_argument("--without", nargs="*", default=[], help="names of servers to leave out")
     parser.add_argument("--file", default=FILE, help="name of the CSV file")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import decisions, drafter, kernels, peer, profile_step, remote, roofline, soak
+from bench import decisions, drafter, kernels, peer, pilot, profile_step, remote, roofline, soak
 from bench.context import ROOT, Rows, command_line, read_csv
 from bench.drafter import FILE as DRAFTER
 from bench.serve import AUTOREGRESSIVE, BUILTIN, ENGINE, OURS, PIPELINE, REFERENCE, SERVING
@@ -106,6 +106,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "peer": peer.SECTION,
     "soak": soak.SECTION,
     "drafting": Section(DRAFTER, "python -m bench.drafter", drafter.tables),
+    "pilot": pilot.SECTION,
     "smollm2": Section(SMOLLM2, "python -m bench.drafter", drafter.tables),
     "remote": remote.SECTION,
     "decisions": decisions.SECTION,

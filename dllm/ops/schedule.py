@@ -38,6 +38,25 @@ def num_revealed(step: Tensor, num_steps: Tensor, size: int, schedule: Tensor) -
     return torch.where(schedule == LINEAR, even, curved).clamp(min=1)
 
 
+def reveal_counts(schedule: str, size: int, num_steps: int) -> list[int]:
+    """How many masks each step reveals of a block of ``size``, which is their sum.
+
+    Shorter than ``num_steps`` where fewer steps reveal all.
+    """
+    steps = torch.arange(num_steps)
+    every = num_revealed(
+        steps,
+        torch.full_like(steps, num_steps),
+        size,
+        torch.full_like(steps, SCHEDULES.index(schedule)),
+    )
+    counts: list[int] = []
+    for count in every.tolist():
+        counts.append(min(count, size - sum(counts)))
+    counts[-1] = size - sum(counts[:-1])
+    return [count for count in counts if count]
+
+
 def _masked(time: Tensor, schedule: Tensor) -> Tensor:
     """The fraction that is masked: float64."""
     time = time.double().clamp(max=1.0)

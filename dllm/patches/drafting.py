@@ -156,8 +156,11 @@ def configure_steering(vllm_config: Any) -> None:
     )
     source = f'the draft source "{speculative.method}"'
     refuse_options_of_network(options, source)
-    if options.policy == "pilot":
-        raise ValueError(f"{WHERE}: policy = 'pilot' with {source}; allowed: dflash.")
+    if options.policy == "pilot" or options.denoise_steps > 1:
+        raise ValueError(
+            f"{WHERE}: policy = {options.policy!r}, denoise_steps = {options.denoise_steps} with "
+            f'{source}; allowed with it: another policy than "pilot", and 1.'
+        )
     speculative.is_steered_by_dllm = True
 
 

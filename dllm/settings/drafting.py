@@ -61,6 +61,9 @@ class DrafterOptions:
             Refused on a CPU.
         window: number of context tokens before the draft block that the drafter attends to; earlier
             ones leave its KV cache. None keeps what the checkpoint says.
+        denoise_steps: passes over a draft block; in each the positions are decided of which the
+            drafter is surest, and the next one sees them.
+        noise_schedule: how many each pass decides (``dllm.ops.schedule``).
         mask_token_id: the token at undecided positions, if the checkpoint does not name one: its
             id, or as the target's tokenizer writes it.
         record: folder in which tokens and hidden states of live traffic are recorded, for
@@ -82,6 +85,8 @@ class DrafterOptions:
     verification: Verification = "drafter_invariant"
     fused_context: Flag = False
     window: Annotated[int | None, IntRange(1)] = None
+    denoise_steps: Annotated[int, IntRange(1)] = 1
+    noise_schedule: Literal["linear", "cosine", "sqrt"] = "cosine"
     mask_token_id: Annotated[int | str | None, MASK_TOKEN] = None
     record: Text = None
     record_layers: Annotated[Sequence[int] | None, LAYERS] = None
@@ -118,6 +123,17 @@ class DrafterOptions:
             raise ValueError(
                 f"{WHERE}: width = {self.width}, but num_speculative_tokens is {num_drafts}; "
                 f"allowed: 0 to {num_drafts}."
+            )
+        if self.denoise_steps > num_drafts:
+            raise ValueError(
+                f"{WHERE}: denoise_steps = {self.denoise_steps}, but num_speculative_tokens is "
+                f"{num_drafts}; allowed: 1 to {num_drafts}, as each pass decides a draft."
+            )
+        if self.denoise_steps > 1 and (is_trimmed_by_vllm or self.policy == "pilot"):
+            other = "policy = 'pilot'" if self.policy == "pilot" else "enable_adaptive_verification"
+            raise ValueError(
+                f"{WHERE}: denoise_steps = {self.denoise_steps} with {other}; allowed with it: 1. "
+                "Leave one of them out."
             )
         if is_trimmed_by_vllm and self.record is not None:
             raise ValueError(

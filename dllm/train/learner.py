@@ -88,6 +88,10 @@ class DraftLearner:
         blocks = batch.blocks(anchors, self.drafter.block, self.drafter.read.mask_token_id)
         labels = self.model.as_drafted(blocks.labels)
         there = blocks.exists & (labels != NEVER)
+        if self.settings.revealed_share:
+            shown = draw_revealed(blocks.exists, self.settings.revealed_share, noise)
+            blocks.ids[..., 1:] = torch.where(shown, blocks.labels, blocks.ids[..., 1:])
+            there &= ~shown
         with autocast(self.target.device):
             hidden = self.model(batch.features.float(), self.embedding[blocks.ids], anchors)
             each = losses(hidden[:, :, 1:][there], self.model.head_of(self.head), labels[there])
@@ -139,3 +143,21 @@ class DraftLearner:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.acceptance = {name: Acceptance(**one) for name, one in state["acceptance"].items()}
+
+
+def draw_revealed(exists: Tensor, share: float, noise: torch.Generator) -> Tensor:
+    """Positions of draft blocks that show the target's token instead of the mask.
+
+    Args:
+        exists: ``[B, A, K - 1]`` bool, the positions that have a token.
+        share: of the blocks, of which any position is shown. In each of them the number of shown
+            positions is uniform, from none to all but one.
+
+    Returns:
+        ``[B, A, K - 1]`` bool, on the device of ``exists``.
+    """
+    there = exists.cpu()
+    ranks = (torch.rand(there.shape, generator=noise) + ~there).argsort(-1).argsort(-1)
+    counts = (torch.rand(there.shape[:2], generator=noise) * there.sum(-1)).long()
+    is_chosen = torch.rand(there.shape[:2], generator=noise) < share
+    return ((ranks < counts[..., None]) & is_chosen[..., None]).to(exists.device)

@@ -99,6 +99,8 @@ class DrafterTraining(TomlSettings):
         batch_size: sequences (a prompt and its response) in each step.
         anchors: draft blocks in each sequence, each behind a random token of the response.
         gamma: draft k weighs exp(-(k - 1) / gamma) in the loss, tokens; None: block_size / 2.
+        revealed_share: of the draft blocks, which show the target's token at some positions, as the
+            later passes of ``denoise_steps`` see drafts there; the others are all masks.
         matrix_lr, vector_lr: peak learning rate of Muon and of AdamW.
         warmup_steps: the learning rates grow linearly over so many steps.
         decay_from: fraction of the run after which the learning rates fall, along a cosine.
@@ -122,6 +124,7 @@ class DrafterTraining(TomlSettings):
     batch_size: Count = 32
     anchors: Count = 16
     gamma: Annotated[float, Field(gt=0)] | None = None
+    revealed_share: Share = 0.0
     matrix_lr: Rate = 0.02
     vector_lr: Rate = 0.003
     warmup_steps: Annotated[int, Field(ge=0)] = 100

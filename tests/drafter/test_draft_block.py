@@ -1,4 +1,4 @@
-"""Draft blocks in an engine: as long as was chosen, and as their trials say."""
+"""Draft blocks in an engine: as long as was chosen, as their trials say, and in several passes."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from dllm.drafter.block import reveal_surest
 from dllm.drafter.pair import drafter_config as read_config
 from dllm.drafter.widths.pilot import Pilot, PilotConfig
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
@@ -36,7 +37,7 @@ from tests.support.drafter_pairs import (
 from tests.support.drafter_reference import ReferenceDrafter
 from tests.support.engine_harness import Engine
 
-NUM_DRAFTS, TRAINED = 6, 4
+NUM_DRAFTS, TRAINED, STEPS = 6, 4, 4
 RTOL = 1e-4  # fp32, sums in another order
 
 
@@ -50,15 +51,23 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Often right, and its masks see each other."""
     weights = repeating_drafter()
     weights["layers.0.self_attn.q_norm.weight"].fill_(0.3)
-    for name, noise in random_drafter(seed=4, layers=1).items():
-        weights[name] += 0.1 * noise
+    for name, noise in random_drafter(seed=5, layers=1).items():
+        weights[name] += 0.2 * noise
     config = repeating_config() | {"block_size": TRAINED + 1}
     return write_drafter(tmp_path_factory.mktemp("drafter"), config, weights)
 
 
 @pytest.fixture(scope="module")
-def engine(target: Path, drafter: Path) -> Engine:
-    return drafting_engine(target, drafter, NUM_DRAFTS, skip_tokenizer_init=True)
+def in_passes(target: Path, drafter: Path) -> Engine:
+    options = {"denoise_steps": STEPS, "noise_schedule": "linear"}
+    return drafting_engine(target, drafter, NUM_DRAFTS, options, skip_tokenizer_init=True)
+
+
+@pytest.fixture
+def engine(in_passes: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The same engine, which drafts in one pass."""
+    monkeypatch.setattr(in_passes.runner.speculator, "reveal_counts", [NUM_DRAFTS])
+    return in_passes
 
 
 def reference(target: Path, drafter: Path, engine: Engine) -> ReferenceDrafter:
@@ -94,7 +103,7 @@ def test_a_shortened_blocks_drafts_are_those_of_a_block_that_ends_there(target, 
     engine.reset_prefix_cache()
     policy = Narrow(NUM_DRAFTS)
     with policy_of(engine, policy), watch_drafts(engine) as seen:
-        engine.generate([prompt(2, 3, 14), prompt(10, 4, 14), prompt(20, 5, 14)], greedy(20))
+        engine.generate([prompt(2, 3, 14), prompt(10, 4, 14), prompt(20, 5, 14)], greedy(60))
     widths = [width for step in policy.asked for width in step]
     assert len(widths) == len(seen) and set(widths) == set(range(NUM_DRAFTS + 1))
     expected = reference(target, drafter, engine)
@@ -200,3 +209,80 @@ def test_a_pilot_that_does_not_fit_is_refused_at_start(
     options = {"policy": "pilot", "pilot": str(file)}
     with pytest.raises(ValueError, match=message):
         drafting_engine(target, drafter, NUM_DRAFTS, options, skip_tokenizer_init=True)
+
+
+# --- several passes -------------------------------------------------------------------------------
+
+
+def test_passes_are_those_of_the_definition(target, drafter, in_passes):
+    """Each decides the positions that are surest, and the next one sees them."""
+    in_passes.reset_prefix_cache()
+    with watch_drafts(in_passes) as seen:
+        in_passes.generate([prompt(20, 3, 14), prompt(50, 5, 14)], greedy(60))
+    assert in_passes.runner.speculator.reveal_counts == [2, 2, 1, 1]
+    expected = reference(target, drafter, in_passes)
+    mask = expected.config.mask_token_id
+    in_one = 0
+    with torch.inference_mode():
+        for draft in seen:
+            block = [draft.tokens[-1]] + [mask] * NUM_DRAFTS
+            first = expected.logits(draft.tokens[:-1], block)[1:].argmax(-1).tolist()
+            for count in [2, 2, 1, 1]:
+                logits = expected.logits(draft.tokens[:-1], block)[1:]
+                sure, best = logits.softmax(-1).max(-1)
+                sure[[token != mask for token in block[1:]]] = -1
+                for place in sure.topk(count).indices.tolist():
+                    block[1 + place] = int(best[place])
+            assert draft.drafts == block[1:]
+            torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
+            in_one += first == block[1:]
+    assert len(seen) > 10 and in_one < len(seen), "one pass would have done"
+
+
+def test_rows_of_padding_do_not_overwrite_the_first_requests_last_token(in_passes, monkeypatch):
+    """As in a CUDA graph for more requests than there are: sample places of padding are 0."""
+    speculator, prompts = in_passes.runner.speculator, [prompt(30, 1, 14), prompt(41, 5, 14)]
+    generate = speculator._generate_draft
+    padded_passes = []
+
+    def pad(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(hidden, (0, 0, 0, 64))
+
+    def padded(num_reqs: int, num_tokens: int, *others: Any, **options: Any) -> None:
+        limit, run = speculator.max_num_reqs, speculator._run_model
+        assert num_reqs < limit
+        assert (speculator.sample_indices[num_reqs * NUM_DRAFTS :] == 0).all()
+        anchor = int(speculator.input_buffers.input_ids[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                speculator, "_run_model", lambda _, *a, **k: pad(run(num_tokens, *a, **k))
+            )
+            generate(limit, num_tokens, *others, **options)
+        assert int(speculator.input_buffers.input_ids[0]) == anchor
+        padded_passes.append(num_reqs)
+
+    drafts = []
+    for patched in (generate, padded):
+        in_passes.reset_prefix_cache()
+        monkeypatch.setattr(speculator, "_generate_draft", patched)
+        with watch_drafts(in_passes) as seen:
+            outputs = in_passes.generate(prompts, greedy(30))
+        drafts.append((outputs, [draft.drafts for draft in seen]))
+    assert drafts[0] == drafts[1]
+    assert len(padded_passes) > 3
+
+
+def test_the_surest_positions_are_revealed_with_what_was_drawn():
+    logits = torch.tensor(
+        [
+            [[0.6, 0.4, 0.0], [0.1, 0.0, 0.9], [0.2, 0.8, 0.0]],
+            [[1.0, 0, 0], [0, 1.0, 0], [0.5, 0.5, 0]],
+        ]
+    ).log()
+    drafts, confidence = torch.full((2, 3), -1), torch.zeros(2, 3)
+    is_masked = torch.tensor([[True, True, True], [False, True, True]])
+    tokens = torch.tensor([0, 2, 0, 0, 1, 1])  # not always the likeliest
+    reveal_surest(drafts, confidence, is_masked, logits.view(6, 3), tokens, count=2)
+    assert drafts.tolist() == [[-1, 2, 0], [-1, 1, 1]]
+    assert is_masked.tolist() == [[True, False, False], [False, False, False]]
+    torch.testing.assert_close(confidence, torch.tensor([[0, 0.9, 0.8], [0, 1.0, 0.5]]))

@@ -188,6 +188,8 @@ def test_another_tokenizer_is_refused_with_both_ids():
         ({"mask_token_id": True}, ["mask_token_id = True"]),
         ({"record": 3}, ["record = 3", "a string"]),
         ({"record": "x", "record_mb": 0}, ["record_mb = 0", "at least 1"]),
+        ({"denoise_steps": 0}, ["denoise_steps = 0", "at least 1"]),
+        ({"noise_schedule": "cubic"}, ["noise_schedule = 'cubic'", "linear, cosine, sqrt"]),
         ({"record_dir": "x"}, ["did you mean 'record'?"]),
         ({"record_layers": [1]}, ["record_layers", '"record"']),
         ({"record": "x", "record_layers": [3, 1]}, ["record_layers = [3, 1]"]),
@@ -218,3 +220,17 @@ def test_only_one_decides_what_is_verified(options):
     (value,) = options.values()
     with pytest.raises(ValueError, match=f"{value}.*enable_adaptive_verification"):
         DrafterOptions(**options).check_against(7, is_trimmed_by_vllm=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_trimmed_by_vllm", "words"),
+    [
+        ({"denoise_steps": 8}, False, "num_speculative_tokens is 7"),
+        ({"policy": "pilot", "pilot": "x", "denoise_steps": 2}, False, "policy = 'pilot'"),
+        ({"denoise_steps": 2}, True, "enable_adaptive_verification"),
+    ],
+)
+def test_passes_that_cannot_be_made_are_refused(options, is_trimmed_by_vllm, words):
+    DrafterOptions(denoise_steps=7).check_against(7, is_trimmed_by_vllm=False)
+    with pytest.raises(ValueError, match=f"denoise_steps = .*{words}"):
+        DrafterOptions(**options).check_against(7, is_trimmed_by_vllm)

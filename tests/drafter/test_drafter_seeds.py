@@ -8,6 +8,7 @@ import torch
 
 from dllm.drafter.verification import keep_own_tokens
 from dllm.drafter.widths.policy import FixedWidth
+from dllm.ops.schedule import reveal_counts
 from tests.support.drafter_harness import (
     drafting_engine,
     greedy,
@@ -63,6 +64,14 @@ def engine(request, target, folder) -> Engine:
 def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, kind):
     with policy_of(engine, make_policy(kind, engine)):
         assert engine.generate(PROMPTS, SAMPLED) == plain
+
+
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_several_passes_give_the_same_text(engine, plain, num_steps, monkeypatch):
+    counts = reveal_counts("cosine", NUM_DRAFTS, num_steps)
+    assert len(counts) == num_steps
+    monkeypatch.setattr(engine.runner.speculator, "reveal_counts", counts)
+    assert engine.generate(PROMPTS, SAMPLED) == plain
 
 
 def test_own_tokens_are_kept_up_to_the_first_that_differs():

@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.unmasking.reference import load_model
+from dllm.ops.schedule import reveal_counts
 from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import (
     greedy,
@@ -130,6 +131,26 @@ def test_the_text_is_the_one_token_by_token(plain, drafting, kind, monkeypatch) 
         assert list(ours) == list(theirs)
         values = [each.logprob for each in ours.values()]
         assert values == pytest.approx([each.logprob for each in theirs.values()], abs=1e-4)
+
+
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_several_passes_give_the_same_text(plain, drafting, num_steps, monkeypatch) -> None:
+    """Each of them is a pass over the canvas."""
+    speculator = drafting.runner.speculator
+    counts, passes = reveal_counts("cosine", NUM_DRAFTS, num_steps), []
+    run = speculator._run_model
+    monkeypatch.setattr(speculator, "reveal_counts", counts)
+    monkeypatch.setattr(
+        speculator, "_run_model", lambda *a, **k: (passes.append(1), run(*a, **k))[1]
+    )
+    few = slice(1, 4)
+    expected = plain.generate(prompts()[few], SAMPLED[few])
+    drafting.reset_prefix_cache()
+    speculator._counts.take(), drafting.scheduler._counts.take()
+    assert drafting.generate(prompts()[few], SAMPLED[few]) == expected
+    found = drafting.scheduler._counts.take()
+    found.merge(speculator._counts.take())
+    assert len(passes) == num_steps * found["draft_passes", ""] > 0
 
 
 def test_steps_whose_drafts_nobody_uses_count_nothing(plain: Engine, drafting: Engine) -> None:

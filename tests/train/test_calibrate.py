@@ -19,6 +19,7 @@ from dllm.cli import CommandError
 from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
 from dllm.tools.client import Connection
 from dllm.train import command, drafter
+from dllm.train import learner as learner_module
 from dllm.train.export import Drafter, block_of, read_checkpoint
 from dllm.train.network import NEVER, count_params
 from dllm.train.responses import check_disk, refuse_other_model
@@ -51,11 +52,16 @@ __all__ = ["target", "target_path"]  # fixtures
 # --- the loop -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft_vocab_size", [None, 256])
-def test_it_learns_ten_responses_by_heart(target, tmp_path, draft_vocab_size):
+@pytest.mark.parametrize(("draft_vocab_size", "revealed_share"), [(None, 0.0), (256, 0.5)])
+def test_it_learns_ten_responses_by_heart(target, tmp_path, draft_vocab_size, revealed_share):
     samples = random_samples(target, 10)
     settings = small_settings(
-        steps=150, batch_size=10, anchors=8, evaluate_every=75, checkpoint_every=150
+        steps=150,
+        batch_size=10,
+        anchors=8,
+        evaluate_every=75,
+        checkpoint_every=150,
+        revealed_share=revealed_share,
     )
     chosen = {"draft_vocab_size": draft_vocab_size}
     run = calibration(target, samples, tmp_path / "run", settings, **chosen)
@@ -64,6 +70,45 @@ def test_it_learns_ten_responses_by_heart(target, tmp_path, draft_vocab_size):
     untrained = calibration(target, samples, tmp_path / "other", settings, **chosen)
     assert untrained.learner.evaluate(untrained.average)["length"] < 1.2
     assert run.rows[-1]["length"] > 2.5  # of 4 possible
+
+
+def test_positions_that_are_shown_are_not_learned(target, tmp_path, monkeypatch):
+    run = calibration(
+        target, random_samples(target, 5), tmp_path, small_settings(revealed_share=1.0)
+    )
+    learner, seen = run.learner, []
+    forward, losses = learner.model.forward, learner_module.losses
+
+    def spy_forward(features, embeds, anchors):
+        seen.append(embeds)
+        return forward(features, embeds, anchors)
+
+    def spy_losses(hidden, head, labels):
+        seen.append(labels)
+        return losses(hidden, head, labels)
+
+    monkeypatch.setattr(learner.model, "forward", spy_forward)
+    monkeypatch.setattr(learner_module, "losses", spy_losses)
+    learner.loss(0)
+    embeds, labels = seen
+    mask = learner.embedding[learner.drafter.read.mask_token_id]
+    is_mask = (embeds[:, :, 1:] == mask).all(-1)
+    assert is_mask.any(-1).all() and not is_mask.all()
+    # Masks beyond the end of a response are not learned, either.
+    assert 0 < len(labels) <= is_mask.sum()
+    assert (~is_mask).sum() + len(labels) <= is_mask.numel()
+
+
+def test_what_is_shown_is_anything_from_nothing_to_all_but_one():
+    exists = torch.arange(4) < torch.tensor([4, 3, 1])[:, None, None].expand(3, 4000, 1)
+    shown = learner_module.draw_revealed(exists, 0.5, torch.Generator().manual_seed(0))
+    assert not (shown & ~exists).any()
+    for row, length in zip(shown.sum(-1), (4, 3, 1), strict=True):
+        shares = row.bincount(minlength=length) / len(row)
+        # Half of the blocks show nothing, and of the others each number is as frequent.
+        expected = torch.full((length,), 0.5 / length)
+        expected[0] += 0.5
+        torch.testing.assert_close(shares, expected, rtol=0, atol=0.04)  # 5 standard deviations
 
 
 def test_a_reduced_vocabulary_has_the_most_frequent_tokens_and_is_read_again(target, tmp_path):
