@@ -50,9 +50,9 @@ class PilotTraining(TomlSettings):
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0, 0.7, 1.0)
     max_tokens: Annotated[int, Field(ge=2)] = 256
     generate_batch: Count = 16
-    steps: Count = 200
+    steps: Count = 300
     batch_size: Count = 64
-    learning_rate: Rate = 0.03
+    learning_rate: Rate = 0.1
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     evaluate_every: Count = 10
     threads: Count = 1
