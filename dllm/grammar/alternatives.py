@@ -9,6 +9,7 @@ of which hold. Two of its keys are ours:
               only where the alternative allows that type.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -205,9 +206,11 @@ def _flat(part: Part) -> Flat:
     flat: Flat = {"path": part.path, "unheld": []}
     for keyword, value in part.schema.items():
         if keyword == "type":
-            flat["type"] = {value} if isinstance(value, str) else set(value)
-            if unknown := flat["type"] - {*TYPES, "integer"}:
-                refuse("type", part.path, f"{sorted(map(str, unknown))[0]!r} is none")
+            named = value if isinstance(value, list) and value else [value]
+            if unknown := [one for one in named if one not in (*TYPES, "integer")]:
+                known = ", ".join((*TYPES, "integer"))
+                refuse("type", part.path, f"{json.dumps(unknown[0])} is no type; allowed: {known}")
+            flat["type"] = set(named)
         elif keyword in UPPER + LOWER:
             if (bound := _bound(part, keyword)) is not None:
                 flat[keyword] = bound

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -43,6 +44,7 @@ SECONDS = prometheus_client.Summary(
 Kind = Literal["json", "regex", "grammar", "lark", "structural_tag"]
 # Where a structural tag has texts, in either of xgrammar's forms.
 SPOKEN = ("begin", "end", "triggers", "value", "separator", "pattern", "grammar")
+MARK = re.compile(r"<[^<>\s]+>")  # of calls and thoughts, as <tool_call> and <|tool_call_begin|>
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,9 @@ class Grammars:
             children = self._children = self._children or _children_of(tuple(tokens.words))
         spoken = ""
         if spec.kind == "structural_tag":
-            spoken = "\n".join(_spoken(json.loads(spec.text)))
+            tag = json.loads(spec.text)
+            spoken = "\n".join(_spoken(tag))
+            refuse_marks(tag, spoken)
         unnamed = {token for token, name in tokens.names.items() if name not in spoken}
         # A tokenizer may have more tokens than the model.
         absent = {token for token in unnamed | {*stops} if token < len(tokens.words)}
@@ -211,6 +215,38 @@ def _spoken(tag: Any, key: str = "") -> Iterator[str]:
         for name, value in tag.items():
             if name not in ("json_schema", "schema"):
                 yield from _spoken(value, name)
+
+
+def refuse_marks(tag: Any, spoken: str) -> None:
+    """Refuse a value that has a mark of calls: whoever reads the calls would cut them there.
+
+    Args:
+        spoken: the texts of the tag, with its marks.
+
+    Raises:
+        Unsupported: an ``enum`` or ``const`` of a schema has such a value.
+    """
+    marks = re.compile("|".join(map(re.escape, MARK.findall(spoken))) or r"\b\B")
+    try:
+        value = next(filter(marks.search, _values(tag)), None)
+    except RecursionError:
+        raise Unsupported("The grammar is nested too deeply. Make it flatter.") from None
+    if value is not None:
+        raise Unsupported(
+            f"The schema has the value {value[:80]!r}, which has a mark of calls. Leave it out."
+        )
+
+
+def _values(part: Any, is_listed: bool = False) -> Iterator[str]:
+    """The texts in ``enum`` and ``const`` of a tag's schemas."""
+    if isinstance(part, str) and is_listed:
+        yield part
+    elif isinstance(part, list):
+        for one in part:
+            yield from _values(one, is_listed)
+    elif isinstance(part, Mapping):
+        for name, value in part.items():
+            yield from _values(value, is_listed or name in ("enum", "const"))
 
 
 def _key(spec: Spec, stops: Collection[int]) -> str:

@@ -25,13 +25,17 @@ from dllm.grammar.alternatives import (
 )
 from dllm.grammar.objects import lowered_object
 from dllm.grammar.patterns import IN_JSON, Alphabet, rewritten
-from dllm.grammar.references import Document, Part, refuse
+from dllm.grammar.references import CANNOT, Document, Part, refuse
 from dllm.grammar.rules import Unsupported
 from dllm.grammar.strings import lowered_string
 
 Schema = dict[str, Any]
 
 NUM_DIGITS = 6  # digits behind the point in numbers that have bounds
+WHY = {
+    "uniqueItems": "answers cannot be held to items that differ (a set); send a list, and look for "
+    "repeated items in the answer"
+}
 MOST_ITEMS = 1 << 20  # a larger number limits nothing: no answer is as long
 MOST_MULTIPLES = 256  # values that are listed between two bounds; without bounds, the largest step
 
@@ -128,7 +132,7 @@ class Lowering:
         types = flat.get("type") or ({"object"} if "properties" in flat else set(TYPES))
         for kind, keyword, path in unheld:
             if kind is None or kind in types or (kind == "number" and "integer" in types):
-                refuse(keyword, path)
+                refuse(keyword, path, WHY.get(keyword, CANNOT))
         if types >= set(TYPES) and not spoken:
             return [{}]
         kinds = [kind for kind in (*TYPES, "integer") if kind in types]

@@ -68,7 +68,10 @@ def part_at(schema: Any, path: str, resolver: Any) -> Part:
     return Part(schema, path, resolver)
 
 
-def refuse(keyword: str, path: str, why: str = "answers cannot be held to it") -> NoReturn:
+CANNOT = "answers cannot be held to it"
+
+
+def refuse(keyword: str, path: str, why: str = CANNOT) -> NoReturn:
     """Raise Unsupported, with the keyword of a schema and where it stands."""
     raise Unsupported(f"The schema uses {keyword!r} at '{path or '#'}': {why}. Leave it out.")
 

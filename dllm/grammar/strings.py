@@ -38,6 +38,15 @@ FORMATS = {
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{POINTER})",
     "uri-template": rf"https?://{LABEL}(?:\.{LABEL})*(?:/(?:{UNRESERVED}|\{{[A-Za-z0-9_]+\}})*)*",
 }
+UUIDS = {
+    f"uuid{version}": f"{HEX}{{8}}-{HEX}{{4}}-{version}{HEX}{{3}}-[89abAB]{HEX}{{3}}-{HEX}{{12}}"
+    for version in range(1, 9)
+}
+# pydantic's, of which no standard says more: any text without control characters.
+PATHS = dict.fromkeys(("path", "file-path", "directory-path"), r"[^\x00-\x1f\x7f]+")
+FORMATS |= UUIDS | PATHS
+# Beside a length, because xgrammar's form has none: an address of at most 337 characters.
+SHORT_URI = r"https?://(?:[a-z0-9]{1,20}\.){1,3}[a-z]{2,10}(?:/[A-Za-z0-9._~/-]{0,255})?"
 OF_XGRAMMAR = ("duration", "uri", "uri-reference")
 NOTES = ("binary", "password")  # limit no text
 MOST_LENGTH = 1 << 20  # a larger one limits nothing: no answer is as long
@@ -61,11 +70,13 @@ def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] |
         form = flat["format"]
         if form not in FORMATS and form not in OF_XGRAMMAR:
             refuse("format", path, f"{form!r} is not known; allowed: {KNOWN}")
-        if pattern is not None or (form in OF_XGRAMMAR and (fewest, most) != (0, math.inf)):
+        is_free = (fewest, most) == (0, math.inf)
+        beside = FORMATS | ({} if is_free else {"uri": SHORT_URI})
+        if pattern is not None or (form not in beside and not is_free):
             refuse("format", path, "beside 'pattern' or a length answers cannot be held to it")
-        if form in OF_XGRAMMAR:
+        if form not in beside:
             return node | {"format": form}
-        pattern = FORMATS[form]
+        pattern = beside[form]
     if pattern is None:
         node |= {"minLength": fewest} if fewest else {}
         return node | ({"maxLength": most} if most < math.inf else {})

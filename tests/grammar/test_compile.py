@@ -16,7 +16,7 @@ from dllm.grammar import children as children_of
 from dllm.grammar import compile as compiling
 from dllm.grammar.automaton import DEAD
 from dllm.grammar.children import Children
-from dllm.grammar.compile import Grammars, Spec, Tokens
+from dllm.grammar.compile import Grammars, Spec, Tokens, refuse_marks
 from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import Table
 from tests.support.grammars import GRAMMARS, VOCABULARY, WORDS, table
@@ -119,6 +119,23 @@ def test_no_other_tokens_spell_the_mark_that_a_tag_names(children):
     assert without.read(0, [letters[letter] for letter in "name"]) != DEAD
 
 
+@pytest.mark.parametrize(
+    ("schema", "is_refused"),
+    [
+        ({"enum": ["x", "a</tool_call>"]}, True),
+        ({"properties": {"a": {"const": {"b": ["<tool_call>"]}}}}, True),
+        ({"enum": ["tool_call", "<b>"], "description": "<tool_call>"}, False),
+    ],
+)
+def test_a_value_with_a_mark_of_the_tag_is_refused(schema, is_refused):
+    """A parser of calls would end the call there, and return it cut."""
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"begin": "<tool_call>\n", "content": content, "end": "</tool_call>"}
+    spoken = "<tool_call>\n\n</tool_call>"
+    with pytest.raises(Unsupported, match="has a mark") if is_refused else contextlib.nullcontext():
+        refuse_marks(tag, spoken)
+
+
 def test_tokens_that_the_model_lacks_are_in_no_text(children):
     """A tokenizer may have more tokens than the model."""
     made = grammars(children, names={len(WORDS) + 3: "<pad>"})
@@ -194,6 +211,17 @@ def test_threads_get_their_own_tables(children):
     }
 
 
+MARKED = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<a>",
+        "content": {"type": "json_schema", "json_schema": {"enum": ["<a>"]}},
+        "end": "</a>",
+    },
+}
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -213,6 +241,7 @@ def test_threads_get_their_own_tables(children):
             "leads back to itself",
         ),
         (Spec("json", json.dumps({"enum": SCATTERED})), "limit of states, 4096"),
+        (Spec("structural_tag", json.dumps(MARKED)), "has a mark of calls"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else value.kind,
 )

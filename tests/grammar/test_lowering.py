@@ -130,6 +130,18 @@ def are_accepted(schema, texts) -> list[bool]:
         ({"type": "string", "format": "date"}, ['"2024-12-31"'], ['"2024-02-31"']),
         ({"type": "string", "format": "uuid", "minLength": 3}, [], ['"x"']),
         (
+            {"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083},
+            ['"https://a.bc"', '"http://www.abc.de/a/b-c.html"'],
+            ['""', '"a b"', '"https://a"', f'"https://a.bc/{"a" * 2083}"'],
+        ),
+        ({"type": "string", "format": "path"}, ['"/tmp/a b.txt"', '"é"'], ['""', r'"a\nb"']),
+        ({"format": "file-path", "maxLength": 3}, ['"a/b"', "1"], ['"a/bc"']),
+        (
+            {"type": "string", "format": "uuid4"},
+            ['"01234567-89ab-4def-8123-456789abcdef"'],
+            ['"01234567-89ab-1def-8123-456789abcdef"'],
+        ),
+        (
             {"type": "string", "pattern": "^[a-z_][a-z0-9_]*$", "maxLength": 3},
             ['"a_1"'],
             ['"a_12"'],
@@ -244,6 +256,9 @@ def test_what_is_asked_is_held(schema, accepted, rejected):
         ({"type": "object", "required": "abc"}, "required", "#"),
         ({"type": "string", "pattern": "^a{5}$", "minLength": 7}, "pattern", "#"),
         ({"type": "text"}, "type", "#"),
+        (object_of(a={"type": None}), "type", "#/properties/a"),
+        ({"type": ["string", None]}, "type", "#"),
+        ({"type": []}, "type", "#"),
         ({"minimum": "3"}, "minimum", "#"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -255,6 +270,13 @@ def test_what_cannot_be_held_is_refused_by_keyword_and_path(schema, keyword, pat
     tag = {"format": {"type": "tag", "content": {"type": "json_schema", "json_schema": schema}}}
     with pytest.raises(Unsupported):
         lower_text("structural_tag", json.dumps(tag))
+
+
+def test_refusals_say_what_is_allowed_or_what_to_do():
+    with pytest.raises(Unsupported, match=r"null is no type; allowed: object, array.*Leave"):
+        lower({"type": None})
+    with pytest.raises(Unsupported, match="send a list"):
+        lower({"type": "array", "uniqueItems": True})
 
 
 def test_an_unknown_format_is_named():
