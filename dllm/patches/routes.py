@@ -70,6 +70,8 @@ def _extended(
         read_token_by_token()
         _leave_out_transfers(self, request)
         one = HttpRequest(places_of(self.engine_client.vllm_config))
+        if "messages" in getattr(type(request), "model_fields", ()):
+            one.client_names["prompt"] = "messages"
         if getattr(request, "tools", None) and not request.extract_structured_outputs():
             one.client_names["structured_outputs"] = "tools"
         with handling(one):

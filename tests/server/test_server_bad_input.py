@@ -86,6 +86,19 @@ def test_refusals_say_what_was_given_what_is_allowed_and_what_to_do(
     assert ADVICE.search(reply.message), reply.message
 
 
+@pytest.mark.parametrize(
+    ("path", "sent", "parameter"),
+    [
+        (COMPLETIONS, {"prompt": ["a"] * 513}, "prompt"),
+        (CHAT, {"n": 513}, "n"),
+        (f"{CHAT}/batch", {"messages": [BASE[CHAT]["messages"]] * 513}, "messages"),
+    ],
+)
+def test_what_multiplies_requests_is_bounded_by_its_name(server, path, sent, parameter):
+    reply = server.post(path, BASE[CHAT] | sent)
+    assert (reply.status, reply.parameter) == (400, parameter), reply.text
+
+
 @pytest.mark.parametrize("kind", [None, "disabled", "adaptive"])
 def test_thinking_without_a_budget_is_not_refused(server, kind):
     asked = {} if kind is None else {"thinking": {"type": kind}}

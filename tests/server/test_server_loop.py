@@ -82,6 +82,11 @@ REFUSED = {
     # Requests of the engine.
     "prompts x widths": (completion(prompt=["a"] * 600, suffix="b", n=16), "n"),
     "prompts": (completion(prompt=["a"] * 1024), "prompt"),
+    "texts as prompts": (completion(prompt=["a"] * 150_000), "prompt"),
+    "conversations": ((CHAT + "/batch", chat(messages=[[USER]] * 4000)[1]), "messages"),
+    "prompt logprobs": (completion(prompt_logprobs=1000), "prompt_logprobs"),
+    "questions of systemone": (("/v1/systemone", {"model": MODEL, "state": "a", "questions":
+        {f"q{i}": {"type": "noul"} for i in range(401)}}), None),
     "prompts x n": (completion(prompt=["a"] * 1024, n=16), "n"),
     "n": (completion(n=16_384), "n"),
     # Texts.
