@@ -129,12 +129,19 @@ class DrafterOptions:
                 f"{WHERE}: denoise_steps = {self.denoise_steps}, but num_speculative_tokens is "
                 f"{num_drafts}; allowed: 1 to {num_drafts}, as each pass decides a draft."
             )
-        if self.denoise_steps > 1 and (is_trimmed_by_vllm or self.policy == "pilot"):
-            other = "policy = 'pilot'" if self.policy == "pilot" else "enable_adaptive_verification"
-            raise ValueError(
-                f"{WHERE}: denoise_steps = {self.denoise_steps} with {other}; allowed with it: 1. "
-                "Leave one of them out."
-            )
+        takes_one_pass = {
+            "policy = 'pilot'": self.policy == "pilot",
+            # What is drawn at a place depends on what was drawn behind it: it has no distribution
+            # behind the drafts in front of it alone, as rejection sampling needs.
+            "verification = 'rejection'": self.verification == "rejection",
+            "enable_adaptive_verification": is_trimmed_by_vllm,
+        }
+        for other, is_given in takes_one_pass.items():
+            if is_given and self.denoise_steps > 1:
+                raise ValueError(
+                    f"{WHERE}: denoise_steps = {self.denoise_steps} with {other}; allowed with it: "
+                    "1. Leave one of them out."
+                )
         if is_trimmed_by_vllm and self.record is not None:
             raise ValueError(
                 f"{WHERE}: record with enable_adaptive_verification: what is verified is then "

@@ -227,6 +227,7 @@ def test_only_one_decides_what_is_verified(options):
     [
         ({"denoise_steps": 8}, False, "num_speculative_tokens is 7"),
         ({"policy": "pilot", "pilot": "x", "denoise_steps": 2}, False, "policy = 'pilot'"),
+        ({"verification": "rejection", "denoise_steps": 2}, False, "verification = 'rejection'"),
         ({"denoise_steps": 2}, True, "enable_adaptive_verification"),
     ],
 )
