@@ -108,6 +108,12 @@ PATCHES = {
         "in the front end: arguments have the types that they are written with; vLLM guesses them"
     ),
     "vllm.parser.gemma4.Gemma4Parser._fix_arg_types": "it is what guesses",
+    "vllm.tool_parsers.hermes_tool_parser.Hermes2ProToolParser.extract_tool_calls": (
+        "in the front end: a call does not end where a string of its arguments says </tool_call>"
+    ),
+    "vllm.tool_parsers.hermes_tool_parser.Hermes2ProToolParser.extract_tool_calls_streaming": (
+        "the same in streams"
+    ),
     "vllm.parser.abstract_parser.DelegatingParser.parse_delta": (
         "in the front end: parsers of streams get one token at a time, and every thought"
     ),

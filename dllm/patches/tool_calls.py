@@ -1,4 +1,4 @@
-"""Patches of the API server for tool calls: what is held of them, and how Gemma's are read.
+"""Patches of the API server for tool calls: what is held of them, and how calls are read.
 
     a tool that is strict    its name, and arguments that its schema allows
     any other                its name, and arguments in the form of the parser's calls
@@ -9,6 +9,7 @@ strict name anything. Text around calls is free.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -48,6 +49,7 @@ def hold_tool_calls() -> None:
     _leave_arguments_free()
     _hold_gemma_calls()
     _read_typed_gemma_calls()
+    _read_whole_hermes_calls()
 
 
 def _leave_arguments_free() -> None:
@@ -139,6 +141,42 @@ def _read_typed_gemma_calls() -> None:
     gemma4._gemma4_arg_converter = _gemma4_arg_converter
     gemma4.gemma4_config.cache_clear()  # it holds the function
     gemma4.Gemma4Parser._fix_arg_types = _fix_arg_types  # type: ignore[method-assign]
+
+
+def _read_whole_hermes_calls() -> None:
+    """Let a call in JSON end behind its arguments, and not inside of one of their strings.
+
+    vLLM's parser ends it at the first ``</tool_call>``. Of strings it gets ``<\\/tool_call>`` to
+    read, the same in JSON. It reads the whole text again for each piece of a stream.
+    """
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser as Parser
+
+    extract, extract_streaming = Parser.extract_tool_calls, Parser.extract_tool_calls_streaming
+
+    def extract_tool_calls(self: Any, model_output: str, request: Any) -> Any:
+        marks = self.tool_call_start_token, self.tool_call_end_token
+        found = extract(self, without_end_in_strings(model_output, *marks), request)
+        if not found.tools_called:
+            found.content = model_output
+        return found
+
+    def extract_tool_calls_streaming(
+        self: Any, previous_text: str, current_text: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        marks = self.tool_call_start_token, self.tool_call_end_token
+        text = without_end_in_strings(current_text, *marks)
+        return extract_streaming(self, previous_text, text, *args, **kwargs)
+
+    Parser.extract_tool_calls = extract_tool_calls  # type: ignore[method-assign]
+    Parser.extract_tool_calls_streaming = extract_tool_calls_streaming  # type: ignore[method-assign]
+
+
+def without_end_in_strings(text: str, start: str, end: str) -> str:
+    """A text with calls in JSON, maybe unfinished, in whose strings ``end`` is escaped."""
+    string = r'"(?:[^"\\]|\\(?:.|\Z))*(?:"|\Z)'
+    call = rf'{re.escape(start)}(?:{string}|(?!{re.escape(end)})[^"])*'
+    escaped = end.replace("/", r"\/")
+    return re.sub(call, lambda found: found[0].replace(end, escaped), text, flags=re.DOTALL)
 
 
 def _typed(value: Any) -> Any:

@@ -140,6 +140,29 @@ def test_any_arguments_in_gemmas_form_are_read(grammars):
     assert asked.calls(text) == [("t0", arguments)]
 
 
+@pytest.mark.parametrize("name", ["tool_call", "longcat_tool_call"])
+def test_an_argument_may_hold_the_text_that_ends_a_call(grammars, name):
+    """Ordinary tokens can spell it; also cut in pieces, behind escapes, and in a second call."""
+    parser = {"tool_call": "hermes", "longcat_tool_call": "longcat"}[name]
+    asked = Asked(parser, [(None, ODD), (None, ODD)], "auto")
+    end, text, given = f"</{name}>", "", []
+    for number, inside in enumerate((f"a {end} b", f'"{end}', f"<{end}{end}", f"\\{end}", "<")):
+        arguments = {"a": inside, inside: [1]}
+        given.append((f"t{number % 2}", arguments))
+        call = f'{{"name": "t{number % 2}", "arguments": {json.dumps(arguments)}}}'
+        text += f"<{name}>\n{call}\n{end}"
+    assert accepts(asked.table(grammars), text)
+    assert asked.calls(text) == given
+
+
+def test_what_is_no_call_is_returned_as_it_was_written():
+    text = '<tool_call>{"name": "</tool_call>, 5'
+    parser = ParserManager.get_parser("hermes", enable_auto_tools=True)(TOKENIZER, [])
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}])
+    _, content, calls = parser.parse(text, request, enable_auto_tools=True)
+    assert (content, calls or []) == (text, [])
+
+
 def test_a_parser_without_a_tag_holds_strict_tools_alone(grammars):
     """It is sent a JSON schema of all tools."""
     tools = [(None, ODD), (True, {"type": "object", "properties": {"a": {"type": "null"}}})]
