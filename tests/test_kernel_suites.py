@@ -20,8 +20,8 @@ SUITES = {
     "tests/attention/attention_kernel_suite.py": 130,
     "tests/drafter/context_kernel_suite.py": 34,
     "tests/grammar/kernel_suite.py": 22,
-    "tests/ops/row_stats_kernel_suite.py": 39,
-    "tests/ops/tile_product_kernel_suite.py": 24,
+    "tests/ops/row_stats_kernel_suite.py": 45,
+    "tests/ops/tile_product_kernel_suite.py": 26,
 }
 CHECKS = {"tests/engine/kernel_check_suite.py": 23}
 NUM_OF_THE_INTERPRETER = 5

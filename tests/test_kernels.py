@@ -78,14 +78,15 @@ def test_kernels_fit_every_gpu(arch: int) -> None:
             assert one["barriers"] >= 2, where
 
 
-def test_few_instructions_are_spent_on_a_token() -> None:
+@pytest.mark.parametrize("label", ["statistics", "raw"])
+def test_few_instructions_are_spent_on_a_token(label: str) -> None:
     """Of the kernels that read all logits. A program of one warp has a tile: 32 tokens a thread."""
     (found,) = (
         one
         for one in compiled(90, branches=False)
-        if one["kernel"] == "_tile_kernel" and one["label"] == "statistics"
+        if one["kernel"] == "_tile_kernel" and one["label"] == label
     )
-    assert found["num_warps"] == 1 and found["registers"] <= 64, found
+    assert found["num_warps"] == 1 and found["registers"] <= 72, found
     assert found["instructions"] / (WIDE / 32) <= 25, found
 
 
@@ -104,10 +105,10 @@ def test_batches_of_a_server_need_few_compiled_kernels() -> None:
         "merge_splits_kernel": 3,
         "write_kv_kernel": 2,  # sliding and full layers
         "context_kv_kernel": 2,  # few tokens and many
-        "_tile_kernel": 2,  # with and without filters
-        "_row_kernel": 2,
-        "_cutoff_kernel": 1,
-        "_heavy_kernel": 1,
+        "_tile_kernel": 4,  # of raw logits and others, with and without filters
+        "_row_kernel": 4,
+        "_cutoff_kernel": 2,
+        "_heavy_kernel": 2,
         "_product_kernel": 1,
         "_chunk_kernel": 1,
         "_read_kernel": 1,

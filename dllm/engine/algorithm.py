@@ -15,7 +15,8 @@ emits canvases that have converged. In one denoise step the engine calls, in thi
 What vLLM loads is the family's model class. Beside what vLLM asks of every model, it has
 ``make_algorithm(vllm_config)``; ``get_model_state_cls()``, which returns ``DiffusionModelState`` or
 a subclass; a ``forward`` that takes ``is_canvas_row`` (``[tokens]`` bool, may be ignored); and a
-``compute_logits`` that returns ``LogitRows`` for more rows than ``rows_at_once`` allows.
+``compute_logits`` that returns ``LogitRows`` for more rows than ``rows_at_once`` allows. If it has
+``gives_raw_logits`` (bool), the engine sets that before a call whose logits may be ``RawLogits``.
 
 Shapes: R canvases in a step, N rows of logits (one for each token of these canvases), C the served
 canvas length, V the vocabulary size, hidden the model's hidden size.
@@ -174,12 +175,19 @@ class DenoisingAlgorithm(ABC):
 
     @abstractmethod
     def denoise(
-        self, logits: Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
+        self,
+        logits: Tensor,
+        rows: CanvasRows,
+        canvases: Canvases,
+        filters: RowFilters | None,
+        cap: float | None = None,
     ) -> Denoised:
         """The denoise step after the forward pass. It is compiled: tensor operations only.
 
         Args:
-            logits: ``[N, V]`` fp32, after the edits that requests ask for.
+            logits: ``[N, V]`` fp32, after the edits that requests ask for; or raw ones, if the
+                model gives such.
+            cap: of raw logits (``logit_rows.RawLogits``); else None.
             rows: which rows of logits belong to which canvas.
             canvases: the state before this step.
             filters: top-k, top-p and min-p of each row of logits; None if no request filters.
@@ -204,13 +212,15 @@ class DenoisingAlgorithm(ABC):
         """
         return logits[part]
 
-    def soft_embeddings(self, logits: Tensor, denoised: Denoised) -> Tensor:
+    def soft_embeddings(
+        self, logits: Tensor, denoised: Denoised, cap: float | None = None
+    ) -> Tensor:
         """What ``self_condition`` gets as ``soft_embeds`` in the next step: ``[N, soft_size]``.
 
         Called only if ``soft_size`` is set.
 
         Args:
-            logits: ``[N, V]`` fp32, those that ``denoise`` got.
+            logits, cap: those that ``denoise`` got.
             denoised: what ``denoise`` returned.
         """
         raise NotImplementedError(f"{type(self).__name__} has a soft_size, but no soft_embeddings")

@@ -21,19 +21,38 @@ from dllm.settings.server import options_of
 
 
 @dataclass(frozen=True)
+class RawLogits:
+    """Logits of a step in which nobody needs whole rows of them: soft-capped where they are read.
+
+    Attributes:
+        values: ``[N, vocab]`` in the model's dtype, not soft-capped.
+        cap: what they are to be soft-capped with; None: nothing.
+    """
+
+    values: torch.Tensor
+    cap: float | None
+
+    def __getitem__(self, rows: slice) -> "RawLogits":
+        return RawLogits(self.values[rows], self.cap)
+
+
+@dataclass(frozen=True)
 class LogitRows:
     """The logits of N rows, computed when they are indexed with a slice.
 
     Attributes:
         hidden: ``[N, hidden]``, output of the model's last layer.
-        head: computes logits: ``[rows, hidden]`` to ``[rows, vocab]`` fp32.
+        head: computes logits: ``[rows, hidden]`` to ``[rows, vocab]`` fp32, or raw ones.
     """
 
     hidden: torch.Tensor
-    head: Callable[[torch.Tensor], torch.Tensor]
+    head: Callable[[torch.Tensor], torch.Tensor | RawLogits]
 
-    def __getitem__(self, rows: slice) -> torch.Tensor:
+    def __getitem__(self, rows: slice) -> torch.Tensor | RawLogits:
         return self.head(self.hidden[rows])
+
+
+Logits = torch.Tensor | RawLogits | LogitRows
 
 
 def rows_at_once(vllm_config: VllmConfig) -> int:

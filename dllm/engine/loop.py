@@ -37,14 +37,14 @@ from vllm.config import VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dllm.engine.logit_rows import LogitRows
+from dllm.engine.logit_rows import Logits
 from dllm.engine.ranks import answer_of_first_rank
 from dllm.engine.spans import Spans
 from dllm.ops.staging import to_device
 from dllm.settings.server import PluginOptions, options_of
 
 CPU_LOOP_S = 0.05
-Forward = Callable[[], torch.Tensor | LogitRows]
+Forward = Callable[[], Logits]
 
 
 class DenoiseLoop:
@@ -200,16 +200,14 @@ class CanvasForward:
         slots, places = batch.expanded_idx_mapping, batch.expanded_local_pos
         is_canvas_alone = batch.num_draft_tokens == batch.num_tokens
 
-        def forward() -> torch.Tensor | LogitRows:
+        def forward() -> Logits:
             canvases = self._canvases[slots, places]
             if is_canvas_alone:
                 batch.input_ids.copy_(canvases)
             else:
                 batch.input_ids[rows] = canvases.to(batch.input_ids.dtype)
             hidden = run(state.canvas_inputs(batch))
-            logits: torch.Tensor | LogitRows = state.model.compute_logits(
-                hidden if is_canvas_alone else hidden[rows]
-            )
+            logits: Logits = state.model.compute_logits(hidden if is_canvas_alone else hidden[rows])
             return logits
 
         return forward

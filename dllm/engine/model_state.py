@@ -84,6 +84,9 @@ class DiffusionModelState(ModelState):
         self._num_logit_rows = np.full(self.max_num_reqs, self.algorithm.settings.canvas_length)
         self._is_causal = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._condition = maybe_compile(condition_rows, vllm_config)
+        # On a CPU soft-capping is fused with other work, and a compiled step would be compiled for
+        # either kind of logits.
+        self._reads_raw_logits = device.type == "cuda" and hasattr(model, "gives_raw_logits")
 
     def get_supported_generation_tasks(self) -> tuple[Any, ...]:
         """Text generation only."""
@@ -107,7 +110,7 @@ class DiffusionModelState(ModelState):
         )
         forward = CanvasForward(self, self.canvases.canvas)
         self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
-        ours = DiffusionSampler(
+        ours = self._sampler = DiffusionSampler(
             self.vllm_config, self.algorithm, self.canvases, sampler, self.grammars, self.loop
         )
         if self.algorithm.begins_causally:
@@ -187,6 +190,8 @@ class DiffusionModelState(ModelState):
                 self.canvases,
                 self.algorithm,
             )
+            if self._reads_raw_logits:
+                self.model.gives_raw_logits = not self._sampler.needs_whole_rows(batch)
         return self._inputs(num_padded)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:

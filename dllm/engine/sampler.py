@@ -34,7 +34,14 @@ from dllm.engine.compilation import maybe_compile
 from dllm.engine.edits import LogitEdits
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.grammars import CanvasGrammars, Written
-from dllm.engine.logit_rows import LogitRows, joined_outputs, rows_at_once, tiles_of_batch
+from dllm.engine.logit_rows import (
+    LogitRows,
+    Logits,
+    RawLogits,
+    joined_outputs,
+    rows_at_once,
+    tiles_of_batch,
+)
 from dllm.engine.logprobs import BlockLogprobs, KeptScores
 from dllm.engine.loop import DenoiseLoop
 from dllm.engine.state import CanvasState
@@ -130,19 +137,20 @@ class DiffusionSampler:
         self.state.write_canvases(slots, self.state.with_seeds(slots, drawn, thoughts))
 
     def __call__(
-        self, logits: torch.Tensor | LogitRows, input_batch: InputBatch, draft_logits: None = None
+        self, logits: Logits, input_batch: InputBatch, draft_logits: None = None
     ) -> SamplerOutput:
         """Denoise, once or as often as ``engine.loop`` repeats the step.
 
         Args:
             logits: ``[N, vocab]`` fp32, of the canvas rows alone, in batch order; edited in place.
                 ``LogitRows`` where they do not fit the workspace: then one tile after the other.
+                ``RawLogits`` where ``needs_whole_rows`` is false.
             input_batch: vLLM's; its draft tokens are the canvases.
             draft_logits: an argument that vLLM passes to samplers; not used.
         """
         if input_batch.num_draft_tokens == 0:
             return self._nothing_sampled(input_batch)
-        tiles = self._tiles(input_batch, isinstance(logits, torch.Tensor))
+        tiles = self._tiles(input_batch, not isinstance(logits, LogitRows))
         output = self._denoise_batch(logits, tiles)
         if self.loop.may_repeat(input_batch) and self.loop.goes_on(output.num_sampled):
             with self.loop.forward_of(input_batch) as forward:
@@ -151,7 +159,17 @@ class DiffusionSampler:
                     output = self._denoise_batch(forward(), tiles)
         return output
 
-    def profile(self, logits: torch.Tensor | LogitRows, input_batch: InputBatch) -> None:
+    def needs_whole_rows(self, batch: InputBatch) -> bool:
+        """Whether somebody needs soft-capped logits in memory, all of a row. Does not wait."""
+        slots = batch.idx_mapping_np[: batch.num_reqs]
+        return bool(
+            self.edits.is_edited[slots].any()
+            or self.grammars.has_grammar[slots].any()
+            or self.logprobs.are_wanted(batch)
+            or self.traces.are_wanted(slots)
+        )
+
+    def profile(self, logits: Logits, input_batch: InputBatch) -> None:
         """Take a denoise step whose requests all ask for as many logprobs as the server allows.
 
         Args:
@@ -202,13 +220,11 @@ class DiffusionSampler:
             batch, self.algorithm.settings.canvas_length, self.state.spare_slot
         )
 
-    def _denoise_batch(
-        self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]
-    ) -> SamplerOutput:
+    def _denoise_batch(self, logits: Logits, tiles: Sequence[Tile]) -> SamplerOutput:
         """A denoise step of all canvases."""
         return joined_outputs([self._denoise_tile(logits[tile.logit_rows], tile) for tile in tiles])
 
-    def _denoise_tile(self, logits: torch.Tensor, tile: Tile) -> SamplerOutput:
+    def _denoise_tile(self, logits: torch.Tensor | RawLogits, tile: Tile) -> SamplerOutput:
         """A step of a tile: edit, constrain, denoise, emit, record, store, report.
 
         What reads the model's logits comes before they are edited; what reads the edited ones comes
@@ -216,17 +232,20 @@ class DiffusionSampler:
 
         Args:
             logits: ``[N, vocab]`` fp32, of the tile's rows, as the model computes them; changed in
-                place by the functions whose names end with an underscore.
+                place by the functions whose names end with an underscore. Raw ones are not: then
+                nobody asks these functions for anything.
         """
+        raw = logits if isinstance(logits, RawLogits) else RawLogits(logits, None)
+        logits, cap = raw.values, raw.cap
         ids = self.state.canvas[tile.batch.expanded_idx_mapping, tile.rows.place]
         unedited = self.traces.unedited_logits(logits, tile)
 
         logits = self.edits.apply_(logits, tile.rows, self.state, tile.edits)
         logits, texts = self._constrain_(logits, ids, tile)
         denoised = self._denoise_rows(
-            logits, ids, texts.chosen, tile.rows, self.state, self.algorithm, tile.filters
+            logits, ids, texts.chosen, tile.rows, self.state, self.algorithm, tile.filters, cap
         )
-        soft = self._soft_embeddings(logits, denoised, tile)
+        soft = self._soft_embeddings(logits, denoised, tile, cap)
         decided_scores = self.logprobs.of_decided(logits, denoised, tile)
         logits, num_emitted = self._emit_(logits, denoised, tile)
 
@@ -258,12 +277,12 @@ class DiffusionSampler:
         return logits, self.grammars.write_(logits, scores, tile.rows, tile.grammars)
 
     def _soft_embeddings(
-        self, logits: torch.Tensor, denoised: Denoised, tile: Tile
+        self, logits: torch.Tensor, denoised: Denoised, tile: Tile, cap: float | None
     ) -> torch.Tensor | None:
         """What the next step is conditioned on, ``[N, soft_size]``; 0 for given tokens."""
         if self.algorithm.soft_size is None:
             return None
-        soft, rows = self.algorithm.soft_embeddings(logits, denoised), tile.rows
+        soft, rows = self.algorithm.soft_embeddings(logits, denoised, cap), tile.rows
         # At a given token the soft embedding would be that of what the model would write instead.
         if tile.is_pinned is not None:
             soft = torch.where(tile.is_pinned, 0, soft)

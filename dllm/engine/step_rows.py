@@ -52,17 +52,18 @@ def denoise_rows(
     state: CanvasState,
     algorithm: DenoisingAlgorithm,
     filters: RowFilters | None,
+    cap: float | None = None,
 ) -> Denoised:
     """What the algorithm decides in a step.
 
     Args:
-        logits: ``[N, V]`` fp32, edited.
+        logits, cap: ``[N, V]`` fp32, edited, and None; or raw ones (``logit_rows.RawLogits``).
         ids: ``[N]`` int64, the canvas tokens that entered the model.
         chosen: ``[N]`` int64, the tokens that grammars have chosen; NO_TOKEN in other rows.
         rows: at least two of them (``CanvasRows.of_batch``).
         state: read only.
     """
-    return algorithm.denoise(logits, rows, state.canvases(rows, ids, chosen), filters)
+    return algorithm.denoise(logits, rows, state.canvases(rows, ids, chosen), filters, cap)
 
 
 def store_rows(

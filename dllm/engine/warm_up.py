@@ -57,10 +57,14 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
         frequency_penalty=0.1,
         _bad_words_token_ids=[[0], [0, 0]],
     )
-    for num_reqs in (2, 1):
-        # The last token of a prompt has no logprobs of its own: it takes two to have some.
-        width = min(longest, runner.max_model_len - 2)
-        _CanvasRequests([[0, 0]] * num_reqs, scored, width).serve(runner, execute_model)
+    # The last token of a prompt has no logprobs of its own: it takes two to have some.
+    width = min(longest, runner.max_model_len - 2)
+    scored_and_filtered = scored.clone()
+    scored_and_filtered.top_k = 2
+    # On a GPU logits that are not raw have kernels of their own for filters (``engine.sampler``).
+    for params in (scored, scored_and_filtered) if runner.device.type == "cuda" else (scored,):
+        for num_reqs in (2, 1):
+            _CanvasRequests([[0, 0]] * num_reqs, params, width).serve(runner, execute_model)
     free = SamplingParams(max_tokens=longest, seed=0, stop_token_ids=[0], extra_args=one_step)
     constrained = _with_any_text(free, runner.model_config.get_vocab_size())
     _CanvasRequests([[0]], constrained, longest).serve(runner, execute_model)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from dllm.ops.filters import RowFilters, cutoffs
-from dllm.ops.row_stats import SMALL_VOCABULARY, RowStats, reference_row_stats, tile_width
+from dllm.ops.row_stats import (
+    SMALL_VOCABULARY,
+    RowStats,
+    reference_row_stats,
+    softcap,
+    tile_width,
+)
 from dllm.ops.row_stats_cpu import row_stats_cpu
 from dllm.ops.soft_embedding import Shard, sparse_product
 from dllm.ops.tile_product import tile_product
@@ -31,6 +37,7 @@ def row_stats(
     probs_dtype: torch.dtype | None,
     filters: RowFilters | None = None,
     are_read: Tensor | None = None,
+    cap: float | None = None,
 ) -> RowStats:
     """Statistics of each row in fp32, finite for every temperature > 0; defined in `row_stats`.
 
@@ -45,6 +52,8 @@ def row_stats(
     Args:
         logits: [N, V] fp32 or bf16, soft-capped; every entry finite or -inf. -inf excludes a token:
             it is never sampled, has probability 0 and adds 0 to the entropy.
+        cap: of logits that are not soft-capped yet, nor edited: all are finite. They are capped
+            where they are read, and nothing is written.
         temperature: [N] fp32, > 0.
         keys: [N, 2] int64 from `noise.row_keys`; `noise.NO_KEY` where the sample is the argmax.
         probs_dtype: of the probabilities; None leaves them out.
@@ -55,8 +64,8 @@ def row_stats(
     if _runs_definition(logits.device, logits.shape[-1]):
         cutoff = None
         if filters is not None:
-            cutoff = torch.ops.dllm.cutoffs(logits, temperature, *filters)
-        return reference_row_stats(logits, temperature, keys, probs_dtype, cutoff)
+            cutoff = torch.ops.dllm.cutoffs(softcap(logits, cap), temperature, *filters)
+        return reference_row_stats(logits, temperature, keys, probs_dtype, cutoff, cap)
     result = torch.ops.dllm.row_stats(
         logits,
         temperature,
@@ -64,6 +73,7 @@ def row_stats(
         probs_dtype,
         *(filters or _OFF),
         are_read,
+        cap,
         torch.compiler.is_compiling(),
     )
     # A custom operator cannot return None: without `probs_dtype` its last tensor is empty.
@@ -83,23 +93,28 @@ def uses_sparse_product(option: Literal["auto", "sparse", "exact"], vocab_size: 
 
 
 def sparse_soft_embeddings(
-    logits: Tensor, temperature: Tensor, stats: RowStats, shard: Shard, budget: float
+    logits: Tensor,
+    temperature: Tensor,
+    stats: RowStats,
+    shard: Shard,
+    budget: float,
+    cap: float | None = None,
 ) -> Tensor:
     """The soft embedding of each row, without tokens of at most `budget` probability in total.
 
     On a CPU those of `soft_embedding.sparse_product`, on a GPU of `tile_product`. Arguments and
-    result are theirs.
+    result are theirs; cap as of `row_stats`.
     """
     if not logits.is_cuda:
-        return sparse_product(logits, temperature, stats, shard, budget)
+        return sparse_product(softcap(logits, cap), temperature, stats, shard, budget)
     if SOFT_EMBEDDINGS in WRONG_KERNELS:
-        return tile_product(logits, temperature, stats, shard, budget)
+        return tile_product(softcap(logits, cap), temperature, stats, shard, budget)
     from dllm.ops.tile_product_gpu import product_tiles, tile_product_kernels  # needs Triton
 
     gpu = torch.cuda.get_device_properties(logits.device)
     cut = product_tiles(shard.weight.element_size(), 10 * gpu.major + gpu.minor)
     num_sms = gpu.multi_processor_count
-    return tile_product_kernels(logits, temperature, stats, shard, budget, cut, num_sms)
+    return tile_product_kernels(logits, temperature, stats, shard, budget, cut, num_sms, cap)
 
 
 _OFF = (None, None, None)  # top_k, top_p, min_p
@@ -115,6 +130,7 @@ def _row_stats(
     top_p: Tensor | None,
     min_p: Tensor | None,
     are_read: Tensor | None,
+    cap: float | None,
     is_compiled: bool,
 ) -> list[Tensor]:
     """`row_stats` as a custom operator, which takes and returns plain tensors.
@@ -127,8 +143,8 @@ def _row_stats(
     if logits.is_cuda:
         from dllm.ops.row_stats_gpu import row_stats_kernels  # needs Triton
 
-        return row_stats_kernels(logits, temperature, keys, probs_dtype, filters, are_read)
-    return row_stats_cpu(logits, temperature, keys, probs_dtype, filters, is_compiled)
+        return row_stats_kernels(logits, temperature, keys, probs_dtype, filters, are_read, cap)
+    return row_stats_cpu(logits, temperature, keys, probs_dtype, filters, cap, is_compiled)
 
 
 @torch.library.custom_op("dllm::cutoffs", mutates_args=())

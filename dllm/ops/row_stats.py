@@ -1,6 +1,7 @@
 """What a denoise step needs to know about each row of logits, defined once.
 
-For a row of logits x at temperature T, with d = (x - max x) / T, z = sum exp(d), s = sum d exp(d):
+For a row of logits x, soft-capped here if they are not so yet (`softcap`), at temperature T, with
+d = (x - max x) / T, z = sum exp(d), s = sum d exp(d):
 
     argmax   = the lowest id with the largest x
     sample   = one exact draw from softmax(x / T), in two steps (below);
@@ -74,12 +75,13 @@ def reference_row_stats(
     keys: Tensor,
     probs_dtype: torch.dtype | None,
     cutoff: Tensor | None = None,
+    cap: float | None = None,
 ) -> RowStats:
     """The definition of `dispatch.row_stats`, with cutoffs [N] in the place of filters.
 
     Needs memory for several tensors of [N, V].
     """
-    x = logits.to(torch.float32)  # [N, V]
+    x = softcap(logits, cap)  # [N, V]
     cutoff = torch.full_like(temperature, -torch.inf) if cutoff is None else cutoff
     x = torch.where(x < cutoff[:, None], -torch.inf, x)
     vocab_size = x.shape[1]
@@ -106,6 +108,12 @@ def reference_row_stats(
         tile_mass=torch.where(has_distribution[:, None], mass / z[:, None], 0.0),
         probs=None if probs_dtype is None else probs.to(probs_dtype),
     )
+
+
+def softcap(logits: Tensor, cap: float | None) -> Tensor:
+    """``cap * tanh(logits / cap)`` in fp32; without a cap the logits themselves."""
+    x = logits.float()
+    return x if cap is None else torch.tanh(x / cap) * cap
 
 
 def tiles_of(logits: Tensor) -> Tensor:

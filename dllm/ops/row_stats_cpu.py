@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dllm.ops.filters import RowFilters, cutoffs
 from dllm.ops.noise import NO_KEY
-from dllm.ops.row_stats import drawn_tokens, tiles_of
+from dllm.ops.row_stats import drawn_tokens, softcap, tiles_of
 
 # Logits that are worked on at a time: 8 MiB of fp32, at least two rows of any vocabulary in use. No
 # result depends on it.
@@ -41,6 +41,7 @@ def row_stats_cpu(
     keys: Tensor,
     probs_dtype: torch.dtype | None,
     filters: RowFilters | None,
+    cap: float | None,
     is_compiled: bool,
 ) -> list[Tensor]:
     """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None."""
@@ -49,7 +50,8 @@ def row_stats_cpu(
     parts = []
     for rows in row_slices(num_rows, vocab_size):
         some_filters = None if filters is None else filters.rows(rows)
-        tile = _tile_of(tiles_of(logits[rows]), temperature[rows], keys[rows])
+        x = tiles_of(softcap(logits[rows], cap))
+        tile = _tile_of(x, temperature[rows], keys[rows])
         tile, cutoff = _filter(tile, some_filters, vocab_size)
         parts.append(_statistics(tile, cutoff, vocab_size, is_compiled))
         if probs_dtype:

@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from dllm.ops.filters import RowFilters
 from dllm.ops.noise import MIX_MULTIPLIERS
@@ -53,6 +54,7 @@ def row_stats_kernels(
     probs_dtype: torch.dtype | None,
     filters: RowFilters | None,
     are_read: Tensor | None = None,
+    cap: float | None = None,
 ) -> list[Tensor]:
     """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None.
 
@@ -77,14 +79,15 @@ def row_stats_kernels(
     if num_rows == 0:
         return result
     of_tiles = [numbers(num_rows, num_tiles) for _ in range(3)]  # b, z_b, s_b
-    sizes = {"TILE": width, "IS_EVEN": vocab_size % width == 0}
+    capped = {"CAP": cap or 0.0}
+    sizes = {"TILE": width, "IS_EVEN": vocab_size % width == 0} | capped
     for is_filtered in (False, True) if filters is not None else (False,):
         if is_filtered:
             assert filters is not None
             _cutoff_kernel[(num_rows,)](
                 logits, logits.stride(0), temperature, peak, log_z, of_tiles[0],
                 filters.top_k, filters.top_p, filters.min_p, cutoff, vocab_size,
-                num_tiles, TILE=width, num_warps=WARPS_OF_ROW,
+                num_tiles, num_warps=WARPS_OF_ROW, **sizes,
             )  # fmt: skip
         _tile_kernel[(num_rows, num_tiles)](
             logits, logits.stride(0), temperature, cutoff, are_read, *of_tiles, vocab_size,
@@ -99,7 +102,7 @@ def row_stats_kernels(
     if probs_dtype is not None:
         _probs_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_OF_PROBS))](
             logits, logits.stride(0), temperature, peak, log_z, cutoff, probs, vocab_size,
-            BLOCK=BLOCK_OF_PROBS, num_warps=WARPS_OF_PROBS,
+            BLOCK=BLOCK_OF_PROBS, num_warps=WARPS_OF_PROBS, **capped,
         )  # fmt: skip
     return result
 
@@ -147,15 +150,45 @@ def _gumbel(ids, keys, row):
     return -tl.log(_exponential(_uniform(_token_bits(ids, first, second))))
 
 
+if knobs.runtime.interpret:
+
+    @triton.jit
+    def _reciprocal(x):
+        return 1.0 / x
+
+else:  # one instruction, where a division that rounds correctly takes eight
+
+    @triton.jit
+    def _reciprocal(x):
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
+
+
+@triton.jit
+def softcapped(x, CAP: tl.constexpr):
+    """`row_stats.softcap`, in fp32; CAP 0: the logits are final. -inf becomes -CAP.
+
+    cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)), without overflow at either end.
+    """
+    x = x.to(tl.float32)
+    if CAP > 0:
+        x = CAP - (2.0 * CAP) * _reciprocal(1.0 + tl.exp2(x * (2.8853900817779268 / CAP)))
+    return x
+
+
 @triton.jit
 def _kept_logits(
-    row_start, ids, vocab_size, least, IS_EVEN: tl.constexpr, IS_FILTERED: tl.constexpr
-):
+    row_start, ids, vocab_size, least, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_FILTERED: tl.constexpr,
+):  # fmt: skip
     """Logits in fp32; -inf behind the vocabulary, and below `least` of a filtered row."""
     if IS_EVEN:
-        x = tl.load(row_start + ids).to(tl.float32)
+        x = softcapped(tl.load(row_start + ids), CAP)
     else:
-        x = tl.load(row_start + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        is_token = ids < vocab_size
+        x = softcapped(tl.load(row_start + ids, mask=is_token, other=0.0), CAP)
+        x = tl.where(is_token, x, float("-inf"))
     if IS_FILTERED:
         x = tl.where(x < least, float("-inf"), x)
     return x
@@ -164,7 +197,8 @@ def _kept_logits(
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _tile_kernel(
     logits, row_stride, temperature, cutoff, are_read, tile_max, tile_z, tile_s, vocab_size,
-    num_tiles, TILE: tl.constexpr, IS_EVEN: tl.constexpr, IS_FILTERED: tl.constexpr,
+    num_tiles, TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one tile of one row (top of the file).
 
@@ -179,7 +213,7 @@ def _tile_kernel(
         if least == float("-inf"):
             return
     ids = tile * TILE + tl.arange(0, TILE)  # [TILE], as everything below but the sums
-    x = _kept_logits(logits + row * row_stride, ids, vocab_size, least, IS_EVEN, IS_FILTERED)
+    x = _kept_logits(logits + row * row_stride, ids, vocab_size, least, CAP, IS_EVEN, IS_FILTERED)
     largest = tl.max(x, 0)
     # A tile of -inf only: 0 instead, because -inf - -inf is NaN.
     base = tl.where(largest > float("-inf"), largest, 0.0)
@@ -210,7 +244,8 @@ def _first_with_max(value, ids, last):
 def _row_kernel(
     logits, row_stride, temperature, keys, cutoff, are_read, tile_max, tile_z, tile_s,
     argmax, sample, entropy, peak, log_z, vocab_size, num_tiles,
-    TILES: tl.constexpr, TILE: tl.constexpr, IS_EVEN: tl.constexpr, IS_FILTERED: tl.constexpr,
+    TILES: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one row from those of its tiles, and its draw."""
     row = tl.program_id(0).to(tl.int64)
@@ -246,14 +281,14 @@ def _row_kernel(
     start = logits + row * row_stride
     likeliest = _first_with_max(maxima, tile, num_tiles - 1)
     ids = likeliest * TILE + inside
-    x = _kept_logits(start, ids, vocab_size, least, IS_EVEN, IS_FILTERED)
+    x = _kept_logits(start, ids, vocab_size, least, CAP, IS_EVEN, IS_FILTERED)
     best = tl.minimum(_first_with_max(x, ids, vocab_size - 1), vocab_size - 1)
     tl.store(argmax + row, best)
     if tl.load(keys + 2 * row) >= 0:  # not NO_KEY
         noisy = tl.log(mass) + _gumbel(tile + ID_OF_TILE, keys, row)
         noisy = tl.where(mass > 0, noisy, float("-inf"))
         ids = _first_with_max(noisy, tile, num_tiles - 1) * TILE + inside
-        x = _kept_logits(start, ids, vocab_size, least, IS_EVEN, IS_FILTERED)
+        x = _kept_logits(start, ids, vocab_size, least, CAP, IS_EVEN, IS_FILTERED)
         noisy = (x - base) / t + _gumbel(ids, keys, row)
         best = tl.minimum(_first_with_max(noisy, ids, vocab_size - 1), vocab_size - 1)
     tl.store(sample + row, best)
@@ -262,7 +297,7 @@ def _row_kernel(
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _cutoff_kernel(
     logits, row_stride, temperature, peak, log_z, tile_max, top_ks, top_ps, min_ps, cutoff,
-    vocab_size, num_tiles, TILE: tl.constexpr,
+    vocab_size, num_tiles, TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """The smallest kept logit of one row, by bisection over all floats (see `filters`).
 
@@ -282,19 +317,21 @@ def _cutoff_kernel(
             low, high = _ordinal(m - m - 3.4028234663852886e38), _ordinal(m)
             while low < high:
                 middle = low + (high - low + 1) // 2
-                count, _mass = _count_and_mass(x, maxima, _from_ordinal(middle), m, t,
-                                               vocab_size, num_tiles, TILE)  # fmt: skip
+                count, _mass = _count_and_mass(x, maxima, _from_ordinal(middle), m, t, vocab_size,
+                                               num_tiles, TILE, CAP, IS_EVEN)  # fmt: skip
                 low = tl.where(count >= top_k, middle, low)
                 high = tl.where(count >= top_k, high, middle - 1)
             floor = tl.maximum(floor, _from_ordinal(low))
         if top_p < 1.0:
-            _count, kept = _count_and_mass(x, maxima, floor, m, t, vocab_size, num_tiles, TILE)
+            _count, kept = _count_and_mass(
+                x, maxima, floor, m, t, vocab_size, num_tiles, TILE, CAP, IS_EVEN
+            )
             # Below m - 104 t the probability is 0 in fp32.
             low, high = _ordinal(tl.maximum(floor, m - 104.0 * t)), _ordinal(m)
             while low < high:
                 middle = low + (high - low + 1) // 2
-                _count, mass = _count_and_mass(x, maxima, _from_ordinal(middle), m, t,
-                                               vocab_size, num_tiles, TILE)  # fmt: skip
+                _count, mass = _count_and_mass(x, maxima, _from_ordinal(middle), m, t, vocab_size,
+                                               num_tiles, TILE, CAP, IS_EVEN)  # fmt: skip
                 low = tl.where(mass >= top_p * kept, middle, low)
                 high = tl.where(mass >= top_p * kept, high, middle - 1)
             floor = tl.maximum(floor, _from_ordinal(low))
@@ -302,14 +339,17 @@ def _cutoff_kernel(
 
 
 @triton.jit
-def _count_and_mass(x, maxima, threshold, m, t, vocab_size, num_tiles, TILE: tl.constexpr):
+def _count_and_mass(
+    x, maxima, threshold, m, t, vocab_size, num_tiles,
+    TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
     """Count of the tokens of a row that are >= threshold, and the sum of their exp((x - m) / t)."""
     count = 0
     mass = 0.0
     for tile in range(num_tiles):
         if tl.load(maxima + tile) >= threshold:
             ids = tile * TILE + tl.arange(0, TILE)
-            part = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+            part = _kept_logits(x, ids, vocab_size, threshold, CAP, IS_EVEN, False)
             is_kept = (part >= threshold) & (part > float("-inf"))
             count += tl.sum(is_kept.to(tl.int32), 0)
             mass += tl.sum(tl.where(is_kept, tl.exp((part - m) / t), 0.0), 0)
@@ -331,14 +371,14 @@ def _from_ordinal(ordinal):
 
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _probs_kernel(
-    logits, row_stride, temperature, peak, log_z, cutoff, probs, vocab_size, BLOCK: tl.constexpr
+    logits, row_stride, temperature, peak, log_z, cutoff, probs, vocab_size,
+    BLOCK: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The probabilities of one block of one row; 0 throughout for a row without a distribution."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = ids < vocab_size
-    x = tl.load(logits + row * row_stride + ids, mask=is_token, other=float("-inf"))
-    x = x.to(tl.float32)
+    x = softcapped(tl.load(logits + row * row_stride + ids, mask=is_token, other=0.0), CAP)
     log_of_z = tl.load(log_z + row)
     d = (x - tl.load(peak + row)) / tl.load(temperature + row)
     p = tl.where(x >= tl.load(cutoff + row), tl.exp(d - log_of_z), 0.0)

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton import knobs
 
 from dllm.ops.row_stats import RowStats
-from dllm.ops.row_stats_gpu import OF_ROWS
+from dllm.ops.row_stats_gpu import OF_ROWS, softcapped
 from dllm.ops.soft_embedding import Shard
 from dllm.ops.tile_product import TILE, least_mass, tiles_of_groups
 
@@ -84,8 +84,9 @@ def tile_product_kernels(
     budget: float,
     cut: ProductTiles,
     num_sms: int = 132,
+    cap: float | None = None,
 ) -> Tensor:
-    """As `tile_product`; a sum of fp32 products in another order."""
+    """As `tile_product`; a sum of fp32 products in another order. cap: as of `row_stats`."""
     (num_rows, vocab_size), hidden = logits.shape, shard.weight.shape[1]
     if num_rows == 0:
         return shard.weight.new_zeros(0, hidden)
@@ -100,7 +101,7 @@ def tile_product_kernels(
     _heavy_kernel[(num_rows, triton.cdiv(num_tiles * TILE, cut.block))](
         logits, logits.stride(0), temperature, stats.peak, stats.log_z, stats.cutoff, order,
         probs, is_used, least_mass(vocab_size, budget), first, vocab_size, num_tiles,
-        ROWS=cut.rows, TILE=TILE, TILES=cut.block // TILE, num_warps=cut.num_warps,
+        ROWS=cut.rows, TILE=TILE, TILES=cut.block // TILE, CAP=cap or 0.0, num_warps=cut.num_warps,
     )  # fmt: skip
     tiles, counts = tiles_of_groups(is_used)
     columns = triton.cdiv(hidden, cut.columns)
@@ -120,7 +121,8 @@ def tile_product_kernels(
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=OF_ROWS)
 def _heavy_kernel(
     logits, row_stride, temperature, peak, log_z, cutoff, order, probs, is_used, light,
-    first, vocab_size, num_tiles, ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    first, vocab_size, num_tiles,
+    ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The probabilities of TILES tiles of one row, without those of at most `light`.
 
@@ -136,8 +138,7 @@ def _heavy_kernel(
     # Of a row without a distribution nothing is read.
     end = tl.where(log_of_z < float("inf"), vocab_size, 0)
     is_token = is_tile[:, None] & (ids < end)
-    x = tl.load(logits + row * row_stride + ids, mask=is_token, other=float("-inf"))
-    x = x.to(tl.float32)
+    x = softcapped(tl.load(logits + row * row_stride + ids, mask=is_token, other=0.0), CAP)
     # In powers of 2. 1 / T may overflow to inf, and inf * 0 is NaN at the peak: limited.
     factor = tl.minimum(1.4426950408889634 / tl.load(temperature + row), 3e38)
     p = tl.exp2((x - tl.load(peak + row)) * factor - 1.4426950408889634 * log_of_z)

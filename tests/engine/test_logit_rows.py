@@ -1,5 +1,6 @@
 """Logits in tiles of whole canvases: the same tokens and logprobs, in less memory."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ from vllm import SamplingParams
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.frame_taker import FrameTaker
-from dllm.engine.logit_rows import LogitRows, tile_bounds
+from dllm.engine.logit_rows import LogitRows, RawLogits, tile_bounds
+from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.step_rows import num_rejected
 from dllm.settings.server import PluginOptions
 from tests.engine.test_parity import CANVAS, prompt
@@ -86,6 +88,49 @@ def test_tiles_change_nothing(engine, checkpoint, monkeypatch, get):
                 # fp32 products of other sizes; logits are about 10.
                 assert abs(x[token].logprob - y[token].logprob) < 1e-4
                 assert x[token].rank == y[token].rank
+
+
+PLAIN = [
+    SamplingParams(max_tokens=2 * CANVAS, ignore_eos=True, **given)
+    for given in (dict(seed=1), dict(seed=2, top_k=20), dict(seed=3, temperature=0.0))
+]
+
+
+@pytest.mark.parametrize("limit", [None, CANVAS + 13], ids=["at once", "in tiles"])
+@pytest.mark.parametrize("get", [get_engine, get_async_engine])
+def test_raw_logits_change_nothing(checkpoint, monkeypatch, get, limit):
+    """As on a GPU: where nobody needs whole rows, soft-capping is left to those who read them."""
+    contexts, edited = requests()
+    plain = [given.clone() for given in PLAIN]
+    if limit is None:  # vLLM needs those of prompts at once
+        plain[0].prompt_logprobs = 1
+    contexts, sampling = contexts[:3] + contexts, plain + edited
+    ours = get(checkpoint(), max_num_batched_tokens=256)
+    outputs = [ours.outputs(contexts[:3], plain), ours.outputs(contexts, sampling)]
+    if limit is not None:
+        monkeypatch.setattr(ours.runner.model, "_rows_at_once", limit)
+        monkeypatch.setattr(ours.runner.sampler, "_rows_at_once", limit)
+    kinds: Counter[type] = Counter()
+    step = DiffusionSampler._denoise_tile
+    monkeypatch.setattr(
+        DiffusionSampler,
+        "_denoise_tile",
+        lambda self, logits, tile: kinds.update([type(logits)]) or step(self, logits, tile),
+    )
+    monkeypatch.setattr(ours.runner.model_state, "_reads_raw_logits", True)
+    ours.reset_prefix_cache()
+    found = [ours.outputs(contexts[:3], plain)]
+    assert set(kinds) == {RawLogits}
+    found.append(ours.outputs(contexts, sampling))
+    assert kinds[torch.Tensor]  # while a request edits
+    for whole, raw in zip(outputs, found, strict=True):
+        assert [a.outputs[0].token_ids for a in raw] == [b.outputs[0].token_ids for b in whole]
+        for a, b in zip(raw, whole, strict=True):
+            assert (a.prompt_logprobs is None) == (b.prompt_logprobs is None)
+            for x, y in zip(a.prompt_logprobs or (), b.prompt_logprobs or (), strict=True):
+                assert (x or {}).keys() == (y or {}).keys()
+                for token in x or ():
+                    assert abs(x[token].logprob - y[token].logprob) < 1e-4
 
 
 def test_every_request_gets_the_frames_of_its_own_canvas(engine, monkeypatch):

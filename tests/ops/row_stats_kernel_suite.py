@@ -35,12 +35,13 @@ def kernel_stats(
     probs_dtype: torch.dtype | None = torch.float32,
     filters: RowFilters | None = None,
     are_read: Tensor | None = None,
+    cap: float | None = None,
 ) -> RowStats:
     on_device = (part.to(DEVICE) for part in (logits, temperature, keys))
     if filters is not None:
         filters = RowFilters(*(part.to(DEVICE) for part in filters))
     parts = row_stats_kernels(
-        *on_device, probs_dtype, filters, None if are_read is None else are_read.to(DEVICE)
+        *on_device, probs_dtype, filters, None if are_read is None else are_read.to(DEVICE), cap
     )
     return RowStats._make([part.cpu() for part in parts])
 
@@ -162,3 +163,27 @@ def test_nothing_is_computed_of_rows_that_nobody_reads(filtered: bool) -> None:
     assert (left_out.entropy == INF).all() and (left_out.log_z == INF).all()
     assert (left_out.argmax == 0).all() and (left_out.sample == 0).all()
     assert left_out.probs is not None and (left_out.probs == 0).all()
+
+
+@pytest.mark.parametrize("vocab_size", [700, 3000, 2048])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_raw_logits_are_capped_where_they_are_read(filtered: bool, vocab_size: int) -> None:
+    logits = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(4)) * 20
+    if not filtered:  # of tokens whose tanh saturates, a filter's cutoff is a matter of rounding
+        logits[1] *= 100
+    logits[2] = 1.5
+    logits = logits.bfloat16()
+    t, keys = torch.linspace(0.2, 1.5, 9), keys_for(9)
+    few = RowFilters(torch.full((9,), 50), torch.full((9,), 0.9), torch.zeros(9))
+    filters = few if filtered else None
+    ours = kernel_stats(logits, t, keys, filters=filters, cap=30.0)
+    expected = row_stats(logits, t, keys, torch.float32, filters, cap=30.0)
+    torch.testing.assert_close(ours.peak, expected.peak, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.cutoff, expected.cutoff, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.entropy, expected.entropy, rtol=0, atol=1e-4)
+    assert ours.probs is not None and expected.probs is not None
+    # A logit is off by 1e-5 at most, which the temperature divides.
+    torch.testing.assert_close(ours.probs, expected.probs, rtol=2e-4, atol=1e-30)
+    assert torch.equal(ours.sample, expected.sample)
+    likeliest = expected.probs.gather(1, ours.argmax[:, None])[:, 0]
+    assert torch.equal(likeliest, expected.probs.amax(1))  # of equal tokens any

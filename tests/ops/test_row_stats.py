@@ -162,6 +162,15 @@ def test_bf16_logits_and_probabilities() -> None:
     assert torch.equal(ours.argmax, same.argmax) and torch.equal(ours.sample, same.sample)
 
 
+@pytest.mark.parametrize("vocab_size", [300, 2500])
+def test_raw_logits_have_the_statistics_of_soft_capped_ones(vocab_size: int) -> None:
+    raw = (torch.randn(12, vocab_size, generator=torch.Generator().manual_seed(5)) * 20).bfloat16()
+    t, keys, filters = torch.linspace(0.2, 1.5, 12), keys_for(12), some_filters(12, vocab_size)
+    ours = row_stats(raw, t, keys, torch.float32, filters, cap=30.0)
+    capped = 30 * torch.tanh(raw.float() / 30)
+    assert_identical(ours, row_stats(capped, t, keys, torch.float32, filters))
+
+
 def test_entropy_and_argmax_equal_the_hugging_face_ones() -> None:
     """HF takes Categorical(logits / T).entropy() and argmax(logits / T)."""
     logits = 30 * torch.tanh(torch.randn(200, 400, generator=torch.Generator().manual_seed(6)))

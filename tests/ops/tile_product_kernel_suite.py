@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.kernels import make_logits
 from dllm.ops import tile_product_gpu
-from dllm.ops.row_stats import RowStats, reference_row_stats
+from dllm.ops.row_stats import RowStats, reference_row_stats, softcap
 from dllm.ops.soft_embedding import Shard
 from dllm.ops.tile_product import tile_product
 from dllm.ops.tile_product_gpu import ProductTiles, num_parts, tile_product_kernels
@@ -140,6 +140,22 @@ def test_rows_keep_the_same_whoever_is_beside_them() -> None:
         shard = Shard(weight.to(DEVICE), 0, VOCAB)
         given = logits[some].to(DEVICE), t[some].to(DEVICE), alone, shard, 0.1, CUT
         assert_close(tile_product_kernels(*given).cpu(), together[some], weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_raw_logits_are_capped_where_they_are_read(dtype: torch.dtype) -> None:
+    logits, weight = rows_of_every_kind(VOCAB) * 3, table(VOCAB)
+    raw = logits[~logits.isinf().any(1)].to(dtype)
+    capped, t = softcap(raw, 30.0), torch.linspace(0.4, 0.8, len(raw))
+    stats = statistics(capped, t)
+    moved = RowStats._make(part if part is None else part.to(DEVICE) for part in stats)
+    shard = Shard(weight.to(DEVICE), 0, VOCAB)
+    ours = tile_product_kernels(
+        raw.to(DEVICE), t.to(DEVICE), moved, shard, 2**-9, CUT, cap=30.0
+    ).cpu()
+    expected = tile_product(capped, t, stats, Shard(weight, 0, VOCAB), 2**-9)
+    # A logit is off by 1e-5 at most, which the temperature divides.
+    assert (ours - expected).abs().max() <= 1e-4 * weight.abs().max()
 
 
 def test_no_rows() -> None:

@@ -35,7 +35,7 @@ from dllm.ops.soft_embedding import Shard, skipped_mass
 from dllm.ops.tile_product_gpu import product_tiles, tile_product_kernels
 from tests.support.compiled_kernels import recorded
 
-VOCAB, HIDDEN = 262144, 2816  # of DiffusionGemma 26B-A4B
+VOCAB, HIDDEN, CAP = 262144, 2816, 30.0  # of DiffusionGemma 26B-A4B
 CANVAS, DRAFTS, MAX_TOKENS, MAX_SEQS, MAX_LEN = 256, 8, 8192, 64, 131072
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -130,28 +130,28 @@ def write_context(
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def sample(
-    num_rows: int, dtype: torch.dtype = torch.float32, filtered: bool = False, probs: bool = False
-) -> None:
-    """Row statistics; the row's numbers are slices that begin anywhere."""
+def sample(num_rows: int, raw: bool = False, filtered: bool = False, probs: bool = False) -> None:
+    """Row statistics, of raw logits or soft-capped ones; rows' numbers are slices anywhere."""
     first = num_rows % 7
     rows = slice(first, first + num_rows)
     temperature, keys = meta(9999)[rows], meta(9999, 2, dtype=torch.int64)[rows]
     filters = None
     if filtered:
         filters = RowFilters(ints(9999)[rows], meta(9999)[rows], meta(9999)[rows])
-    logits = meta(num_rows, VOCAB, dtype=dtype)
-    row_stats_kernels(logits, temperature, keys, BF16 if probs else None, filters)
+    logits = meta(num_rows, VOCAB, dtype=BF16 if raw else torch.float32)
+    cap = CAP if raw else None
+    row_stats_kernels(logits, temperature, keys, BF16 if probs else None, filters, None, cap)
 
 
-def embed(num_rows: int, arch: int, dtype: torch.dtype = BF16, ranks: int = 1) -> None:
-    """Soft embeddings on one of the ranks that share the vocabulary."""
-    weight = meta(VOCAB // ranks, HIDDEN, dtype=dtype)
-    shard = Shard(weight, VOCAB - len(weight), VOCAB)
+def embed(num_rows: int, arch: int, dtype: torch.dtype = BF16, raw: bool = False) -> None:
+    """Soft embeddings, of raw logits or soft-capped ones."""
+    weight = meta(VOCAB, HIDDEN, dtype=dtype)
+    shard = Shard(weight, 0, VOCAB)
     stats = RowStats._make(meta(num_rows) for _ in RowStats._fields)
     cut = product_tiles(weight.element_size(), arch)
-    given = meta(num_rows, VOCAB), meta(num_rows), stats, shard, skipped_mass(dtype)
-    tile_product_kernels(*given, cut)
+    logits = meta(num_rows, VOCAB, dtype=BF16 if raw else torch.float32)
+    given = logits, meta(num_rows), stats, shard, skipped_mass(dtype), cut
+    tile_product_kernels(*given, cap=CAP if raw else None)
 
 
 def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
@@ -192,8 +192,10 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
         },
         "sampling": {
             "statistics": lambda: sample(256, probs=True),
-            "bf16, filtered": lambda: sample(256, BF16, filtered=True),
+            "raw": lambda: sample(256, raw=True),
+            "raw, filtered": lambda: sample(256, raw=True, filtered=True),
             "soft embeddings": lambda: embed(256, arch),
+            "soft embeddings, raw": lambda: embed(256, arch, raw=True),
             "soft embeddings, fp32": lambda: embed(256, arch, torch.float32),
             "grammars": lambda: search(rng),
             "grammars, bf16": lambda: search(rng, BF16),
@@ -267,8 +269,9 @@ def variants(num_batches: int = 200) -> dict[str, int]:
             attend(DRAFTER, 90, page_size=16, **sizes)
             write_context(rng.choice([1, 3, 16, 17, num_tokens]), first=rng.randint(0, 99))
             num_rows = rng.randint(1, 4096)
-            sample(num_rows, filtered=rng.random() < 0.5)
-            embed(num_rows, 90)
+            raw = rng.random() < 0.5
+            sample(num_rows, raw, filtered=rng.random() < 0.5)
+            embed(num_rows, 90, raw=raw)
             search(rng)
     keys: dict[str, set[str]] = {}
     for variant in launches:

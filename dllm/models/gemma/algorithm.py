@@ -44,14 +44,21 @@ class EntropyBound(DenoisingAlgorithm):
         return noise.initial_canvas(seeds, starts, self.settings.canvas_length, self.vocab_size)
 
     def denoise(
-        self, logits: torch.Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
+        self,
+        logits: torch.Tensor,
+        rows: CanvasRows,
+        canvases: Canvases,
+        filters: RowFilters | None,
+        cap: float | None = None,
     ) -> Denoised:
-        return step.denoise(logits, rows, canvases, self.settings, self.probs_dtype, filters)
+        return step.denoise(logits, rows, canvases, self.settings, self.probs_dtype, filters, cap)
 
-    def soft_embeddings(self, logits: torch.Tensor, denoised: Denoised) -> torch.Tensor:
+    def soft_embeddings(
+        self, logits: torch.Tensor, denoised: Denoised, cap: float | None = None
+    ) -> torch.Tensor:
         """The soft embeddings: the mean token embedding under this step's probabilities."""
         return soft_embeddings(
-            logits, denoised.temperature, denoised.stats, self.embedding, self.normalizer
+            logits, denoised.temperature, denoised.stats, self.embedding, self.normalizer, cap
         )
 
     def self_condition(

@@ -24,7 +24,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from dllm.attention.cpu_fp8_cache import write_rounded
 from dllm.attention.layers import use_anchored_window
 from dllm.engine.compilation import maybe_compile
-from dllm.engine.logit_rows import LogitRows, rows_at_once
+from dllm.engine.logit_rows import LogitRows, Logits, RawLogits, rows_at_once
 from dllm.models import quantized, settings_of
 from dllm.models.gemma.algorithm import EntropyBound
 from dllm.models.gemma.self_conditioning import SelfConditioning
@@ -36,6 +36,7 @@ from dllm.models.gemma.weights import (
     refuse_missing,
 )
 from dllm.ops.dispatch import uses_sparse_product
+from dllm.ops.row_stats import softcap
 from dllm.settings.server import options_of
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         },
     )
     _is_loaded = False
+    # Whether the next call of ``compute_logits`` may leave soft-capping to those who read.
+    gives_raw_logits = False
     packed_modules_mapping = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -188,15 +191,22 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
             is_canvas_row = torch.zeros_like(positions, dtype=torch.bool)
         return self.model(input_ids, positions, inputs_embeds, is_canvas_row)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | LogitRows:
-        """Logits of canvas rows, ``[rows, vocab]`` fp32.
+    def compute_logits(self, hidden_states: torch.Tensor) -> Logits:
+        """Logits of canvas rows, ``[rows, vocab]`` fp32; raw ones if they were announced.
 
         If there are too many rows for the workspace, the result is a ``LogitRows``, with which the
         sampler computes them in tiles.
         """
+        head = self._raw_logits if self.gives_raw_logits else self._logits
+        self.gives_raw_logits = False  # vLLM asks for those of prompts, too, later in the step
         if hidden_states.shape[0] > self._rows_at_once:
-            return LogitRows(hidden_states, self._logits)
-        return self._logits(hidden_states)
+            return LogitRows(hidden_states, head)
+        return head(hidden_states)
+
+    def _raw_logits(self, hidden_states: torch.Tensor) -> RawLogits:
+        logits = self.logits_processor(self.lm_head, hidden_states)
+        assert logits is not None, "every rank samples, so every rank gathers the logits"
+        return RawLogits(logits, self.final_logit_softcapping)
 
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits in fp32; soft-capping is computed in fp32, as in the reference."""
@@ -204,8 +214,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
             return hidden_states.new_empty(0, self.logits_processor.vocab_size, dtype=torch.float32)
         logits = self.logits_processor(self.lm_head, hidden_states)
         assert logits is not None, "every rank samples, so every rank gathers the logits"
-        if self.final_logit_softcapping is None:
-            return logits.float()
         return self._softcap(logits, self.final_logit_softcapping)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -251,8 +259,3 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
             )
             quantized.log_kernels(self, plan)
         return loaded
-
-
-def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """``cap * tanh(logits / cap)``, computed in fp32 as in the reference."""
-    return torch.tanh(logits.float() / cap) * cap

@@ -48,6 +48,7 @@ def soft_embeddings(
     stats: RowStats,
     embedding: VocabParallelEmbedding,
     normalizer: torch.Tensor,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """The mean of the scaled token embeddings, weighted by the tokens' probabilities.
 
@@ -61,6 +62,7 @@ def soft_embeddings(
         embedding: the token embedding; with tensor parallelism, this rank's part of the vocabulary.
             The ranks' results are summed.
         normalizer: the embedding scale, sqrt(hidden_size).
+        cap: of logits that are not soft-capped; else None.
 
     Returns:
         ``[rows, hidden]`` in the embedding's dtype.
@@ -71,5 +73,5 @@ def soft_embeddings(
         soft = exact_product(stats.probs, shard)
     else:
         budget = skipped_mass(embedding.weight.dtype)
-        soft = sparse_soft_embeddings(logits, temperature, stats, shard, budget)
+        soft = sparse_soft_embeddings(logits, temperature, stats, shard, budget, cap)
     return tensor_model_parallel_all_reduce(soft) * normalizer

@@ -32,11 +32,12 @@ def denoise(
     settings: GemmaSettings,
     probs_dtype: torch.dtype | None = None,
     filters: RowFilters | None = None,
+    cap: float | None = None,
 ) -> Denoised:
     """One denoise step of R canvases, from their N rows of logits. Writes nothing in place.
 
     Args:
-        logits: ``[N, V]`` fp32, soft-capped and edited.
+        logits: ``[N, V]`` fp32, soft-capped and edited; or neither of both, with their ``cap``.
         settings: of the model; what a request can change is in ``canvases.parameters``.
         probs_dtype: of ``stats.probs`` in the result; None: no probabilities are returned.
         filters: top-k, top-p and min-p of each row of logits; None: no filters.
@@ -50,7 +51,7 @@ def denoise(
     )[rows.row_of]  # [R] -> [N]
     is_greedy = canvases.is_greedy[rows.row_of]  # [N]
     keys = torch.where(is_greedy[:, None], noise.NO_KEY, drawn.keys[rows.row_of, rows.place])
-    stats = row_stats(logits, temperature, keys, probs_dtype, filters, rows.are_read)
+    stats = row_stats(logits, temperature, keys, probs_dtype, filters, rows.are_read, cap)
     is_free = canvases.chosen == NO_TOKEN
     stats = stats._replace(argmax=torch.where(is_free, stats.argmax, canvases.chosen))
     canvases = canvases.holding_ends(stats.argmax[rows.padded])

@@ -53,9 +53,14 @@ class Unmasking(DenoisingAlgorithm):
         return torch.full(shape, self.settings.mask_token_id, device=seeds.device)
 
     def denoise(
-        self, logits: torch.Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
+        self,
+        logits: torch.Tensor,
+        rows: CanvasRows,
+        canvases: Canvases,
+        filters: RowFilters | None,
+        cap: float | None = None,
     ) -> Denoised:
-        """The logits of the mask are -inf."""
+        """The logits of the mask are -inf, so that they are never raw."""
         mask_token_id = self.settings.mask_token_id
         # What is held on the canvas is proposed where it stands, so that editing never changes it.
         canvases = canvases.holding_ends(canvases.ids[rows.padded].long())
