@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.prompt_logprob import CHUNK_SIZE
@@ -18,6 +19,8 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import CHUNK_SIZE
 from dllm.engine.logprobs import joined
 from dllm.ops.staging import to_device
 from dllm.settings.server import options_of
+
+LEAST_WORKSPACE_MIB = 1024  # by default
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,20 @@ def rows_at_once(vllm_config: VllmConfig) -> int:
     At least ``CHUNK_SIZE``: vLLM asks for the logits of so many prompt tokens at once when it
     computes prompt logprobs, and needs them as a tensor.
     """
-    workspace_mib = options_of(vllm_config).logits_workspace_mib
+    option = options_of(vllm_config).logits_workspace_mib
+    workspace_mib = _workspace_mib() if option == "auto" else option
     row_bytes = 4 * vllm_config.model_config.get_vocab_size()
     return max(CHUNK_SIZE, (workspace_mib << 20) // row_bytes)
+
+
+def _workspace_mib() -> int:
+    """Of a card of 80 GB 2,548: 8 canvases of 256 tokens and a vocabulary of 262,144 are one tile.
+
+    Memory as such, not what is free: every rank has to cut a batch at the same places.
+    """
+    if not current_platform.is_cuda():
+        return LEAST_WORKSPACE_MIB
+    return max(LEAST_WORKSPACE_MIB, current_platform.get_device_total_memory() // 32 >> 20)
 
 
 def tiles_of_batch(

@@ -27,6 +27,11 @@ LoopMs = Annotated[
     float | Literal["auto"],
     Values(lambda one: one == "auto" or one in RANGE_MS, f"auto, or {RANGE_MS}"),
 ]
+_AT_LEAST_1 = IntRange(1)
+WorkspaceMib = Annotated[
+    int | Literal["auto"],
+    Values(lambda one: one == "auto" or one in _AT_LEAST_1, f"auto, or {_AT_LEAST_1}"),
+]
 # Options that are objects themselves.
 GROUPS = {"decisions": DecisionOptions, "drafter": DrafterOptions, "remote": RemoteOptions}
 
@@ -54,7 +59,8 @@ class PluginOptions:
             ``sparse`` (and ``auto``) leaves out unlikely tokens if the vocabulary is large; the
             error is no larger than that of rounding the probabilities (``ops.soft_embedding``).
         logits_workspace_mib: MiB of fp32 logits that may exist at once. If a step has more, it is
-            computed in tiles of whole canvases (``engine.logit_rows``).
+            computed in tiles of whole canvases (``engine.logit_rows``). ``auto``: 1,024, and on a
+            GPU a 32nd of its memory if that is more.
         self_test: on a GPU, compare at start every kernel with its definition, and steps in CUDA
             graphs with steps without (``patches.self_test``).
         canvas_watchers: how many requests of an API server may stream their unfinished canvases at
@@ -73,7 +79,7 @@ class PluginOptions:
     first_step: PassMode = "overlapped"
     denoise_loop_ms: LoopMs = "auto"
     soft_embedding: SoftEmbedding = "auto"
-    logits_workspace_mib: Annotated[int, IntRange(1)] = 1024
+    logits_workspace_mib: WorkspaceMib = "auto"
     self_test: Flag = True
     canvas_watchers: Annotated[int, IntRange(0)] = 16
     canvas_frames_per_s: Annotated[int, IntRange(1)] = 30

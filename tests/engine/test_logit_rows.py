@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.frame_taker import FrameTaker
-from dllm.engine.logit_rows import LogitRows, RawLogits, tile_bounds
+from dllm.engine.logit_rows import LogitRows, RawLogits, rows_at_once, tile_bounds
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.step_rows import num_rejected
 from dllm.settings.server import PluginOptions
@@ -158,9 +158,31 @@ def test_every_request_gets_the_frames_of_its_own_canvas(engine, monkeypatch):
         assert seen[req_id] == set(range(len(context), last, width))
 
 
+@pytest.mark.parametrize(
+    ("gib", "options", "canvases"),
+    [
+        (None, {}, 4),  # a CPU
+        (24, {}, 4),
+        (79.6, {}, 9),  # what a card of 80 GB has
+        (140, {}, 17),
+        (140, {"logits_workspace_mib": 2048}, 8),
+    ],
+)
+def test_the_workspace_follows_the_memory_of_a_gpu(monkeypatch, gib, options, canvases):
+    """Of 256 tokens and the released vocabulary."""
+    memory = lambda: int((gib or 0) * 2**30)  # noqa: E731
+    gpu = SimpleNamespace(is_cuda=lambda: gib is not None, get_device_total_memory=memory)
+    monkeypatch.setattr("dllm.engine.logit_rows.current_platform", gpu)
+    model = SimpleNamespace(get_vocab_size=lambda: 262_144)
+    config: Any = SimpleNamespace(additional_config={"dllm": options}, model_config=model)
+    assert rows_at_once(config) // 256 == canvases
+
+
 def test_the_workspace_is_an_option():
     given = {"dllm": {"logits_workspace_mib": 7}}
     assert PluginOptions.from_additional_config(given).logits_workspace_mib == 7
     for wrong in (0, -1, 1.5, True, "1"):
-        with pytest.raises(ValueError, match=r"logits_workspace_mib = .*; allowed: an integer"):
+        with pytest.raises(
+            ValueError, match=r"logits_workspace_mib = .*; allowed: auto, or an int"
+        ):
             PluginOptions.from_additional_config({"dllm": {"logits_workspace_mib": wrong}})
