@@ -29,7 +29,7 @@ from dllm.grammar.viterbi import Canvas
 from dllm.ops.dispatch import GRAMMAR_PATHS, ROW_STATISTICS, SOFT_EMBEDDINGS
 from dllm.ops.filters import RowFilters
 from dllm.ops.noise import STREAM_GUMBEL, row_keys
-from dllm.ops.row_stats import RowStats, reference_row_stats
+from dllm.ops.row_stats import RowStats, reference_row_stats, softcap
 from dllm.ops.row_stats_gpu import row_stats_kernels
 from dllm.ops.soft_embedding import Shard, skipped_mass
 from dllm.ops.tile_product import tile_product
@@ -38,6 +38,7 @@ from dllm.ops.tile_product_gpu import product_tiles, tile_product_kernels
 # What the names of the checks of our attention and of vLLM's begin with.
 ATTENTION, FLASH = "attention", "FlashAttention 4"
 NUM_ROWS, VOCAB, HIDDEN = 24, 1100, 96
+SOFTCAP = 30.0  # DiffusionGemma's
 FP8_SCALE = 0.25  # of an FP8 cache; a power of two, so that nothing is rounded
 # The interpreter truncates to bf16 where a GPU rounds: two units in the last place.
 ROUNDINGS = 2.0
@@ -214,41 +215,49 @@ def drafter_context(layer: Layer, hidden: int, is_neox: bool, device: torch.devi
 
 
 def row_statistics(device: torch.device) -> None:
+    """Of logits that are soft-capped, and of raw ones (``_row_statistics``)."""
+    _row_statistics(device, None, 3e-5)  # fp32 sums in another order
+    _row_statistics(device, SOFTCAP, 3e-4)  # and a reciprocal of fewer digits in each logit
+
+
+def _row_statistics(device: torch.device, cap: float | None, most: float) -> None:
     """Rows with and without filters.
 
     Raises:
-        Wrong: an id differs, or a number does by more than fp32 sums in another order.
+        Wrong: an id differs, or a number does by more than ``most``.
     """
     logits, temperature, keys = _rows(device)
     top_k = torch.full((NUM_ROWS,), VOCAB, dtype=torch.int32, device=device)
     top_k[::2] = 5
     off = torch.ones(NUM_ROWS, device=device)
     given = RowFilters(top_k, off, 0 * off)
-    found = RowStats._make(row_stats_kernels(logits, temperature, keys, torch.float32, given))
-    kept = logits.topk(5, dim=1).values[:, -1]
+    rows = logits, temperature, keys, torch.float32
+    found = RowStats._make(row_stats_kernels(*rows, given, None, cap))
+    kept = softcap(logits, cap).topk(5, dim=1).values[:, -1]
     cutoff = torch.where(top_k < VOCAB, kept, -torch.inf)
-    expected = reference_row_stats(logits, temperature, keys, torch.float32, cutoff)
+    expected = reference_row_stats(*rows, cutoff, cap)
     for name in ("argmax", "sample"):
         if not torch.equal(getattr(found, name), getattr(expected, name)):
             raise Wrong(f"{name} differs")
     for name in ("entropy", "log_z", "probs"):
-        _within(getattr(found, name) - getattr(expected, name), torch.tensor(3e-5, device=device))
+        _within(getattr(found, name) - getattr(expected, name), torch.tensor(most, device=device))
 
 
 def soft_embeddings(device: torch.device) -> None:
-    """Sure rows, which keep a tile or two, and rows that keep all.
+    """Of raw logits: sure rows, which keep a tile or two, and rows that keep all.
 
     Raises:
         Wrong: a number differs by more than the rounding of the probabilities and of the result.
     """
     logits, temperature, keys = _rows(device)
     logits[::2] *= 9
-    stats = reference_row_stats(logits, temperature, keys, None)
+    stats = reference_row_stats(logits, temperature, keys, None, cap=SOFTCAP)
     weight = _random(VOCAB, HIDDEN, seed=1).to(device, torch.bfloat16)
     arch = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    given = logits, temperature, stats, Shard(weight, 0, VOCAB), skipped_mass(weight.dtype)
+    given = temperature, stats, Shard(weight, 0, VOCAB), skipped_mass(weight.dtype)
     cut = product_tiles(weight.element_size(), 10 * arch[0] + arch[1])
-    found, expected = tile_product_kernels(*given, cut), tile_product(*given)
+    found = tile_product_kernels(logits, *given, cut, 132, SOFTCAP)
+    expected = tile_product(softcap(logits, SOFTCAP), *given)
     # The sum over the tokens of p |embedding| is at most the largest number.
     unit = ROUNDINGS * torch.finfo(weight.dtype).eps / 2
     _within(found.float() - expected.float(), unit * (weight.abs().max() + expected.abs()))
