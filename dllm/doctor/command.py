@@ -8,6 +8,7 @@ the configuration of its server is made, as ``vllm serve`` does before it loads 
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -64,13 +65,16 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"{' '.join(flags)}: flags of `vllm serve` follow a model")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with _only_ours_on_stdout():
-        served = None
+        served, failed = None, []
         if given.model is not None:
             where = {"--host": given.host, "--port": given.port}  # in front of those of --config
             asked = [f"{flag}={value}" for flag, value in where.items() if value is not None]
-            served = _server_arguments(given.model, [*flags, *asked])
+            try:
+                served = _server_arguments(given.model, [*flags, *asked])
+            except Exception as error:  # whatever vLLM's imports raise
+                failed = [Finding("model", "fail", _in_a_line(error))]
         listens = given if served is None else served
-        found = list(findings(listens.host or HOST, listens.port or PORT, served))
+        found = [*findings(listens.host or HOST, listens.port or PORT, served), *failed]
     if given.json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     else:
@@ -118,6 +122,7 @@ def findings(host: str, port: int, served: argparse.Namespace | None = None) -> 
     """All findings, the quick ones first; ``served``: the arguments of a server."""
     yield from _versions()
     yield _plugins()
+    yield from _companions()
     yield _device()
     yield _shared_memory()
     yield _compile_cache()
@@ -153,6 +158,20 @@ def _plugins() -> Finding:
         names = ", ".join(sorted(others))
         return Finding("plugins", "note", f"vLLM loads others beside dllm: {names}")
     return Finding("plugins", "ok", "dllm alone")
+
+
+def _companions() -> Iterator[Finding]:
+    """Libraries that transformers imports if they are there, and that belong to another torch."""
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        if importlib.util.find_spec(name) is None:
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            text = (
+                f"it does not import beside this torch: {_in_a_line(error)}. pip uninstall {name}"
+            )
+            yield Finding(name, "fail", text)
 
 
 def _device() -> Finding:
@@ -222,6 +241,10 @@ def _port(host: str, port: int) -> Finding:
         return Finding("port", "fail", f"{host}:{port}: {error.strerror}. Choose another: --port")
 
 
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or repr(error)
+
+
 def _model(served: argparse.Namespace) -> Iterator[Finding]:
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -231,7 +254,7 @@ def _model(served: argparse.Namespace) -> Iterator[Finding]:
     try:
         config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM's and pydantic's errors have no common class
-        yield Finding("model", "fail", " ".join(str(error).split()) or repr(error))
+        yield Finding("model", "fail", _in_a_line(error))
         return
     yield Finding("model", "ok", _served(config))
     yield _room(config, served.model)

@@ -1,5 +1,6 @@
 """``dllm doctor``: what it finds on this machine, and what it calls wrong."""
 
+import importlib
 import json
 import os
 import socket
@@ -121,6 +122,21 @@ def test_the_port_of_a_config_file(capsys, tmp_path, checkpoint, port):
         _, free = doctor(capsys, *flags, "--port", port)
     assert found["port"][0] == "fail" and f":{number}" in found["port"][1]
     assert free["port"] == ("ok", f"127.0.0.1:{port} is free")
+
+
+def test_a_torchvision_of_another_torch(capsys, monkeypatch, tmp_path, port):
+    """transformers imports it, and so does every server."""
+    wrong = "operator torchvision::nms does not exist"
+    (tmp_path / "torchaudio.py").write_text(f"raise RuntimeError({wrong!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def imports(*_):
+        importlib.import_module("torchaudio")
+
+    monkeypatch.setattr(command, "_server_arguments", imports)
+    status, found = doctor(capsys, "checkpoints/tiny-dllm", "--port", port)
+    assert status == 1 and found["model"] == ("fail", wrong)
+    assert found["torchaudio"][0] == "fail" and "pip uninstall torchaudio" in found["torchaudio"][1]
 
 
 def test_lines_of_text(capsys, port):
