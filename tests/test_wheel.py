@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 import dllm
+from bench.servers import free_port
 from tests.support.server_harness import Server
 
 pytestmark = pytest.mark.nightly
@@ -170,3 +171,38 @@ def test_it_serves_from_outside_of_the_checkout(
         )
     said = json.loads(answer.choices[0].message.content or "")
     assert said == {"name": "Lou", "age": 28, "city": "Baku"}
+
+
+def test_its_commands_work_outside_of_the_checkout(
+    environment: Environment, tmp_path: Path
+) -> None:
+    def ours(*arguments: str | Path) -> str:
+        return run(environment.python, "-m", "dllm.cli", *arguments, folder=tmp_path)
+
+    target, model = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-dllm"
+    found = json.loads(ours("doctor", model, "--port", str(free_port()), "--json"))
+    assert {"model", "memory"} <= {each["name"] for each in found if each["status"] == "ok"}
+
+    few = [
+        "--steps",
+        "1",
+        "--batch-size",
+        "1",
+        "--num-prompts",
+        "1",
+        "--heldout",
+        "1",
+        "--max-tokens",
+        "8",
+    ]
+    train = ("train", "drafter", "--target", target, "--out", "run", "--mask-token-id", "4", *few)
+    with pytest.raises(AssertionError, match="target_layer_ids"):  # the bundled file is read
+        ours(*train, "--config", "smollm2")
+    assert "run/model" in ours(*train)
+
+    quantize = ("quantize", model, "--scheme", "fp8-dynamic", "--out", "quantized")
+    with pytest.raises(AssertionError, match="--python quant-env/bin/python"):
+        ours(*quantize)
+    if (python := ROOT / ".venv-quant/bin/python").exists():
+        ours(*quantize, "--python", python)
+        assert "no problem found" in ours("check-quant", "quantized", "--against", model)

@@ -89,7 +89,7 @@ def find_python(given: Path | None) -> Path:
         )
     raise CommandError(
         "LLM Compressor needs an environment of its own. Make one (python3 -m venv quant-env; "
-        "quant-env/bin/pip install llmcompressor==0.14.* torch==2.13.0) and name it: --python "
+        "quant-env/bin/pip install 'llmcompressor==0.14.*' torch==2.13.0) and name it: --python "
         "quant-env/bin/python."
     )
 
