@@ -183,18 +183,7 @@ def test_its_commands_work_outside_of_the_checkout(
     found = json.loads(ours("doctor", model, "--port", str(free_port()), "--json"))
     assert {"model", "memory"} <= {each["name"] for each in found if each["status"] == "ok"}
 
-    few = [
-        "--steps",
-        "1",
-        "--batch-size",
-        "1",
-        "--num-prompts",
-        "1",
-        "--heldout",
-        "1",
-        "--max-tokens",
-        "8",
-    ]
+    few = ["--steps=1", "--batch-size=1", "--num-prompts=1", "--heldout=1", "--max-tokens=8"]
     train = ("train", "drafter", "--target", target, "--out", "run", "--mask-token-id", "4", *few)
     with pytest.raises(AssertionError, match="target_layer_ids"):  # the bundled file is read
         ours(*train, "--config", "smollm2")
