@@ -257,7 +257,10 @@ def _model(served: argparse.Namespace) -> Iterator[Finding]:
         yield Finding("model", "fail", _in_a_line(error))
         return
     yield Finding("model", "ok", _served(config))
-    yield _room(config, served.model)
+    try:
+        yield _room(config, served.model)
+    except OSError as error:  # a file that the index names is missing
+        yield Finding("memory", "fail", _in_a_line(error))
     if torch.cuda.is_available() and config.scheduler_config.scheduler_cls in SCHEDULERS:
         yield from _attention(config)
         yield from _kernels(config)
@@ -282,12 +285,15 @@ def _served(config: Any) -> str:
 def _room(config: Any, model: str) -> Finding:
     """Memory behind the weights, where their size is known, and what a token takes of it."""
     import torch
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+    from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
 
     from dllm.attention.inputs import FP8_OF
 
-    files = list(Path(model).glob("*.safetensors"))
+    there = [str(file) for file in Path(model).glob("*.safetensors")]
+    files = filter_duplicate_safetensors_files(there, model, SAFE_WEIGHTS_INDEX_NAME)
     parallel, served = config.parallel_config, config.model_config
-    weights = float(sum(file.stat().st_size for file in files))
+    weights = float(sum(os.path.getsize(file) for file in files))
     kv_heads = served.get_num_kv_heads(parallel) * served.get_num_layers(parallel)
     itemsize = FP8_OF.get(config.cache_config.cache_dtype, served.dtype).itemsize
     kv = 2 * kv_heads * served.get_head_size() * itemsize

@@ -69,6 +69,21 @@ def test_weights_that_are_not_here_have_no_size(capsys, tmp_path, checkpoint, po
     assert found["memory"][0] == "note" and "a token's keys and values take" in found["memory"][1]
 
 
+def test_weights_that_the_index_leaves_out_are_not_counted(capsys, tmp_path, checkpoint, port):
+    for file in checkpoint().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    _, alone = doctor(capsys, str(tmp_path), "--port", port)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    with (tmp_path / "consolidated.safetensors").open("wb") as file:
+        file.truncate(1 << 30)  # takes no disk
+    _, found = doctor(capsys, str(tmp_path), "--port", port)
+    assert found["memory"][1].split(",")[0] == alone["memory"][1].split(",")[0]
+    index.write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    _, found = doctor(capsys, str(tmp_path), "--port", port)
+    assert found["memory"][0] == "fail" and "gone.safetensors" in found["memory"][1]
+
+
 def test_what_libraries_print_is_no_json(capfd, monkeypatch, port):
     def noisy() -> str:
         os.write(1, b"a library's log")
