@@ -30,7 +30,7 @@ from bench.tables import Section, markdown
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import VerifiedStep
 from dllm.train.pilot import Score, scores, step_ms, train
-from dllm.train.pilot_command import TRIALS
+from dllm.train.pilot_run import TRIALS
 from dllm.train.pilot_settings import PilotTraining
 from dllm.train.pilot_trials import Trials, recorded
 

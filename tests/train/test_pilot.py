@@ -9,7 +9,7 @@ from bench import pilot as bench_pilot
 from dllm import cli
 from dllm.drafter.widths.pilot import FILE, Pilot, PilotConfig
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
-from dllm.train import pilot_command
+from dllm.train import pilot_run
 from dllm.train.pilot import loss_of, right_widths, scores, step_ms, train
 from dllm.train.pilot_settings import PilotTraining
 from dllm.train.pilot_trials import Trials, candidates
@@ -126,11 +126,11 @@ def test_what_is_no_pilot_is_refused(tmp_path):
 def test_the_exit_status_says_whether_the_best_fixed_width_is_beaten(
     tells, status, tmp_path, capsys
 ):
-    assert pilot_command.finish(tmp_path, made_up(tells=tells), small(), "cpu") == status
+    assert pilot_run.finish(tmp_path, made_up(tells=tells), small(), "cpu") == status
     said = capsys.readouterr().out
     assert ("does not beat" in said) is bool(status) and said.count("\n") == 1
     assert Pilot.load(tmp_path / FILE, "cpu").config.widths == WIDTHS
-    with (tmp_path / pilot_command.REPORT).open() as file:
+    with (tmp_path / pilot_run.REPORT).open() as file:
         report = {row["name"]: float(row["tokens_a_step"]) for row in csv.DictReader(file)}
     assert report["oracle"] >= report["pilot"] >= report["best fixed"] == report["fixed 3"]
 
@@ -151,7 +151,7 @@ def test_the_command_goes_from_a_pair_to_a_report(tmp_path, capsys):
     flags += ["--config", tmp_path / "pilot.toml", "--heldout", 4, "--max-tokens", 6, "--out", out]
     command = ["train", "pilot", *map(str, flags)]
     first = cli.main(command)
-    assert len(list((out / pilot_command.TRIALS).iterdir())) == 2
+    assert len(list((out / pilot_run.TRIALS).iterdir())) == 2
     assert Pilot.load(out / FILE, "cpu").config == PilotConfig((1, 2, 3, 4, 5), 512, 8)
     (out / FILE).unlink()
     assert cli.main([*command, "--resume"]) == first
@@ -162,8 +162,8 @@ def test_the_command_goes_from_a_pair_to_a_report(tmp_path, capsys):
 
 def test_the_ablation_is_a_table_of_all_cells(tmp_path, capsys):
     """Here with one cell for which there was time."""
-    (tmp_path / pilot_command.TRIALS).mkdir()
-    made_up().save(tmp_path / pilot_command.TRIALS / "0.safetensors")
+    (tmp_path / pilot_run.TRIALS).mkdir()
+    made_up().save(tmp_path / pilot_run.TRIALS / "0.safetensors")
     flags = ["--run", tmp_path, "--costs", 1, 0.25, 0.25, "--results", tmp_path, "--steps", 2]
     assert bench_pilot.main([*map(str, flags), "--minutes", "0"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tokens")]
