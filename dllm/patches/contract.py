@@ -278,6 +278,10 @@ OBJECTS = {
         "self.model_runner.__class__",
         "batches of a diffusion model have few sizes on a CPU, where vLLM names its class itself",
     ),
+    "vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.__class__": (
+        "speculator.__class__",
+        "a draft source that vLLM has made is steered by our class of it, which calls it",
+    ),
     "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._candidates": (
         "runner.cudagraph_manager._candidates",
         "at start: steps run with one kind of graphs and without, and a wrong kind is not used",

@@ -39,8 +39,8 @@ OF_NOBODY = {
     "own.max_position_embeddings": "the same",
     "own.num_key_value_heads": "the same",
     "reading.experts": "a model of transformers",
+    "session.run": "of a draft worker",
     "values.module_name": "a copy of an adapter's layer",
-    "work.run": "of a draft worker",
     "writing.experts": "a model of transformers",
 }
 
@@ -114,7 +114,7 @@ SET_IN_SUBCLASSES = {
     "CanvasScheduler.need_mamba_block_aligned_split",
     "DFlashDrafter.draft_id_to_target_id",
     "DiffusionGemmaWithImages.hf_to_vllm_mapper",
-    "Drafter.draft_logits",
+    "DraftBlock.supports_decode_metadata_update",
     "DrafterNetwork._fused_kv_weight",
     "EmulatedExperts.block_quant",
     "EmulatedExperts.group_size",
@@ -127,6 +127,7 @@ SET_IN_SUBCLASSES = {
     "SelfDrafter.draft_attn_layer_names",
     "SelfDrafter.requires_non_causal",
     "SelfDrafter.supports_decode_metadata_update",
+    "Steered.draft_logits",
     "TranslatingBuilder.window_size",
     "TranslatingImpl.sliding_window",
 }
