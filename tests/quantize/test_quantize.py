@@ -342,7 +342,7 @@ def test_the_environment_is_named_made_or_asked_for(
     monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr(command, "PYTHON", tmp_path / "python")
     monkeypatch.setattr(command, "READY", tmp_path / "ready")
-    with pytest.raises(CommandError, match=r"pip install llmcompressor.*--python"):
+    with pytest.raises(CommandError, match=r"pip install 'llmcompressor.*--python"):
         command.find_python(None)
     (tmp_path / "Makefile").write_text("setup-quant:\n\tfalse\n")
     with pytest.raises(CommandError, match="`make setup-quant` failed; run it in"):
