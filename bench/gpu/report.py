@@ -17,9 +17,13 @@ KINDS = (
         r"FlashAttention|flash_fwd|FlashAttn|cute.*[Ff]wd|canvas_attention|merge_splits|"
         r"unified_attention|kernel_.*attention|combine",
     ),
-    ("row statistics", r"_block_kernel|_merge_kernel|_probs_kernel|row_stats"),
+    ("row statistics", r"_(tile|row|cutoff|probs)_kernel|row_stats"),
+    ("soft embeddings", r"_(heavy|product)_kernel"),
     ("FP8 products", r"cutlass.*(fp8|e4m3|scaled)|scaled_mm|sm90_fp8|gemm_universal|GemmUniversal"),
-    ("bf16 products (head, soft embeddings)", r"nvjet|cublas|gemm|splitKreduce|s16816"),
+    (
+        "bf16 products (head, the built-in's soft embeddings)",
+        r"nvjet|cublas|gemm|splitKreduce|s16816",
+    ),
     ("routing", r"routing|topk|moe_align|permute|expert|sort_"),
     ("quantizing", r"quant|fp8"),
     ("soft-capping, norms (Inductor)", r"^triton_"),

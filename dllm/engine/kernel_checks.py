@@ -38,6 +38,7 @@ from dllm.ops.tile_product_gpu import product_tiles, tile_product_kernels
 # What the names of the checks of our attention and of vLLM's begin with.
 ATTENTION, FLASH = "attention", "FlashAttention 4"
 NUM_ROWS, VOCAB, HIDDEN = 24, 1100, 96
+ROWS_OF_GROUPS = 136  # a group of the soft embeddings' product has 128
 SOFTCAP = 30.0  # DiffusionGemma's
 FP8_SCALE = 0.25  # of an FP8 cache; a power of two, so that nothing is rounded
 # The interpreter truncates to bf16 where a GPU rounds: two units in the last place.
@@ -227,6 +228,8 @@ def _row_statistics(device: torch.device, cap: float | None, most: float) -> Non
         Wrong: an id differs, or a number does by more than ``most``.
     """
     logits, temperature, keys = _rows(device)
+    if cap is not None:  # as a model gives them
+        logits = logits.bfloat16()
     top_k = torch.full((NUM_ROWS,), VOCAB, dtype=torch.int32, device=device)
     top_k[::2] = 5
     off = torch.ones(NUM_ROWS, device=device)
@@ -244,13 +247,16 @@ def _row_statistics(device: torch.device, cap: float | None, most: float) -> Non
 
 
 def soft_embeddings(device: torch.device) -> None:
-    """Of raw logits: sure rows, which keep a tile or two, and rows that keep all.
+    """Of raw bf16 logits: sure rows, which keep a tile or two, and rows that keep all.
+
+    There are more of them than one group of the product has.
 
     Raises:
         Wrong: a number differs by more than the rounding of the probabilities and of the result.
     """
-    logits, temperature, keys = _rows(device)
+    logits, temperature, keys = _rows(device, ROWS_OF_GROUPS)
     logits[::2] *= 9
+    logits = logits.bfloat16()
     stats = reference_row_stats(logits, temperature, keys, None, cap=SOFTCAP)
     weight = _random(VOCAB, HIDDEN, seed=1).to(device, torch.bfloat16)
     arch = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
@@ -300,12 +306,12 @@ def grammar_paths(device: torch.device) -> None:
             raise Wrong("rows are masked wrongly")
 
 
-def _rows(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, temperatures and keys of NUM_ROWS rows."""
+def _rows(device: torch.device, count: int = NUM_ROWS) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, temperatures and keys of ``count`` rows."""
     zero = torch.tensor([0])
-    keys = row_keys(zero, zero, zero, NUM_ROWS, STREAM_GUMBEL)[0].contiguous()
-    temperature = torch.linspace(0.3, 1.5, NUM_ROWS)
-    return (3 * _random(NUM_ROWS, VOCAB)).to(device), temperature.to(device), keys.to(device)
+    keys = row_keys(zero, zero, zero, count, STREAM_GUMBEL)[0].contiguous()
+    temperature = torch.linspace(0.3, 1.5, count)
+    return (3 * _random(count, VOCAB)).to(device), temperature.to(device), keys.to(device)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:

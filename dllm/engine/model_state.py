@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import NewRequestData
@@ -86,7 +87,10 @@ class DiffusionModelState(ModelState):
         self._condition = maybe_compile(condition_rows, vllm_config)
         # On a CPU soft-capping is fused with other work, and a compiled step would be compiled for
         # either kind of logits.
-        self._reads_raw_logits = device.type == "cuda" and hasattr(model, "gives_raw_logits")
+        # Whether a step has raw logits depends on all of its requests, and they differ from
+        # soft-capped ones in the last digits.
+        has_raw_logits = device.type == "cuda" and hasattr(model, "gives_raw_logits")
+        self._reads_raw_logits = has_raw_logits and not envs.VLLM_BATCH_INVARIANT
 
     def get_supported_generation_tasks(self) -> tuple[Any, ...]:
         """Text generation only."""

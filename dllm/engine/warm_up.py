@@ -3,8 +3,7 @@
 They visit every kind of batch that is compiled separately: prompt chunks (without logits), canvases
 alone, causal spans with canvases, one request and several, with and without top-k, top-p and min-p.
 Every canvas is emitted. Some requests have edited logits, logprobs of the prompt and of blocks, or
-a
-grammar: each of these has kernels of its own, which a GPU compiles when they are first run.
+a grammar: each of these has kernels of its own, which a GPU compiles when they are first run.
 """
 
 from collections.abc import Callable, Sequence

@@ -87,8 +87,16 @@ def _runs_definition(device: torch.device, vocab_size: int) -> bool:
     return ROW_STATISTICS in WRONG_KERNELS
 
 
-def uses_sparse_product(option: Literal["auto", "sparse", "exact"], vocab_size: int) -> bool:
-    """Whether soft embeddings leave out unlikely tokens: for a large vocabulary."""
+def uses_sparse_product(
+    option: Literal["auto", "sparse", "exact"], vocab_size: int, is_batch_invariant: bool
+) -> bool:
+    """Whether soft embeddings leave out unlikely tokens: for a large vocabulary.
+
+    ``auto`` does not where a row may not depend on others (VLLM_BATCH_INVARIANT): in which order a
+    GPU adds tiles depends on the rows beside it.
+    """
+    if option == "auto" and is_batch_invariant:
+        return False
     return option != "exact" and vocab_size >= SMALLEST_VOCABULARY
 
 

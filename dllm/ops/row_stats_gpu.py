@@ -78,6 +78,8 @@ def row_stats_kernels(
     result = [argmax, sample, entropy, peak, log_z, cutoff, numbers(num_rows, 0), probs]
     if num_rows == 0:
         return result
+    if are_read is None:  # of a tensor, too: without one Triton would compile other kernels
+        are_read = torch.ones(num_rows, dtype=torch.bool, device=device)
     of_tiles = [numbers(num_rows, num_tiles) for _ in range(3)]  # b, z_b, s_b
     capped = {"CAP": cap or 0.0}
     sizes = {"TILE": width, "IS_EVEN": vocab_size % width == 0} | capped
@@ -205,9 +207,8 @@ def _tile_kernel(
     IS_FILTERED: tokens below the row's cutoff are left out; rows without a cutoff are skipped.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if are_read is not None:  # noqa: SIM102 (a constant of the compiled kernel)
-        if tl.load(are_read + row) == 0:
-            return
+    if tl.load(are_read + row) == 0:
+        return
     least = tl.load(cutoff + row)
     if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
         if least == float("-inf"):
@@ -249,14 +250,13 @@ def _row_kernel(
 ):  # fmt: skip
     """The statistics of one row from those of its tiles, and its draw."""
     row = tl.program_id(0).to(tl.int64)
-    if are_read is not None:  # noqa: SIM102 (a constant of the compiled kernel)
-        if tl.load(are_read + row) == 0:
-            tl.store(argmax + row, 0)
-            tl.store(sample + row, 0)
-            tl.store(entropy + row, float("inf"))
-            tl.store(peak + row, 0.0)
-            tl.store(log_z + row, float("inf"))
-            return
+    if tl.load(are_read + row) == 0:
+        tl.store(argmax + row, 0)
+        tl.store(sample + row, 0)
+        tl.store(entropy + row, float("inf"))
+        tl.store(peak + row, 0.0)
+        tl.store(log_z + row, float("inf"))
+        return
     least = tl.load(cutoff + row)
     if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
         if least == float("-inf"):

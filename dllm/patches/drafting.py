@@ -95,6 +95,10 @@ def draft_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     """As ``kinds.Kind.refuses`` says."""
     why = "they are made for the weights without an adapter"
     yield vllm_config.lora_config is not None, "--enable-lora", why
+    speculative, policy = vllm_config.speculative_config, options_of(vllm_config).drafter.policy
+    is_unseen = speculative.use_local_argmax_reduction and policy == "adaptive"
+    why = 'the policy "adaptive" reads how likely drafts are, which is not computed'
+    yield is_unseen, "use_local_argmax_reduction", why
 
 
 def configure_drafting(vllm_config: Any) -> None:
@@ -116,16 +120,13 @@ def configure_drafting(vllm_config: Any) -> None:
 def steering_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     """As ``kinds.Kind.refuses`` says."""
     yield from draft_limits(vllm_config)
-    speculative, policy = vllm_config.speculative_config, options_of(vllm_config).drafter.policy
+    speculative = vllm_config.speculative_config
     is_sampled = speculative.draft_sample_method == "probabilistic"
     flag = 'draft_sample_method "probabilistic"'
     why = "the selector of DFlash 2 cannot draw with the target's random numbers"
     yield is_sampled and _names(speculative, DFLASH_2), flag, why
     why = "a DSpark drafter of a reduced vocabulary cannot draw with the target's random numbers"
     yield is_sampled and _has_reduced_vocabulary(speculative), flag, why
-    is_unseen = speculative.use_local_argmax_reduction and policy == "adaptive"
-    why = 'the policy "adaptive" reads how likely drafts are, which is not computed'
-    yield is_unseen, "use_local_argmax_reduction", why
 
 
 def _has_reduced_vocabulary(speculative: Any) -> bool:

@@ -97,6 +97,8 @@ class DrafterOptions:
         check_fields(self, WHERE)
         if self.record_layers is not None and self.record is None:
             raise ValueError(f'{WHERE}: record_layers needs "record": the folder to write to.')
+        if self.noise_schedule != "cosine" and self.denoise_steps == 1:
+            raise ValueError(f"{WHERE}: noise_schedule needs denoise_steps of 2 or more.")
         if self.policy == "pilot" and self.pilot is None:
             raise ValueError(
                 f'{WHERE}: policy "pilot" needs "pilot": a file of `dllm train pilot`.'

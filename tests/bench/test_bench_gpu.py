@@ -231,7 +231,7 @@ def test_the_report_has_ms_a_pass_and_kinds_of_kernels(tmp_path: Path) -> None:
     for name, factor in (("ours", 1), ("built-in", 2)):
         state = State(name, tmp_path)
         state.values["ms"] = {"1": [170.0 * factor, 171.0 * factor, 999.0]}
-        row = [PASSES * 0.5 * factor, 17, "_block_kernel_0d1d"]
+        row = [PASSES * 0.5 * factor, 17, "_tile_kernel_0d1d"]
         state.values["kernels"] = {"1": [row, [PASSES * 0.25, 1, "unknown"]]}
         state.reach("done")
     paths = sorted(tmp_path.glob("*.json"))

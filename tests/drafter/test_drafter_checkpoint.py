@@ -192,6 +192,7 @@ def test_another_tokenizer_is_refused_with_both_ids():
         ({"noise_schedule": "cubic"}, ["noise_schedule = 'cubic'", "linear, cosine, sqrt"]),
         ({"record_dir": "x"}, ["did you mean 'record'?"]),
         ({"record_layers": [1]}, ["record_layers", '"record"']),
+        ({"noise_schedule": "sqrt"}, ["noise_schedule", "denoise_steps"]),
         ({"record": "x", "record_layers": [3, 1]}, ["record_layers = [3, 1]"]),
         ({"record": "x", "record_layers": [-1, 1]}, ["record_layers = [-1, 1]"]),
         ("fixed", ["must be an object"]),

@@ -206,4 +206,9 @@ def test_in_bf16_it_is_as_close_as_the_exact_product() -> None:
     ],
 )
 def test_what_is_sparse(option: SoftEmbedding, vocab_size: int, is_sparse: bool) -> None:
-    assert uses_sparse_product(option, vocab_size) == is_sparse
+    assert uses_sparse_product(option, vocab_size, is_batch_invariant=False) == is_sparse
+
+
+def test_where_no_row_may_depend_on_others_all_tokens_are_summed() -> None:
+    assert not uses_sparse_product("auto", 262_144, is_batch_invariant=True)
+    assert uses_sparse_product("sparse", 262_144, is_batch_invariant=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.lora.lora_weights import LoRALayerWeights
@@ -150,7 +151,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         embedding = self.model.embed_tokens
         # The exact product needs all probabilities; the sparse one computes the few that it needs.
         option = options_of(vllm_config).soft_embedding
-        is_sparse = uses_sparse_product(option, vocab_size)
+        is_sparse = uses_sparse_product(option, vocab_size, envs.VLLM_BATCH_INVARIANT)
         return EntropyBound(
             self.settings,
             vocab_size,
