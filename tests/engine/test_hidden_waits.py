@@ -304,9 +304,9 @@ def test_a_read_would_be_found_in_the_worker(engine, monkeypatch):
     family = engine.runner.model_state.algorithm
     soft_embeddings = family.soft_embeddings
 
-    def reads(logits: torch.Tensor, step: Any) -> torch.Tensor:
+    def reads(logits: torch.Tensor, step: Any, *cap: Any) -> torch.Tensor:
         assert step.converged.sum() <= len(step.converged)
-        return soft_embeddings(logits, step)
+        return soft_embeddings(logits, step, *cap)
 
     monkeypatch.setattr(family, "soft_embeddings", reads)
     watch = watched_run(engine, CASES["one"], passes=1)
