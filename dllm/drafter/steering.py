@@ -183,9 +183,9 @@ class Steered(DraftModelSpeculator):
             self._keep_context(step, draft)
             drafts = self.draft_tokens[: batch.num_reqs] if lookup is None else lookup.tokens
             if lookup is not None and self.draft_logits is not None:
-                points = torch.full((*drafts.shape, self.draft_logits.shape[2]), -torch.inf)
-                points = points.to(self.draft_logits).scatter_(2, drafts[..., None], 0.0)
-                self.draft_logits[batch.idx_mapping.long()] = points
+                slots, places = batch.idx_mapping.long()[:, None], torch.arange(drafts.shape[1])
+                self.draft_logits[slots[:, 0]] = -torch.inf
+                self.draft_logits[slots, places.to(slots.device), drafts] = 0.0
         if passes or lookup is not None:
             self._widths = self._choose_widths(batch)
         else:
