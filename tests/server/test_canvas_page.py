@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from random import Random
 
 import openai
 import pytest
@@ -60,9 +61,10 @@ def test_a_wrong_key_is_refused_and_a_right_one_is_not(page):
 
 @needs_chromium
 def test_tokens_settle_and_can_be_watched_again(page, server):
-    page.fill("#prompt", "Thank Ann for the map, from Bob.")
+    prompt, right = FAMILIES["prose"].ask(("thank", "Ann", "Bob", "map"), Random(0))
+    page.fill("#prompt", prompt)
     answer = finish(page, "#go")
-    assert answer.startswith("Hello Ann") and answer.endswith("Bob<eos>")
+    assert answer.endswith("<eos>") and answer.removesuffix("<eos>") in right
     num_frames = page.run("frames.length")
     assert num_frames > 3
     assert page.run("$('status').textContent").startswith(f"1 block, steps {num_frames}, ")
