@@ -45,6 +45,8 @@ Kind = Literal["json", "regex", "grammar", "lark", "structural_tag"]
 # Where a structural tag has texts, in either of xgrammar's forms.
 SPOKEN = ("begin", "end", "triggers", "value", "separator", "pattern", "grammar")
 MARK = re.compile(r"<[^<>\s]+>")  # of calls and thoughts, as <tool_call> and <|tool_call_begin|>
+# Keywords of a schema behind which the keys are names, and no keywords.
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,8 @@ def _values(part: Any, is_listed: bool = False) -> Iterator[str]:
             yield from _values(one, is_listed)
     elif isinstance(part, Mapping):
         for name, value in part.items():
+            if name in NAMED and isinstance(value, Mapping):
+                value = list(value.values())
             yield from _values(value, is_listed or name in ("enum", "const"))
 
 

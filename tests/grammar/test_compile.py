@@ -125,6 +125,9 @@ def test_no_other_tokens_spell_the_mark_that_a_tag_names(children):
         ({"enum": ["x", "a</tool_call>"]}, True),
         ({"properties": {"a": {"const": {"b": ["<tool_call>"]}}}}, True),
         ({"enum": ["tool_call", "<b>"], "description": "<tool_call>"}, False),
+        ({"properties": {"enum": {"description": "<tool_call>"}}}, False),
+        ({"$defs": {"const": {"title": "<tool_call>"}}, "$ref": "#/$defs/const"}, False),
+        ({"properties": {"properties": {"enum": ["<tool_call>"]}}}, True),
     ],
 )
 def test_a_value_with_a_mark_of_the_tag_is_refused(schema, is_refused):
