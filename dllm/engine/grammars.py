@@ -139,7 +139,7 @@ class CanvasGrammars(ABC):
 
     @contextmanager
     def largest(self) -> Iterator[None]:
-        """Inside, a step takes as much memory of the device as one with the largest grammars."""
+        """Inside, while there are no requests, a step takes as much memory as any ever will."""
         yield
 
     def apply_staged_writes(self) -> None:  # noqa: B027  nothing is stored for the host's
@@ -155,8 +155,7 @@ class CanvasGrammars(ABC):
         return self._prepare(batch, rows)
 
     @abstractmethod
-    def _prepare(self, batch: InputBatch, rows: CanvasRows) -> Any:
-        """As ``prepare``, for a batch with a grammar."""
+    def _prepare(self, batch: InputBatch, rows: CanvasRows) -> Any: ...
 
     @abstractmethod
     def write_(
@@ -195,7 +194,7 @@ class HostGrammars(CanvasGrammars):
         rows: CanvasRows,
         prepared: list[tuple[int, int, SlotGrammar]],
     ) -> Written:
-        """As in the base class; ``paths`` by batch row."""
+        """``paths`` by batch row."""
         widths, canvas_starts = rows.widths.tolist(), rows.starts.tolist()
         chosen = np.full(len(logits), NO_TOKEN, dtype=np.int64)
         paths: dict[int, Path] = {}
@@ -223,7 +222,6 @@ class HostGrammars(CanvasGrammars):
         num_emitted: torch.Tensor,
         prepared: list[tuple[int, int, SlotGrammar]],
     ) -> None:
-        """As in the base class."""
         counts = num_emitted.tolist()
         for row, _, grammar in prepared:
             if counts[row]:
@@ -270,7 +268,7 @@ class DeviceGrammars(CanvasGrammars):
         self._least = 0, 0  # classes and states that kernels have room for
 
     def _put(self, slot: int, found: SlotGrammar | None) -> None:
-        """As in the base class; the state goes to the device with ``apply_staged_writes``."""
+        """The state goes to the device with ``apply_staged_writes``."""
         super()._put(slot, found)
         self._staged[slot] = found.state if found else 0
         # The scheduler lets in no more than there is room for.
@@ -288,7 +286,6 @@ class DeviceGrammars(CanvasGrammars):
         return {one.grammar for one in self.slots if one}
 
     def apply_staged_writes(self) -> None:
-        """As in the base class."""
         if self._staged:
             slots, states = to_device(np.array([*self._staged.items()]).T.copy(), self._device)
             self._states[slots] = states.int()
@@ -296,7 +293,6 @@ class DeviceGrammars(CanvasGrammars):
 
     @contextmanager
     def largest(self) -> Iterator[None]:
-        """As in the base class; for vLLM's memory profile, before there are requests."""
         serialized = Constraint.serialize(Table.of_any_text(self._pool.vocab_size).to_bytes(), None)
         grammar = Grammar(serialized, stops=(0,), fillers=())
         self._least = LARGEST
@@ -345,7 +341,7 @@ class DeviceGrammars(CanvasGrammars):
     def write_(
         self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: PreparedTables
     ) -> Written:
-        """As in the base class; ``paths`` of all rows."""
+        """``paths`` of all rows."""
         state = self._states[prepared.slots]
         canvases = Searches(
             first_row=prepared.first_row,
@@ -371,7 +367,7 @@ class DeviceGrammars(CanvasGrammars):
     def advance(
         self, written: Written, num_emitted: torch.Tensor, prepared: PreparedTables
     ) -> None:
-        """As in the base class. Canvases with a grammar are emitted whole: none has bad words."""
+        """Canvases with a grammar are emitted whole: none has bad words."""
         paths: Paths = written.paths
         before = self._states[prepared.slots]
         is_emitted = num_emitted[: len(before)] > 0
