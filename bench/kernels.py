@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +37,6 @@ from torch import Tensor
 from bench.context import GateError, Row, Rows, command_line, publish, reporting_failures
 from bench.tables import grouped, markdown, spread_of
 from dllm.attention.masks import QuerySpan, anchor
-
-CANVAS = 256
 
 
 class Case(NamedTuple):
@@ -82,7 +81,7 @@ def attention_cases(smoke: bool, device: str) -> Iterator[Case]:
         return
     for batch, context in ((1, 65536), (1, 1024), (8, 8192), (8, 65536), (32, 1024), (32, 8192)):
         for layer in (FULL, SLIDING, SYMMETRIC):
-            yield attention_case(layer, batch, context, CANVAS, torch.bfloat16, device)
+            yield attention_case(layer, batch, context, 256, torch.bfloat16, device)
         yield attention_case(DRAFTER, batch, context, 16, torch.bfloat16, device)
 
 
@@ -131,15 +130,13 @@ def attention_case(
     def definition() -> Tensor:
         return torch.cat(paged_attention(query, key, value, tables, [span] * batch, options))
 
-    def flash() -> Tensor:
-        from dllm.attention.flash import flash_attention
-
-        flash_attention(query, cache, replace(ragged, max_seq_len=length), options, theirs)
-        return theirs
-
     runs: dict[str, Callable[[], Tensor]] = {}
     if device == "cuda" and not layer.is_anchored:
-        from dllm.attention.flash import has_flash_attention
+        from dllm.attention.flash import flash_attention, has_flash_attention
+
+        def flash() -> Tensor:
+            flash_attention(query, cache, replace(ragged, max_seq_len=length), options, theirs)
+            return theirs
 
         runs["vllm_unified"] = vllm_unified
         if has_flash_attention() and torch.cuda.get_device_capability()[0] == 9:
@@ -168,7 +165,6 @@ def context_cases(smoke: bool, device: str) -> Iterator[Case]:
 # --- the sampling step ---------------------------------------------------------------------------
 
 BUILTIN, SPARSE, EXACT = "built-in", "ours, sparse", "ours, exact"
-PROFILES = ("open", "settled")  # of `make_logits`
 T_MIN, T_MAX, MAX_STEPS, ENTROPY_BOUND, CONFIDENCE, STABILITY = 0.4, 0.8, 48, 0.1, 0.005, 2
 
 
@@ -185,7 +181,7 @@ def sampler_cases(smoke: bool, device: str) -> Iterator[Case]:
     sizes = ([9000], [16], [8]) if smoke else ([32_768, 262_144], [256, 2816], [64, 256])
     for vocab, hidden, rows in itertools.product(*sizes):
         weight = torch.randn(vocab, hidden, device=device).mul_(hidden**-0.5).bfloat16()
-        for profile in PROFILES:
+        for profile in ("open", "settled"):
             logits = make_logits(rows, vocab, profile, device)
             about = {"rows": rows, "vocab_size": vocab, "hidden": hidden, "profile": profile}
             ours = {
@@ -218,18 +214,27 @@ def our_step(
 ) -> Callable[[Tensor], Outcome]:
     """Our step on two canvases, in the middle of the schedule."""
     from dllm.engine.canvas_rows import CanvasRows
+    from dllm.engine.state import CanvasState
     from dllm.models.gemma.settings import GemmaSettings
-    from dllm.models.gemma.step import denoise, first_canvases
+    from dllm.models.gemma.step import denoise, step_state
     from dllm.ops.dispatch import sparse_soft_embeddings
+    from dllm.ops.noise import initial_canvas
     from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
+    from dllm.settings.denoising import NO_TOKEN
 
+    length = rows // 2
     settings = GemmaSettings(
-        rows // 2, MAX_STEPS, T_MIN, T_MAX, ENTROPY_BOUND, CONFIDENCE, STABILITY - 1, "symmetric"
+        length, MAX_STEPS, T_MIN, T_MAX, ENTROPY_BOUND, CONFIDENCE, STABILITY - 1, "symmetric"
     )
     starts = torch.zeros(2, dtype=torch.int64, device=weight.device)
-    canvas_rows = CanvasRows.whole(starts, rows // 2)
-    canvases = first_canvases(starts + 5, starts, settings, [1], len(weight))
-    canvases = canvases._replace(steps_done=torch.full_like(starts, MAX_STEPS // 2))
+    canvas_rows = CanvasRows.whole(starts, length)
+    made: Any = SimpleNamespace(settings=settings, step_state=step_state(length), soft_size=None)
+    state = CanvasState(made, len(starts), len(weight), weight.dtype, weight.device)
+    for one in settings.parameters:
+        state.parameters[one.name].fill_(getattr(settings, one.setting))
+    state.steps_done.fill_(MAX_STEPS // 2)
+    ids = initial_canvas(starts, starts, length, len(weight)).flatten()
+    canvases = state.canvases(canvas_rows, ids, torch.full_like(ids, NO_TOKEN))
     shard, budget = Shard(weight, 0, len(weight)), skipped_mass(weight.dtype)
     decide = torch.compile(denoise, dynamic=True) if is_compiled else denoise
 
@@ -355,18 +360,14 @@ def sampler_table(rows: Rows) -> str:
     most = max((int(row["rows"]) for row in rows), default=0)
     rows = [row for row in rows if int(row["rows"]) == most]
     names, lines = [name for (name,) in grouped(rows, "implementation")], []
-    compared = [name for name in names if name != BUILTIN]
     for shape, here in grouped(rows, "rows", "vocab_size", "hidden", "profile").items():
         times = " / ".join(f"{float(row['p50_ms']):.1f}" for row in here)
         ends = ("faster", "faster_low", "faster_high")
-        faster = [
-            spread_of([float(row[end]) for end in ends], 2)
-            for row in here
-            if row["implementation"] in compared
-        ]
+        ours = [row for row in here if row["implementation"] != BUILTIN]
+        faster = [spread_of([float(row[end]) for end in ends], 2) for row in ours]
         lines.append([shape[0], f"{int(shape[1]):,}", *shape[2:], times, *faster])
     heading = ["rows", "vocabulary", "hidden", "logits", f"ms: {' / '.join(names)}"]
-    return markdown([*heading, *(f"built-in / {name}" for name in compared)], lines)
+    return markdown([*heading, *(f"built-in / {name}" for name in names if name != BUILTIN)], lines)
 
 
 @reporting_failures

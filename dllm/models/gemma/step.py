@@ -1,12 +1,7 @@
 """One denoise step of DiffusionGemma, from logits to the next canvas.
 
-    noise -> temperature -> row statistics -> which tokens are kept, and whether to stop (``rule``)
-
-The server's sampler and the benchmarks call ``denoise``; ``first_canvases`` is for callers without
-an engine.
+noise -> temperature -> row statistics -> which tokens are kept, and whether to stop (``rule``)
 """
-
-from collections.abc import Iterable
 
 import torch
 
@@ -59,47 +54,3 @@ def denoise(
     stats = stats._replace(sample=torch.where(is_greedy, stats.argmax, stats.sample))
     window = settings.stability_threshold + 1
     return rule.denoise_step(canvases, rows, stats, drawn, temperature, window)
-
-
-def first_canvases(
-    seeds: torch.Tensor,
-    starts: torch.Tensor,
-    settings: GemmaSettings,
-    stops: Iterable[int],
-    vocab_size: int,
-) -> Canvases:
-    """The state of R canvases before their first step, for callers that have no engine.
-
-    Args:
-        seeds: ``[R]`` int64, the seed of each canvas's noise.
-        starts: ``[R]`` int64, the position of each canvas's first token in its sequence.
-        stops: ids of tokens that end an answer.
-    """
-    num_rows, length = len(seeds), settings.canvas_length
-    device = seeds.device
-    is_stop = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-    is_stop[sorted(stops)] = True
-    return Canvases(
-        ids=noise.initial_canvas(seeds, starts, length, vocab_size).flatten(),
-        seeds=seeds,
-        steps_done=torch.zeros_like(seeds),
-        argmax_canvas=torch.zeros(num_rows, length, dtype=torch.int64, device=device),
-        chosen=torch.full((num_rows * length,), NO_TOKEN, dtype=torch.int64, device=device),
-        temperature=torch.ones(num_rows, device=device),
-        is_greedy=torch.zeros(num_rows, dtype=torch.bool, device=device),
-        is_stop=is_stop.expand(num_rows, -1),
-        held=torch.full((num_rows, length), -1, device=device),
-        parameters={
-            parameter.name: torch.full(
-                (num_rows,),
-                getattr(settings, parameter.setting),
-                dtype=getattr(torch, parameter.dtype),
-                device=device,
-            )
-            for parameter in settings.parameters
-        },
-        step_state={
-            name: torch.zeros(num_rows, *shape, dtype=dtype, device=device)
-            for name, shape, dtype in step_state(length)
-        },
-    )
