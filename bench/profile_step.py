@@ -21,25 +21,20 @@ writes KV counts as a step: the built-in's commits, and with asynchronous schedu
 No table and exit code 1, unless every request got all of its tokens, as many canvas rows were seen
 as its passes have (`passes_of`), and the parts cover --coverage of the client's time. --random-60m:
 the released model's shape with 60 million random parameters; writes context_*.csv. A server that is
-named several times is started as often. --together: all servers load side by side, where there is
-room for them, and are measured in turns.
+named several times is started as often.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from threading import BrokenBarrierError
 from typing import Any
 
 import torch
@@ -79,9 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
         if options.random_60m:
             options.model = write_checkpoint(Path(folder) / "model", tiny_config(**RANDOM_60M))
-        for result in results(options):
+        for index, server in enumerate(options.server):
+            environment = BUILTIN_ENVIRONMENT if server == BUILTIN else {}
             try:
-                rows += result()
+                found = with_engine(measure, options, server, environment=environment)
+                rows += [row | {"start": index} for row in found]
                 publish(path, rows)
             except (RuntimeError, ValueError) as error:
                 print(f"No table, because:\n{error}", file=sys.stderr)
@@ -91,35 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def results(options: argparse.Namespace) -> Iterator[Callable[[], list[Row]]]:
-    """For each server a function that waits for its rows: one after the other, or all at once."""
-    num_servers = len(options.server)
-    with ExitStack() as stack:
-        turns = None
-        if options.together:
-            manager = stack.enter_context(multiprocessing.Manager())
-            turns = manager.Barrier(num_servers), manager.Lock()
-
-        def rows_of(index: int, server: str) -> list[Row]:
-            environment = BUILTIN_ENVIRONMENT if server == BUILTIN else {}
-            try:
-                found = with_engine(measure, options, server, turns, environment=environment)
-            except BaseException:
-                if turns is not None:
-                    turns[0].abort()  # the others need not wait
-                raise
-            return [row | {"start": index} for row in found]
-
-        pool = stack.enter_context(ThreadPoolExecutor(num_servers if options.together else 1))
-        for future in [pool.submit(rows_of, *one) for one in enumerate(options.server)]:
-            yield future.result
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
     parser.add_argument("--random-60m", action="store_true", help="instead of --model")
-    parser.add_argument("--together", action="store_true", help="load all servers at once")
     parser.add_argument("--server", nargs="+", choices=(OURS, BUILTIN), default=[OURS])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--steps", type=int, default=16, help="denoise steps of every block")
@@ -134,31 +106,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 # --- in the process of a server ------------------------------------------------------------------
 
 
-def measure(
-    options: argparse.Namespace, server: str, turns: tuple[Any, Any] | None = None
-) -> list[Row]:
+def measure(options: argparse.Namespace, server: str) -> list[Row]:
     """Print the parts of one server's steps; returns the rows of the CSV.
-
-    Args:
-        turns: a barrier for when all servers are loaded, and a lock for who is measured.
 
     Raises:
         RuntimeError: an answer has too few tokens.
         ValueError: the steps do not account for what the client saw, or are too few.
     """
     rows, engine = [], Engine(options, server)
-    turn: AbstractContextManager[Any] = nullcontext()
-    if turns is not None:
-        turn = turns[1]
-        with suppress(BrokenBarrierError):  # another server has failed
-            turns[0].wait()
     for concurrency, length in product(options.concurrency, options.input_len):
-        with turn:
-            engine.work(concurrency, length)  # warms up, and compiles
+        engine.work(concurrency, length)  # warms up, and compiles
         steps: list[Step] = []
         for _ in range(options.rounds):
-            with turn:
-                steps += engine.profile(concurrency, length)
+            steps += engine.profile(concurrency, length)
         counted = [one for one in steps if one.is_denoise_only and one.num_reqs == concurrency]
         parts_ms = mean_parts(counted)
         step_ms = sum(parts_ms.values())

@@ -109,10 +109,10 @@ SMALL += ("--llm", '{"enforce_eager": true}')
 def test_without_rows_there_is_no_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> list[dict[str, object]]:
+    def fail(*_: object, **__: object) -> list[dict[str, object]]:
         raise RuntimeError("it did not start")
 
-    monkeypatch.setattr(profile_step, "results", lambda options: iter([fail]))
+    monkeypatch.setattr(profile_step, "with_engine", fail)
     assert profile_step.main(["--results", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.out == "" and said.err == "No table, because:\nit did not start\n"
@@ -125,7 +125,7 @@ def test_engines_with_asynchronous_scheduling_are_accounted_for(
     """All canvas rows are expected ones; there is no table otherwise."""
     write_plugin(tmp_path / "plugins")
     monkeypatch.syspath_prepend(tmp_path / "plugins")
-    arguments = [*SMALL, "--together", "--server", OURS, BUILTIN, "--results", str(tmp_path)]
+    arguments = [*SMALL, "--server", OURS, BUILTIN, "--results", str(tmp_path)]
     assert profile_step.main(arguments) == 0
     rows = read_csv(tmp_path / "profile_cpu.csv")
     assert {row["server"] for row in rows} == {OURS, BUILTIN}
