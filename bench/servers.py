@@ -14,10 +14,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -44,7 +44,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 BUILTIN_ENVIRONMENT = {"DLLM_DISABLE": "1"}  # vLLM's own implementation serves
-STARTING = threading.Lock()  # a process gets the environment that there is when it starts
 # An engine and its worker run in the process of their client.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 # A small KV cache: vLLM would take most of the memory for the first of several servers.
@@ -150,22 +149,9 @@ class Server:
             return [reply["choices"][0]["token_ids"] for reply in replies]
 
     def counters(self) -> dict[str, float]:
-        """NAME -> value of a counter under /metrics, labels summed.
-
-        Those of ours (``dllm:NAME_total``), and vLLM's of diffusion models (``vllm:NAME_total``).
-
-        Raises:
-            OSError: there is no answer.
-        """
+        """``counters`` of /metrics. Raises OSError if there is no answer."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=READY_TIMEOUT_S) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-        return {
-            family.name.partition(":")[2]: sum(
-                sample.value for sample in family.samples if sample.name.endswith("_total")
-            )
-            for family in families
-            if family.type == "counter" and family.name.startswith(COUNTED)
-        }
+            return counters(answer.read().decode())
 
     def pause(self) -> None:
         """Stop all of its processes: a server that waits for work polls, and takes a core."""
@@ -251,6 +237,20 @@ class Engine(Server):
         }
 
 
+def counters(metrics: str) -> Counter[str]:
+    """NAME -> value of a counter in the text of a server's metrics, labels summed.
+
+    Those of ours (``dllm:NAME_total``), and vLLM's of diffusion models (``vllm:NAME_total``).
+    """
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name.startswith(COUNTED) and sample.name.endswith("_total"):
+                name = sample.name.partition(":")[2].removesuffix("_total")
+                found[name] += sample.value  # type: ignore[assignment]
+    return found
+
+
 def vllm_command() -> str:
     """The ``vllm`` of this interpreter's environment, else the one on the path."""
     beside = Path(sys.executable).parent / "vllm"
@@ -275,12 +275,12 @@ def with_engine(
 ) -> T:
     """What a function returns in a new process, where an ``LLM`` needs no further ones.
 
-    vLLM reads its environment when it is imported, so each engine gets a process. Threads may wait
-    for several.
+    vLLM reads its environment when it is imported, so each engine gets a process, with the
+    environment that there is when the process starts.
     """
     given = child_environment() | ALONE | dict(environment or {})
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        with STARTING, mock.patch.dict(os.environ, given, clear=True):
+        with mock.patch.dict(os.environ, given, clear=True):
             result = process.submit(function, *arguments)
         return result.result()
 

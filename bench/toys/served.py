@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import openai
 
+from bench.servers import counters
 from bench.toys.report import Answer, Run
 from bench.toys.suite import Question
 from dllm.tools.client import Connection, explained
 
-PASSES = "vllm:diffusion_num_denoising_steps_total"
-POSITIONS = "vllm:diffusion_num_canvas_positions_total"
+PASSES, POSITIONS = "diffusion_num_denoising_steps", "diffusion_num_canvas_positions"
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class ServedModel:
         return Answer(text, None if usage is None else usage.completion_tokens)
 
 
-def read_metrics(connection: Connection) -> str | None:
-    """The text of a server's Prometheus metrics; None if it has none.
+def read_metrics(connection: Connection) -> str:
+    """The text of a server's Prometheus metrics; empty if it has none.
 
     Raises:
         CommandError: the server does not answer any more.
@@ -85,21 +85,20 @@ def read_metrics(connection: Connection) -> str | None:
         try:
             return connection.client.get(f"{connection.url}/metrics", cast_to=str)
         except openai.APIStatusError:
-            return None
+            return ""
 
 
 def denoise_counts(
-    before: str | None, after: str | None, answers: Sequence[Answer]
+    before: str, after: str, answers: Sequence[Answer]
 ) -> tuple[int | None, int | None]:
     """(canvas passes between two readings of the metrics, blocks of these answers).
 
     Of both None if the server has no such counters; of blocks also if it does not report the
     answers' tokens, or if canvases differed in width.
     """
-    if before is None or after is None:
-        return None, None
-    passes = counter(after, PASSES) - counter(before, PASSES)
-    positions = counter(after, POSITIONS) - counter(before, POSITIONS)
+    counted = counters(after)
+    counted.subtract(counters(before))
+    passes, positions = counted[PASSES], counted[POSITIONS]
     lengths = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
     if not passes:
         return None, None
@@ -107,10 +106,3 @@ def denoise_counts(
         return int(passes), None
     width = positions / passes
     return int(passes), sum(math.ceil(length / width) for length in lengths)
-
-
-def counter(metrics: str, name: str) -> float:
-    """A Prometheus counter, summed over its labels; 0 if there is none of that name."""
-    # A label may hold spaces: the name of the model.
-    lines = (line.rsplit(None, 1) for line in metrics.splitlines() if line.startswith(name))
-    return sum(float(value) for label, value in lines if label.partition("{")[0] == name)

@@ -11,11 +11,12 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from bench.servers import counters
 from bench.toys import evaluate, prompts
 from bench.toys.evaluate import chosen_families
 from bench.toys.reference import open_reference
 from bench.toys.report import Answer, wilson_interval
-from bench.toys.served import PASSES, counter, denoise_counts
+from bench.toys.served import PASSES, denoise_counts
 from bench.toys.suite import DECISION_FAMILIES, FAMILIES, TOOL_FAMILIES, questions
 from bench.toys.tokenizer import TOKEN_ID, encode_prompt, save_tokenizer
 from dllm.models.unmasking.reference import Generated, generate_blocks, load_model
@@ -63,10 +64,11 @@ def test_the_wilson_interval(right: int, asked: int, low: float, high: float) ->
 
 
 def test_counters_are_summed_over_labels_and_found_by_their_whole_name() -> None:
-    text = f'{PASSES}{{engine="0"}} 3.0\n{PASSES}{{engine="1"}} 4.0\n{PASSES}_x{{}} 9.0\n'
-    assert counter(text, PASSES) == 7
-    assert counter("", PASSES) == 0
-    assert counter(f'{PASSES}{{model_name="my models/a b"}} 5.0\n', PASSES) == 5
+    name = f"vllm:{PASSES}_total"
+    text = f'{name}{{engine="0"}} 3.0\n{name}{{engine="1"}} 4.0\n{name}_x{{}} 9.0\n'
+    assert counters(text)[PASSES] == 7
+    assert counters("")[PASSES] == 0
+    assert counters(f'{name}{{model_name="my models/a b"}} 5.0\n')[PASSES] == 5
 
 
 def test_blocks_are_output_tokens_in_canvas_widths_rounded_up() -> None:
@@ -75,7 +77,7 @@ def test_blocks_are_output_tokens_in_canvas_widths_rounded_up() -> None:
     answers = [Answer("", 33), Answer("", 32)]  # two blocks and one
     assert denoise_counts(before.metrics(), after.metrics(), answers) == (10, 3)
     assert denoise_counts(before.metrics(), before.metrics(), answers) == (None, None)
-    assert denoise_counts(None, after.metrics(), answers) == (None, None)
+    assert denoise_counts("", "", answers) == (None, None)
     silent = [Answer("", None), Answer("", 32)]
     assert denoise_counts(before.metrics(), after.metrics(), silent) == (10, None)
 

@@ -18,13 +18,14 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from bench.toys.served import PASSES
 from bench.toys.suite import FAMILIES, Question, questions
 from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, serving
 
 pytest_plugins = ["tests.support.sdar_server"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
+PASSES = "vllm:diffusion_num_denoising_steps_total"
 
 
 class Served(NamedTuple):
