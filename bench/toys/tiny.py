@@ -1,7 +1,7 @@
 """A DiffusionGemma checkpoint with random weights, in the format of the released one.
 
-``python -m bench.toys.tiny PATH`` writes one; ``checkpoints/tiny-random`` is the result of
-that. Tests write variants::
+``python -m bench.toys.tiny`` writes ``checkpoints/tiny-random``, all but its tokenizer, which any
+other one gets as well. Tests write variants::
 
     config = tiny_config(canvas_length=16, sliding_window=40)
     write_checkpoint(tmp_path, config, seed=3)
@@ -23,10 +23,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from bench.toys.tokenizer import TOKEN_ID, make_tokenizer, save_tokenizer
+from bench.context import ROOT
+from bench.toys.tokenizer import TOKEN_ID
 from dllm.models.gemma.shapes import Config, tensor_shapes
 from dllm.models.gemma.weights import DECODER, ENCODER
 
+BUNDLED = ROOT / "checkpoints/tiny-random"  # whose tokenizer all of them have
 VOCAB_SIZE = 512
 
 # --------------------------------------------------------------------------------------------------
@@ -224,26 +226,6 @@ def make_tensors(
 
 
 # --------------------------------------------------------------------------------------------------
-# Tokenizer
-
-# The text that the tokenizer is trained on: enough English and JSON for words, spaces and braces.
-CORPUS = """
-You are a helpful assistant. Answer the question of the user. What is the answer to this question?
-The quick brown fox jumps over the lazy dog, and then the dog sleeps in the sun for an hour.
-Write a short story about a child who finds a stone near the river and takes it home with her.
-Please return the name, the city and the age of each person as JSON with no other text at all.
-{"name": "Anna", "city": "Paris", "age": 31, "email": "anna@example.com", "active": true}
-{"items": [{"id": 1, "name": "bread", "price": 2.50}, {"id": 2, "name": "milk", "price": 1.20}]}
-Sort these numbers: 3, 14, 7, 21, 9. The sum of 12 and 30 is 42. The result of 45 + 27 = 72.
-def add(first, second): return first + second
-for line in lines: print(line.strip())
-When it rains, we stay inside and read; when the sun is out, we walk to the market and the sea.
-There are many ways to say the same thing, but one of them is usually the clearest for a reader.
-Translate this sentence into French. Which word comes first? The words are in the wrong order.
-"""
-
-
-# --------------------------------------------------------------------------------------------------
 # Writing
 
 
@@ -273,10 +255,12 @@ def write_checkpoint(
     weights.chmod(0o644)  # safetensors writes it readable by its owner only
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", generation_config() | (generation or {}))
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (path / name).write_bytes((BUNDLED / name).read_bytes())
     text: dict = config["text_config"]  # type: ignore[assignment]
-    save_tokenizer(
-        make_tokenizer(CORPUS.splitlines(), VOCAB_SIZE), path, text["max_position_embeddings"]
-    )
+    limit = {"model_max_length": text["max_position_embeddings"]}
+    tokenizer = json.loads((BUNDLED / "tokenizer_config.json").read_text())
+    _write_json(path / "tokenizer_config.json", tokenizer | limit)
     if image_processor:
         _write_image_processor(path, config["vision_config"])  # type: ignore[arg-type]
     return path
@@ -311,7 +295,7 @@ def _write_json(path: Path, value: Config) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the bundled random-weight checkpoint.")
-    parser.add_argument("path", nargs="?", default="checkpoints/tiny-random")
+    parser.add_argument("path", nargs="?", default=BUNDLED)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     print(write_checkpoint(args.path, seed=args.seed))

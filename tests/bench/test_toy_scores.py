@@ -18,7 +18,7 @@ from bench.toys.reference import open_reference
 from bench.toys.report import Answer, wilson_interval
 from bench.toys.served import PASSES, denoise_counts
 from bench.toys.suite import DECISION_FAMILIES, FAMILIES, TOOL_FAMILIES, questions
-from bench.toys.tokenizer import TOKEN_ID, encode_prompt, save_tokenizer
+from bench.toys.tokenizer import TOKEN_ID
 from dllm.models.unmasking.reference import Generated, generate_blocks, load_model
 from dllm.settings.command import CommandError
 from dllm.tools import decisions
@@ -26,6 +26,7 @@ from dllm.train.prompts import Prompt, load_prompts
 from dllm.train.settings import DrafterTraining
 from tests.support.chat_stub import Stub, serve
 from tests.support.family_checkpoints import LLADA2, NEMOTRON, SDAR, write
+from tests.support.toy_prompts import encode_prompt
 
 TOKENIZER = Tokenizer.from_file("checkpoints/tiny-ar/tokenizer.json")
 
@@ -268,7 +269,7 @@ def test_an_autoregressive_reference_has_no_denoise_steps(tmp_path: Path) -> Non
         pad_token_id=TOKEN_ID["<pad>"],
     )
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    save_tokenizer(TOKENIZER, tmp_path, model_max_length=512)
+    AutoTokenizer.from_pretrained("checkpoints/tiny-ar").save_pretrained(tmp_path)
     asked = questions(["add"], "heldout", 2)
     runs = [
         open_reference(tmp_path, max_tokens=8, temperature=0.0, seed=seed).answer(asked)

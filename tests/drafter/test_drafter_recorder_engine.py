@@ -9,7 +9,6 @@ from transformers import GPT2Config
 from vllm.config import ModelConfig
 
 from bench.toys.suite import FAMILIES, questions
-from bench.toys.tokenizer import encode_prompt
 from dllm import cli
 from dllm.drafter.recording import refuse_target_without_hidden_states
 from dllm.drafter.samples import read_shards, recorded_layers
@@ -19,6 +18,7 @@ from dllm.train.export import read_checkpoint
 from dllm.train.target import Target
 from tests.support.drafter_harness import LIMITS, greedy, plain_engine
 from tests.support.engine_harness import Engine, get_engine
+from tests.support.toy_prompts import encode_prompt
 
 TARGET = Path(__file__).parents[2] / "checkpoints/tiny-ar"
 LAYERS, NUM_TOKENS = [1, 3, 4], 12

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer
 from vllm import SamplingParams
 
 from bench.toys.suite import FAMILIES, questions
-from bench.toys.tokenizer import encode_prompt
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from tests.support.engine_harness import get_engine
+from tests.support.toy_prompts import encode_prompt
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from bench.kernels import make_logits
 from bench.toys.suite import FAMILIES, questions
-from bench.toys.tokenizer import encode_prompt
 from dllm.ops.row_stats import RowStats
 from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
 from dllm.ops.tile_product import (
@@ -23,6 +22,7 @@ from dllm.ops.tile_product import (
     without_light_tiles,
 )
 from tests.ops.test_soft_embedding import rows_of_every_kind, stats_of, table
+from tests.support.toy_prompts import encode_prompt
 from tests.support.watched_device import DeviceWatch, off_device, on_device
 
 VOCAB = 5000  # 78.1 tiles

@@ -15,7 +15,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench.toys.suite import questions
-from bench.toys.tokenizer import encode_prompt
 from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
@@ -30,6 +29,7 @@ from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import CASES, LIMITS, FixedCosts, greedy, plain_engine, prompt
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
+from tests.support.toy_prompts import encode_prompt
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 TARGET = CHECKPOINTS / "tiny-ar"

@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench.toys.suite import questions
-from bench.toys.tokenizer import encode_prompt
 from dllm.patches.remote import SPECULATOR
 from tests.support.draft_workers import WorkerProcess
 from tests.support.drafter_harness import greedy, plain_engine
 from tests.support.server_harness import Server
+from tests.support.toy_prompts import encode_prompt
 
 pytestmark = pytest.mark.slow
 
