@@ -97,7 +97,7 @@ $(VENV)/.images: requirements/images.txt $(VENV)/.locked
 	$(PIP) --target $(VENV)/torchvision -r requirements/images.txt
 	@touch $@
 
-# Off Python's path: only tests/support/llada2_pipeline.py sees it.
+# Off Python's path: only bench/llada2_pipeline.py sees it.
 $(VENV)/.diffusers: requirements/parity.txt $(VENV)/.locked
 	rm -rf $(VENV)/diffusers
 	$(PIP) --target $(VENV)/diffusers -r requirements/parity.txt

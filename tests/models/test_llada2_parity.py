@@ -16,6 +16,7 @@ from bench import llada2_pipeline
 from dllm.models.unmasking.reference import load_model
 from tests.support import family_checkpoints
 from tests.support.engine_harness import Engine, get_engine
+from tests.support.llada2_pipeline import AllVisible
 
 pytestmark = pytest.mark.skipif(not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING)
 # Every length modulo 4; with blocks of 32 those around their ends.
@@ -108,7 +109,7 @@ def test_a_length_that_ends_within_a_block_is_the_start_of_the_whole_block(pair:
     model's own `generate` has it, the shorter answer is the start of the longer one, here and in
     the pipeline.
     """
-    visible = llada2_pipeline.AllVisible(pair.reference)
+    visible = AllVisible(pair.reference)
     for prompt in prompts(pair.block_size)[1::3]:
         num_tokens = 3 * pair.block_size - len(prompt) % pair.block_size
         short = num_tokens - pair.block_size // 2 + 1

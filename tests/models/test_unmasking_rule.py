@@ -12,6 +12,7 @@ from dllm.engine.thoughts import Thoughts
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.rule import STRATEGIES, Proposal
 from dllm.ops.schedule import SCHEDULES
+from tests.support import llada2_pipeline as pipeline
 
 BLOCK, MASK, STOP, VOCAB = 8, 99, 7, 100
 
@@ -181,7 +182,7 @@ def test_a_canvas_ends_at_a_stop_token_with_no_mask_in_front_of_it(editing: int)
 @pytest.mark.parametrize("editing_threshold", [None, 0.6])
 @pytest.mark.parametrize("steps", [3, 8])
 def test_it_is_the_step_of_diffusers(steps: int, editing_threshold: float | None) -> None:
-    scheduler = llada2_pipeline.scheduler(BLOCK, steps)
+    scheduler = pipeline.scheduler(BLOCK, steps)
     editing = {"editing": 0} if editing_threshold is None else {
         "editing": 1, "editing_threshold": editing_threshold,
     }  # fmt: skip

@@ -14,6 +14,7 @@ from dllm.models.unmasking.step import Unmasking
 from dllm.ops.filters import RowFilters
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import RequestOptions
+from tests.support import llada2_pipeline as pipeline
 
 VOCAB, BLOCK, MASK = 40, 8, 39
 SETTINGS = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.5, 0, 0.5, 16)
@@ -105,7 +106,7 @@ def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p:
     proposal, _, _ = FAMILY.proposed(
         logits, rows, canvases(count, temperature), filters(count, top_k, top_p)
     )
-    reference = llada2_pipeline.scheduler(BLOCK, BLOCK)
+    reference = pipeline.scheduler(BLOCK, BLOCK)
     scaled = logits[:BLOCK] / temperature
     kept = reference._top_p_filtering(reference._top_k_filtering(scaled, top_k), top_p)
     probs = kept.softmax(-1)  # [BLOCK, VOCAB]
