@@ -30,7 +30,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -42,7 +41,7 @@ import torch
 from bench.context import ROOT, Row, Rows, command_line, publish
 from bench.serve import BUILTIN, OURS, write_generation_config
 from bench.servers import BUILTIN_ENVIRONMENT, with_engine
-from bench.step_parts import IDLE, PARTS, Recorder, Step, step_functions
+from bench.step_parts import IDLE, PARTS, Recorder, Step, generate_ms, step_functions
 from bench.tables import Section, grouped, markdown, spread_of
 from bench.toys.tiny import tiny_config, write_checkpoint
 
@@ -175,25 +174,7 @@ class Engine:
         return recorder.steps
 
     def work(self, concurrency: int, length: int) -> float:
-        """Milliseconds until all answers are there; from the second time on, prompts are cached.
-
-        Raises:
-            RuntimeError: an answer has too few tokens.
-        """
-        from vllm import SamplingParams, TokensPrompt
-
-        output_len = self._options.blocks * self._canvas
-        params = SamplingParams(max_tokens=output_len, ignore_eos=True, detokenize=False)
-        draws = torch.Generator().manual_seed(0)
-        tokens = torch.randint(20, 120, (concurrency, length), generator=draws).tolist()
-        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in tokens]
-        start = time.perf_counter()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        wall_ms = 1e3 * (time.perf_counter() - start)
-        lengths = [len(output.outputs[0].token_ids) for output in outputs]
-        if lengths != [output_len] * concurrency:
-            raise RuntimeError(f"{lengths} tokens instead of {output_len} for each request.")
-        return wall_ms
+        return generate_ms(self._llm, concurrency, length, self._options.blocks * self._canvas)
 
 
 # --- numbers and table ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which part of a denoise step runs when: functions of an engine are watched."""
+"""An ``LLM`` in this process: how long answers take, and which part of a step runs when."""
 
 from __future__ import annotations
 
@@ -100,6 +100,32 @@ class Recorder:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
         self._marks.append((now, self._open[-1], self.steps[-1] if self.steps else None))
+
+
+def generate_ms(
+    llm: Any, num_requests: int, prompt_len: int, num_tokens: int, words: int = 100
+) -> float:
+    """Milliseconds until requests have ``num_tokens`` each; their prompts are the same each time.
+
+    Args:
+        words: how many different tokens prompts have.
+
+    Raises:
+        RuntimeError: an answer has too few tokens.
+    """
+    from vllm import SamplingParams, TokensPrompt
+
+    draws = torch.Generator().manual_seed(0)
+    tokens = torch.randint(20, 20 + words, (num_requests, prompt_len), generator=draws).tolist()
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in tokens]
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    took = 1e3 * (time.perf_counter() - start)
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    if lengths != [num_tokens] * num_requests:
+        raise RuntimeError(f"{lengths} tokens instead of {num_tokens} for each request.")
+    return took
 
 
 def step_functions(llm: Any) -> list[Named]:

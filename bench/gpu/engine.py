@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.weights import compute_with_dummy_weights
+from bench.step_parts import generate_ms
 
 STEPS = 16
 PASSES = STEPS + 1
@@ -99,7 +100,11 @@ def measure(state: State, name: str, folder: Path, options: argparse.Namespace) 
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     state.values["what"] = f"{device}, asynchronous: {is_async}, {options.llm}"
     state.reach("ready")
-    run = runner_of(llm, length, canvas_length)
+    words = min(200_000, llm.llm_engine.model_config.get_vocab_size() - 20)
+
+    def run(load: int, blocks: int) -> float:
+        return generate_ms(llm, load, length, blocks * canvas_length, words)
+
     for load in LOADS:  # compiles what is left, and fills the prefix cache
         run(load, 1)
     state.reach("warm")
@@ -141,28 +146,6 @@ def write_model(path: Path, *, is_toy: bool) -> int:
     fixed = {"max_denoising_steps": STEPS, "confidence_threshold": 0.0}
     generation.write_text(json.dumps(json.loads(generation.read_text()) | fixed))
     return int(str(config["canvas_length"]))
-
-
-def runner_of(llm: Any, length: int, canvas_length: int) -> Callable[[int, int], float]:
-    """A function that asks for blocks of so many requests, and returns the milliseconds it took."""
-    import torch
-    from vllm import SamplingParams, TokensPrompt
-
-    draws = torch.Generator().manual_seed(0)
-    words = min(200_000, llm.llm_engine.model_config.get_vocab_size() - 20)
-    tokens = torch.randint(20, 20 + words, (max(LOADS), length), generator=draws).tolist()
-
-    def run(load: int, blocks: int) -> float:
-        num_tokens = blocks * canvas_length
-        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        prompts = [TokensPrompt(prompt_token_ids=one) for one in tokens[:load]]
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        took = 1e3 * (time.perf_counter() - begin)
-        assert all(len(each.outputs[0].token_ids) == num_tokens for each in outputs)
-        return took
-
-    return run
 
 
 def kernels(run: Callable[[int, int], float], load: int) -> list[tuple[float, int, str]]:
