@@ -186,29 +186,20 @@ class _Writer:
                 return JSONSchemaFormat(json_schema={"type": kind} | kept)
 
     def _items(self, schema: Mapping[str, Any], depth: int) -> Format:
-        """Values with commas between them, from the last one to the first."""
+        """Values with commas between them; ``prefixItems`` are all written (``lowering``)."""
         least, most = schema.get("minItems", 0), schema.get("maxItems", -1)
-        first, others = schema.get("prefixItems", ()), schema.get("items", {})
-        if most >= 0:
-            first = first[:most]
-        rest: Format = _text("")
-        if others is not False and most != len(first):
-            item = self._value(others, depth + 1)
-            least_more, most_more = max(least - len(first), 0), max(most - len(first), -1)
-            if first:
-                rest = _repeated(_behind_a_comma(item), least_more, most_more)
-            else:
-                behind = _repeated(
-                    _behind_a_comma(item), max(least_more - 1, 0), max(most_more - 1, -1)
-                )
-                rest = SequenceFormat(elements=[item, behind])
-                rest = rest if least else OptionalFormat(content=rest)
-        for place in reversed(range(len(first))):
-            item = self._value(first[place], depth + 1)
-            item = _behind_a_comma(item) if place else item
-            rest = SequenceFormat(elements=[item, rest])
-            rest = rest if place < least else OptionalFormat(content=rest)
-        return rest
+        if most == 0:
+            return _text("")
+        first = [self._value(one, depth + 1) for one in schema.get("prefixItems", ())]
+        behind: Format = _text("")
+        if schema["items"] is not False:
+            item = self._value(schema["items"], depth + 1)
+            first = first or [item]
+            more = max(least - len(first), 0), max(most - len(first), -1)
+            behind = _repeated(_behind_a_comma(item), *more)
+        commas = [_behind_a_comma(one) for one in first[1:]]
+        items = SequenceFormat(elements=[first[0], *commas, behind])
+        return items if least else OptionalFormat(content=items)
 
     def _members(self, schema: Mapping[str, Any], depth: int) -> Format:
         """``key:value`` pairs with commas between them. Which comes first decides the rest."""
