@@ -103,7 +103,6 @@ def products(name: str, rows: int, weight_bytes: float, *shapes: tuple[int, int]
 
 
 def components(text: dict[str, Any], one: Pass) -> list[Work]:
-    """The work of a pass, in its order."""
     hidden, vocab, inner = text["hidden_size"], text["vocab_size"], text["intermediate_size"]
     rows, weight = one.batch * one.canvas, WEIGHT_BYTES[one.weights]
     gated = (hidden, 2 * inner), (inner, hidden)  # gate and up in one product, then down

@@ -75,7 +75,6 @@ class Told(logging.Handler):
 
 
 def measure(state: State, name: str, folder: Path, options: argparse.Namespace) -> None:
-    """Start the engine and measure it."""
     import torch
     from vllm import LLM
 

@@ -109,7 +109,6 @@ class Decision:
 
     @property
     def question(self) -> dict[str, Any]:
-        """The question as a client sends it."""
         asked: dict[str, Any] = {"type": self.type, "instructions": self.instructions}
         if self.type == "choice":
             asked["choices"] = [{"value": text} for text in self.options]

@@ -21,7 +21,6 @@ from dllm.settings.command import OK, CommandError, new_file
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the file."""
     parser = command_line(__doc__, writes=False)
     parser.add_argument("file", type=new_file, help="JSON lines")
     parser.add_argument("--heldout", type=int, default=0, metavar="N", help="of each family (0)")

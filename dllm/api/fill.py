@@ -283,7 +283,6 @@ def _canvas_score(output: "RequestOutput") -> float:
 
 
 def _summed(tokens: Sequence[int], logprobs: Any) -> float:
-    """The summed logprob of the tokens, one at each place."""
     return sum(of[token].logprob for token, of in zip(tokens, logprobs, strict=True))
 
 

@@ -1,7 +1,7 @@
 """Unread frames of watched requests, and how they get between the lines of a stream.
 
-    route      a Watch exists while the route handles the request, in a context variable
-    engine     the request that starts meanwhile gets a CanvasFeed
+    route      opens a CanvasFeed for the HTTP request (``http_request.current``)
+    engine     requests that start meanwhile write to this feed
     messages   ``deliver`` takes frames out before vLLM's output processor sees them
     stream     ``interleaved`` writes them between vLLM's own lines, which stay as they are
 
@@ -157,6 +157,7 @@ def frames_taken(processor: Any, arrived: list[EngineCoreOutput]) -> Iterator[tu
 
 
 def has_frames(arrived: list[EngineCoreOutput]) -> bool:
+    """Whether outputs of a step hold frames, which are its last ones."""
     return bool(arrived) and is_frame(arrived[-1])
 
 

@@ -79,7 +79,6 @@ class Thought:
         return self.begin + self.budget
 
     def fields(self) -> dict[str, int]:
-        """The fields of ``Thoughts``, of this one."""
         return {"begin": self.begin, "budget": self.budget, **self.marks._asdict()}
 
     def read(self, tokens: Sequence[int], position: int) -> int:

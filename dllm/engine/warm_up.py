@@ -79,10 +79,6 @@ def serve_made_up(
     asynchronous scheduling a block is written in the place of its canvas; else it is the causal
     span of the next one (``engine.spans``).
 
-    Args:
-        runner: as of ``warm_up``.
-        execute_model: as of ``warm_up``.
-
     Returns:
         The hidden states ``[requests, tokens, hidden]`` of as many of the three passes as the
         server has room for, in this order.
@@ -195,7 +191,6 @@ class _CanvasRequests:
 
     @property
     def num_reqs(self) -> int:
-        """How many there are."""
         return len(self.prompts)
 
     @property

@@ -132,8 +132,7 @@ class TablePool:
 
         Raises:
             OverCapacity: there is none, even for these tables alone; those in front of the first
-            one that
-                does not fit are there.
+                one that does not fit are there.
         """
         new = self._missing(tables)
         needed = self._used

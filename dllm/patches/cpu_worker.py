@@ -1,6 +1,6 @@
 """vLLM's CPU worker with Model Runner V2, on kernels that need no Triton.
 
-``patches.cpu.set_cpu_worker`` chooses this class for our architectures on a CPU without Triton. Any
+``patches.kinds`` chooses this class for our architectures on a CPU without Triton. Any
 other model can be run with ``--worker-cls dllm.patches.cpu_worker.CanvasCPUWorker``.
 """
 

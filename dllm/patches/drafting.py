@@ -39,6 +39,7 @@ def serve_drafters() -> None:
 
 
 def drafts_itself(speculative_config: Any) -> bool:
+    """Whether a diffusion model drafts for itself (``dllm.drafter.self_drafting``)."""
     method = getattr(speculative_config, "method", None)
     return method == "custom_class" and bool(speculative_config.model == SELF_DRAFTER)
 
@@ -78,6 +79,7 @@ def is_steered(speculative_config: Any) -> bool:
 
 
 def drafts_with_ours(speculative_config: Any) -> bool:
+    """Whether our drafter, or one that ours steers, drafts in this process."""
     return (
         drafts_itself(speculative_config)
         or _names(speculative_config, OUR_DRAFTER)
@@ -196,7 +198,7 @@ def refuse_options_of_network(options: DrafterOptions, what: str) -> None:
 
 
 def why_steps_wait(vllm_config: Any) -> str | None:
-    """As ``kinds.Kind.waits`` says, of a server that drafts or records."""
+    """As ``kinds.Kind.why_synchronous`` says, of a server that drafts or records."""
     options, speculative = options_of(vllm_config).drafter, vllm_config.speculative_config
     if speculative is not None and not always_verifies_all(
         options, speculative.num_speculative_tokens

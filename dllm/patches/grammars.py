@@ -119,6 +119,7 @@ def wait_before_the_stream(
 
 
 def needs_table(engine: Any, params: Any) -> bool:
+    """Whether a request of this engine has a grammar that our sampler holds answers to."""
     from vllm.sampling_params import SamplingParams
 
     is_ours = engine.model_config.architecture in FAMILIES

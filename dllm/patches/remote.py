@@ -15,6 +15,7 @@ WHY_STEPS_WAIT = "the host decides behind each step what is verified in the next
 
 
 def drafts_remotely(speculative_config: Any) -> bool:
+    """Whether draft workers make the drafts (``dllm.remote``)."""
     method = getattr(speculative_config, "method", None)
     return method == "custom_class" and bool(speculative_config.model == SPECULATOR)
 
@@ -60,6 +61,7 @@ def configure_remote(vllm_config: Any) -> None:
 
 
 def run_custom_speculators_on_v2(is_ours: Callable[[Any], bool]) -> None:
+    """Let Model Runner V2 take the speculators of which ``is_ours`` is true; vLLM refuses all."""
     from vllm.config import VllmConfig
 
     find = VllmConfig._get_v2_model_runner_unsupported_features

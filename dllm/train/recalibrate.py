@@ -1,9 +1,6 @@
-"""``dllm recalibrate``: goes on training a server's drafter on its traffic, beside the server.
+"""The rounds of ``dllm recalibrate`` (``recalibrate_command``).
 
-Each round trains for a few hundred steps on what the server has recorded (``record``). If more
-drafts of the held-out part of the recording are then accepted, the drafter is published in a
-folder, which the server watches (``renew``, ``dllm.drafter.weight_reload``). It runs at the lowest
-priority and stops with Ctrl-C.
+A server finds what is published by ``dllm.drafter.weight_reload``.
 """
 
 import argparse

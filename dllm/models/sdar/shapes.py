@@ -47,6 +47,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def gated_mlp(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """Shapes ``[out, in]`` of an MLP's three matrices, by name."""
     return {
         f"{prefix}gate_proj.weight": (inner, hidden),
         f"{prefix}up_proj.weight": (inner, hidden),
