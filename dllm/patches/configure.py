@@ -217,10 +217,6 @@ def _choose_pages(cache: Any, block_size: int) -> None:
 
 
 def canvas_attention(vllm_config: Any) -> None:
-    _choose_attention(vllm_config, settings_of(vllm_config))
-
-
-def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:
     """On CUDA, the backend that ``choose_kernel`` names; a CPU has only one.
 
     Ours gives batches to FlashAttention where ``flash_attn_version`` is 4, which is set if some
@@ -242,7 +238,7 @@ def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:
     if given in (None, OURS):
         _refuse_cache_dtype(vllm_config.cache_config.cache_dtype)
     attention.backend = AttentionBackendEnum[given or OURS]
-    if flash_layers(vllm_config, settings, given):
+    if flash_layers(vllm_config, settings_of(vllm_config), given):
         attention.flash_attn_version = 4
 
 
