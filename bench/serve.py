@@ -199,10 +199,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--autoregressive", type=Path, default=ROOT / "checkpoints/tiny-ar")
     parser.add_argument("--contestants", nargs="+", type=Spec.parse, default=everybody)
     parser.add_argument(
-        "--schedule",
-        nargs="+",
-        choices=(ADAPTIVE, STRUCTURED, FIXED),
-        default=[ADAPTIVE, FIXED],
+        "--schedule", nargs="+", choices=(ADAPTIVE, STRUCTURED, FIXED), default=[ADAPTIVE, FIXED]
     )
     parser.add_argument("--no-http", action="store_true", help="LLM.chat in place of servers")
     parser.add_argument("--steps", type=int, default=16, help="per block, fixed schedule")

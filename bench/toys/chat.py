@@ -82,10 +82,7 @@ class Chat:
     def request(self) -> dict[str, object]:
         """Fields of a chat request that has the bare answer as its content, marks included."""
         tools = {"tools": self.schemas, "tool_choice": "none"} if self.tools else {}
-        return tools | {
-            "chat_template_kwargs": self.template_kwargs,
-            "skip_special_tokens": False,
-        }
+        return tools | {"chat_template_kwargs": self.template_kwargs, "skip_special_tokens": False}
 
     @property
     def template_kwargs(self) -> dict[str, object]:

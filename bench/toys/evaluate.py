@@ -125,11 +125,7 @@ def open_model(given: argparse.Namespace) -> Model:
     from bench.toys.reference import open_reference  # imports torch: seconds
 
     return open_reference(
-        given.reference,
-        given.max_tokens,
-        given.temperature,
-        given.seed or 0,
-        given.token_by_token,
+        given.reference, given.max_tokens, given.temperature, given.seed or 0, given.token_by_token
     )
 
 

@@ -125,11 +125,7 @@ class Fill:
         from vllm.sampling_params import RequestOutputKind
 
         tokens = [*self.suffix_ids, self.end]
-        held = {
-            PIN_AT: list(range(width, width + len(tokens))),
-            PIN_IDS: tokens,
-            PIN_MODE: "hold",
-        }
+        held = {PIN_AT: list(range(width, width + len(tokens))), PIN_IDS: tokens, PIN_MODE: "hold"}
         params = params.clone()
         params.n = 1
         params.seed = None if params.seed is None else params.seed + sample
@@ -144,12 +140,7 @@ class Fill:
 
 
 def fill_of(
-    suffix: str,
-    extra: dict[str, Any],
-    tokenizer: Any,
-    end: int,
-    canvas: int,
-    vocab_size: int,
+    suffix: str, extra: dict[str, Any], tokenizer: Any, end: int, canvas: int, vocab_size: int
 ) -> Fill:
     """The hole that a request describes.
 

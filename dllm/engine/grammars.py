@@ -354,12 +354,7 @@ class DeviceGrammars(CanvasGrammars):
             most_rows=prepared.most_rows,
         )
         paths = write_paths(
-            logits,
-            scores(slice(None)),
-            prepared.tables,
-            canvases,
-            prepared.stops,
-            prepared.fillers,
+            logits, scores(slice(None)), prepared.tables, canvases, prepared.stops, prepared.fillers
         )
         is_free = (prepared.table_of[rows.row_of] == NO_TABLE) | (paths.states == STOPPED)
         return Written(torch.where(is_free, NO_TOKEN, paths.tokens), paths)

@@ -208,11 +208,7 @@ def table_of(
 
 
 def _compile(
-    compiler: Any,
-    kind: str,
-    text: str,
-    any_whitespace: bool,
-    separators: list[str] | None,
+    compiler: Any, kind: str, text: str, any_whitespace: bool, separators: list[str] | None
 ) -> Any:
     import xgrammar
 

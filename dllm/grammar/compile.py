@@ -37,8 +37,7 @@ MOST_BYTES = 64 << 20  # of tables and messages of refusals that are kept in mem
 KEY_BYTES = 256  # what a key is counted as
 
 SECONDS = prometheus_client.Summary(
-    "dllm:grammar_compile_seconds",
-    "Time to compile, or refuse, a grammar that is not in memory.",
+    "dllm:grammar_compile_seconds", "Time to compile, or refuse, a grammar that is not in memory."
 )
 
 Kind = Literal["json", "regex", "grammar", "lark", "structural_tag"]

@@ -91,10 +91,7 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
         )
     return StructuralTag(
         format=TagsWithSeparatorFormat(
-            tags=tags,
-            separator="",
-            at_least_one=True,
-            stop_after_first=tool_choice == "forced",
+            tags=tags, separator="", at_least_one=True, stop_after_first=tool_choice == "forced"
         )
     )
 

@@ -80,11 +80,7 @@ def write_paths(
 
 
 def best_paths_kernels(
-    maxima: ClassMaxima,
-    found: Ends,
-    tables: PackedTables,
-    canvases: Searches,
-    cut: PathTiles,
+    maxima: ClassMaxima, found: Ends, tables: PackedTables, canvases: Searches, cut: PathTiles
 ) -> Paths:
     """The allowed text with the highest score on each canvas.
 

@@ -15,14 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dllm.grammar.alternatives import (
-    TYPE_OF,
-    TYPES,
-    Alternatives,
-    Conjunction,
-    Flat,
-    has_no_number,
-)
+from dllm.grammar.alternatives import TYPE_OF, TYPES, Alternatives, Conjunction, Flat, has_no_number
 from dllm.grammar.objects import lowered_object
 from dllm.grammar.patterns import IN_JSON, Alphabet, rewritten
 from dllm.grammar.references import CANNOT, Document, Part, refuse

@@ -178,12 +178,7 @@ class Canvas:
         return self._following[state]
 
     def _search(
-        self,
-        scores: np.ndarray,
-        likeliest: np.ndarray,
-        state: int,
-        budget: int,
-        thoughts_end: int,
+        self, scores: np.ndarray, likeliest: np.ndarray, state: int, budget: int, thoughts_end: int
     ) -> Path:
         num_places, table = len(scores), self.table
         best = np.take_along_axis(scores, likeliest[:, None], axis=1)

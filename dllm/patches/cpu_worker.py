@@ -25,11 +25,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm import LOGGER
 from dllm.engine.warm_up import warm_up
-from dllm.patches.compile_cache import (
-    prepare_compiler,
-    reload_compiled_backbone,
-    write_checksums,
-)
+from dllm.patches.compile_cache import prepare_compiler, reload_compiled_backbone, write_checksums
 from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
 from dllm.patches.new_weights import pack_new_weights, refuse_new_int8_weights
 from dllm.patches.worker import Drafts, EngineSteps, Records

@@ -10,21 +10,9 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-from dllm.api.events import (
-    TRACE_FIELD,
-    CanvasWriter,
-    Stream,
-    TextWriter,
-    TraceWriter,
-)
+from dllm.api.events import TRACE_FIELD, CanvasWriter, Stream, TextWriter, TraceWriter
 from dllm.api.http_request import current
-from dllm.api.watching import (
-    CanvasFeed,
-    Watchers,
-    frames_taken,
-    has_frames,
-    interleaved,
-)
+from dllm.api.watching import CanvasFeed, Watchers, frames_taken, has_frames, interleaved
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.settings.request import STREAM, TRACE, refuse, traced
 from dllm.settings.server import options_of

@@ -22,9 +22,7 @@ LISTED = 20  # outliers and problems that are printed; JSON has all
 def main(argv: Sequence[str]) -> int:
     """The exit status is 0 if the checkpoint has no problem, else 1."""
     parser = argparse.ArgumentParser(
-        prog="dllm check-quant",
-        description="Check a quantized checkpoint.",
-        allow_abbrev=False,
+        prog="dllm check-quant", description="Check a quantized checkpoint.", allow_abbrev=False
     )
     parser.add_argument("checkpoint", type=Path, help="directory of a quantized checkpoint")
     parser.add_argument("--against", type=Path, help="the checkpoint that it was made from")

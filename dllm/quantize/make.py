@@ -30,10 +30,7 @@ say = partial(print, flush=True)  # lines of progress
 
 
 def make(
-    job: Job,
-    config: dict[str, object],
-    quantize: QuantizeFused,
-    measure: Callable[[Job], Tensors],
+    job: Job, config: dict[str, object], quantize: QuantizeFused, measure: Callable[[Job], Tensors]
 ) -> None:
     """Write the quantized checkpoint.
 

@@ -106,9 +106,7 @@ def write_keys(folder: Path) -> None:
     )
     (folder / TRUSTED).mkdir(mode=0o700, parents=True, exist_ok=True)
     secret = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     mode = stat.S_IRUSR | stat.S_IWUSR
     with open(os.open(folder / KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -50,12 +50,7 @@ class RemoteDrafter:
     """
 
     def __init__(
-        self,
-        client: Client,
-        policy: WidthPolicy,
-        num_slots: int,
-        deadline_s: float,
-        counts: Counts,
+        self, client: Client, policy: WidthPolicy, num_slots: int, deadline_s: float, counts: Counts
     ) -> None:
         assert not policy.reads_confidence
         self.client, self.policy, self.counts = client, policy, counts

@@ -167,8 +167,7 @@ def _refuse_unserved(params: "SamplingParams", settings: DenoiseSettings) -> Non
     for name, value, why in unserved:
         if value is not None and value != []:
             refuse(
-                name,
-                f"{name} = {shown(value)} is not served for this model: {why}. Leave it out.",
+                name, f"{name} = {shown(value)} is not served for this model: {why}. Leave it out."
             )
 
 
@@ -209,8 +208,7 @@ def _refuse_beside_structured_outputs(params: "SamplingParams", settings: Denois
     ):
         if is_given:
             refuse(
-                name,
-                f"{name} beside structured outputs ({kind}): {why}. Leave one of them out.",
+                name, f"{name} beside structured outputs ({kind}): {why}. Leave one of them out."
             )
 
 

@@ -63,7 +63,5 @@ class RemoteOptions:
             refuse_value("num_speculative_tokens", num_drafts, f"at most {MAX_DRAFTS} with {WHERE}")
         if self.width is not None and self.width > num_drafts:
             refuse_value(
-                f"{WHERE}: width",
-                self.width,
-                f"0 to {num_drafts} (num_speculative_tokens)",
+                f"{WHERE}: width", self.width, f"0 to {num_drafts} (num_speculative_tokens)"
             )

@@ -31,10 +31,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("target", type=Path, help="checkpoint directory")
     parser.add_argument("drafter", type=Path, help="checkpoint directory, z-lab's format")
     parser.add_argument(
-        "--prompts",
-        type=Path,
-        default=BUNDLED,
-        help="text or JSONL, at least --num-prompts",
+        "--prompts", type=Path, default=BUNDLED, help="text or JSONL, at least --num-prompts"
     )
     parser.add_argument("--num-prompts", type=int, default=NUM_PROMPTS, help="prompts to answer")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of a response")

@@ -49,10 +49,7 @@ def drafter_config(
         "draft_vocab_size": min(shape.draft_vocab_size or facts.vocab_size, facts.vocab_size),
         "block_size": shape.block_size,
         "num_target_layers": facts.num_layers,
-        "dflash_config": {
-            "mask_token_id": shape.mask_token_id,
-            "target_layer_ids": list(layers),
-        },
+        "dflash_config": {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(layers)},
     }
     rope = rope_of(target_config)
     config["rope_theta"] = rope["rope_theta"]

@@ -33,10 +33,7 @@ class Drafter:
 
     @classmethod
     def of(
-        cls,
-        config: dict[str, object],
-        facts: TargetFacts,
-        weights: dict[str, Tensor] | None = None,
+        cls, config: dict[str, object], facts: TargetFacts, weights: dict[str, Tensor] | None = None
     ) -> "Drafter":
         """A drafter for a target, from its config.json.
 

@@ -93,11 +93,7 @@ class UnmaskingSettings:
                 "window; allowed: full attention. No other layer sees blocks here."
             )
         override = dict(model_config.override_generation_config)
-        given = {
-            "max_denoising_steps": canvas_length,
-            "noise_schedule": "linear",
-            **cls.defaults,
-        }
+        given = {"max_denoising_steps": canvas_length, "noise_schedule": "linear", **cls.defaults}
         generation = model_config.try_get_generation_config()
         refuse_unknown(override, generation, [*given, "mode"] if cls.modes else [*given])
         diffusion = vllm_config.diffusion_config
