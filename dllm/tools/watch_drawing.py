@@ -14,6 +14,7 @@ motion, the last is shown.
 """
 
 import io
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
-
-from dllm.tools.visible import visible
 
 # (Largest entropy in nats, colour). The bundled model's vocabulary of 832 tokens has at most 6.7.
 ENTROPY_COLORS = (
@@ -40,6 +39,10 @@ STYLES = {
     "final": "bold underline black on {}",
 }
 CELL_CHARACTERS = 9
+# What a terminal or a picture does not show as it is: control characters, which may do anything to
+# a terminal and mostly are no XML, halves of surrogate pairs, what Unicode does not define, breaks
+# of lines.
+HIDDEN = ("Cc", "Cs", "Cn", "Zl", "Zp")
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,16 @@ class Texts:
         """Number of tokens up to and including the first that ends an answer; all if none."""
         ends = (i + 1 for i, token_id in enumerate(ids) if token_id in self.ends)
         return next(ends, len(ids))
+
+
+def visible(text: str, kept: str = "") -> str:
+    """``text`` with a replacement for each hidden character that is not in ``kept``."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}"
+        if unicodedata.category(char) in HIDDEN and char not in kept
+        else char
+        for char in text
+    )
 
 
 def cells(frame: Frame, texts: Texts) -> list[Text]:

@@ -13,7 +13,6 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from dllm.cli import main
-from dllm.tools.visible import visible
 from dllm.tools.watch_drawing import (
     Frame,
     Texts,
@@ -21,6 +20,7 @@ from dllm.tools.watch_drawing import (
     cells,
     legend,
     picture,
+    visible,
 )
 from tests.support.chat_stub import Stub, serve
 
