@@ -45,7 +45,11 @@ Kind = Literal["json", "regex", "grammar", "lark", "structural_tag"]
 SPOKEN = ("begin", "end", "triggers", "value", "separator", "pattern", "grammar")
 MARK = re.compile(r"<[^<>\s]+>")  # of calls and thoughts, as <tool_call> and <|tool_call_begin|>
 # Keywords of a schema behind which the keys are names, and no keywords.
-NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+NAMED = (
+    *("properties", "patternProperties", "$defs", "definitions"),
+    *("dependentSchemas", "dependentRequired", "dependencies"),
+)
+NOT_HELD = ("default", "examples")  # values of a schema that no answer is held to
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,8 @@ def _values(part: Any, is_listed: bool = False) -> Iterator[str]:
         for name, value in part.items():
             if name in NAMED and isinstance(value, Mapping):
                 value = list(value.values())
-            yield from _values(value, is_listed or name in ("enum", "const"))
+            if is_listed or name not in NOT_HELD:
+                yield from _values(value, is_listed or name in ("enum", "const"))
 
 
 def _key(spec: Spec, stops: Collection[int]) -> str:

@@ -128,6 +128,10 @@ def test_no_other_tokens_spell_the_mark_that_a_tag_names(children):
         ({"properties": {"enum": {"description": "<tool_call>"}}}, False),
         ({"$defs": {"const": {"title": "<tool_call>"}}, "$ref": "#/$defs/const"}, False),
         ({"properties": {"properties": {"enum": ["<tool_call>"]}}}, True),
+        ({"dependentRequired": {"enum": ["<tool_call>"]}}, False),
+        ({"default": {"enum": ["<tool_call>"]}}, False),
+        ({"properties": {"default": {"enum": ["<tool_call>"]}}}, True),
+        ({"const": {"default": "<tool_call>"}}, True),
     ],
 )
 def test_a_value_with_a_mark_of_the_tag_is_refused(schema, is_refused):
