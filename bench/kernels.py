@@ -183,7 +183,7 @@ def sampler_cases(smoke: bool, device: str) -> Iterator[Case]:
         weight = torch.randn(vocab, hidden, device=device).mul_(hidden**-0.5).bfloat16()
         for profile in ("open", "settled"):
             logits = make_logits(rows, vocab, profile, device)
-            about = {"rows": rows, "vocab_size": vocab, "hidden": hidden, "profile": profile}
+            about: Row = {"rows": rows, "vocab_size": vocab, "hidden": hidden, "profile": profile}
             ours = {
                 name: functools.partial(our_step(rows, weight, name == EXACT, not smoke), logits)
                 for name in (SPARSE, EXACT)

@@ -148,7 +148,7 @@ class Server:
             )
             return [reply["choices"][0]["token_ids"] for reply in replies]
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> Counter[str]:
         """``counters`` of /metrics. Raises OSError if there is no answer."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=READY_TIMEOUT_S) as answer:
             return counters(answer.read().decode())
