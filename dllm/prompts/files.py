@@ -32,7 +32,8 @@ def read_conversations(file: Path, is_json: bool) -> list[Conversation]:
 
     Args:
         is_json: a line is a JSON object with ``prompt`` (a text) or ``messages``, and perhaps
-            ``domain``; otherwise it is the prompt itself.
+            ``domain``; otherwise it is the prompt itself. Data sets have the answer behind the
+            last question; it is left out.
 
     Raises:
         ValueError: the file cannot be read, or a line is wrong; the message begins with its name
@@ -79,8 +80,10 @@ def _conversation(where: str, given: Any) -> Conversation:
     domain = fields.get("domain")
     domain = None if domain is None else str(domain)
     prompt, messages = fields.get("prompt"), fields.get("messages")
-    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-        return Conversation(messages, domain)
+    if isinstance(messages, list) and all(map(_is_message, messages)):
+        asks = [number for number, one in enumerate(messages, 1) if one["role"] != "assistant"]
+        if asks:
+            return Conversation(messages[: asks[-1]], domain)
     if isinstance(prompt, str) and prompt:
         return asked(prompt)._replace(domain=domain)
     raise ValueError(

@@ -16,6 +16,14 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--scheme", required=True, help=" or ".join(MADE))
     found.add_argument("--out", type=Path, required=True, help="directory to make")
     found.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="LAYER",
+        help="one more layer to leave in bf16: its name, or `re:.*` and a pattern, as in LLM "
+        "Compressor's list; may be repeated",
+    )
+    found.add_argument(
         "--calibration",
         type=Path,
         metavar="FILE.jsonl",

@@ -4,7 +4,7 @@ Each decoder layer is a group, and everything outside the layers is one more. Ea
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,15 +44,15 @@ class Group:
         return list(sets.values())
 
 
-def groups_of(source: Checkpoint, scheme: Scheme) -> list[Group]:
+def groups_of(source: Checkpoint, scheme: Scheme, ignored: Iterable[str] = ()) -> list[Group]:
     """The groups of a checkpoint: what is outside the decoder layers, then one for each layer.
 
     Raises:
         CommandError: the source is quantized already, misses a tensor, has one of a wrong shape or
-            dtype, or its shapes do not fit the scheme.
+            dtype, or as ``quantized_layers``.
     """
     refuse_unfit(source)
-    layers = quantized_layers(linears(source.config), scheme)
+    layers = quantized_layers(linears(source.config), scheme, ignored)
     copies = by_one_name(source)
     quantized = {layer.source for layer in layers}
     numbers = sorted({layer_number(name) for name in copies} - {None})  # type: ignore[type-var]

@@ -39,12 +39,14 @@ class Job:
 
     Attributes:
         source: the checkpoint in bf16 (or fp16, or fp32).
+        ignored: names and patterns of layers that are left as they are, beside ``IGNORED``.
         prompts: conversations to calibrate with; empty if the scheme needs no calibration.
     """
 
     source: Checkpoint
     scheme: Scheme
     groups: list[Group]
+    ignored: list[str]
     out: Path
     prompts: list[list[Message]]
     blocks: int
@@ -74,8 +76,9 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
     prompts = []
     if scheme.needs_calibration:
         prompts = calibration_prompts(args.calibration, args.samples)
-    groups, options = groups_of(source, scheme), (args.blocks, args.seed, args.device)
-    return Job(source, scheme, groups, args.out, prompts, *options), args
+    groups = groups_of(source, scheme, args.ignore)
+    options = (args.blocks, args.seed, args.device)
+    return Job(source, scheme, groups, args.ignore, args.out, prompts, *options), args
 
 
 def refuse_existing(out: Path) -> None:

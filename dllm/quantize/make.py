@@ -86,7 +86,7 @@ def _write_json(file: Path, value: Mapping[str, object]) -> None:
 def run_record(job: Job) -> dict[str, object]:
     record: dict[str, object] = {
         "scheme": job.scheme.name,
-        "not_quantized": dict(IGNORED),
+        "not_quantized": {**IGNORED, **dict.fromkeys(job.ignored, "--ignore")},
         "made_with": {name: _version(name) for name in ("llmcompressor", "compressed-tensors")},
     }
     if job.scheme.needs_calibration:
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
             raise CommandError(f"--device {job.device}: this environment's torch sees no GPU.")
         from dllm.quantize.compressor import quantizer
 
-        config = quantization_config(job.scheme)
+        config = quantization_config(job.scheme, job.ignored)
         make(job, config, quantizer(job.scheme, job.device), _measure)
     except CommandError as error:
         print(f"dllm quantize: {error}", file=sys.stderr)

@@ -1,6 +1,8 @@
 """The schemes of ``dllm quantize``, and the layers that it does not quantize, with the reasons."""
 
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 from dllm.quant.formats import NVFP4_GROUP
 from dllm.quant.schemes import SCHEMES, Plan, Scheme
@@ -32,14 +34,39 @@ def scheme_named(name: str) -> Scheme:
     return MADE[name]
 
 
-def quantized_layers(layers: list[Linear], scheme: Scheme) -> list[Linear]:
+def quantized_layers(
+    layers: list[Linear], scheme: Scheme, ignored: Iterable[str] = ()
+) -> list[Linear]:
     """The layers that get the scheme.
 
+    Args:
+        ignored: names and patterns of layers that do not, beside ``IGNORED``.
+
     Raises:
-        CommandError: the inputs of a layer cannot be divided into the groups of the format.
+        CommandError: one of ``ignored`` matches no layer, or a part of what vLLM computes as one;
+            no layer is left; or the inputs of a layer cannot be divided into the groups of the
+            format.
     """
-    plan = Plan(groups=((("Linear",), scheme),), ignore=tuple(IGNORED))
-    chosen = [layer for layer in layers if plan.scheme_of(layer.module) is not None]
+    usual = _chosen(layers, scheme, IGNORED)
+    for one in ignored:
+        if one.startswith("re:") and not one.startswith("re:.*"):
+            raise CommandError(
+                f"--ignore {one}: a pattern has to begin with re:.* because a server's names of "
+                "layers begin otherwise than a checkpoint's."
+            )
+        try:
+            found = len(_chosen(usual, scheme, [one])) < len(usual)
+        except re.error as error:
+            raise CommandError(f"--ignore {one}: no pattern ({error}).") from None
+        if not found:
+            raise CommandError(
+                f"--ignore {one}: no layer that would be quantized is called so. They are called "
+                f"like {usual[0].module}; a pattern is written like 're:.*layers\\.0\\..*'."
+            )
+    chosen = _chosen(usual, scheme, ignored)
+    _refuse_parts(usual, {layer.module for layer in chosen})
+    if not chosen:
+        raise CommandError("--ignore leaves no layer to quantize.")
     for layer in chosen:
         if scheme.weights == "nvfp4" and layer.shape[1] % NVFP4_GROUP:
             raise CommandError(
@@ -49,7 +76,27 @@ def quantized_layers(layers: list[Linear], scheme: Scheme) -> list[Linear]:
     return chosen
 
 
-def quantization_config(scheme: Scheme) -> dict[str, object]:
+def _chosen(layers: list[Linear], scheme: Scheme, ignored: Iterable[str]) -> list[Linear]:
+    plan = Plan(groups=((("Linear",), scheme),), ignore=tuple(ignored))
+    return [layer for layer in layers if plan.scheme_of(layer.module) is not None]
+
+
+def _refuse_parts(layers: list[Linear], chosen: set[str]) -> None:
+    """Raises CommandError if a part of what vLLM computes as one layer is chosen."""
+    together: dict[str, list[str]] = defaultdict(list)
+    for layer in layers:
+        together[layer.fused.split(".experts.")[0]].append(layer.module)
+    for modules in together.values():
+        out = [module for module in modules if module not in chosen]
+        if out and len(out) < len(modules):
+            left = next(module for module in modules if module in chosen)
+            raise CommandError(
+                f"--ignore leaves out {out[0]}, but not {left}: vLLM computes them as one layer. "
+                "Name both, or none."
+            )
+
+
+def quantization_config(scheme: Scheme, ignored: Iterable[str] = ()) -> dict[str, object]:
     """The ``quantization_config`` of a checkpoint's config.json, in compressed-tensors' format."""
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
@@ -57,7 +104,7 @@ def quantization_config(scheme: Scheme) -> dict[str, object]:
     preset.format = scheme.file_format
     config = QuantizationConfig(
         config_groups={"group_0": preset},
-        ignore=list(IGNORED),
+        ignore=[*IGNORED, *ignored],
         quantization_status="compressed",
         format=scheme.file_format,
     )

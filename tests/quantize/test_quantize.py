@@ -29,6 +29,7 @@ from dllm.quantize.checkpoint import Checkpoint
 from dllm.quantize.job import Job, calibration_prompts, prepare
 from dllm.quantize.linears import by_one_name, linears
 from dllm.quantize.make import RUN, make
+from dllm.quantize.recipes import quantization_config
 from dllm.quantize.verify import verify
 from tests.support.edited import Edit, edited
 from tests.support.patience import HANG_S
@@ -267,6 +268,13 @@ def test_a_group_size_that_does_not_fit_is_refused(
         (["--scheme", "nvfp4", "--samples", "0"], "--samples 0: has to be at least 1"),
         (["--scheme", "fp8-dynamic", "--calibration", "x.jsonl"], "--calibration is of no use"),
         (["--scheme", "nvfp4", "--calibration", "no.jsonl"], "--calibration no.jsonl"),
+        (["--scheme", "nvfp4", "--ignore", "q_proj"], "--ignore q_proj: no layer .* called so"),
+        (["--scheme", "nvfp4", "--ignore", "re:.*layers.7.*"], "layers.7.*: no layer"),
+        (["--scheme", "nvfp4", "--ignore", "re:.*("], "no pattern"),
+        (["--scheme", "nvfp4", "--ignore", "re:model.*"], "has to begin with re:"),
+        (["--scheme", "nvfp4", "--ignore", "re:.*q_proj"], "q_proj, but not .*: vLLM computes"),
+        (["--scheme", "nvfp4", "--ignore", "re:.*experts.1.*"], "experts.1.*, but not .*experts.0"),
+        (["--scheme", "nvfp4", "--ignore", "re:.*"], "no layer to quantize"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_sentence(
@@ -274,6 +282,23 @@ def test_a_wrong_command_line_is_one_clear_sentence(
 ) -> None:
     with pytest.raises(CommandError, match=message):
         prepare([str(source), "--out", str(tmp_path / "out"), *argv])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_layers_to_ignore_are_copied_and_stand_in_the_list(
+    source: Path, tmp_path: Path, scheme: str
+) -> None:
+    ignored = [r"re:.*layers\.1\..*", f"{DECODER}layers.0.self_attn.o_proj"]
+    options = [f"--ignore={one}" for one in ignored]
+    job = small_job(source, tmp_path / "out", scheme, *options)
+    hands = HandMade(job)
+    make(job, quantization_config(job.scheme, job.ignored), hands.quantize, hands.measure)
+    assert hands.seen and all(".layers.0." in name for name in hands.seen)
+    assert f"{DECODER}layers.0.self_attn.o_proj" not in hands.seen
+    found = verify(Checkpoint(job.out), Checkpoint(source), lambda: None)
+    assert not found.problems
+    recorded = json.loads((job.out / RUN).read_text())["not_quantized"]
+    assert set(ignored) < set(recorded)
 
 
 def copied(source: Path, target: Path, edit: Callable[[Path], object]) -> Path:
@@ -317,13 +342,16 @@ def test_without_a_file_the_shipped_prompts_are_answered() -> None:
 
 def test_prompts_come_from_a_file_and_a_wrong_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    talk = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
+    answered = [*talk, {"role": "assistant", "content": "as data sets have it"}]
     file.write_text(
-        json.dumps({"prompt": "hi"}) + "\n\n" + json.dumps({"messages": talk, "id": 7}) + "\n"
+        json.dumps({"prompt": "hi"}) + "\n\n" + json.dumps({"messages": answered, "id": 7}) + "\n"
     )
     assert calibration_prompts(file, 5) == [[{"role": "user", "content": "hi"}], talk]
     assert len(calibration_prompts(file, 1)) == 1
-    for line in ("{", '"text"', '{"text": "x"}', '{"prompt": ""}', '{"messages": [{"role": "u"}]}'):
+    nobody = json.dumps({"messages": [{"role": "assistant", "content": "b"}]})
+    wrong = ("{", '"text"', '{"text": "x"}', '{"prompt": ""}', '{"messages": [{"role": "u"}]}')
+    for line in (*wrong, nobody, '{"messages": []}'):
         file.write_text('{"prompt": "fine"}\n' + line + "\n")
         with pytest.raises(CommandError, match=f"{re.escape(str(file))}, line 2"):
             calibration_prompts(file, 5)
