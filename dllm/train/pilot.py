@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from dllm.drafter.widths.pilot import Pilot, PilotConfig
-from dllm.train.pilot_settings import PilotTraining
+from dllm.train.pilot_settings import CHECKED_ONE_IN, PilotTraining
 from dllm.train.pilot_trials import Trials
 from dllm.train.precision import autocast
 
-CHECKED_ONE_IN = 5  # prompts to train on: they say when to stop
 HEADSTART = 1.0  # score of the best fixed width before training; that of the others is 0
 
 
@@ -30,7 +29,7 @@ def step_ms(widths: Sequence[int], costs: Sequence[float] | None) -> Tensor:
     if costs is None:
         return torch.ones(len(widths))
     plain, draft_pass, each = costs
-    return torch.tensor([plain + (draft_pass + each * width if width else 0) for width in widths])
+    return torch.tensor([plain + draft_pass + each * width for width in widths])
 
 
 def right_widths(steps: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 
 Written to --out:
     trials/              what every width kept on every prompt; --resume and bench.pilot read them
+    costs.json           measured milliseconds, for the label tokens_per_s without `costs`
     pilot.safetensors    the pilot, for {"policy": "pilot", "pilot": "runs/pilot/pilot.safetensors"}
     report.csv           the pilot, fixed widths and the oracle, on prompts that are held out
 
@@ -25,6 +26,8 @@ OVERRIDES = {
     "--hidden-size": ("hidden_size", int, "of the pilot"),
     "--label": ("label", str, "acceptance or tokens_per_s"),
 }
+
+RESUME = "go on with the run in --out; settings of the training may differ from before"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +58,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for flag, (field, kind, text) in OVERRIDES.items():
         parser.add_argument(flag, type=kind, dest=field, metavar=field.upper(), help=text)
     parser.add_argument("--device", help="without it cuda, if there is a GPU, else cpu")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--resume", action="store_true", help=RESUME)
     given = parser.parse_args(argv)
     asked = {field: getattr(given, field) for field, *_ in OVERRIDES.values()}
     given.overrides = {field: value for field, value in asked.items() if value is not None}

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,18 +12,18 @@ import torch
 from dllm.drafter.widths.pilot import FILE
 from dllm.settings.command import FAILED, OK, CommandError
 from dllm.train.export import Drafter
-from dllm.train.pilot import CHECKED_ONE_IN, Score, scores, step_ms, train
+from dllm.train.pilot import Score, scores, step_ms, train
 from dllm.train.pilot_costs import measured_costs
-from dllm.train.pilot_settings import PilotTraining
-from dllm.train.pilot_trials import Trials, candidates, record, recorded
+from dllm.train.pilot_settings import OF_TRIALS, PilotTraining
+from dllm.train.pilot_trials import Trials, candidates, record, recorded, refuse_too_few
 from dllm.train.precision import device_of
 from dllm.train.progress import progress
 from dllm.train.prompts import Prompt, load_prompts
-from dllm.train.run_files import begin, weights_digest, write_log
+from dllm.train.run_files import START, begin, weights_digest, write_json, write_log
 from dllm.train.settings import DrafterTraining
 from dllm.train.target import Target, read_config, target_facts
 
-TRIALS, REPORT = "trials", "report.csv"
+TRIALS, COSTS, REPORT = "trials", "costs.json", "report.csv"
 NUM_TIMED = 8  # prompts that are answered to measure costs
 
 
@@ -33,17 +34,13 @@ def run(given: argparse.Namespace) -> int:
     drafter = Drafter.load(given.drafter, target_facts(read_config(given.target)))
     asked = DrafterTraining(responses=settings.responses, heldout=settings.heldout)
     prompts = load_prompts(given.target, given.prompts, asked)
-    if len(prompts) < sum(prompt.is_heldout for prompt in prompts) + CHECKED_ONE_IN:
-        raise CommandError(
-            f"--prompts {given.prompts}: {len(prompts)} prompts; allowed: {CHECKED_ONE_IN} more "
-            "than are held out."
-        )
-    begin(given.out, inputs_of(given, settings, prompts), given.resume)
+    refuse_too_few(f"--prompts {given.prompts}", [prompt.is_heldout for prompt in prompts])
+    inputs = inputs_of(given, settings, prompts)
+    begin(given.out, inputs, given.resume)
+    write_json(given.out / START, inputs | settings.to_mapping())
     torch.set_num_threads(settings.threads)
     if settings.label == "tokens_per_s" and settings.costs is None:
-        costs = measure(given, drafter, prompts, settings)
-        settings = replace(settings, costs=costs)
-        print(f"costs = {[round(ms, 3) for ms in costs]}  # to be written into --config")
+        settings = replace(settings, costs=costs_of(given, drafter, prompts, settings))
     target = Target(given.target, device)
     with progress("trials", len(prompts)) as shown:
         for done in record(given.out / TRIALS, prompts, target, drafter, settings):
@@ -76,12 +73,19 @@ def verdict(found: dict[str, Score], num_prompts: int) -> tuple[bool, str]:
     )
 
 
-def measure(
+def costs_of(
     given: argparse.Namespace, drafter: Drafter, prompts: Sequence[Prompt], settings: PilotTraining
 ) -> tuple[float, float, float]:
-    widest = candidates(drafter.block - 1, settings.radius)[-1]
-    timed = [prompt.tokens for prompt in prompts[:NUM_TIMED]]
-    return measured_costs(given.target, given.drafter, widest, timed, settings.max_tokens)
+    """As ``PilotTraining.costs``: measured once for a run, whose directory keeps them."""
+    noted = given.out / COSTS
+    if not noted.exists():
+        widest = candidates(drafter.block - 1, settings.radius)[-1]
+        timed = [prompt.tokens for prompt in prompts[:NUM_TIMED]]
+        costs = measured_costs(given.target, given.drafter, widest, timed, settings.max_tokens)
+        write_json(noted, {"costs": costs})
+    plain, draft_pass, each = json.loads(noted.read_text())["costs"]
+    print(f"costs: {plain:.3g} ms a step, {draft_pass:.3g} a draft pass, {each:.3g} a draft")
+    return plain, draft_pass, each
 
 
 def load_settings(given: argparse.Namespace) -> PilotTraining:
@@ -100,9 +104,9 @@ def load_settings(given: argparse.Namespace) -> PilotTraining:
 def inputs_of(
     given: argparse.Namespace, settings: PilotTraining, prompts: Sequence[Prompt]
 ) -> dict[str, object]:
-    """What decides the weights of the run, by name."""
+    """What decides the trials of the run, by name."""
     asked = repr([prompt.tokens for prompt in prompts]).encode()
-    return settings.to_mapping() | {
+    return {name: getattr(settings, name) for name in OF_TRIALS} | {
         "target": str(given.target.resolve()),
         "drafter weights": weights_digest(given.drafter),
         "prompts": hashlib.sha256(asked).hexdigest(),

@@ -7,6 +7,17 @@ from pydantic.dataclasses import dataclass
 
 from dllm.train.settings import CHECKED, Count, Rate, TomlSettings
 
+CHECKED_ONE_IN = 5  # prompts to train on: they say when to stop
+# What decides the trials; a resumed run may change the other settings.
+OF_TRIALS = (
+    "seed",
+    "radius",
+    "responses",
+    "heldout",
+    "temperatures",
+    "max_tokens",
+    "generate_batch",
+)
 Temperature = Annotated[float, Field(ge=0, le=10)]
 Milliseconds = Annotated[float, Field(ge=0)]
 

@@ -24,7 +24,7 @@ from dllm.train.acceptance import Acceptance, draft_all
 from dllm.train.batch import load_batch
 from dllm.train.export import Drafter
 from dllm.train.network import DraftNetwork
-from dllm.train.pilot_settings import PilotTraining
+from dllm.train.pilot_settings import CHECKED_ONE_IN, PilotTraining
 from dllm.train.prompts import Prompt
 from dllm.train.target import Target
 
@@ -194,10 +194,23 @@ def recorded(folder: Path) -> Trials:
     """All trials of a folder with anything to draft.
 
     Raises:
-        CommandError: there are none.
+        CommandError: there are none, or too few.
     """
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
         raise CommandError(f"{folder}: no trials; `dllm train pilot` records them.")
     found = Trials.joined([Trials.load(path) for path in files])
-    return found.of(found.tokens > 0)
+    found = found.of(found.tokens > 0)
+    refuse_too_few(f"{folder}, answers of two tokens and more", found.is_heldout.tolist())
+    return found
+
+
+def refuse_too_few(what: str, is_heldout: Sequence[bool]) -> None:
+    """Raises CommandError: too few prompts to train a pilot on, or none to measure it on."""
+    num_heldout = sum(is_heldout)
+    num_learned = len(is_heldout) - num_heldout
+    if num_learned < CHECKED_ONE_IN or not num_heldout:
+        raise CommandError(
+            f"{what}: {num_learned} prompts to train on, and {num_heldout} held out; needed: "
+            f"{CHECKED_ONE_IN} and 1. Give more prompts, or another --heldout."
+        )

@@ -24,7 +24,7 @@ def begin(out: Path, given: Mapping[str, object], resume: bool) -> None:
     """Make the directory of a run and note what the run is started with, or go on with one.
 
     Args:
-        given: what decides the weights, as JSON values by name.
+        given: what has to be the same in a resumed run, as JSON values by name.
 
     Raises:
         CommandError: the directory holds a run and ``resume`` was not asked for, or the reverse,

@@ -1,6 +1,8 @@
 """A pilot learns from trials which width pays; the command, from a pair to a file."""
 
 import csv
+import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +10,13 @@ import torch
 from bench import pilot as bench_pilot
 from dllm import cli
 from dllm.drafter.widths.pilot import FILE, Pilot, PilotConfig
+from dllm.settings.command import CommandError
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
 from dllm.train import pilot_run
 from dllm.train.pilot import loss_of, right_widths, scores, step_ms, train
 from dllm.train.pilot_settings import PilotTraining
-from dllm.train.pilot_trials import Trials, candidates
+from dllm.train.pilot_trials import Trials, candidates, recorded
+from dllm.train.run_files import START
 from tests.support.calibrate_cases import PROMPTS
 from tests.support.drafter_pairs import drafter_config, write_drafter, write_target
 
@@ -77,7 +81,6 @@ def test_the_other_label_is_the_expected_time():
     assert ms.tolist() == [2.0, 2.25, 2.5]
     even = loss_of(torch.zeros(1, 3), steps, ms, "tokens_per_s")
     assert float(even) == pytest.approx((12 + 11.25 + 10) / 3 / 10)
-    assert step_ms((0, 1), (1.0, 0.25, 0.25)).tolist() == [1.0, 1.5]
 
 
 @pytest.mark.parametrize("label", ["acceptance", "tokens_per_s"])
@@ -140,7 +143,22 @@ def test_candidates_lie_around_the_trained_width():
     assert candidates(2, 3) == (1, 2, 3, 4, 5)
 
 
-def test_the_command_goes_from_a_pair_to_a_report(tmp_path, capsys):
+@pytest.mark.parametrize("is_heldout", [[True, False, False, False, False], [False] * 6])
+def test_too_few_prompts_with_anything_to_draft_are_refused(is_heldout, tmp_path):
+    """One more on each side has an answer of a single token."""
+    some = made_up(len(is_heldout))
+    trials = replace(
+        some,
+        logits=torch.cat([some.logits, some.logits[-2:]]),
+        starts=torch.cat([some.starts, some.starts[-1:], some.starts[-1:]]),
+        is_heldout=torch.tensor([*is_heldout, False, True]),
+    )
+    trials.save(tmp_path / "some.safetensors")
+    with pytest.raises(CommandError, match=str(tmp_path)):
+        recorded(tmp_path)
+
+
+def test_the_command_goes_from_a_pair_to_a_report(tmp_path, capsys, monkeypatch):
     """And on from what was recorded; another run in the same place is refused."""
     target = write_target(tmp_path / "target")
     drafter = write_drafter(tmp_path / "drafter", drafter_config(block_size=4))
@@ -158,6 +176,17 @@ def test_the_command_goes_from_a_pair_to_a_report(tmp_path, capsys):
     assert (out / FILE).exists()
     assert cli.main(command) == 1
     assert "holds a run" in capsys.readouterr().err
+    files = {file: file.stat().st_mtime_ns for file in (out / pilot_run.TRIALS).iterdir()}
+    measured = [(1.0, 0.25, 0.25)]
+    monkeypatch.setattr(pilot_run, "measured_costs", lambda *_: measured.pop())
+    for _ in range(2):  # costs are measured once
+        cli.main([*command, "--resume", "--label", "tokens_per_s", "--hidden-size", "4"])
+    assert Pilot.load(out / FILE, "cpu").config.hidden_size == 4
+    assert json.loads((out / START).read_text())["label"] == "tokens_per_s"
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    capsys.readouterr()
+    assert cli.main([*command, "--resume", "--radius", "1"]) == 1
+    assert "radius" in capsys.readouterr().err
 
 
 def test_the_ablation_is_a_table_of_all_cells(tmp_path, capsys):
