@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from bench.context import Row, Rows, command_line, progress, publish, read_csv, reporting_failures
-from bench.tables import Section, markdown
+from bench.tables import Section, grouped, markdown
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import VerifiedStep
 from dllm.train.pilot import Score, scores, step_ms, train
@@ -128,26 +128,38 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def table(rows: Rows) -> str:
-    """A line for each pilot: gains over the best fixed width, in percent."""
-    header = ["label", "radius", "hidden", "reads", "best fixed", "adaptive, %", "pilot, %"]
-    header += ["oracle, %", "share of the oracle's gain"]
+    """A line for each radius and hidden size, a column for each label and input."""
+    pilots = grouped(rows, "label", "reads")
+    header = ["radius", "hidden", "best fixed", "adaptive, %", "oracle, %"]
+    header += [f"{label}, {reads}, %" for label, reads in pilots]
     lines = []
-    for row in rows:
-        cells = [row[name] for name in ("label", "radius", "hidden", "reads")]
-        if not row["pilot"]:
-            lines.append([*cells, *["not trained"] * 5])
-            continue
-        fixed = float(row["best fixed"])
-        gains = {name: 100 * (float(row[name]) / fixed - 1) for name in GAINS}
-        share = f"{gains['pilot'] / gains['oracle']:.2f}" if gains["oracle"] else "-"
-        lines.append([*cells, row["width"], *(f"{gains[name]:+.2f}" for name in GAINS), share])
+    for sizes, here in grouped(rows, "radius", "hidden").items():
+        known = next((row for row in here if row["pilot"]), None)
+        beside = [NOT_TRAINED] * 3
+        if known is not None:
+            gains = (f"{gain(known, name):+.2f}" for name in ("adaptive", "oracle"))
+            beside = [known["width"], *gains]
+        lines.append([*sizes, *beside, *map(cell_of, here)])
     about = (
-        f"Tokens a millisecond over those of the best fixed width; {rows[0]['prompts']} prompts."
+        "Gains in tokens a millisecond over the best fixed width; in parentheses the pilot's share "
+        f"of the oracle's. {rows[0]['prompts']} prompts."
     )
     return f"{markdown(header, lines)}\n\n{about}"
 
 
-GAINS = ("adaptive", "pilot", "oracle")
+def cell_of(row: dict[str, str]) -> str:
+    if not row["pilot"]:
+        return NOT_TRAINED
+    own, most = gain(row, "pilot"), gain(row, "oracle")
+    return f"{own:+.2f} ({own / most:.2f})" if most else f"{own:+.2f}"
+
+
+def gain(row: dict[str, str], name: str) -> float:
+    """Over the best fixed width, in percent."""
+    return 100 * (float(row[name]) / float(row["best fixed"]) - 1)
+
+
+NOT_TRAINED = "not trained"
 SECTION = Section(FILE, "python -m bench.pilot --run RUN --costs MS MS MS", table)
 
 if __name__ == "__main__":
