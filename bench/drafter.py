@@ -10,15 +10,23 @@ Servers of the target:
                        that is not drafting's
     fixed N            our drafter; drafts and verifies N tokens
     fixed N, S passes  the same with several passes over a block (--passes 2 4)
+    fixed N, window W  the same with a drafter that sees W tokens of the context (--windows 256)
     pilot              our drafter with a pilot's widths (--pilot FILE)
     adaptive           our drafter with this policy
     adaptive, lookup   the same with drafts from the request's own text (``prompt_lookup``)
+    draft model        a small model beside the target (--draft-model FOLDER): fixed 5
+    draft model, adaptive    the same with that policy, which cannot skip its pass
     n-gram             vLLM's own (DLLM_DISABLE=1), in the engine's process as well: drafts what
                        stood behind the same tokens before
 
 They take turns on the same held-out questions, greedily, as in ``bench.serve``; another model than
 ours is asked --prompts, by default the bundled ones. Written to --results: drafter.csv (--file),
 one row a run.
+
+    python -m bench.drafter --target TARGET --drafter DRAFTER --contexts 256 1024 4096 --windows 256
+
+asks them behind so many tokens of our pages, which stand in front of the question in its message:
+what is kept of drafts behind a long context. tiny-ar has seen no text but its questions.
 """
 
 import argparse
@@ -38,7 +46,7 @@ from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios
 from bench.toys.suite import FAMILIES
 from bench.toys.tokenizer import knows_questions
-from bench.workloads import ADAPTIVE, Shape, Workload, prompt_texts
+from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Documents, Shape, Workload, prompt_texts
 from dllm.drafter.widths.pilot import PilotConfig
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.prompts.files import BUNDLED
@@ -54,6 +62,7 @@ LONG = ("schema",)  # whose answers are the longest, measured alone as well
 SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the request that admits a server
 # vLLM's documentation drafts 5 tokens in its examples, too.
 STOCK_DRAFTS = 5
+MOST_QUESTION = 512  # tokens of a question, in its chat template
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
@@ -82,9 +91,14 @@ def loads(options: argparse.Namespace) -> list[Workload]:
     asked = [(known, n) for n in options.concurrency]
     if file is None:
         asked.append((LONG, options.concurrency[0]))
+    make = partial(Workload, ADAPTIVE, shape=SHAPE, prompts=file)
+    behind: list[Documents | None] = [
+        Documents(length, options.target) for length in options.contexts
+    ]
     return [
-        Workload(ADAPTIVE, max(options.num_requests, 2 * n), SHAPE, n, families=names, prompts=file)
+        make(max(options.num_requests, 2 * n), concurrency=n, families=names, context=context)
         for names, n in asked
+        for context in behind or [None]
     ]
 
 
@@ -111,14 +125,24 @@ def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
     for steps in options.passes:
         name = f"fixed {most}, {steps} passes"
         policies.append((name, most, {"denoise_steps": steps, "noise_schedule": options.schedule}))
+    policies += [
+        (f"fixed {most}, window {size}", most, {"window": size}) for size in options.windows
+    ]
     if options.pilot is not None:
         widest = PilotConfig.read(options.pilot).widths[-1]
         policies.append(("pilot", widest, {"policy": "pilot", "pilot": str(options.pilot)}))
     policies += [("adaptive", most, adaptive)]
     policies += [("adaptive, lookup", most, adaptive | {"prompt_lookup": True})]
-    for name, num_drafts, policy in policies:
+    steered = [(name, num_drafts, drafter, policy) for name, num_drafts, policy in policies]
+    if options.draft_model is not None:
+        small = {"method": "draft_model", "model": str(options.draft_model)}
+        steered += [
+            ("draft model", STOCK_DRAFTS, small, {"policy": "fixed"}),
+            ("draft model, adaptive", STOCK_DRAFTS, small, adaptive),
+        ]
+    for name, num_drafts, source, policy in steered:
         chosen = "--additional-config", json.dumps({"dllm": {"drafter": policy}})
-        add(name, *speculate(num_drafts, drafter), *chosen)
+        add(name, *speculate(num_drafts, source), *chosen)
     add("n-gram", *in_process, *speculate(STOCK_DRAFTS, NGRAM), is_stock=True)
     return found
 
@@ -138,16 +162,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--passes", type=int, nargs="*", default=[], help="over a block: see above")
     parser.add_argument("--schedule", default="cosine", help="of these passes")
+    parser.add_argument("--windows", type=int, nargs="*", default=[], help="of the drafter, tokens")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[], help="in front of questions")
     parser.add_argument("--pilot", type=Path, help="a file of `dllm train pilot`")
+    parser.add_argument("--draft-model", type=Path, help="a checkpoint's folder, for draft_model")
     parser.add_argument("--prompts", type=Path, help="JSONL, with domains; default: see above")
     parser.add_argument("--without", nargs="*", default=[], help="names of servers to leave out")
     parser.add_argument("--file", default=FILE, help="name of the CSV file")
     add_options(parser, rounds=3, minutes=14, num_requests=32, concurrency=[1, 8, 32])
     given = parser.parse_args(arguments)
     given.target = given.target.resolve()
-    for model in (given.target, given.drafter):
-        if not (model / "config.json").exists():
+    for model in (given.target, given.drafter, given.draft_model):
+        if model is not None and not (model / "config.json").exists():
             parser.error(f"{model}: no config.json there; give a checkpoint's folder.")
+    if given.contexts:
+        if knows_questions(given.target):
+            parser.error(
+                f"--contexts with --target {given.target}, which knows nothing but its questions; "
+                "give another target."
+            )
+        longest = max(given.contexts) + MOST_QUESTION + ANSWER_TOKENS
+        given.serve_flags = [*given.serve_flags, "--max-model-len", str(longest)]
     return given
 
 

@@ -112,10 +112,18 @@ class Client:
 
 
 def run_vllm(line: list[str]) -> None:
+    keep_long_prompts()
     sys.argv = line
     from vllm.entrypoints.cli.main import main
 
     main()
+
+
+def keep_long_prompts() -> None:
+    """Otherwise ``vllm bench serve`` leaves out conversations of more than 1,024 tokens."""
+    from vllm.benchmarks.datasets import datasets
+
+    datasets.is_valid_sequence = lambda *_, **__: True
 
 
 def _logged(log: Path, function: Callable[..., None], arguments: Sequence[object]) -> None:

@@ -14,12 +14,16 @@ contestants of a round get the same.
 """
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
+from bench.context import ROOT
 from bench.toys.suite import FAMILIES, Question, questions
 from dllm.prompts.files import read_conversations
 
@@ -70,6 +74,35 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Documents:
+    """Pages of ours that stand in front of a question, as users paste them.
+
+    Attributes:
+        length: tokens.
+        model: folder of the tokenizer that counts them.
+    """
+
+    length: int
+    model: Path
+
+    def before(self, question: str, index: int) -> str:
+        """The message; each index begins with another page."""
+        tokenizer, pages = _pages(self.model)
+        first = index % len(pages)
+        tokens = itertools.chain.from_iterable(pages[first:] + pages[:first])
+        text = tokenizer.decode(list(itertools.islice(tokens, self.length)))
+        return f"{text}\n\n{question}"
+
+
+@functools.cache
+def _pages(model: Path) -> tuple[Tokenizer, list[list[int]]]:
+    """A tokenizer, and its tokens of each page."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
+    return tokenizer, [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+@dataclass(frozen=True)
 class Workload:
     """One run.
 
@@ -79,6 +112,7 @@ class Workload:
         steps_per_block: what every block must take; None leaves it to the model.
         families: of the questions; with a file the domains of its prompts.
         prompts: a file of prompts, instead of questions.
+        context: what stands in front of each of these.
     """
 
     schedule: str
@@ -89,11 +123,13 @@ class Workload:
     steps_per_block: int | None = None
     families: tuple[str, ...] = ONE_BLOCK
     prompts: Path | None = None
+    context: Documents | None = None
 
     @property
     def family(self) -> str:
-        """The only family, or ``mixed``."""
-        return self.families[0] if len(self.families) == 1 else MIXED
+        """The only family, or ``mixed``; and how far behind the beginning."""
+        name = self.families[0] if len(self.families) == 1 else MIXED
+        return name if self.context is None else f"{name} behind {self.context.length} tokens"
 
     @property
     def name(self) -> str:
@@ -113,7 +149,11 @@ class Workload:
         each, num = math.ceil(self.num_requests / len(self.families)), len(self.families)
         places = [(index % num, seed * each + index // num) for index in range(self.num_requests)]
         chosen = [(texts[self.families[domain]], at) for domain, at in places]
-        return [of_domain[at % len(of_domain)] for of_domain, at in chosen]
+        found = [of_domain[at % len(of_domain)] for of_domain, at in chosen]
+        if self.context is None:
+            return found
+        numbered = enumerate(found, seed * self.num_requests)
+        return [self.context.before(text, index) for index, text in numbered]
 
     def client_flags(self, seed: int, dataset: Path) -> list[str]:
         """Flags of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 TOKENIZER = Path(__file__).parents[2] / "checkpoints/tiny-random"
@@ -50,6 +50,7 @@ def give_byte_tokenizer(target: Path) -> Path:
     ids = {token: index for index, token in enumerate(["<end>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (target / name).unlink()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(target)
