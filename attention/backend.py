@@ -1,6 +1,6 @@
 """vLLM's attention backend for CUDA that runs our kernel; registered under the name CUSTOM.
 
-Batches for which vLLM's FlashAttention is faster go to that (`choice`): the cache is the same.
+Rows for which vLLM's FlashAttention is faster go there (`choice`, `calls`): the cache is the same.
 
 It takes the batch as vLLM's own backends do: sequences, each with query rows, a length and pages;
 and in ``CommonAttentionMetadata.causal`` an int32 tensor ``[num_reqs]``, which says of each
@@ -10,7 +10,7 @@ The tensors are read on the device, so one captured CUDA graph serves every step
 sequences.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -29,8 +29,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from dllm.attention.cache_write import check_write, write_kv
+from dllm.attention.calls import MIXED, Call, calls_of
 from dllm.attention.canvas_attention import canvas_attention, plan_of
-from dllm.attention.choice import CANVASES, CAUSAL, MIXED, flash_kinds, mask_of
+from dllm.attention.choice import CANVASES, CAUSAL, flash_kinds, mask_of
 from dllm.attention.flash import flash_attention
 from dllm.attention.inputs import (
     FP8_OF,
@@ -42,19 +43,15 @@ from dllm.attention.inputs import (
     check_inputs,
 )
 from dllm.attention.planning import BatchShape
+from dllm.attention.visible_pages import VisiblePages
 
 
 @dataclass
 class CanvasAttentionMetadata:
-    """A batch as the layers of one KV cache group see it; its first num_actual_tokens are real.
+    """A batch as the layers of one KV cache group see it; its first num_actual_tokens are real."""
 
-    kind: one of ``choice.KINDS``. max_query_len: of this step alone.
-    """
-
-    batch: RaggedBatch
+    calls: list[Call]
     num_actual_tokens: int
-    kind: str
-    max_query_len: int
 
 
 class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
@@ -83,6 +80,12 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             impl.max_query_len or scheduler.max_num_batched_tokens for impl in impls
         )
         self._max_model_len = vllm_config.model_config.max_model_len
+        self._flash_kinds, self._shorten = impls[0].flash_kinds(), None
+        if self._window is not None and self._flash_kinds:
+            page_size = kv_cache_spec.block_size
+            if self._max_model_len >= self._window + page_size:  # or nothing can be left out
+                sizes = self._window, page_size, scheduler.max_num_seqs
+                self._shorten = VisiblePages(*sizes, scheduler.max_num_batched_tokens, device)
         # Tensors with an entry for each sequence: True, False, and first keys. They lie in memory
         # that a captured CUDA graph reads again. A batch of more sequences than max_num_seqs is no
         # full graph's, so its tensors may lie anywhere.
@@ -122,10 +125,11 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             first_keys=self._anchors(common, is_causal) if self._is_anchored else None,
             max_query_len=self._max_query_len,
             max_seq_len=max_seq_len,
+            max_ahead=_max_ahead(common),
         )
-        return CanvasAttentionMetadata(
-            batch, common.num_actual_tokens, _kind_of(common), common.max_query_len
-        )
+        kind = _kind_of(common)
+        calls = calls_of(batch, kind, self._flash_kinds, common.max_query_len, self._shorten)
+        return CanvasAttentionMetadata(calls, common.num_actual_tokens)
 
     def _anchors(self, common: CommonAttentionMetadata, is_causal: torch.Tensor) -> torch.Tensor:
         """`masks.anchor` of canvases; -1 for causal sequences and for images.
@@ -155,6 +159,16 @@ def _kind_of(common: CommonAttentionMetadata) -> str:
     if heads is None or 0 < int(heads.sum()) < len(heads):
         return MIXED
     return CAUSAL if heads[0] else CANVASES
+
+
+def _max_ahead(common: CommonAttentionMetadata) -> int:
+    """How far behind a row, at most, the last key is that it sees: 0 for causal rows."""
+    kind, heads = _kind_of(common), common.is_prefilling
+    if kind == CAUSAL:
+        return 0
+    if kind == CANVASES or heads is None:
+        return common.max_query_len - 1
+    return int(common.query_start_loc_cpu.diff()[~heads].max()) - 1
 
 
 class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
@@ -201,11 +215,8 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self._read_cache: PagedKV | None = None  # checked against the layer's queries
         self._written_cache: PagedKV | None = None  # and against its keys
         self._vllm_config = config = get_current_vllm_config_or_none()  # None outside of a server
-        # The server's configuration names version 4 where some batch is faster with it.
+        # The server's configuration names version 4 where some rows are faster with it.
         self._has_flash = config is not None and config.attention_config.flash_attn_version == 4
-        capability = current_platform.get_device_capability()
-        self._arch = 0 if capability is None else capability.to_int()
-        self._flash_kinds: list[str] = []  # of batches that go there; known with the first cache
 
     def _largest_shape(self) -> BatchShape | None:
         """Bounds of all steps of a server.
@@ -250,23 +261,23 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
                 query.new_empty(plan.workspace_elements(shape), dtype=torch.float32)
             return output.zero_()
         tokens = attn_metadata.num_actual_tokens
-        cache = self.paged_kv(layer, kv_cache)
+        cache, query, out = self.paged_kv(layer, kv_cache), query[:tokens], output[:tokens]
         if self._read_cache is not cache:  # once: nothing but lengths differs between steps
-            check_inputs(query[:tokens], cache, attn_metadata.batch, output[:tokens])
-            self._flash_kinds = self._kinds_for_flash(cache)
+            check_inputs(query, cache, attn_metadata.calls[0].batch, out)
             self._read_cache = cache
-        batch, query, out = attn_metadata.batch, query[:tokens], output[:tokens]
-        if attn_metadata.kind in self._flash_kinds:
-            batch = replace(batch, max_query_len=attn_metadata.max_query_len)
-            flash_attention(query, cache, batch, self.options, out)
-        else:
-            canvas_attention(query, cache, batch, self.options, out)
+        for call in attn_metadata.calls:
+            attend = flash_attention if call.is_flash else canvas_attention
+            attend(query, cache, call.batch, self.options, out)
         return output
 
-    def _kinds_for_flash(self, cache: PagedKV) -> list[str]:
-        options = self.options
-        mask = mask_of(options.window, self.is_anchored, options.block_size)
-        return flash_kinds(self._arch, self.head_size, cache.key.dtype, mask, self._has_flash, None)
+    def flash_kinds(self) -> list[str]:
+        """The kinds of rows that FlashAttention serves; known when the model is made."""
+        assert self._vllm_config is not None, "layers without a server's configuration have no step"
+        capability = current_platform.get_device_capability()
+        arch = 0 if capability is None else capability.to_int()
+        dtype = FP8_OF.get(self.kv_cache_dtype, self._vllm_config.model_config.dtype)
+        mask = mask_of(self.options.window, self.is_anchored, self.options.block_size)
+        return flash_kinds(arch, self.head_size, dtype, mask, self._has_flash, None)
 
     def do_kv_cache_update(
         self,

@@ -1,13 +1,17 @@
-"""Which kernel computes attention: one pure function of the GPU, the layer, the batch and a flag.
+"""Which kernel computes attention: one pure function of the GPU, the layer, the rows and a flag.
 
-A batch is wholly causal (prompts and emitted blocks), canvases alone, or both. In a full CUDA graph
-each row is one sequence, and whether it is causal is read on the device: such a batch counts as
-canvases alone.
+Rows are causal (prompts and emitted blocks), or of a canvas or an image, which see each other.
+`calls` makes the calls for a step that holds both.
 
-vLLM's FlashAttention 4 takes a causal flag for each sequence, and a symmetric window. It is chosen
-on Hopper alone, for 16-bit caches. On Blackwell it has no heads of 512, and those of 256 only in
-pages of 128 keys. How it cuts keys depends on the whole batch, so the last bits of a sequence do,
-too; with our kernel they do not.
+vLLM's FlashAttention 4 takes a causal flag for each sequence, and a symmetric window. Causal rows
+see the same through an anchored window as through a symmetric one. It is chosen on Hopper alone,
+for 16-bit caches. On Blackwell it has no heads of 512, and those of 256 only in pages of 128 keys.
+How it cuts keys depends on the whole batch, so the last bits of a sequence do, too; with our kernel
+they do not.
+
+For FP8 caches it has heads of 512 on Hopper, in pages of 64 keys, but no causal flags: its loads
+(``flash_fwd_sm90.py``, ``load_fp8``) do not look at them while its products do, and the two then
+wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ BACKENDS = (OURS, FLASH, TRITON)
 # in the window, which reaches to both sides of a canvas row. ANCHORED: those from the first visible
 # key on. BLOCKS: whole blocks.
 UNBOUNDED, SYMMETRIC, ANCHORED, BLOCKS = "unbounded", "symmetric", "anchored", "blocks"
-CAUSAL, CANVASES, MIXED = KINDS = ("causal", "canvases", "mixed")
+CAUSAL, CANVASES = KINDS = ("causal", "canvases")  # of rows
 HOPPER = 90
 
 
@@ -48,19 +52,21 @@ def choose_kernel(
     has_flash: bool,
     option: str | None,
 ) -> str:
-    """The backend whose kernel serves a layer in a batch: one of ``BACKENDS``.
+    """The backend whose kernel serves rows of a kind in a layer: one of ``BACKENDS``.
 
     Args:
         arch: compute capability, for instance 90 for 9.0.
+        kind: one of ``KINDS``.
         has_flash: whether FlashAttention 4 is installed and runs on this GPU.
-        option: the backend that the user asks for, for all batches; None: the fastest.
+        option: the backend that the user asks for, for all rows; None: the fastest.
 
     Raises:
         ValueError: what the user asks for cannot serve this layer.
     """
-    can_flash = has_flash and mask in (UNBOUNDED, SYMMETRIC) and _has_head(arch, head_size, dtype)
+    can_flash = has_flash and _has_head(arch, head_size, dtype)
     if option is None:
-        return FLASH if can_flash and arch == HOPPER and kind != MIXED else OURS
+        has_mask = mask in (UNBOUNDED, SYMMETRIC) or (mask == ANCHORED and kind == CAUSAL)
+        return FLASH if can_flash and has_mask and arch == HOPPER else OURS
     if option not in BACKENDS:
         allowed = ", ".join(BACKENDS)
         raise ValueError(
@@ -90,7 +96,7 @@ def choose_kernel(
 def flash_kinds(
     arch: int, head_size: int, dtype: torch.dtype, mask: str, has_flash: bool, option: str | None
 ) -> list[str]:
-    """The kinds of batches in which FlashAttention serves a layer; as ``choose_kernel``."""
+    """The kinds of rows that FlashAttention serves in a layer; as ``choose_kernel``."""
     chosen = {
         kind: choose_kernel(arch, head_size, dtype, mask, kind, has_flash, option) for kind in KINDS
     }

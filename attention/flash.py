@@ -17,9 +17,17 @@ def flash_attention(
     max_query_len is of this step, not of all: from it FlashAttention plans how it cuts keys. The
     window counts the row itself, FlashAttention's two do not. As in vLLM's backend, the window
     reaches to both sides of each row, and the flag of a causal sequence cuts off the right side.
+    But the keys there are read first, so max_ahead shortens that side for all.
+
+    Flags are given always, and `visible_pages` says what that costs in a layer with a window. A
+    call without flags would run the kernel that was compiled for those with flags, or the other way
+    round: the key under which FlashAttention keeps compiled kernels leaves them out.
     """
     assert batch.first_keys is None and options.block_size == 1 and not cache.is_fp8, options
-    reach = None if options.window is None else [options.window - 1] * 2
+    reach = None
+    if options.window is not None:
+        ahead = options.window - 1 if batch.max_ahead is None else batch.max_ahead
+        reach = [options.window - 1, min(ahead, options.window - 1)]
     fa_utils.flash_attn_varlen_func(
         q=query,
         # Hopper's loads need strides of 16 bytes, also of an axis of length 1 (one KV head).

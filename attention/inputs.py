@@ -127,6 +127,7 @@ class RaggedBatch:
     max_query_len: an upper bound on query rows, known to the host. It decides the tile height,
     and with it how sums are rounded: a sequence gives the same bits in any batch with this bound.
     max_seq_len: an upper bound on seq_lens, known to the host; None means what the tables can hold.
+    max_ahead: no row sees keys more positions ahead of it, known to the host; None: any.
     Raises ValueError for tensors that do not fit together, with both values.
     """
 
@@ -137,6 +138,7 @@ class RaggedBatch:
     max_query_len: int
     first_keys: Tensor | None = None
     max_seq_len: int | None = None
+    max_ahead: int | None = None
 
     def __post_init__(self) -> None:
         num_seqs, tables = self.num_seqs, self.block_tables

@@ -133,13 +133,18 @@ def attention_case(
     runs: dict[str, Callable[[], Tensor]] = {}
     if device == "cuda" and not layer.is_anchored:
         from dllm.attention.flash import flash_attention, has_flash_attention
+        from dllm.attention.visible_pages import VisiblePages
 
         def flash() -> Tensor:
-            flash_attention(query, cache, replace(ragged, max_seq_len=length), options, theirs)
+            flash_attention(query, cache, shorter, options, theirs)
             return theirs
 
         runs["vllm_unified"] = vllm_unified
         if has_flash_attention() and torch.cuda.get_device_capability()[0] == 9:
+            shorter = replace(ragged, max_seq_len=length, max_ahead=width - 1)
+            if layer.window is not None:  # once a step, for all such layers
+                sizes = layer.window, layer.page_size, batch, width
+                shorter = VisiblePages(*sizes, query.device)(shorter)
             runs["flash_attention_4"] = flash
     runs["dllm"] = dllm
     about = {"layer": layer.name, "batch": batch, "context": context, "rows": width}

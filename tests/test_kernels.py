@@ -103,6 +103,7 @@ def test_batches_of_a_server_need_few_compiled_kernels() -> None:
     assert report(90)["variants"] == {
         "canvas_attention_kernel": 3,  # sliding and full layers, a drafter's
         "merge_splits_kernel": 3,
+        "visible_pages_kernel": 1,
         "write_kv_kernel": 2,  # sliding and full layers
         "context_kv_kernel": 2,  # few tokens and many
         "_tile_kernel": 4,  # of raw logits and others, with and without filters

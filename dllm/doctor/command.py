@@ -321,6 +321,7 @@ def _room(config: Any, model: str) -> Finding:
 
 def _attention(config: Any) -> Iterator[Finding]:
     """What computes the attention of each kind of layer, and what decides it (docs/serving.md)."""
+    from dllm.attention.choice import ANCHORED
     from dllm.engine.attention_layers import layers_of
     from dllm.models import settings_of
     from dllm.patches.self_test import layers_to_check
@@ -329,7 +330,10 @@ def _attention(config: Any) -> Iterator[Finding]:
     backend = config.attention_config.backend.name
     for name, layer in layers_of(config, settings_of(config)).items():
         keys = str(layer.cache_dtype or layer.dtype).removeprefix("torch.")
-        by = f"{backend}, and FlashAttention 4 in steps of one kind" if name in flash else backend
+        by = backend
+        if name in flash:
+            some = " for prompts and emitted blocks" if layer.mask == ANCHORED else ""
+            by = f"FlashAttention 4{some}, in place of {backend}"
         why = f"window: {layer.mask}, heads of {layer.head_size}, keys in {keys}"
         yield Finding("attention", "ok", f"{name}: {by} ({why})")
 

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from dllm.attention.cache_write import write_kv
+from dllm.attention.calls import MIXED, calls_of
 from dllm.attention.canvas_attention import canvas_attention
+from dllm.attention.choice import ANCHORED, CAUSAL, KINDS
 from dllm.attention.context_kv import write_context_kv
 from dllm.attention.flash import flash_attention
 from dllm.attention.inputs import AttentionOptions, ContextWeights, PagedKV, RaggedBatch
 from dllm.attention.masks import QuerySpan, anchor
 from dllm.attention.reference import context_kv, paged_attention
+from dllm.attention.visible_pages import VisiblePages
 from dllm.engine.attention_layers import Layer
 from dllm.grammar.device import Searches, pack
 from dllm.grammar.kernels import write_paths
@@ -53,19 +56,19 @@ Trials = dict[str, Callable[[], None]]  # by the kernel's name; each may raise a
 
 
 def canvas_trials(
-    layers: dict[str, Layer], flash: dict[str, Layer], device: torch.device
+    layers: dict[str, Layer], flash_layers: dict[str, Layer], device: torch.device
 ) -> Trials:
     """Of every kernel of a diffusion model.
 
     Args:
         layers: the model's attention layers that differ, by name.
-        flash: those of them that FlashAttention serves in some batches.
+        flash_layers: those of them in which FlashAttention serves some rows.
     """
     return {
         **attention_trials(layers, device),
         **{
-            f"{FLASH}, {name}": partial(attention, layer, device, flash_attention)
-            for name, layer in flash.items()
+            f"{FLASH}, {name}": partial(flash, layer, device)
+            for name, layer in flash_layers.items()
         },
         ROW_STATISTICS: lambda: row_statistics(device),
         SOFT_EMBEDDINGS: lambda: soft_embeddings(device),
@@ -91,11 +94,36 @@ def checks(trials: Trials) -> Iterator[tuple[str, str]]:
             yield name, (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def attention(layer: Layer, device: torch.device, attend: Callable[..., Any]) -> None:
+def flash(layer: Layer, device: torch.device) -> None:
+    """FlashAttention, as a step calls it for causal sequences alone, and for both kinds.
+
+    Raises:
+        Wrong: as of ``attention``.
+    """
+    for kind in (CAUSAL,) if layer.mask == ANCHORED else (CAUSAL, MIXED):
+        attention(layer, device, partial(_flash_calls, layer, kind), kind)
+
+
+def _flash_calls(
+    layer: Layer, kind: str, query: Tensor, cache: PagedKV, batch: RaggedBatch, *others: Any
+) -> None:
+    """The arguments are those of `canvas_attention`."""
+    shorten = None
+    if layer.window is not None:
+        sizes = layer.window, cache.page_size, batch.num_seqs, batch.max_query_len
+        shorten = VisiblePages(*sizes, query.device)
+    for call in calls_of(batch, kind, KINDS, batch.max_query_len, shorten):
+        flash_attention(query, cache, call.batch, *others)
+
+
+def attention(
+    layer: Layer, device: torch.device, attend: Callable[..., Any], kind: str = MIXED
+) -> None:
     """A prompt chunk, a canvas behind a long context, and one behind a short one.
 
     Args:
         attend: `canvas_attention`, or what takes its arguments.
+        kind: CAUSAL: emitted blocks are in the place of the canvases.
 
     Raises:
         Wrong: an output is farther from the definition than rounding explains.
@@ -104,11 +132,11 @@ def attention(layer: Layer, device: torch.device, attend: Callable[..., Any]) ->
     context = layer.context // block * block
     spans = [
         QuerySpan(3 * max(block, 16), 4 * max(block, 16), is_causal=True),
-        QuerySpan(32, context + 32, is_causal=False),
-        QuerySpan(32, 64, is_causal=False),
+        QuerySpan(32, context + 32, is_causal=kind == CAUSAL),
+        QuerySpan(32, 64, is_causal=kind == CAUSAL),
     ]
     first_keys = None
-    if layer.window is not None and layer.is_anchored:
+    if layer.window is not None and layer.is_anchored and kind != CAUSAL:
         starts = [-1 if span.is_causal else anchor(span, layer.window) for span in spans]
         first_keys = torch.tensor(starts, dtype=torch.int32, device=device)
         spans = [
@@ -125,6 +153,7 @@ def attention(layer: Layer, device: torch.device, attend: Callable[..., Any]) ->
         max_query_len=int(lens.max()),
         first_keys=first_keys,
         max_seq_len=max(span.seq_len for span in spans),
+        max_ahead=max(0 if span.is_causal else span.query_len - 1 for span in spans),
     )
     query = _random(int(lens.sum()), layer.num_heads, layer.head_size).to(device, layer.dtype)
     options = AttentionOptions(layer.head_size**-0.5, layer.window, 0.0, block)

@@ -219,7 +219,7 @@ def _choose_pages(cache: Any, block_size: int) -> None:
 def canvas_attention(vllm_config: Any) -> None:
     """On CUDA, the backend that ``choose_kernel`` names; a CPU has only one.
 
-    Ours gives batches to FlashAttention where ``flash_attn_version`` is 4, which is set if some
+    Ours gives rows to FlashAttention where ``flash_attn_version`` is 4, which is set if some
     layer has a use for it.
 
     Raises:
@@ -245,7 +245,7 @@ def canvas_attention(vllm_config: Any) -> None:
 def flash_layers(
     vllm_config: Any, settings: DenoiseSettings, option: str | None
 ) -> "dict[str, Layer]":
-    """The layers that FlashAttention serves in some batches, by name, on this GPU.
+    """The layers in which FlashAttention serves some rows, by name, on this GPU.
 
     Raises:
         ValueError: the backend that the user asks for (``option``) cannot serve this model.

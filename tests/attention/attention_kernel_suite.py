@@ -25,11 +25,16 @@ from hypothesis import strategies as st
 
 import dllm.attention.canvas_attention as kernel_module
 from dllm.attention.cache_write import check_write, write_kv
+from dllm.attention.calls import MIXED as BOTH_KINDS
+from dllm.attention.calls import calls_of
 from dllm.attention.canvas_attention import batch_shape, canvas_attention, launch
+from dllm.attention.choice import CAUSAL as CAUSAL_ROWS
 from dllm.attention.inputs import PagedKV, check_inputs
 from dllm.attention.masks import QuerySpan, visible_range
 from dllm.attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
+from dllm.attention.reference import paged_attention
 from dllm.attention.tuning import TileConfig
+from dllm.attention.visible_pages import VisiblePages
 from tests.support.attention_cases import (
     CAUSAL,
     IMAGE,
@@ -636,3 +641,69 @@ def test_one_graph_serves_every_mix(window: Window | None) -> None:
         out.fill_(float("nan"))
         replay()
         check(case, out)
+
+
+# --- what FlashAttention gets ---------------------------------------------------------------------
+
+
+def paged_reference(case: Case, batch: Any) -> torch.Tensor:
+    """The definition, for the sequences of a batch over the case's query and cache."""
+    lens, flags = batch.seq_lens.tolist(), batch.is_causal.tolist()
+    rows = batch.query_start_loc.diff().tolist()
+    spans = [QuerySpan(*of, bool(flag)) for *of, flag in zip(rows, lens, flags, strict=True)]
+    given = case.query, case.cache.key, case.cache.value, batch.block_tables, spans, case.options
+    found = torch.cat(paged_attention(*given)).to(case.query.dtype)
+    return torch.cat([found, case.query[len(found) :]])  # padding
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("size", [1, 8, 40])
+def test_a_sequence_without_pages_in_front_of_its_window_is_the_same(
+    size: int, page_size: int
+) -> None:
+    """Causal sequences, canvases, an image, padding."""
+    case = make_case(
+        CaseSpec(MIXED, window=Window("symmetric", size), page_size=page_size, padding_seqs=1,
+                 device=DEVICE)
+    )  # fmt: skip
+    batch = dataclasses.replace(case.batch, max_seq_len=int(case.batch.seq_lens.max()))
+    num_seqs = batch.num_seqs
+    sizes = size, page_size, num_seqs, batch.max_query_len
+    shorten = VisiblePages(*sizes, torch.device(DEVICE))
+    found = shorten(batch)
+    for seq, span in enumerate(case.spans):
+        start, _ = visible_range(0, dataclasses.replace(span, is_causal=False), size)
+        hidden = start // page_size
+        left = span.seq_len - hidden * page_size
+        assert found.seq_lens[seq] == left <= found.max_seq_len
+        used = -(-left // page_size)
+        expected = batch.block_tables[seq, hidden : hidden + used]
+        assert torch.equal(found.block_tables[seq, :used], expected)
+    assert found.seq_lens[-1] == 0
+    check(case, paged_reference(case, found))
+
+    again = shorten(batch)  # a graph reads the same memory
+    assert again.block_tables.data_ptr() == found.block_tables.data_ptr()
+    assert again.seq_lens.data_ptr() == found.seq_lens.data_ptr()
+    few = VisiblePages(size, page_size, 2, batch.max_query_len, torch.device(DEVICE))
+    assert torch.equal(few(batch).seq_lens, found.seq_lens)
+    assert torch.equal(few(batch).block_tables, found.block_tables)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_two_calls_serve_an_anchored_layer(dtype: torch.dtype) -> None:
+    """The first writes all rows, but reads one key of a canvas; the second leaves causal rows."""
+    window = Window("anchored", 8)
+    case = make_case(CaseSpec(MIXED, window=window, dtype=dtype, padding_seqs=1, device=DEVICE))
+    flash, own = calls_of(case.batch, BOTH_KINDS, [CAUSAL_ROWS], case.batch.max_query_len)
+    assert (flash.is_flash, own.is_flash) == (True, False)
+    is_canvas = case.batch.is_causal == 0
+    assert (flash.batch.seq_lens[is_canvas] == 1).all() and flash.batch.max_ahead == 0
+    assert flash.batch.first_keys is None
+    cached = dataclasses.replace(
+        case, cache=PagedKV(case.cache.key.nan_to_num(9.0), case.cache.value.nan_to_num(9.0))
+    )
+    tables = flash.batch.block_tables.clamp(min=0)  # of freed pages
+    out = paged_reference(cached, dataclasses.replace(flash.batch, block_tables=tables))
+    canvas_attention(case.query, case.cache, own.batch, case.options, out)
+    check(case, out)

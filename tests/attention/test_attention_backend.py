@@ -59,6 +59,10 @@ def runs(checkpoint, family, tmp_path_factory):
     path = checkpoint(canvas_length=CANVAS, sliding_window=WINDOW, canvas_window="anchored")
     jobs = {"gemma": {"checkpoint": str(path)}}
     jobs["flash"] = jobs["gemma"] | {"flash": True}
+    path = checkpoint(canvas_length=CANVAS, sliding_window=WINDOW, canvas_window="symmetric")
+    jobs["symmetric"] = {"checkpoint": str(path)}
+    jobs["symmetric, flash"] = jobs["symmetric"] | {"flash": True}
+    jobs["symmetric, flash, graphs"] = jobs["symmetric, flash"] | GRAPHS | ASYNC
     jobs["graphs"] = jobs["gemma"] | GRAPHS
     jobs["wrong graphs"] = jobs["graphs"] | {"is_graph_wrong": True}
     jobs["asynchronous graphs"] = jobs["graphs"] | ASYNC
@@ -94,8 +98,8 @@ def test_first_step_logits_equal_hugging_face(runs):
 
 def test_one_pass_mixed_every_kind_of_row(runs):
     run = runs["gemma"]
-    assert {is_anchored for is_anchored, _ in run["calls"]} == {True, False}  # sliding, full layers
-    batches = [sequences for _, sequences in run["calls"]]
+    assert {is_anchored for _, is_anchored, _ in run["calls"]} == {True, False}
+    batches = [[sequence[:2] for sequence in sequences] for *_, sequences in run["calls"]]
     canvas, block, prompt = (CANVAS, 0), (CANVAS, 1), (37, 1)
     assert any(canvas in batch and block in batch for batch in batches), "no block with a canvas"
     assert any(prompt in batch for batch in batches), "no prompt"
@@ -107,36 +111,65 @@ def test_each_layer_checks_its_tensors_once(runs):
     assert run["checks"] == {"check_inputs": run["layers"], "check_write": run["layers"]}
 
 
-def test_flash_attention_gets_batches_of_one_kind(runs):
-    """On Hopper: layers without an anchored window, with the tokens of our kernel."""
+def kinds_of(calls, window):
+    """Of each call in layers with this window: whether its sequences with keys are causal."""
+    return [
+        {is_causal for _, is_causal, seq_len in sequences if seq_len > 0}
+        for window_of_call, _, sequences in calls
+        if window_of_call == window
+    ]
+
+
+def test_flash_attention_serves_causal_rows_of_anchored_layers(runs):
+    """On Hopper, with the tokens of our kernel: full layers whole, and of a step with both kinds
+    in a sliding layer one call for each."""
     run = runs["flash"]
     assert run["tokens"] == runs["gemma"]["tokens"]
-    kinds = {True: set(), False: set()}
-    for (is_anchored, sequences), is_flash in zip(run["calls"], run["is_flash"], strict=True):
-        kind = frozenset(is_causal for _, is_causal in sequences)
-        assert is_flash == (not is_anchored and len(kind) == 1)
-        kinds[is_flash].add((is_anchored, kind))
-    assert (False, frozenset({0})) in kinds[True]
-    assert (False, frozenset({0, 1})) in kinds[False]
+    whole = kinds_of(runs["gemma"]["calls"], None)
+    assert kinds_of(run["flash_calls"], None) == whole and {0, 1} in whole
+    assert not kinds_of(run["calls"], None)
+    alone = [kinds for kinds in kinds_of(runs["gemma"]["calls"], WINDOW) if 0 in kinds]
+    assert kinds_of(run["calls"], WINDOW) == [{0}] * len(alone)
+    causal = [rows for window, _, rows in run["flash_calls"] if window == WINDOW]
+    assert all(1 in kinds for kinds in kinds_of(run["flash_calls"], WINDOW))
+    assert {seq_len for rows in causal for _, is_causal, seq_len in rows if not is_causal} == {1}
+
+
+@pytest.mark.parametrize("name", ["symmetric, flash", "symmetric, flash, graphs"])
+def test_flash_attention_reads_no_page_in_front_of_a_window(name, runs):
+    """In full graphs, too, whose canvases lie behind other lengths in each step."""
+    run, expected = runs[name], runs["symmetric"]
+    assert_same_runs(found(run), found(expected))
+    assert not run["calls"] and bool(run["replayed"]) == ("graphs" in name)
+    lengths = {None: set(), WINDOW: set()}
+    for window, _, sequences in run["flash_calls"]:
+        lengths[window] |= {seq_len for rows, _, seq_len in sequences if rows == CANVAS}
+    assert max(lengths[None]) > 3 * 16 > max(lengths[WINDOW]) >= WINDOW + CANVAS - 1
 
 
 @pytest.mark.parametrize(
-    ("causal", "heads", "kind"),
+    ("causal", "heads", "kind", "ahead"),
     [
-        (True, None, "causal"),
-        (False, None, "canvases"),
-        ("flags", None, "mixed"),
-        ("flags", [True, True], "causal"),
-        ("flags", [False, False], "canvases"),
-        ("flags", [False, True], "mixed"),
+        (True, None, "causal", 0),
+        (False, None, "canvases", 8),
+        ("flags", None, "mixed", 8),
+        ("flags", [True, True], "causal", 0),
+        ("flags", [False, False], "canvases", 8),
+        ("flags", [False, True], "mixed", 2),
     ],
 )
-def test_the_kind_of_a_batch(causal, heads, kind):
-    from dllm.attention.backend import _kind_of
+def test_what_the_host_knows_of_a_batch(causal, heads, kind, ahead):
+    """Its kind, and how far ahead of a row the keys lie that it sees."""
+    from dllm.attention.backend import _kind_of, _max_ahead
 
     flags = torch.tensor([0, 1]) if causal == "flags" else causal
     heads = None if heads is None else torch.tensor(heads)
-    assert _kind_of(SimpleNamespace(causal=flags, is_prefilling=heads)) == kind
+    starts = torch.tensor([0, 3, 12])
+    common = SimpleNamespace(
+        causal=flags, is_prefilling=heads, query_start_loc_cpu=starts, max_query_len=9
+    )
+    assert _kind_of(common) == kind
+    assert _max_ahead(common) == ahead
 
 
 def found(run):
@@ -277,7 +310,7 @@ def test_vllm_accepts_our_backend_for_the_layers_of_the_26b_model(
 
 def server(**layer):
     """What the builder and the layers read of a server's configuration, with one layer."""
-    impl = SimpleNamespace(is_anchored=False, max_query_len=None)
+    impl = SimpleNamespace(is_anchored=False, max_query_len=None, flash_kinds=lambda: [])
     impl.options = SimpleNamespace(window=24)
     vars(impl).update(layer)
     return SimpleNamespace(
@@ -289,6 +322,13 @@ def server(**layer):
         attention_config=SimpleNamespace(flash_attn_version=None),
         diffusion_config=None,
     )
+
+
+def batch_of(metadata):
+    """What our kernel gets, if it serves all rows."""
+    (call,) = metadata.calls
+    assert not call.is_flash
+    return call.batch
 
 
 def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
@@ -343,8 +383,8 @@ def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
         )
 
     is_causal = buffers["is_causal"]
-    captured = builder.build_for_cudagraph_capture(common(4, 64, is_causal[:4])).batch
-    step = builder.build(0, common(2, 64, is_causal[:2])).batch
+    captured = batch_of(builder.build_for_cudagraph_capture(common(4, 64, is_causal[:4])))
+    step = batch_of(builder.build(0, common(2, 64, is_causal[:2])))
     for batch, num_reqs in ((captured, 4), (step, 2)):
         assert batch.num_seqs == num_reqs
         for name, buffer in buffers.items():
@@ -359,17 +399,17 @@ def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
 
     assert tiles(captured) == tiles(step)
 
-    flags = [builder.build(0, common(3, 48, flag)).batch.is_causal for flag in (True,) * 2]
+    flags = [batch_of(builder.build(0, common(3, 48, flag))).is_causal for flag in (True,) * 2]
     assert flags[0].data_ptr() == flags[1].data_ptr()
     assert flags[0].tolist() == [1] * 3
-    assert builder.build(0, common(3, 48, False)).batch.is_causal.tolist() == [0] * 3
+    assert batch_of(builder.build(0, common(3, 48, False))).is_causal.tolist() == [0] * 3
     assert captured.first_keys is None
 
     # A drafter's sequences are short: so are its tiles, whatever a step of the target holds.
     drafter = CanvasAttentionMetadataBuilder(
         None, ["layer"], server(max_query_len=8), torch.device("cpu")
     )
-    short = drafter.build(0, common(2, 16, False)).batch
+    short = batch_of(drafter.build(0, common(2, 16, False)))
     assert short.max_query_len == 8 and tiles(short)[0] == 64
 
 
@@ -393,7 +433,7 @@ def test_canvases_of_an_anchored_layer_have_a_first_key_and_nothing_else_has():
         causal=torch.tensor([0, 0, 1, 0, 0], dtype=torch.int32),
         mm_req_doc_ranges={3: [(100, 111)]},
     )
-    first_keys = [builder.build(0, common).batch.first_keys for _ in range(2)]
+    first_keys = [batch_of(builder.build(0, common)).first_keys for _ in range(2)]
     assert first_keys[0].tolist() == [0, 100 - 23, -1, -1, 0]
     assert first_keys[0].data_ptr() == first_keys[1].data_ptr(), "a graph reads the same memory"
 

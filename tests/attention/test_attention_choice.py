@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -11,10 +12,12 @@ import torch
 import vllm
 
 from dllm.attention import choice, flash
-from dllm.attention.choice import KINDS, MIXED, choose_kernel, mask_of
+from dllm.attention.choice import CANVASES, CAUSAL, KINDS, choose_kernel, mask_of
+from dllm.attention.masks import QuerySpan, visible_range
 from dllm.attention.reference import gather_pages
+from dllm.engine import kernel_checks
 from dllm.engine.attention_layers import Layer
-from dllm.engine.kernel_checks import Wrong, attention
+from dllm.engine.kernel_checks import Wrong
 from tests.support.fake_cuda import GPUS
 from tests.support.process import ROOT
 
@@ -30,9 +33,10 @@ LAYERS = {
         for dtype in (BF16, torch.float16)
         for mask in (UNBOUNDED, SYMMETRIC)
     ],
-    "FP8 KV cache, `anchored` window, or a model with blocks": [
-        *((size, FP8, mask) for size in SIZES for mask in (UNBOUNDED, SYMMETRIC)),
-        *((size, BF16, mask) for size in SIZES for mask in (ANCHORED, BLOCKS)),
+    "16-bit KV cache, `anchored` window": [(size, BF16, ANCHORED) for size in SIZES],
+    "FP8 KV cache, or a model with blocks": [
+        *((size, FP8, mask) for size in SIZES for mask in (UNBOUNDED, SYMMETRIC, ANCHORED)),
+        *((size, BF16, BLOCKS) for size in SIZES),
     ],
 }
 LAYERS["any"] = [case for cases in LAYERS.values() for case in cases]
@@ -44,7 +48,8 @@ def arch_of(gpu: str) -> int:
 
 
 def documented() -> list[list[str]]:
-    lines = re.findall(r"^\| .*`CUSTOM`.*\|$", (ROOT / "docs/serving.md").read_text(), re.M)
+    rows = r"^\| .*(?:`CUSTOM`|`FLASH_ATTN`) \|$"
+    lines = re.findall(rows, (ROOT / "docs/serving.md").read_text(), re.M)
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -57,7 +62,7 @@ def test_the_table_says_what_the_function_chooses():
             for size, dtype, mask in LAYERS[layers]:
                 chosen = [
                     choose_kernel(arch_of(gpu), size, dtype, mask, kind, True, None)
-                    for kind in ("canvases", "causal", MIXED)
+                    for kind in (CANVASES, CAUSAL)
                 ]
                 assert chosen == [name.strip("`") for name in kernels], (gpu, size, dtype, mask)
 
@@ -86,7 +91,7 @@ def test_without_flash_attention_and_on_request_ours_serves_all(gpu):
         ("FLASHINFER", "h200", 128, BF16, UNBOUNDED, True, False),
     ],
 )
-def test_another_backend_serves_all_batches_or_is_refused(
+def test_another_backend_serves_all_rows_or_is_refused(
     option, gpu, size, dtype, mask, has_flash, serves
 ):
     asked = arch_of(gpu), size, dtype, mask
@@ -94,7 +99,7 @@ def test_another_backend_serves_all_batches_or_is_refused(
         assert {choose_kernel(*asked, kind, has_flash, option) for kind in KINDS} == {option}
     else:
         with pytest.raises(ValueError, match=f"--attention-backend {option}"):
-            choose_kernel(*asked, MIXED, has_flash, option)
+            choose_kernel(*asked, CANVASES, has_flash, option)
 
 
 # --- the call -------------------------------------------------------------------------------------
@@ -105,6 +110,7 @@ def flash_forward(q, k, v, *, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_
                   window_size_right, out, **rest):  # fmt: skip
     """FlashAttention 4 as vLLM's docstring of ``flash_attn_varlen_func`` defines it, densely."""
     assert (causal, window_size_left is None) in ((True, True), (False, False))
+    assert dynamic_causal is not None, "it would run the kernel of calls with flags"
     starts = cu_seqlens_q.tolist()
     for index, length in enumerate(seqused_k.tolist()):
         rows = slice(starts[index], starts[index + 1])
@@ -148,19 +154,40 @@ def plant(monkeypatch):
     return planted
 
 
+CPU = torch.device("cpu")
+WINDOW = 48
+# Pages of 16 keys lie in front of the window.
 CHECKED = [
-    Layer(head_size=16, context=70, window=window, num_kv_heads=kv_heads)
-    for window in (None, 48)
+    Layer(head_size=16, context=70, window=window, num_kv_heads=kv_heads, page_size=16)
+    for window in (None, WINDOW)
     for kv_heads in (1, 2)
 ]
 
 
-@pytest.mark.parametrize("layer", CHECKED, ids=str)
-def test_our_call_means_what_our_definition_says(plant, layer, monkeypatch):
+@pytest.mark.parametrize("layer", [*CHECKED, replace(CHECKED[-1], is_anchored=True)], ids=str)
+def test_our_calls_mean_what_our_definition_says(plant, layer, monkeypatch):
     """Canvases and a prompt chunk, through the check that runs before a GPU serves."""
-    write_pages(monkeypatch)
+    without_triton(monkeypatch)
     plant(flash_forward)
-    attention(layer, torch.device("cpu"), flash.flash_attention)
+    kernel_checks.flash(layer, CPU)
+
+
+def test_through_a_window_few_keys_are_read(plant, monkeypatch):
+    """FlashAttention reads all keys of a canvas, and those ahead of a causal row."""
+    without_triton(monkeypatch)
+    calls = []
+
+    def noted(*given, **named):
+        calls.append(named)
+        return flash_forward(*given, **named)
+
+    plant(noted)
+    kernel_checks.flash(CHECKED[-1], CPU)
+    causal, mixed = calls
+    assert (causal["window_size_left"], causal["window_size_right"]) == (WINDOW - 1, 0)
+    assert (mixed["window_size_left"], mixed["window_size_right"]) == (WINDOW - 1, 32 - 1)
+    assert mixed["seqused_k"].tolist() == [64, 70 + 32 - 16, 64]  # 23 keys lie in front
+    assert mixed["max_seqlen_k"] == 102
 
 
 def deaf_to_flags(*given, dynamic_causal, **rest):
@@ -171,20 +198,37 @@ def one_key_short(*given, window_size_left, **rest):
     return flash_forward(*given, window_size_left=window_size_left - 1, **rest)
 
 
-@pytest.mark.parametrize("wrong", [deaf_to_flags, one_key_short])
+def of_the_first_window(*given, window_size_right, **rest):
+    """As if a kernel were compiled for the first window that it is called with."""
+    return flash_forward(*given, window_size_right=0 * window_size_right, **rest)
+
+
+@pytest.mark.parametrize("wrong", [deaf_to_flags, one_key_short, of_the_first_window])
 def test_a_wrong_one_is_noticed(plant, wrong, monkeypatch):
-    write_pages(monkeypatch)
+    without_triton(monkeypatch)
     plant(wrong)
     with pytest.raises(Wrong):
-        attention(CHECKED[-1], torch.device("cpu"), flash.flash_attention)
+        kernel_checks.flash(CHECKED[-1], CPU)
 
 
-def write_pages(monkeypatch):
-    """Triton writes the cache on a GPU; here torch does."""
-    from dllm.engine import kernel_checks
+def without_triton(monkeypatch):
+    """Triton writes the cache on a GPU, and chooses pages; here torch does."""
 
     def write(key, value, cache, slots):
         cache.key.view(-1, *key.shape[1:])[slots] = key
         cache.value.view(-1, *key.shape[1:])[slots] = value
 
+    def visible_pages(window, page_size, *others):
+        def shorten(batch):
+            lens, tables = batch.seq_lens.clone(), batch.block_tables.clone()
+            for seq, rows in enumerate(batch.query_start_loc.diff().tolist()):
+                first_row = QuerySpan(rows, int(lens[seq]), is_causal=False)
+                hidden = visible_range(0, first_row, window)[0] // page_size
+                lens[seq] -= hidden * page_size
+                tables[seq] = tables[seq].roll(-hidden)
+            return replace(batch, seq_lens=lens, block_tables=tables)
+
+        return shorten
+
     monkeypatch.setattr(kernel_checks, "write_kv", write)
+    monkeypatch.setattr(kernel_checks, "VisiblePages", visible_pages)

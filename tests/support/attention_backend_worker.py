@@ -59,11 +59,33 @@ def run(
     """The tokens, the logits of every step and the calls of our kernel of two requests.
 
     With ``flash`` kernels are chosen as on an H200 for a 16-bit model; in the place of
-    FlashAttention our kernel runs, and it is noted when. With ``graphs``, which are numbers of
-    tokens, batches of canvases alone are full graphs. ``is_async``: with asynchronous scheduling.
-    Without, and with graphs, canvases are always alone, and repeated as often as possible.
+    FlashAttention our kernel runs, and what it is given is noted apart. With ``graphs``, which are
+    numbers of tokens, batches of canvases alone are full graphs. ``is_async``: with asynchronous
+    scheduling. Without, and with graphs, canvases are always alone, and repeated as often as
+    possible.
     ``is_graph_wrong``: a replay does nothing, when the server tests its graphs.
     """
+    with mock.patch.multiple(backend, **_like_hopper()) if flash else nullcontext():
+        return _run(checkpoint, page_size, num_tokens, graphs, is_async, is_graph_wrong)
+
+
+def _like_hopper() -> dict[str, Any]:
+    kinds = backend.flash_kinds
+
+    def hoppers_kinds(arch: Any, size: Any, dtype: Any, mask: Any, has: Any, option: Any) -> Any:
+        return kinds(90, size, torch.bfloat16, mask, True, option)
+
+    return {"flash_kinds": hoppers_kinds, "flash_attention": backend.canvas_attention}
+
+
+def _run(
+    checkpoint: str,
+    page_size: int,
+    num_tokens: int,
+    graphs: list[int] | None,
+    is_async: bool,
+    is_graph_wrong: bool,
+) -> dict[str, Any]:
     is_repeated = bool(graphs) and not is_async
 
     with asynchronous_platform() if is_async else nullcontext():
@@ -88,9 +110,9 @@ def run(
         engine.loop.bound = float("inf")
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
     calls: list[Any] = []
-    is_flash: list[bool] = []
+    flash_calls: list[Any] = []
     checks: Counter[str] = Counter()
-    attend, kinds = backend.canvas_attention, backend.flash_kinds
+    attend = backend.canvas_attention
 
     def counted(name: str) -> Callable[..., None]:
         check = getattr(backend, name)
@@ -101,25 +123,18 @@ def run(
 
         return count
 
-    def spy(query: Any, cache: Any, batch: Any, options: Any, out: Any) -> Any:
-        is_anchored = batch.first_keys is not None
-        with _disable_current_modes():  # a graph does not run these
-            lens = batch.query_start_loc.diff().tolist()
-            calls.append((is_anchored, list(zip(lens, batch.is_causal.tolist(), strict=True))))
-        is_flash.append(False)
-        return attend(query, cache, batch, options, out)
+    def note(found: list[Any]) -> Any:
+        def spy(query: Any, cache: Any, batch: Any, options: Any, out: Any) -> None:
+            with _disable_current_modes():  # a graph does not run these
+                numbers = batch.query_start_loc.diff(), batch.is_causal, batch.seq_lens
+                rows = list(zip(*(each.tolist() for each in numbers), strict=True))
+                found.append((options.window, batch.first_keys is not None, rows))
+            attend(query, cache, batch, options, out)
 
-    def flash_spy(*given: Any) -> None:
-        spy(*given)
-        is_flash[-1] = True
-
-    def hoppers_kinds(arch: Any, size: Any, dtype: Any, mask: Any, has: Any, option: Any) -> Any:
-        return kinds(90, size, torch.bfloat16, mask, True, option)
+        return spy
 
     replaced: dict[str, Any] = {name: counted(name) for name in ("check_inputs", "check_write")}
-    replaced |= {"canvas_attention": spy, "flash_attention": flash_spy}
-    if flash:
-        replaced["flash_kinds"] = hoppers_kinds
+    replaced |= {"canvas_attention": note(calls), "flash_attention": note(flash_calls)}
     prompts = [[20 + 3 * i for i in range(37)], [400 - i for i in range(5)]]
     params = [SamplingParams(max_tokens=num_tokens, seed=n, ignore_eos=True) for n in (1, 2)]
     with mock.patch.multiple(backend, **replaced):
@@ -132,7 +147,7 @@ def run(
         "checks": dict(checks),
         "layers": sum(hasattr(layer, "kv_cache") for layer in layers.values()),
         "calls": calls,
-        "is_flash": is_flash,
+        "flash_calls": flash_calls,
         "replayed": replayed["model"],
         "tested": tested,
     }

@@ -26,6 +26,7 @@ from dllm.attention.context_kv import write_context_kv
 from dllm.attention.inputs import AttentionOptions, ContextWeights, PagedKV, RaggedBatch
 from dllm.attention.planning import plan_attention
 from dllm.attention.tuning import TileConfig, tile_config
+from dllm.attention.visible_pages import VisiblePages
 from dllm.grammar import kernels as grammar
 from dllm.grammar.device import CHUNK, PackedTables, Searches
 from dllm.ops.filters import RowFilters
@@ -91,6 +92,24 @@ def attend(
     plan = plan_attention(shape, tiles, options.window)
     workspace = query.new_empty(plan.workspace_elements(shape), dtype=torch.float32)
     launch(query, cache, batch, options, torch.empty_like(query), plan, workspace)
+
+
+def shorten(shorter: VisiblePages, num_seqs: int, max_query_len: int, max_seq_len: int) -> None:
+    """A step for FlashAttention in a layer with a window; more sequences than its memory is for."""
+    batch = RaggedBatch(
+        query_start_loc=ints(2 * MAX_SEQS + 1)[: num_seqs + 1],
+        seq_lens=ints(2 * MAX_SEQS)[:num_seqs],
+        block_tables=ints(2 * MAX_SEQS, MAX_LEN // 64)[:num_seqs],
+        is_causal=ints(2 * MAX_SEQS)[:num_seqs],
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+    shorter(batch)
+
+
+def shorter() -> VisiblePages:
+    assert SYMMETRIC.window is not None
+    return VisiblePages(SYMMETRIC.window, 64, MAX_SEQS, MAX_TOKENS, torch.device("meta"))
 
 
 def write_cache(layer: Layer, num_tokens: int, cache_dtype: torch.dtype = BF16, first: int = 0):
@@ -182,7 +201,10 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
     """Groups of launches by label: the released shapes, and on Hopper every branch."""
     rng = random.Random(0)
     groups: dict[str, dict[str, Callable[[], None]]] = {
-        "sliding": {"symmetric": lambda: attend(SYMMETRIC, arch)},
+        "sliding": {
+            "symmetric": lambda: attend(SYMMETRIC, arch),
+            "visible pages": lambda: shorten(shorter(), 3, CANVAS, MAX_LEN),
+        },
         "full": {"full": lambda: attend(FULL, arch)},
         "drafter": {
             "draft": lambda: attend(DRAFTER, arch, page_size=16),
@@ -257,6 +279,7 @@ def variants(num_batches: int = 200) -> dict[str, int]:
     QuantDtype and lengths of sequences, tables and slices differ.
     """
     rng = random.Random(1)
+    pages = shorter()
     with recorded() as launches:
         for _ in range(num_batches):
             num_seqs = rng.randint(1, MAX_SEQS)
@@ -267,6 +290,7 @@ def variants(num_batches: int = 200) -> dict[str, int]:
                 attend(layer, 90, **sizes)
                 write_cache(layer, num_tokens, first=rng.randint(0, 99))
             attend(DRAFTER, 90, page_size=16, **sizes)
+            shorten(pages, rng.randint(1, 2 * MAX_SEQS), num_tokens, sizes["max_seq_len"])
             write_context(rng.choice([1, 3, 16, 17, num_tokens]), first=rng.randint(0, 99))
             num_rows = rng.randint(1, 4096)
             raw = rng.random() < 0.5

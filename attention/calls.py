@@ -1,0 +1,59 @@
+"""The calls of kernels that serve a step: one, or one for causal sequences and one for the others.
+
+Where the same kernel serves both, the causal flags are enough, and it is called once. In a layer
+with an anchored window FlashAttention serves the causal sequences alone (`choice`). Sequences of
+the two kinds alternate on the token axis, so both calls get all of them: first FlashAttention,
+which writes every row, then our kernel, which leaves sequences of length 0 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dllm.attention.choice import CAUSAL, KINDS
+from dllm.attention.inputs import RaggedBatch
+
+MIXED = "mixed"  # a step with rows of both kinds, or of kinds that the host does not know
+
+
+@dataclass(frozen=True)
+class Call:
+    """A batch, and whether FlashAttention gets it, or our kernel."""
+
+    is_flash: bool
+    batch: RaggedBatch
+
+
+def calls_of(
+    batch: RaggedBatch,
+    kind: str,
+    flash: Sequence[str],
+    max_query_len: int,
+    shorten: Callable[[RaggedBatch], RaggedBatch] | None = None,
+) -> list[Call]:
+    """The calls that serve a batch, in order.
+
+    Args:
+        batch: as our kernel takes it. Its max_ahead is of this step.
+        kind: one of ``choice.KINDS``, or MIXED. CAUSAL: all sequences are. A canvas may be causal
+            after all, as its flag says: an emitted block that the host does not know of yet.
+        flash: the kinds of rows that FlashAttention serves (`choice.flash_kinds`).
+        max_query_len: of this step alone, by which FlashAttention plans how it cuts keys.
+        shorten: leaves out pages in front of a window (`visible_pages`); None: there are none.
+    """
+    kinds = KINDS if kind == MIXED else (kind,)
+    served = [one for one in kinds if one in flash]
+    if not served:
+        return [Call(False, batch)]
+    given = replace(batch, max_query_len=max_query_len, first_keys=None)
+    if len(served) == len(kinds):
+        return [Call(True, given if shorten is None else shorten(given))]
+    assert served == [CAUSAL], "FlashAttention would overwrite what our kernel has computed"
+    is_causal = batch.is_causal != 0
+    # A canvas with one key is least work, and its rows are written again by the second call.
+    given = replace(given, seq_lens=torch.where(is_causal, batch.seq_lens, 1), max_ahead=0)
+    rest = replace(batch, seq_lens=torch.where(is_causal, 0, batch.seq_lens))
+    return [Call(True, given), Call(False, rest)]
