@@ -106,6 +106,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "peer": peer.SECTION,
     "soak": soak.SECTION,
     "drafting": Section(DRAFTER, "python -m bench.drafter", drafter.tables),
+    "passes": Section("passes.csv", "python -m bench.drafter --passes 2 4", drafter.tables),
     "pilot": pilot.SECTION,
     "smollm2": Section(SMOLLM2, "python -m bench.drafter", drafter.tables),
     "remote": remote.SECTION,
