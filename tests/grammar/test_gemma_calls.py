@@ -14,9 +14,9 @@ from dllm.grammar.children import Children
 from dllm.grammar.compile import MOST_TEXT, Grammars, Spec, Tokens
 from dllm.grammar.gemma_calls import BEGIN, END, QUOTE, structural_tag
 from dllm.grammar.table import Table
-from dllm.grammar.viterbi import STOPPED, Canvas, budget_of
-from tests.support.grammars import STOP, VOCABULARY, WORDS
+from tests.support.grammars import VOCABULARY, WORDS, accepts, spelled
 from tests.support.patience import HANG_S
+from tests.support.tool_schemas import random_text
 
 DAY = {"type": "string", "enum": ["Monday", "Friday"]}
 SCHEMAS = {
@@ -80,23 +80,13 @@ def table_of(compiler, schema, choice: str) -> Table:
     return Table.from_bytes(compiler.begin(spec, []).result())
 
 
-def random_text(found: Table, draws: np.random.Generator) -> str:
-    """A text of random tokens that is complete."""
-    scores = draws.normal(0, 3, (120, len(WORDS)))
-    scores[:, STOP] += 5
-    path = Canvas(found, (STOP,)).best_path(scores, 0, budget_of(found, 0, 120))
-    text = [token for token, behind in zip(path.tokens, path.states[1:], strict=True)
-            if behind != STOPPED]  # fmt: skip
-    return b"".join(WORDS[token] for token in text).decode(errors="replace")
-
-
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_text_is_a_call_that_the_schema_allows(compiler, name):
     """How vLLM reads them is tested with its own parser (``tests/patches/test_tool_calls.py``)."""
     schema, draws = SCHEMAS[name], np.random.default_rng(0)
     found = table_of(compiler, schema, "forced")
     for _ in range(15):
-        text = random_text(found, draws)
+        text = random_text(found, draws, 120)
         if text.startswith(f"{BEGIN}call:other"):
             assert text == f"{BEGIN}call:other{{}}{END}"
             continue
@@ -127,7 +117,7 @@ def test_an_object_that_declares_nothing_has_any_names(compiler, schema):
     draws = np.random.default_rng(1)
     found, read = table_of(compiler, schema, "forced"), []
     for _ in range(20):
-        text = random_text(found, draws)
+        text = random_text(found, draws, 120)
         if inside := text.removeprefix(f"{BEGIN}call:ask{{").removesuffix(f"}}{END}"):
             read.append(_parse_gemma4_args(inside))
     assert any(read)
@@ -135,15 +125,11 @@ def test_an_object_that_declares_nothing_has_any_names(compiler, schema):
 
 def test_a_string_ends_at_the_first_quote(compiler):
     found = table_of(compiler, {"properties": {"a": {"type": "string"}}}, "forced")
-
-    def state(text: str) -> int:
-        return found.read(0, [WORDS.index(bytes([byte])) for byte in text.encode()])
-
     begin = f"{BEGIN}call:ask{{a:{QUOTE}"
     for inside in ("a<b", "<<a", "a < b", "|>", "a<", "<title>", "<tool<tool_call"):
-        assert found.accepts[state(f"{begin}{inside}{QUOTE}}}{END}")]
+        assert accepts(found, f"{begin}{inside}{QUOTE}}}{END}")
     for inside in ("<<|", "<|", f"<{QUOTE}", END, f"<{END}", "<channel|>"):
-        assert state(f"{begin}{inside}{QUOTE}}}{END}") < 0
+        assert found.read(0, spelled(f"{begin}{inside}{QUOTE}}}{END}")) < 0
 
 
 @pytest.mark.parametrize("pattern", [".*", r"[^\s]+", "^[ -~]*$"])
@@ -155,13 +141,9 @@ def test_no_pattern_reads_past_the_end_of_its_string(compiler, pattern):
         "additionalProperties": False,
     }
     found = table_of(compiler, schema, "forced")
-
-    def state(inside: str) -> int:
-        text = f"{BEGIN}call:ask{{a:{QUOTE}{inside}{QUOTE}}}{END}"
-        return found.read(0, [WORDS.index(bytes([byte])) for byte in text.encode()])
-
-    assert found.accepts[state('x|">,b:y')]
-    assert state(f"x{QUOTE},b:{QUOTE}y") < 0
+    call = f"{BEGIN}call:ask{{a:{QUOTE}%s{QUOTE}}}{END}"
+    assert accepts(found, call % 'x|">,b:y')
+    assert found.read(0, spelled(call % f"x{QUOTE},b:{QUOTE}y")) < 0
 
 
 def test_arguments_behind_a_reference(compiler):
@@ -273,15 +255,13 @@ def test_a_list_has_its_bounds(compiler):
     }
     found = table_of(compiler, schema, "forced")
 
-    def accepts(a: str, b: str) -> bool:
-        text = f"{BEGIN}call:ask{{a:[{a}],b:[{b}]}}{END}"
-        state = found.read(0, [WORDS.index(bytes([byte])) for byte in text.encode()])
-        return state >= 0 and bool(found.accepts[state])
+    def has(a: str, b: str) -> bool:
+        return accepts(found, f"{BEGIN}call:ask{{a:[{a}],b:[{b}]}}{END}")
 
-    lengths = [accepts(",".join(["null"] * count), "1,2") for count in range(5)]
+    lengths = [has(",".join(["null"] * count), "1,2") for count in range(5)]
     assert lengths == [False, False, True, True, False]
-    assert accepts("null,null", "1,2") and not accepts("null,null", "2")
-    assert not accepts("null,null", "1,2,1")
+    assert has("null,null", "1,2") and not has("null,null", "2")
+    assert not has("null,null", "1,2,1")
 
 
 def test_many_properties_behind_one_that_is_required():

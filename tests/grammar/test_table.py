@@ -18,6 +18,7 @@ from tests.support.grammars import (
     WORDS,
     automaton,
     build,
+    spelled,
     table,
 )
 
@@ -95,7 +96,7 @@ def test_texts_that_are_nested_too_deeply_are_left_out(name):
 
 
 def is_held(found: Table, text: str) -> bool:
-    return found.read(0, [WORDS.index(bytes([byte])) for byte in text.encode()]) != DEAD
+    return found.read(0, spelled(text)) != DEAD
 
 
 def test_states_without_recursion_are_not_cut():

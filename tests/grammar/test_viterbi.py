@@ -23,6 +23,7 @@ from tests.support.grammars import (
     build,
     compiler,
     random_schema,
+    spelled,
     table,
 )
 
@@ -249,7 +250,7 @@ def test_a_table_that_was_cut_holds_texts_of_the_grammar():
     found, compiled = table(*GRAMMARS["list"], most_states=12)
     assert len(found.accepts) <= 12
     for depth in range(1, 5):
-        text = [WORDS.index(bytes([byte])) for byte in b"[" * depth + b"a" + b"]" * depth]
+        text = spelled("[" * depth + "a" + "]" * depth)
         assert (found.read(0, text) != DEAD) == (depth <= 2)
     rng, draws = random.Random(3), np.random.default_rng(3)
     for _ in range(20):

@@ -17,7 +17,7 @@ from dllm.grammar.compile import Grammars, Spec, Tokens
 from dllm.grammar.lowering import lower
 from dllm.grammar.table import Table
 from dllm.patches.tool_calls import hold_tool_calls
-from tests.support.grammars import VOCABULARY, WORDS
+from tests.support.grammars import VOCABULARY, WORDS, accepts
 from tests.support.tool_schemas import random_text, tool_schema
 
 TOKENIZER = AutoTokenizer.from_pretrained("checkpoints/tiny-tools")
@@ -85,11 +85,6 @@ class Asked:
         whole = [(call.name, json.loads(call.arguments)) for call in calls or ()]
         assert [(name, json.loads(inside)) for name, inside in streamed.values()] == whole
         return whole
-
-
-def accepts(found: Table, text: str) -> bool:
-    state = found.read(0, [WORDS.index(bytes([byte])) for byte in text.encode()])
-    return state >= 0 and bool(found.accepts[state])
 
 
 @pytest.mark.parametrize("parser", ["gemma4", "hermes"])

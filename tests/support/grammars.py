@@ -57,6 +57,17 @@ def table(kind: str, text: str, **limits: Any) -> tuple[Table, Any]:
     return build(made, **limits), compiled
 
 
+def spelled(text: str) -> list[int]:
+    """A text in tokens of a byte each."""
+    return [WORDS.index(bytes([byte])) for byte in text.encode()]
+
+
+def accepts(found: Table, text: str) -> bool:
+    """Whether a text is a whole one of a table."""
+    state = found.read(0, spelled(text))
+    return state >= 0 and bool(found.accepts[state])
+
+
 GRAMMARS = {
     "words": ("regex", "(ab)*"),
     "choice": ("ebnf", 'root ::= "yes" | "no" | "é"'),
