@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.support.family_checkpoints import MASK
-from tests.support.server_harness import FLAGS, MODEL, Server
+from tests.support.server_harness import MODEL, Server, serving
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.slow
 def server(
     family: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    with Server(family("sdar"), tmp_path_factory.mktemp("sdar") / "log", FLAGS) as running:
-        running.wait_until_ready()
-        yield running
+    yield from serving(family("sdar"), tmp_path_factory)
 
 
 def complete(client: openai.OpenAI, prompt: Any = "Sort these numbers", **options: Any) -> Any:

@@ -12,7 +12,7 @@ from tests.server.test_server import complete, prompt, tokens
 from tests.server.test_server_mixed import ask, assert_same
 from tests.server.test_server_stream import CANVASES, read
 from tests.support.patience import HANG_S
-from tests.support.server_harness import CANVAS, FLAGS, Server
+from tests.support.server_harness import CANVAS, FLAGS, Server, serving
 
 pytest_plugins = ["tests.support.server_harness"]
 
@@ -26,10 +26,7 @@ RANK = "X-data-parallel-rank"  # vLLM's header: which replica answers
 def replicas(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("replicas") / "log"
-    with Server(checkpoint(), log, (*FLAGS, "--data-parallel-size=2")) as running:
-        running.wait_until_ready()
-        yield running
+    yield from serving(checkpoint(), tmp_path_factory, (*FLAGS, "--data-parallel-size=2"))
 
 
 def num_answered(server: Server) -> list[float]:

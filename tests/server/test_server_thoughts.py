@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 
 from tests.support.edited import edited
-from tests.support.server_harness import CHECKPOINTS, MODEL, Server
+from tests.support.server_harness import CHECKPOINTS, MODEL, Server, serving
 
 START, END, STOPS = 17, 18, (1, 6)
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
@@ -33,11 +32,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     def never(tensors: dict[str, Any]) -> None:
         tensors["model.decoder.embed_tokens.weight"][[END, *STOPS]] = 0
 
-    folder = tmp_path_factory.mktemp("thoughts")
-    path = edited(CHECKPOINTS / "tiny-tools", folder / "model", never)
-    with Server(path, Path(folder / "log"), FLAGS) as running:
-        running.wait_until_ready()
-        yield running
+    path = tmp_path_factory.mktemp("thoughts") / "model"
+    yield from serving(edited(CHECKPOINTS / "tiny-tools", path, never), tmp_path_factory, FLAGS)
 
 
 def chat(**options: Any) -> dict[str, Any]:

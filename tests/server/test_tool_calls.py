@@ -3,7 +3,6 @@
 import enum
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
@@ -13,9 +12,8 @@ from pydantic import BaseModel
 
 from bench.toys.chat import TOOLS
 from bench.toys.suite import Question, questions
-from tests.support.server_harness import MODEL, Server
+from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, serving
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-tools"
 PARSERS = {"gemma": "gemma4", "hermes": "hermes"}
 MARKS = {"gemma": (12, 13, 16), "hermes": (701, 702)}  # around calls, and Gemma's strings
 FAMILIES = ("weather", "alarm", "phone")
@@ -35,19 +33,14 @@ def style(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def client(style: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     flags = (
-        f"--served-model-name={MODEL}",
-        "--dtype=float32",
-        "--enforce-eager",
-        "--max-model-len=512",
-        "--max-num-seqs=8",
+        *COMMON_FLAGS,
         "--enable-auto-tool-choice",
         f"--tool-call-parser={PARSERS[style]}",
         "--reasoning-parser=gemma4",
         f'--default-chat-template-kwargs={{"tool_style": "{style}"}}',
     )
-    with Server(CHECKPOINT, tmp_path_factory.mktemp(style) / "log", flags) as running:
-        running.wait_until_ready()
-        yield running.client()
+    for server in serving(CHECKPOINTS / "tiny-tools", tmp_path_factory, flags):
+        yield server.client()
 
 
 def asked(style: str, is_listed: bool, count: int = 6) -> list[Question]:
