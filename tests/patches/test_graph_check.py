@@ -20,17 +20,26 @@ BOTH = [FULL_GRAPH, IN_PIECES]
 ONES = torch.ones(2, 4, 8)
 
 
+def runner_of(graphs: dict[int, list], num_engines: int = 1, **options) -> SimpleNamespace:
+    """A runner with these graphs, by number of tokens."""
+    return SimpleNamespace(
+        execute_model=None,
+        kv_caches=[],
+        cudagraph_manager=SimpleNamespace(_candidates=graphs),
+        vllm_config=SimpleNamespace(
+            additional_config={"dllm": options},
+            parallel_config=SimpleNamespace(data_parallel_size=num_engines),
+        ),
+    )
+
+
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch):
     """Runs the check on a server with some wrong graphs; what is left of both kinds."""
 
     def run(wrong=(), counts=(1, 2, 4), num_engines=1, **options):
-        runner = SimpleNamespace(execute_model=None)
-        graphs = runner.cudagraph_manager = SimpleNamespace(_candidates={32: BOTH, 40: [IN_PIECES]})
-        runner.vllm_config = SimpleNamespace(
-            additional_config={"dllm": options},
-            parallel_config=SimpleNamespace(data_parallel_size=num_engines),
-        )
+        runner = runner_of({32: BOTH, 40: [IN_PIECES]}, num_engines, **options)
+        graphs = runner.cudagraph_manager
         served: list[int] = []
         cache = torch.ones(3)  # of what was served before
         runner.kv_caches = [cache]
@@ -73,17 +82,9 @@ def test_a_step_that_fails_ends_the_start_and_names_the_switch(monkeypatch):
     def broken(*given):
         raise ValueError("out of memory")
 
-    runner = SimpleNamespace(
-        execute_model=None,
-        kv_caches=[],
-        cudagraph_manager=SimpleNamespace(_candidates={32: BOTH}),
-        vllm_config=SimpleNamespace(
-            additional_config={}, parallel_config=SimpleNamespace(data_parallel_size=1)
-        ),
-    )
     monkeypatch.setattr(graph_check, "serve_made_up", broken)
     with pytest.raises(RuntimeError, match="self_test"):
-        graph_check.drop_wrong_graphs(runner)
+        graph_check.drop_wrong_graphs(runner_of({32: BOTH}))
 
 
 @pytest.mark.parametrize(
@@ -97,15 +98,8 @@ def test_a_step_that_fails_ends_the_start_and_names_the_switch(monkeypatch):
     ],
 )
 def test_what_is_allowed_follows_from_what_rounding_changes(monkeypatch, noise, error, serves):
-    graphs = SimpleNamespace(_candidates={32: [FULL_GRAPH]})
-    runner = SimpleNamespace(
-        execute_model=None,
-        kv_caches=[],
-        cudagraph_manager=graphs,
-        vllm_config=SimpleNamespace(
-            additional_config={}, parallel_config=SimpleNamespace(data_parallel_size=1)
-        ),
-    )
+    runner = runner_of({32: [FULL_GRAPH]})
+    graphs = runner.cudagraph_manager
 
     def serve(given, execute_model, num_reqs):
         """Prompts are shorter for more requests; another number of them rounds otherwise."""

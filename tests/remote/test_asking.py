@@ -3,6 +3,8 @@
 The text is right in every test: ``finish`` checks it.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,13 @@ from tests.support.remote_harness import Clock, Net, Target, link_to, worker
 
 STEP_S, DEADLINE_S = 0.01, 0.05
 NUM_TOKENS = 200
+
+
+def simulated(**options: Any) -> tuple[Target, Net]:
+    """A target that asks one worker, whose drafts are right, and what is between them."""
+    clock = Clock()
+    net = Net(worker(clock), clock)
+    return Target([net], clock, **options), net
 
 
 def begin(target: Target, count: int = 2, num_tokens: int = NUM_TOKENS, first: int = 0) -> None:
@@ -39,9 +48,7 @@ def steps_without_drafts(target: Target) -> int:
 def test_an_ask_has_no_more_rows_than_a_worker_reads(monkeypatch):
     """Sessions that do not fit are told of with a later batch; some that ended are not told of."""
     monkeypatch.setattr(asking, "MAX_ROWS", 2)
-    clock = Clock()
-    net = Net(worker(clock), clock)
-    target = Target([net], clock)
+    target, net = simulated()
     begin(target, 4, 20)
     finish(target, 20)
     assert max(len(batch.rows) for batch in net.sent) == 2
@@ -51,9 +58,7 @@ def test_an_ask_has_no_more_rows_than_a_worker_reads(monkeypatch):
 
 def test_a_long_text_is_told_in_parts_and_drafted_for_when_all_of_it_is_told(monkeypatch):
     monkeypatch.setattr(asking, "MAX_DELTA_TOKENS", 50)
-    clock = Clock()
-    net = Net(worker(clock), clock)
-    target = Target([net], clock)
+    target, net = simulated()
     prompt = [place % VOCAB for place in range(180)]
     target.add("long", prompt, 20)
     target.run()
@@ -65,21 +70,17 @@ def test_a_long_text_is_told_in_parts_and_drafted_for_when_all_of_it_is_told(mon
 
 
 def test_connections_are_looked_at_ten_times_a_second_while_nobody_drafts():
-    clock = Clock()
-    net = Net(worker(clock), clock)
-    target = Target([net], clock, policy=FixedWidth(4, 0))
+    target, net = simulated(policy=FixedWidth(4, 0))
     begin(target, 1)
     reads, read = [], net.read
-    net.read = lambda: (reads.append(clock.now), read())[1]
+    net.read = lambda: (reads.append(target.clock.now), read())[1]
     finish(target)
     assert len(reads) == pytest.approx(sum(target.steps) / RECONNECT_S, abs=2)
     assert not net.sent
 
 
 def test_what_is_told_is_what_is_new():
-    clock = Clock()
-    net = Net(worker(clock), clock)
-    target = Target([net], clock)
+    target, net = simulated()
     begin(target, 3)
     finish(target)
     told = sum(len(row.tokens) for batch in net.sent for row in batch.rows)
@@ -105,8 +106,7 @@ def test_a_step_behind_which_no_draft_is_of_use_is_not_timed(monkeypatch):
 
 
 def test_a_right_worker_saves_four_of_five_steps():
-    clock = Clock()
-    target = Target([Net(worker(clock), clock)], clock)
+    target, _ = simulated()
     begin(target)
     finish(target)
     # The prompt's step has none; the drafts for the one behind it were asked for at admission.
@@ -116,9 +116,8 @@ def test_a_right_worker_saves_four_of_five_steps():
 
 
 def test_prompts_are_sent_at_admission_so_that_first_drafts_wait_for_nothing():
-    clock = Clock()
-    net = Net(worker(clock), clock, draft_s=STEP_S / 8)
-    target = Target([net], clock, step_s=STEP_S)
+    target, net = simulated(step_s=STEP_S)
+    net.draft_s = STEP_S / 8
     begin(target, 1)
     target.step()
     assert target.steps[0] == pytest.approx(STEP_S)  # it did not wait
@@ -128,9 +127,7 @@ def test_prompts_are_sent_at_admission_so_that_first_drafts_wait_for_nothing():
 
 def test_a_killed_worker_costs_no_step_more_than_its_time():
     """The connection breaks, which is seen at once."""
-    clock = Clock()
-    net = Net(worker(clock), clock)
-    target = Target([net], clock)
+    target, net = simulated()
     begin(target)
     for _ in range(5):
         target.step()
@@ -139,19 +136,17 @@ def test_a_killed_worker_costs_no_step_more_than_its_time():
         target.step()
     assert max(target.steps[5:]) < STEP_S + 1e-9
     assert target.widths[7:15] == [0] * 8
-    net.restart(worker(clock))
-    up = clock.now
+    net.restart(worker(target.clock))
+    up = target.clock.now
     while not target.widths[-1]:
         target.step()
-    assert clock.now - up < RECONNECT_S + 4 * STEP_S
+    assert target.clock.now - up < RECONNECT_S + 4 * STEP_S
     finish(target)
     assert target.links[0].num_ups == 2 and target.count("misses") == 0
 
 
 def test_a_hung_worker_costs_one_deadline():
-    clock = Clock()
-    net = Net(worker(clock), clock)
-    target = Target([net], clock, deadline_s=DEADLINE_S)
+    target, net = simulated(deadline_s=DEADLINE_S)
     begin(target, num_tokens=2000)
     for _ in range(5):
         target.step()
@@ -162,11 +157,11 @@ def test_a_hung_worker_costs_one_deadline():
     assert late == pytest.approx([STEP_S + DEADLINE_S])
     assert target.links[0].is_out and target.count("misses") == 1
     net.is_hung = False
-    back = clock.now
+    back = target.clock.now
     before = len(target.steps)
     while not target.widths[-1]:
         target.step()
-    assert clock.now - back < 4 * STEP_S
+    assert target.clock.now - back < 4 * STEP_S
     assert max(target.steps[before:]) < STEP_S + DEADLINE_S / 2
     finish(target, 2000)
 
@@ -201,9 +196,7 @@ def test_delay_jitter_and_asks_that_cannot_be_sent(full):
 
 
 def test_aborted_requests_leave_nothing_behind():
-    clock = Clock()
-    drafter = worker(clock)
-    target = Target([Net(drafter, clock)], clock, num_slots=4)
+    target, net = simulated(num_slots=4)
     for number in range(20):
         begin(target, 3, 50, first=3 * number)
         target.step()
@@ -211,7 +204,7 @@ def test_aborted_requests_leave_nothing_behind():
         target.abort(str(3 * number))
         target.run()
     finish(target, 50)
-    assert drafter.num_sessions == 0 and not drafter._drafts.runs
+    assert net.worker.num_sessions == 0 and not net.worker._drafts.runs
 
 
 def run_ahead(alpha: float, ahead: int) -> list[float]:
@@ -238,8 +231,7 @@ def test_running_ahead_has_drafts_ready_when_all_were_right():
 
 def test_nobody_waits_for_an_answer_that_will_not_come():
     """A session that the worker forgot too often is not asked for; its neighbour's end is told."""
-    clock = Clock()
-    target = Target([Net(worker(clock), clock)], clock)
+    target, _ = simulated()
     begin(target, 1, 100)
     begin(target, 1, 3, first=1)
     target.step()
@@ -311,9 +303,7 @@ def adaptive(clock: Clock, num_drafts: int = 4) -> AdaptiveWidth:
 
 
 def test_no_more_is_asked_for_than_a_fixed_width():
-    clock = Clock()
-    net = Net(worker(clock), clock)
-    target = Target([net], clock, policy=FixedWidth(4, 2))
+    target, net = simulated(policy=FixedWidth(4, 2))
     begin(target, 1)
     finish(target)
     asked = [row.want for batch in net.sent for row in batch.rows]
