@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.support.drafter_pairs import TOKENIZER, write_target
 from tests.support.process import QUIET_ENGINE, printed_json, python_path, run_python
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-TOKENIZER = ROOT / "checkpoints/tiny-random"
 SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
 CPU_WORKER = "dllm.patches.cpu_worker.CanvasCPUWorker"
 
@@ -60,26 +58,7 @@ DRAWN = {"seed 5": SAMPLED, "seed 5 again": SAMPLED, "seed 6": SAMPLED | {"seed"
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 of two layers, in fp32, with our tokenizer."""
-    path = tmp_path_factory.mktemp("qwen3")
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=2,
-        eos_token_id=1,
-        initializer_range=0.5,  # decided: no two candidates within rounding of each other
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TOKENIZER / name, path)
-    return path
+    return write_target(tmp_path_factory.mktemp("qwen3"), layers=2)
 
 
 # What is installed beside us, as pip writes it: by setup, by file, a text.

@@ -1,14 +1,13 @@
 """Writes small random checkpoints of drafters that vLLM has a speculator for, and their targets."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from tests.support.drafter_pairs import (
     HEAD_DIM,
@@ -17,7 +16,6 @@ from tests.support.drafter_pairs import (
     INTERMEDIATE,
     KV_HEADS,
     MASK,
-    TOKENIZER,
     drafter_config,
     random_drafter,
     write_drafter,
@@ -117,35 +115,11 @@ def write_eagle_3(path: Path) -> Path:
 
 def write_mimo(path: Path) -> Path:
     """A target with an MTP module: a Qwen2 whose config.json names MiMo's class."""
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=HEADS * HEAD_DIM,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=2,
-        eos_token_id=1,
-        initializer_range=0.5,
-    )
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(path)
     draw, name, size = Draw(), "model.mtp_layers.0.", HEADS * HEAD_DIM
-    module = {
-        name + "input_proj.weight": draw(size, 2 * size),
-        **{
-            f"{name}{norm}.weight": 1 + draw(size)
-            for norm in (
-                "token_layernorm",
-                "hidden_layernorm",
-                "final_layernorm",
-                "input_layernorm",
-                "post_attention_layernorm",
-            )
-        },
-    }
+    write_target(path, layers=2, kind=Qwen2ForCausalLM, hidden_size=size)
+    module = {name + "input_proj.weight": draw(size, 2 * size)}
+    for norm in ("token", "hidden", "final", "input", "post_attention"):
+        module[f"{name}{norm}_layernorm.weight"] = 1 + draw(size)
     file, settings = path / "model.safetensors", path / "config.json"
     weights = load_file(file)
     for key, tensor in weights.items():
@@ -155,8 +129,6 @@ def write_mimo(path: Path) -> Path:
     given = json.loads(settings.read_text())
     given |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     settings.write_text(json.dumps(given))
-    for file_name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TOKENIZER / file_name, path)
     return path
 
 

@@ -13,16 +13,22 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 TOKENIZER = Path(__file__).parents[2] / "checkpoints/tiny-random"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 64, 4, 2, 32, 128
 MASK = 500  # of the plain vocabulary of 512
 
 
-def write_target(path: Path, vocab_size: int = 512, layers: int = 4) -> Path:
-    """Write a random Qwen3 in fp32 whose best two next tokens never differ by rounding only."""
-    config = Qwen3Config(
+def write_target(
+    path: Path,
+    vocab_size: int = 512,
+    layers: int = 4,
+    kind: type[PreTrainedModel] = Qwen3ForCausalLM,
+    **changes: Any,
+) -> Path:
+    """Write a random model in fp32 whose best two next tokens never differ by rounding only."""
+    sizes = dict(
         vocab_size=vocab_size,
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
@@ -37,7 +43,7 @@ def write_target(path: Path, vocab_size: int = 512, layers: int = 4) -> Path:
         initializer_range=0.5,
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(path)
+    kind(kind.config_class(**sizes | changes)).to(torch.float32).save_pretrained(path)
     if vocab_size == 512:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(TOKENIZER / name, path)

@@ -1,13 +1,10 @@
 """dllm train drafter on a Llama: a random one, and SmolLM2-135M, which `make smollm2` installs."""
 
-import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from dllm import cli
 from dllm.train.export import read_checkpoint
@@ -25,15 +22,8 @@ def llama(request, tmp_path):
         if not (SMOLLM2 / "config.json").exists():
             pytest.skip(f"{SMOLLM2} is not there: `make smollm2`")
         return SMOLLM2
-    path = give_byte_tokenizer(write_target(tmp_path / "random"))
-    shapes = json.loads((path / "config.json").read_text())
-    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-    sizes = {name: shapes[name] for name in (*names, "num_key_value_heads", "vocab_size")}
-    torch.manual_seed(0)
-    config = LlamaConfig(**sizes, tie_word_embeddings=True, eos_token_id=1)
-    shutil.rmtree(path / "model.safetensors", ignore_errors=True)
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    path = write_target(tmp_path / "random", kind=LlamaForCausalLM, tie_word_embeddings=True)
+    return give_byte_tokenizer(path)
 
 
 @pytest.mark.parametrize("llama", list(MASKS), indirect=True)
