@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,46 +81,34 @@ def test_the_largest_step_fits_the_token_budget() -> None:
     assert batch.cu_num_logits.tolist() == batch.cu_num_logits_np.tolist() == [0, 32, 64, 96]
 
 
-def test_the_warm_up_visits_every_kind_of_batch(engine: Engine) -> None:
-    worker = engine.core.model_executor.driver_worker.worker
-    # An aborted request of another test leaves with the next step, which is not ours to take.
-    requests = dict(engine.runner.req_states.req_id_to_index)
-    with sampled(engine) as batches:
-        warm_up(engine.runner, worker.execute_model)
-    # A prompt, a canvas, a head with a canvas; two requests, one, a narrow one; then with filters;
-    # a read; then with logprobs.
-    once = [
-        [],
-        [CANVAS] * 2,
-        [CANVAS] * 2,
-        [],
-        [CANVAS],
-        [CANVAS],
-        [],
-        [CANVAS // 2],
-        [CANVAS // 2],
-    ]
-    read = [[], [LEAST_ROWS], [LEAST_ROWS]]
-    scored = [[], [CANVAS] * 2, [CANVAS] * 2, [], [CANVAS], [CANVAS]]
-    constrained = [[], [CANVAS], [CANVAS]]
-    assert batches == once * 2 + read + scored + constrained
-    assert engine.runner.req_states.req_id_to_index == requests
+@dataclass
+class Warmed:
+    """What a warm-up did, in which no pass began before the last one had ended."""
+
+    batches: list[list[int]] = field(default_factory=list)  # canvas widths that are sampled
+    emitted: list[list[int]] = field(default_factory=list)  # tokens, of each step
+    scores: list[int] = field(default_factory=list)  # rows of logprobs, of batches that ask
+    prompts: int = 0  # that had logprobs
+    written: list[Written] = field(default_factory=list)  # by grammars
+    num_passes: int = 0
+    requests: list[dict[str, int]] = field(default_factory=list)  # before and behind it
 
 
-def test_no_pass_of_the_warm_up_begins_before_the_last_has_ended(engine: Engine) -> None:
-    """What a pass reads lies in buffers of vLLM that the next pass but one writes again."""
-    worker = engine.core.model_executor.driver_worker.worker
-    running: list[Any] = []
-    sample, get_output = engine.runner.sample_tokens, AsyncOutput.get_output
-    num_passes = 0
+@pytest.fixture(scope="module")
+def warmed(engine: Engine) -> Warmed:
+    found, runner, running = Warmed(), engine.runner, []
+    worker, sampler = engine.core.model_executor.driver_worker.worker, runner.sampler
+    scorer, grammars = runner.prompt_logprobs_worker, type(sampler.grammars)
+    store, of_blocks, write = sampler._store_rows, sampler.logprobs.of_blocks, grammars.write_
+    of_prompt = scorer.compute_prompt_logprobs
+    sample, get_output = runner.sample_tokens, AsyncOutput.get_output
 
     def execute_model(scheduled: Any) -> Any:
         assert not running
         return worker.execute_model(scheduled)
 
     def sample_tokens(grammar_output: Any) -> Any:
-        nonlocal num_passes
-        num_passes += 1
+        found.num_passes += 1
         running.append(sample(grammar_output))
         return running[-1]
 
@@ -127,45 +116,68 @@ def test_no_pass_of_the_warm_up_begins_before_the_last_has_ended(engine: Engine)
         running.remove(output)
         return get_output(output)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.runner, "sample_tokens", sample_tokens)
-        patch.setattr(AsyncOutput, "get_output", wait)
-        warm_up(engine.runner, execute_model)
-    assert num_passes > 20 and not running
-
-
-def test_the_warm_up_emits_and_scores_blocks(engine: Engine, monkeypatch) -> None:
-    worker = engine.core.model_executor.driver_worker.worker
-    sampler, runner = engine.runner.sampler, engine.runner
-    emitted: list[list[int]] = []
-    scores: list[int] = []
-    calls: list[str] = []
-    store, of_blocks = sampler._store_rows, sampler.logprobs.of_blocks
-    of_prompt = runner.prompt_logprobs_worker.compute_prompt_logprobs
-
     def spy_store(num_emitted, step, rows, *others):
-        emitted.append(num_emitted[rows.widths > 0].tolist())
+        found.emitted.append(num_emitted[rows.widths > 0].tolist())
         return store(num_emitted, step, rows, *others)
 
     def spy_blocks(record):
-        found = of_blocks(record)
+        scored = of_blocks(record)
         if sampler.logprobs.are_wanted(record.tile.batch):
-            scores.append(0 if found is None else len(found.logprobs))
-        return found
+            found.scores.append(0 if scored is None else len(scored.logprobs))
+        return scored
 
     def spy_prompt(*args):
-        found = of_prompt(*args)
-        calls.extend(["prompt"] * len(found))
-        return found
+        scored = of_prompt(*args)
+        found.prompts += len(scored)
+        return scored
 
-    monkeypatch.setattr(sampler, "_store_rows", spy_store)
-    monkeypatch.setattr(sampler.logprobs, "of_blocks", spy_blocks)
-    monkeypatch.setattr(runner.prompt_logprobs_worker, "compute_prompt_logprobs", spy_prompt)
-    warm_up(runner, worker.execute_model)
-    assert all(count > 0 for counts in emitted for count in counts)
+    def spy_write(*args: Any) -> Written:
+        found.written.append(write(*args))
+        return found.written[-1]
+
+    # An aborted request of another test leaves with the next step, which is not ours to take.
+    found.requests.append(dict(runner.req_states.req_id_to_index))
+    with pytest.MonkeyPatch.context() as patch, sampled(engine) as found.batches:
+        patch.setattr(runner, "sample_tokens", sample_tokens)
+        patch.setattr(AsyncOutput, "get_output", wait)
+        patch.setattr(sampler, "_store_rows", spy_store)
+        patch.setattr(sampler.logprobs, "of_blocks", spy_blocks)
+        patch.setattr(scorer, "compute_prompt_logprobs", spy_prompt)
+        patch.setattr(grammars, "write_", spy_write)
+        warm_up(runner, execute_model)
+    assert not running
+    found.requests.append(dict(runner.req_states.req_id_to_index))
+    return found
+
+
+def test_the_warm_up_visits_every_kind_of_batch(warmed: Warmed) -> None:
+    # A prompt, a canvas, a head with a canvas; two requests, one, a narrow one; then with filters;
+    # a read; then with logprobs.
+    one, two, narrow = [CANVAS], [CANVAS] * 2, [CANVAS // 2]
+    once = [[], two, two, [], one, one, [], narrow, narrow]
+    read = [[], [LEAST_ROWS], [LEAST_ROWS]]
+    scored, constrained = [[], two, two, [], one, one], [[], one, one]
+    assert warmed.batches == once * 2 + read + scored + constrained
+    before, behind = warmed.requests
+    assert behind == before
+
+
+def test_no_pass_of_the_warm_up_begins_before_the_last_has_ended(warmed: Warmed) -> None:
+    """What a pass reads lies in buffers of vLLM that the next pass but one writes again."""
+    assert warmed.num_passes > 20  # the rest is checked on the way
+
+
+def test_the_warm_up_emits_and_scores_blocks(warmed: Warmed) -> None:
+    assert all(count > 0 for counts in warmed.emitted for count in counts)
     # Forbidden words may shorten a block, but not to nothing.
-    assert len(scores) == 4 and min(scores) > 0
-    assert calls == ["prompt"] * 3  # of two requests, then of one
+    assert len(warmed.scores) == 4 and min(warmed.scores) > 0
+    assert warmed.prompts == 3  # of two requests, then of one
+
+
+def test_the_warm_up_runs_a_grammar(warmed: Warmed) -> None:
+    """Its kernels are compiled before the first request that has one."""
+    # A canvas, and behind a head.
+    assert [list(one.paths) for one in warmed.written] == [[0]] * 2
 
 
 def test_the_warm_up_leaves_no_trace(engine: Engine) -> None:
@@ -194,24 +206,6 @@ def test_the_warm_up_leaves_no_trace(engine: Engine) -> None:
     after, tokens_after = answers()
     assert_same_runs(after, before)
     assert tokens_after == tokens_before
-
-
-def test_the_warm_up_runs_a_grammar(engine: Engine, monkeypatch) -> None:
-    """Its kernels are compiled before the first request that has one."""
-    worker, grammars = (
-        engine.core.model_executor.driver_worker.worker,
-        type(engine.runner.sampler.grammars),
-    )
-    written: list[Written] = []
-    write = grammars.write_
-
-    def spy(*args: Any) -> Written:
-        written.append(write(*args))
-        return written[-1]
-
-    monkeypatch.setattr(grammars, "write_", spy)
-    warm_up(engine.runner, worker.execute_model)
-    assert [list(one.paths) for one in written] == [[0]] * 2  # a canvas, and behind a head
 
 
 def test_vllms_warm_up_ends_within_six_canvases(checkpoint) -> None:
