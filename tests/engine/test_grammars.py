@@ -93,14 +93,6 @@ def shortest_text(engine, sampling: SamplingParams) -> int:
     return int(Table.from_bytes(_begin(llm_engine, sampling).result()).left[0])
 
 
-def test_what_stands_on_several_canvases_is_one_text(engine):
-    asked = params("regex", extra_args={"diffusion_canvas_length": 5}, logit_bias={1: -50, 6: -50})
-    with engine.watch() as watched:
-        (output,) = engine.outputs([prompt(10)], asked)
-    assert KINDS["regex"][1](text_of(engine, output.outputs[0]))
-    assert len(blocks_of(watched[output.request_id])) > 2
-
-
 def test_xgrammar_is_asked_by_the_process_that_compiles_alone(engine, monkeypatch):
     """It has limits of time and memory; the front end and the engine core have none."""
 

@@ -116,7 +116,7 @@ def test_thoughts_that_begin_and_end_on_a_canvas(model):
 
 
 def test_preemption_changes_no_token(model, monkeypatch):
-    """In the middle of canvases; some do not fit into a step."""
+    """In the middle of canvases; some do not fit into a step, which is a single pass."""
     is_gemma, blocks = model.name == "gemma", 128 / model.size
     few = {"num_gpu_blocks_override": 24 if is_gemma else 14}
     engine, tight = engine_of(model), engine_of(model, **TIGHT | few)
@@ -150,14 +150,6 @@ def test_logprobs_and_samples(model):
         assert len(answer.logprobs) == len(answer.token_ids)
         assert answer.logprobs[budget][END].logprob < -5
         assert answer.logprobs[budget][END].rank > 1
-
-
-def test_one_pass_a_step_or_many(model):
-    engine = engine_of(model)
-    how = asked(model, model.size + 3, logit_bias=FOR_EVER, seed=2)
-    with engine.one_pass_a_step():
-        expected = engine.generate([[*prompt(12), START]], how)
-    assert engine.generate([[*prompt(12), START]], how) == expected
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])
