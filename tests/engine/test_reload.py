@@ -1,13 +1,12 @@
 """New weights in a running engine, as a trainer sends them, and what sleep leaves of a model."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
@@ -16,6 +15,7 @@ from dllm.patches.cpu_worker import CanvasCPUWorker
 from dllm.patches.gpu_worker import LoadedTensors
 from tests.engine.test_blocks import prompt
 from tests.support import file_transfer  # noqa: F401  registers it
+from tests.support.edited import edited
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import FAMILIES, write
 from tests.support.quant_checkpoints import write_quantized
@@ -76,13 +76,9 @@ def test_tokens_are_those_of_a_fresh_engine_and_the_way_back_is_exact(
     assert answers(engine) == before
 
 
-def without(folder: Path, target: Path, name: str) -> Path:
-    """The same checkpoint without one tensor."""
-    shutil.copytree(folder, target)
-    weights = load_file(target / "model.safetensors")
-    del weights[name]
-    save_file(weights, target / "model.safetensors")
-    return target
+def spoil_the_last(weights: dict[str, torch.Tensor]) -> None:
+    """Of the last layers: others have been replaced before it is read."""
+    weights[[*weights][-1]].fill_(torch.nan)
 
 
 @pytest.mark.parametrize("kind", ["gemma", "sdar"])
@@ -98,13 +94,8 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(
     with pytest.raises(RuntimeError, match="Cannot find any model weights"):
         reload(engine, tmp_path / "empty")
     with pytest.raises(ValueError, match=part):
-        reload(engine, without(second, tmp_path / "part", part))
-    broken = tmp_path / "broken"
-    shutil.copytree(second, broken)
-    weights = load_file(broken / "model.safetensors")
-    for name in list(weights)[-1:]:  # of the last layers: others have been replaced before it
-        weights[name] = torch.full_like(weights[name], torch.nan)
-    save_file(weights, broken / "model.safetensors")
+        reload(engine, edited(second, tmp_path / "part", lambda weights: weights.pop(part)))
+    broken = edited(second, tmp_path / "broken", spoil_the_last)
     for send in (reload, send_one_by_one):
         with pytest.raises(ValueError, match="NaN"):
             send(engine, broken)

@@ -22,7 +22,7 @@ from dllm.models.gemma.weights import (
 )
 from dllm.models.quantized import finite
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.edited import WEIGHTS, edited
+from tests.support.edited import WEIGHTS, edited, with_fields
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.watched_device import DeviceWatch, off_device, on_device
 
@@ -274,10 +274,9 @@ def test_a_truncated_file_stops_the_start(checkpoint, tmp_path):
 
 
 def test_shapes_of_another_config_stop_the_start(checkpoint, tmp_path):
-    path = Path(shutil.copytree(checkpoint(), tmp_path / "other"))
-    config = json.loads((path / "config.json").read_text())
-    config["text_config"]["intermediate_size"] *= 2
-    (path / "config.json").write_text(json.dumps(config))
+    text = json.loads((checkpoint() / "config.json").read_text())["text_config"]
+    text["intermediate_size"] *= 2
+    path = with_fields(checkpoint(), tmp_path / "other", text_config=text)
     assert "size" in refusal(path).lower()
 
 

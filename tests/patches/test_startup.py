@@ -3,10 +3,8 @@
 ``create_engine_config`` is what ``vllm serve`` does before it loads anything.
 """
 
-import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.patches.cpu import is_cpu_without_triton
 from dllm.settings.server import options_of
 from tests.support import family_checkpoints
+from tests.support.edited import with_fields
 from tests.support.forced_async import asynchronous_platform
 
 CANVAS = 32
@@ -53,15 +52,10 @@ def refusal(model: Path, **flags: Any) -> str:
 
 @pytest.fixture
 def edited(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """The tests' checkpoint with changes in one of its JSON files; None removes a key."""
+    """The tests' checkpoint with changes in one of its JSON files; None removes a field."""
 
     def edit(file: str = "generation_config.json", **changes: Any) -> Path:
-        path = tmp_path / "edited"
-        shutil.copytree(checkpoint(), path)
-        content = json.loads((path / file).read_text()) | changes
-        kept = {key: value for key, value in content.items() if value is not None}
-        (path / file).write_text(json.dumps(kept))
-        return path
+        return with_fields(checkpoint(), tmp_path / "edited", file, **changes)
 
     return edit
 

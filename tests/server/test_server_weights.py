@@ -1,7 +1,6 @@
 """New weights over vLLM's own routes while requests run, which finish or are told."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -9,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from bench.toys.suite import questions
 from dllm.settings import vllm_names
+from tests.support.edited import edited
 from tests.support.engine_harness import get_engine
 from tests.support.server_harness import CHECKPOINTS, FLAGS, MODEL, Reply, Server, serving
 
@@ -55,16 +54,14 @@ ARRIVALS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tiny-dllm with each weight a little different."""
-    folder = tmp_path_factory.mktemp("other") / "model"
-    shutil.copytree(TINY_DLLM, folder)
     generator = torch.Generator().manual_seed(0)
-    for path in folder.glob("*.safetensors"):
-        weights = load_file(path)
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
         for name, weight in weights.items():
             noise = torch.randn(weight.shape, generator=generator)
             weights[name] = (weight.float() * (1 + 0.15 * noise)).to(weight.dtype)
-        save_file(weights, path)
-    return folder
+
+    return edited(TINY_DLLM, tmp_path_factory.mktemp("other") / "model", change)
 
 
 @pytest.fixture(scope="module")

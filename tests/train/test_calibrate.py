@@ -46,6 +46,7 @@ from tests.support.drafter_pairs import (
     write_drafter,
     write_target,
 )
+from tests.support.edited import with_fields
 
 __all__ = ["target", "target_path"]  # fixtures
 
@@ -290,10 +291,7 @@ def test_bad_settings_are_refused_before_any_work(target_path, files, capsys, ol
 
 
 def test_a_flag_names_the_mask_token_where_the_tokenizer_has_none(target_path, files, capsys):
-    plain = shutil.copytree(target_path, files / "plain")
-    named = json.loads((plain / "tokenizer_config.json").read_text())
-    named.pop("mask_token", None)
-    (plain / "tokenizer_config.json").write_text(json.dumps(named))
+    plain = with_fields(target_path, files / "plain", "tokenizer_config.json", mask_token=None)
     (files / "config.toml").write_text(TOML.replace(f"mask_token_id = {MASK}", ""))
     assert calibrate(plain, files) == 1
     assert "--mask-token-id" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from dllm.train.target import Target
 from dllm.train.target_embeddings import TargetEmbeddingsAndHead, head_norm
 from tests.support.calibrate_cases import TOML, random_samples, target, target_path
 from tests.support.drafter_pairs import write_drafter
+from tests.support.edited import edited
 
 __all__ = ["target", "target_path"]  # fixtures
 
@@ -81,25 +82,16 @@ def test_a_tied_head_is_the_embedding():
 
 def test_names_of_other_families_are_found(target_path, target, tmp_path):
     """As in a checkpoint with a vision tower and a head that predicts several tokens."""
-    path = shutil.copytree(target_path, tmp_path / "other")
-    tensors = {
-        name.replace("model.", "model.language_model."): tensor
-        for name, tensor in load_file(path / WEIGHTS).items()
-    }
-    for name in ("mtp.embed_tokens.weight", "model.visual.embeddings.weight", "mtp.norm.weight"):
-        tensors[name] = torch.zeros(3)
-    save_file(tensors, path / WEIGHTS)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [*tensors]:
+            tensors[name.replace("model.", "model.language_model.")] = tensors.pop(name)
+        for name in ("mtp.embed_tokens.weight", "model.visual.embeddings.weight"):
+            tensors[name] = torch.zeros(3)
+        tensors["mtp.norm.weight"] = torch.zeros(3)
+
+    path = edited(target_path, tmp_path / "other", rename)
     assert_same(TargetEmbeddingsAndHead.read(path, "cpu"), target)
-
-
-def quantize(path: Path, name: str, *, is_packed: bool) -> None:
-    tensors = load_file(path / WEIGHTS)
-    weight = tensors.pop(name)
-    if is_packed:
-        tensors[name.replace("weight", "weight_packed")] = torch.zeros(3, dtype=torch.uint8)
-    else:
-        tensors[name] = weight.to(torch.float8_e4m3fn)
-    save_file(tensors, path / WEIGHTS)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +103,15 @@ def quantize(path: Path, name: str, *, is_packed: bool) -> None:
     ],
 )
 def test_quantized_ends_are_refused(target_path, tmp_path, name, is_packed, message):
-    path = shutil.copytree(target_path, tmp_path / "quantized")
-    quantize(path, name, is_packed=is_packed)
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        weight = tensors.pop(name)
+        if is_packed:
+            tensors[name.replace("weight", "weight_packed")] = torch.zeros(3, dtype=torch.uint8)
+        else:
+            tensors[name] = weight.to(torch.float8_e4m3fn)
+
+    path = edited(target_path, tmp_path / "quantized", quantize)
     with pytest.raises(CommandError, match=message):
         TargetEmbeddingsAndHead.read(path, "cpu")
 

@@ -1,18 +1,19 @@
 """dllm check-drafter: a good pair passes, others do not."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from bench.toys import prompts
 from dllm import cli
+from tests.support.edited import edited, with_fields
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 TARGET, DRAFTER = CHECKPOINTS / "tiny-ar", CHECKPOINTS / "tiny-drafter"
+DFLASH = json.loads((DRAFTER / "config.json").read_text())["dflash_config"]
+LAYERS = DFLASH["target_layer_ids"]  # that it reads
 
 
 @pytest.fixture
@@ -20,13 +21,8 @@ def broken(tmp_path):
     """Copies of tiny-drafter with other values in config.json: ``broken(rope_theta=...)``."""
 
     def write(**changes: object) -> Path:
-        path = tmp_path / "drafter"
-        shutil.copytree(DRAFTER, path)
-        config = json.loads((path / "config.json").read_text())
-        dflash = changes.pop("dflash", {})
-        config |= changes | {"dflash_config": config["dflash_config"] | dflash}
-        (path / "config.json").write_text(json.dumps(config))
-        return path
+        dflash = DFLASH | changes.pop("dflash", {})
+        return with_fields(DRAFTER, tmp_path / "drafter", dflash_config=dflash, **changes)
 
     return write
 
@@ -48,29 +44,23 @@ def check(capsys: pytest.CaptureFixture[str], drafter: Path, asked: str) -> dict
     return found
 
 
-def layers() -> list[int]:
-    """Those that tiny-drafter reads."""
-    config = json.loads((DRAFTER / "config.json").read_text())
-    return config["dflash_config"]["target_layer_ids"]
-
-
 def test_a_pair_that_fits_passes_and_a_wrong_convention_costs_tokens(broken, capsys, asked):
     found = check(capsys, DRAFTER, asked)
     assert found["ok"] and 3 < found["tokens_a_step"] < found["tokens_a_step_possible"]
-    path = broken(dflash={"target_layer_ids": [i - 1 for i in layers()]})
+    path = broken(dflash={"target_layer_ids": [i - 1 for i in LAYERS]})
     wrong = check(capsys, path, asked)
     assert wrong["tokens_a_step"] < found["tokens_a_step"] - 0.1
 
 
-def test_a_drafter_of_another_target_does_not_fit(broken, capsys, asked):
-    path = broken()
-    weights = load_file(path / "model.safetensors")
+def test_a_drafter_of_another_target_does_not_fit(tmp_path, capsys, asked):
     draw = torch.Generator().manual_seed(0)
-    for name, tensor in weights.items():
-        if tensor.ndim == 2:
-            weights[name] = (torch.randn(tensor.shape, generator=draw) * 0.02).to(tensor.dtype)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    found = check(capsys, path, asked)
+
+    def redraw(weights: dict[str, torch.Tensor]) -> None:
+        for tensor in weights.values():
+            if tensor.ndim == 2:
+                tensor.copy_(torch.randn(tensor.shape, generator=draw) * 0.02)
+
+    found = check(capsys, edited(DRAFTER, tmp_path / "other", redraw), asked)
     assert not found["ok"] and found["kept_by_position"][0] < 0.1
 
 
@@ -78,7 +68,7 @@ def test_a_drafter_of_another_target_does_not_fit(broken, capsys, asked):
     ("changes", "said"),
     [
         ({"vocab_size": 99}, "vocabulary of 99"),
-        ({"dflash": {"target_layer_ids": layers()[::-1]}}, "Sort the list"),
+        ({"dflash": {"target_layer_ids": LAYERS[::-1]}}, "Sort the list"),
     ],
 )
 def test_pairs_that_a_server_refuses_are_refused(broken, capsys, changes, said):
