@@ -55,10 +55,12 @@ BESIDE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(
-    scope="module",
-    params=["gemma", "sdar", "llada2", pytest.param("nemotron", marks=pytest.mark.nightly)],
-)
+# The others fill in masks by SDAR's code, on canvases that take eight times as long; what they
+# edit, and random grammars beside it: tests/models/test_unmasking_grammars.py.
+LONG = [pytest.param(name, marks=pytest.mark.nightly) for name in ("llada2", "nemotron")]
+
+
+@pytest.fixture(scope="module", params=["gemma", "sdar", *LONG])
 def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
     return model_named(request.param)
 
