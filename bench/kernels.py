@@ -25,7 +25,7 @@ import itertools
 import os
 import statistics
 import sys
-import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -75,9 +75,8 @@ def attention_cases(smoke: bool, device: str) -> Iterator[Case]:
     """Canvases behind a context: one request, then many."""
     if smoke:
         small = Layer("full", 4, 2, 32)
-        yield attention_case(small, 2, 48, 8, torch.float32, device)
-        window = small._replace(name="sliding", window=16)
-        yield attention_case(window, 2, 48, 8, torch.float32, device)
+        for layer in (small, small._replace(name="sliding", window=16)):
+            yield attention_case(layer, 2, 48, 8, torch.float32, device)
         return
     for batch, context in ((1, 65536), (1, 1024), (8, 8192), (8, 65536), (32, 1024), (32, 8192)):
         for layer in (FULL, SLIDING, SYMMETRIC):
@@ -323,16 +322,13 @@ CASES = {"attention": attention_cases, "context": context_cases, "sampler": samp
 def milliseconds(run: Callable[[], object], device: str) -> float:
     """The time of a call; on a GPU as a CUDA graph, with a cold L2 before each."""
     if device == "cpu":
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * timeit.timeit(run, number=1)
     from triton.testing import do_bench
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    found: float = do_bench(graph.replay, warmup=20, rep=100, return_mode="median")
-    return found
+    return float(do_bench(graph.replay, warmup=20, rep=100, return_mode="median"))
 
 
 def measure(case: Case, rounds: int, device: str) -> list[Row]:
@@ -393,10 +389,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in chosen:
         rows: list[Row] = []
         for case in CASES[name](options.smoke, device):
-            new = measure(case, 1 if options.smoke else options.rounds, device)
-            for row in new:
+            for row in measure(case, 1 if options.smoke else options.rounds, device):
                 print(*row.values(), flush=True)
-            rows += new
+                rows.append(row)
             publish(options.results / f"{name}_{device}.csv", rows)
     return 0
 
