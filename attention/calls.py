@@ -1,8 +1,9 @@
 """The calls of kernels that serve a step: one, or one for causal sequences and one for the others.
 
 Where the same kernel serves both, the causal flags are enough, and it is called once. In a layer
-with an anchored window FlashAttention serves the causal sequences alone (`choice`). Sequences of
-the two kinds alternate on the token axis, so both calls get all of them: first FlashAttention,
+with an anchored window FlashAttention serves the causal sequences alone (`choice`), if one of them
+is longer than every canvas, as a prompt is: emitted blocks are not worth a second call. Sequences
+of the two kinds alternate on the token axis, so both calls get all of them: first FlashAttention,
 which writes every row, then our kernel, which leaves sequences of length 0 alone.
 """
 
@@ -46,7 +47,8 @@ def calls_of(
     """
     kinds = KINDS if kind == MIXED else (kind,)
     served = [one for one in kinds if one in flash]
-    if not served:
+    has_prompt = batch.max_ahead is None or max_query_len > batch.max_ahead + 1
+    if not served or (len(served) < len(kinds) and not has_prompt):
         return [Call(False, batch)]
     given = replace(batch, max_query_len=max_query_len, first_keys=None)
     if len(served) == len(kinds):

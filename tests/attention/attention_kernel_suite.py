@@ -695,7 +695,8 @@ def test_two_calls_serve_an_anchored_layer(dtype: torch.dtype) -> None:
     """The first writes all rows, but reads one key of a canvas; the second leaves causal rows."""
     window = Window("anchored", 8)
     case = make_case(CaseSpec(MIXED, window=window, dtype=dtype, padding_seqs=1, device=DEVICE))
-    flash, own = calls_of(case.batch, BOTH_KINDS, [CAUSAL_ROWS], case.batch.max_query_len)
+    asked = case.batch, BOTH_KINDS, [CAUSAL_ROWS], case.batch.max_query_len
+    flash, own = calls_of(*asked)
     assert (flash.is_flash, own.is_flash) == (True, False)
     is_canvas = case.batch.is_causal == 0
     assert (flash.batch.seq_lens[is_canvas] == 1).all() and flash.batch.max_ahead == 0
@@ -707,3 +708,7 @@ def test_two_calls_serve_an_anchored_layer(dtype: torch.dtype) -> None:
     out = paged_reference(cached, dataclasses.replace(flash.batch, block_tables=tables))
     canvas_attention(case.query, case.cache, own.batch, case.options, out)
     check(case, out)
+
+    blocks = dataclasses.replace(case.batch, max_ahead=case.batch.max_query_len - 1)
+    (call,) = calls_of(blocks, *asked[1:])  # no causal sequence is longer than the canvases
+    assert not call.is_flash and call.batch is blocks
