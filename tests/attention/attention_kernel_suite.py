@@ -701,6 +701,7 @@ def test_two_calls_serve_an_anchored_layer(dtype: torch.dtype) -> None:
     is_canvas = case.batch.is_causal == 0
     assert (flash.batch.seq_lens[is_canvas] == 1).all() and flash.batch.max_ahead == 0
     assert flash.batch.first_keys is None
+    assert (own.batch.seq_lens[~is_canvas] == 0).all()
     cached = dataclasses.replace(
         case, cache=PagedKV(case.cache.key.nan_to_num(9.0), case.cache.value.nan_to_num(9.0))
     )
