@@ -1,8 +1,9 @@
 """A long run of everything at once against one server, and what it leaves behind.
 
-    python -m bench.soak [--minutes 10] [--model tiny-dllm tiny-sdar] [--results DIR]
+    python -m bench.soak [--minutes 12] [--model tiny-dllm tiny-sdar ...] [--results DIR]
 
-For each model three phases, with the same clients for good requests (``bench/soak_load.py``):
+For each model (an hour for all of them) three phases, with the same clients for good requests
+(``bench/soak_load.py``):
 
     calm        good requests alone                                        (a quarter of the time)
     rude        beside refused, aborted, unfinished and slow ones                      (a quarter)
@@ -19,6 +20,7 @@ status was 500 or above, tokens differed, or the log has a traceback.
 """
 
 import asyncio
+import json
 import re
 import statistics
 import sys
@@ -42,9 +44,11 @@ from bench.soak_load import (
     ADAPTER,
     CONVERSATION,
     HEAVY,
+    LEFT_TO_RIGHT,
     MASKS,
     NOISE,
     RUDE,
+    TALKING,
     Answer,
     Hostile,
     Kinds,
@@ -71,10 +75,28 @@ FLAGS = (*SERVE_FLAGS, "--max-num-seqs", "16", "--enable-prefix-caching", "--no-
 # Weights can be replaced in development mode alone; there vLLM logs a traceback of each refusal.
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 SIGNED = ("--enable-lora", "--lora-modules", f"{ADAPTER}={ROOT / 'checkpoints/tiny-sdar-signed'}")
+PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "gemma4")
+# In fp32: verification rounds otherwise than plain decoding, and which drafts there are is chance.
+EXACT = (*FLAGS, "--dtype", "float32")
+DRAFTER = {
+    "method": "dflash",
+    "model": str(ROOT / "checkpoints/tiny-drafter"),
+    "num_speculative_tokens": 7,
+}
+ADAPTIVE = '{"dllm": {"drafter": {"policy": "adaptive", "prompt_lookup": true}}}'
+ITSELF = '{"dllm": {"decoding": "self_speculation", "drafter": {"policy": "adaptive"}}}'
+# What a server is of, what is sent to it, and its flags.
 MODELS: dict[str, tuple[Kinds, tuple[str, ...]]] = {
     "tiny-dllm": (NOISE, FLAGS),
     "tiny-sdar": (MASKS, (*FLAGS, *SIGNED)),
+    "tiny-tools": (TALKING, (*FLAGS, *PARSERS, "--reasoning-parser", "gemma4")),
+    "tiny-ar": (
+        LEFT_TO_RIGHT,
+        (*EXACT, "--speculative-config", json.dumps(DRAFTER), "--additional-config", ADAPTIVE),
+    ),
+    "tiny-nemotron": (LEFT_TO_RIGHT, (*EXACT, "--additional-config", ITSELF)),
 }
+KINDS = {CONVERSATION}.union(*(kinds for kinds, _ in MODELS.values()))  # of good requests
 MEASURES = {"memory": "MiB", "file descriptors": "", "threads": "", "sockets": ""}
 PROCESSES = {"EngineCore": "engine core", "Worker": "worker", "vllm": "API server"}  # by title
 WRONG = ("failed", "other tokens", "tracebacks")  # rows whose value has to be 0
@@ -91,7 +113,7 @@ class Sample(NamedTuple):
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--minutes", type=float, default=10, help="of load, for each model")
+    parser.add_argument("--minutes", type=float, default=12, help="of load, for each model")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
@@ -314,42 +336,37 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
 
 
 def tables(rows: Rows) -> str:
-    of_models = grouped(rows, "model").items()
-    return "\n\n".join(f"**{name}**\n\n{_of_model(rows)}" for (name,), rows in of_models)
+    """Requests, latencies and replays of each model; what each of its processes holds."""
+    lines, held = [], []
+    for (model,), of_model in grouped(rows, "model").items():
+        found = {(row["what"], row["part"]): row for row in of_model}
+        lines.append([model, *_requests(found)])
+        for process in (part for what, part in found if what == "memory"):
+            cells = [f"{model}, {process}"]
+            for measure in MEASURES:
+                value = _number(found.get((measure, process)), 1 if measure == "memory" else 0)
+                cells.append(f"{value}; {_number(found.get((f'{measure}: slope', process)), 1)}")
+            held.append(cells)
+    phases = " / ".join(PHASES)
+    columns = [f"good requests: {phases}", "other requests", "p50, ms", "p99, ms", "failed"]
+    columns += ["sent once more", "other tokens", "tracebacks"]
+    return f"{markdown(['', *columns], lines)}\n\n{markdown([EVERYTHING, *MEASURES], held)}"
 
 
-def _of_model(rows: Rows) -> str:
-    """Requests and latencies by phase; what each process holds, and its slope; the replays."""
-    found = {(row["what"], row["part"]): row for row in rows}
+def _requests(found: dict[tuple[str, str], dict[str, str]]) -> list[str]:
     counts: Counter[tuple[str, str]] = Counter()
     for (what, part), row in found.items():
         if what in ("requests", "failed"):
             phase, kind = part.split(": ")
-            is_good = kind in NOISE | MASKS or kind == CONVERSATION
-            group = "good requests" if is_good else "other requests"
-            counts[group if what == "requests" else what, phase] += int(float(row["value"]))
-    lines = [
-        [group, *(f"{counts[group, phase]:,}" for phase in PHASES)]
-        for group in dict.fromkeys(group for group, _ in counts)
-    ]
+            group = "failed" if what == "failed" else "good" if kind in KINDS else "other"
+            counts[group, phase] += int(float(row["value"]))
+    cells = [" / ".join(f"{counts[one, phase]:,}" for phase in PHASES) for one in ("good", "other")]
     for what in ("p50", "p99"):
-        cells = [_number(found.get((what, phase)), 0) for phase in PHASES]
-        lines.append([f"good requests: {what}", *cells])
-    held = []
-    for process in (part for what, part in found if what == "memory"):
-        cells = [process]
-        for measure in MEASURES:
-            value = _number(found.get((measure, process)), 1 if measure == "memory" else 0)
-            cells.append(f"{value}; {_number(found.get((f'{measure}: slope', process)), 1)}")
-        held.append(cells)
-    replays, different = found["sent once more", ""]["value"], found["other tokens", ""]["value"]
-    verdict = (
-        f"Sent once more, alone: {replays} good requests; {different} of them got other tokens. "
-        f"Tracebacks in the log: {found['tracebacks', 'log']['value']}."
-    )
-    return "\n\n".join(
-        [markdown(["", *PHASES], lines), markdown([EVERYTHING, *MEASURES], held), verdict]
-    )
+        numbers = [_number(found.get((what, phase)), 0).removesuffix(" ms") for phase in PHASES]
+        cells.append(" / ".join(numbers))
+    cells.append(str(sum(counts["failed", phase] for phase in PHASES)))
+    ends = (("sent once more", ""), ("other tokens", ""), ("tracebacks", "log"))
+    return [*cells, *(found[one]["value"] for one in ends)]
 
 
 def _number(row: dict[str, str] | None, decimals: int) -> str:

@@ -21,6 +21,11 @@ DECISIONS = "/v1/decisions"
 ADAPTER = "signed"  # as which the server knows it
 MAX_TOKENS = 64
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": NUMBERS, "strict": True}},
+    {"type": "function", "function": {"name": "find", "parameters": PERSON}},
+]
 Body = dict[str, Any]
 
 
@@ -114,6 +119,18 @@ def _structured(dice: Random) -> tuple[str, Body]:
     return _chat(dice, **dice.choice(forms))
 
 
+def _called(dice: Random) -> tuple[str, Body]:
+    choice = dice.choice(["auto", "required", {"type": "function", "function": {"name": "add"}}])
+    return _chat(dice, tools=TOOLS, tool_choice=choice)
+
+
+def _thought(dice: Random) -> tuple[str, Body]:
+    """Half of them with a budget, some of them with a tool or a schema behind the thought."""
+    budget: Body = dice.choice([{}, {"thinking_token_budget": dice.randrange(20)}])
+    more: Body = dice.choice([{}, {"tools": TOOLS}, {"response_format": {"type": "json_object"}}])
+    return _chat(dice, chat_template_kwargs={"enable_thinking": True}, **budget, **more)
+
+
 def _streamed(dice: Random) -> tuple[str, Body]:
     extra: Body = dice.choice([{}, {"vllm_xargs": {"diffusion_stream": "canvas"}}])
     return dice.choice([_chat, _completion])(dice, stream=True, **extra)
@@ -132,6 +149,12 @@ def _pinned(dice: Random) -> tuple[str, Body]:
 def _long(dice: Random) -> tuple[str, Body]:
     ids = [dice.randrange(20, 500) for _ in range(dice.randrange(400, 800))]
     return COMPLETIONS, {"prompt": ids, "max_tokens": 32, "ignore_eos": True}
+
+
+def _quoted(dice: Random) -> tuple[str, Body]:
+    """A text that repeats itself, from which drafts are looked up."""
+    text = f"{_prompt(dice)} "
+    return COMPLETIONS, {"prompt": text * dice.randrange(2, 6), "max_tokens": MAX_TOKENS}
 
 
 def _decision(dice: Random) -> tuple[str, Body]:
@@ -164,6 +187,15 @@ NOISE: Kinds = GOOD | {  # of DiffusionGemma
 MASKS: Kinds = GOOD | {
     "denoising parameters": _masked,
     "adapter": lambda dice: _chat(dice, model=ADAPTER),
+}
+
+
+TALKING: Kinds = NOISE | {"tool call": _called, "thought": _thought}
+LEFT_TO_RIGHT: Kinds = {  # without a canvas
+    **{name: GOOD[name] for name in ("question", "several at once (n)", "sampling parameters")},
+    **{name: GOOD[name] for name in ("structured output", "long prompt")},
+    "stream": lambda dice: _chat(dice, stream=True),
+    "quotation": _quoted,
 }
 
 
@@ -211,14 +243,21 @@ def joined(events: list[Body]) -> Answer:
             return Answer(200, tuple((json.dumps(one), (), "") for one in event["answers"]))
         for one in event["choices"]:
             text, ids, end = choices.get(one["index"], ("", (), ""))
-            said = (
-                one if "text" in one else {"text": (one.get("message") or one["delta"])["content"]}
-            )
             ids += tuple(one.get("token_ids") or ())
-            choices[one["index"]] = text + (said["text"] or ""), ids, one["finish_reason"] or end
+            choices[one["index"]] = text + _said(one), ids, one["finish_reason"] or end
     whole = bool(choices) and all(end for *_, end in choices.values())
     problem = "" if whole else "the stream ended without a finish reason"
     return Answer(200, tuple(choices.values()), problem)
+
+
+def _said(choice: Body) -> str:
+    """The text of a choice; of a message its thought, answer and calls, which have random ids."""
+    if "text" in choice:
+        return choice["text"] or ""
+    message = choice.get("message") or choice["delta"]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    said = (message.get("reasoning") or "") + (message.get("content") or "")
+    return said + (json.dumps(calls) if calls else "")
 
 
 # --- hostile ones ---------------------------------------------------------------------------------

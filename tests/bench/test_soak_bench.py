@@ -42,6 +42,19 @@ def test_a_stream_is_joined_and_an_incomplete_one_is_no_answer(events, answer):
     assert answer.is_good == (answer.problem == "")
 
 
+def test_of_a_call_its_name_and_arguments_are_compared_and_not_its_id():
+    def called(number):
+        function = {"name": "add", "arguments": '{"a": 1}'}
+        message = {"reasoning": "Hm.", "content": None, "tool_calls": [{"id": number}]}
+        message["tool_calls"][0]["function"] = function
+        return [{"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}]
+
+    answer = soak_load.joined(called(1))
+    assert answer == soak_load.joined(called(2)) and answer.is_good
+    ((text, _, _),) = answer.choices
+    assert text == 'Hm.[{"name": "add", "arguments": "{\\"a\\": 1}"}]'
+
+
 # --- the campaign ---------------------------------------------------------------------------------
 
 
