@@ -151,6 +151,10 @@ serve: export HF_HUB_OFFLINE ?= $(if $(wildcard $(MODEL)/config.json),1,0)
 serve: export VLLM_WORKER_MULTIPROC_METHOD ?= fork
 serve: export VLLM_PLUGINS ?= dllm,dllm_namesakes,dllm_canvas
 serve: setup
+	@$(BIN)/python -c 'import socket, sys; \
+	    family = socket.AF_INET6 if ":" in "$(HOST)" else socket.AF_INET; \
+	    socket.socket(family).connect_ex(("$(HOST)", $(PORT))) or sys.exit( \
+	    "Port $(PORT) is taken, perhaps by another server; give another one: make serve PORT=...")'
 	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 
 # Without the tests that are marked `nightly`; `make test-all` runs those, too.

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import re
+import socket
+import subprocess
 import sys
 import sysconfig
 import tomllib
@@ -150,6 +152,20 @@ def test_the_lock_file_is_complete() -> None:
             if normalized(wanted.name) not in in_this_environment().keys() | left_out:
                 missing[name] = text
     assert not missing
+
+
+def test_make_serve_says_that_a_port_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        where = (f"PORT={port}", f"BIN={Path(sys.executable).parent}", "MODEL=/nowhere")
+        made = subprocess.run(
+            ["make", "--assume-old=setup", "serve", *where],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+    assert made.returncode != 0
+    assert f"Port {port} is taken" in made.stderr and "vllm serve" not in made.stdout
 
 
 @in_own_venv
