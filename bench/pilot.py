@@ -97,7 +97,7 @@ def adaptive_value(trials: Trials, costs: Sequence[float]) -> float:
     kept = trials.kept[:, trials.widths.index(trials.trained)].numpy()
     confidence = trials.confidence.float().numpy()
     for start, stop in pairwise(trials.starts.tolist()):
-        policy.observe(VerifiedStep(slots, yes, yes, none, none))  # the prompt
+        policy.observe(VerifiedStep(slots, yes, none, none, False))  # the prompt
         at = start
         while at < stop:
             drafts, width = policy.wants_drafts(slots), 0
@@ -107,7 +107,7 @@ def adaptive_value(trials: Trials, costs: Sequence[float]) -> float:
             accepted = min(width, int(kept[at]))
             now += (plain + each * width) / 1e3
             counts = np.array([width]), np.array([accepted])
-            policy.observe(VerifiedStep(slots, ~yes, yes, *counts))
+            policy.observe(VerifiedStep(slots, ~yes, *counts, drafts))
             at += accepted + 1
     return float(trials.tokens.sum()) / (1e3 * now)
 

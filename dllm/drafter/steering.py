@@ -26,26 +26,15 @@ from dllm.drafter.pair import end_ids
 from dllm.drafter.prompt_lookup import Lookup, lookup_of
 from dllm.drafter.recording import make_recorder
 from dllm.drafter.step import TargetStep
-from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.pilot import PilotWidth
+from dllm.drafter.widths.make import make_policy, may_skip_passes
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.engine.ranks import answer_of_first_rank
-from dllm.settings.drafting import DrafterOptions, always_verifies_all
+from dllm.settings.drafting import always_verifies_all
 from dllm.settings.server import options_of
 
 # vLLM's ``propose`` of a step: stores the step's context and drafts, [rows, N] token ids. With
 # ``num_speculative_tokens=0`` it only stores the context.
 DraftPass = Callable[..., torch.Tensor]
-
-
-def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> WidthPolicy:
-    if options.policy == "adaptive":
-        return AdaptiveWidth(num_drafts, num_slots, hysteresis=options.hysteresis)
-    if options.policy == "pilot":
-        assert options.pilot is not None, "checked by DrafterOptions"
-        return PilotWidth(num_drafts, num_slots, options.pilot)
-    assert options.policy == "fixed", options.policy
-    return FixedWidth(num_drafts, options.width)
 
 
 class Steered(DraftModelSpeculator):
@@ -61,33 +50,34 @@ class Steered(DraftModelSpeculator):
         self._req_states = req_states
         self._looks_up = options.prompt_lookup
         num_drafts = self.num_speculative_steps
+        # Of steps that are scheduled ahead the scheduler chooses the widths (`drafter.scheduler`).
+        chooses = not vllm_config.scheduler_config.async_scheduling
         # What never changes while serving.
-        self._trims = not always_verifies_all(options, num_drafts)
+        self._trims = chooses and not always_verifies_all(options, num_drafts)
         self._samples_drafts = self.speculative_config.draft_sample_method == "probabilistic"
         if options.verification != "rejection":
             self.draft_logits = None  # vLLM's copy of the drafter's distributions: nobody reads it
         self._end_ids = torch.tensor(sorted(end_ids(vllm_config)), device=self.device)
-        parallel = vllm_config.parallel_config
-        # With data parallelism all replicas take part in every draft pass, and with prefill context
-        # parallelism all ranks of a prompt. Then no single one of them may leave a pass out.
-        may_skip = self.dp_size == parallel.prefill_context_parallel_size == 1
         # On a CPU the draft pass runs after the tokens were sent (`draft_late`), unless somebody
         # waits for it right after the step: other replicas or pipeline stages, which take part in
         # the pass, another server, which reads the pages, or a step that is scheduled already.
         self._drafts_late = (
             self.device.type == "cpu"
-            and self.dp_size == parallel.pipeline_parallel_size == 1
+            and self.dp_size == vllm_config.parallel_config.pipeline_parallel_size == 1
             and vllm_config.kv_transfer_config is None
-            and not vllm_config.scheduler_config.async_scheduling
+            and chooses
         )
-        self.policy: WidthPolicy = make_policy(options, num_drafts, self.max_num_reqs)
-        self.policy.may_skip = may_skip
+        self.policy: WidthPolicy = FixedWidth(num_drafts)
+        if chooses:
+            self.policy = make_policy(options, num_drafts, self.max_num_reqs)
+        self.policy.may_skip = may_skip_passes(vllm_config)
         self._recorder = make_recorder(vllm_config)
         self._counts = Counts()  # of the steps after the last report
         # [rows, N]: the drafter's probability of its likeliest token, 0 where that ends the answer.
         self._confidence = torch.zeros(self.draft_tokens.shape, device=self.device)
         # [rows] of the last step: drafts to be verified.
         self._widths = np.zeros(0, dtype=np.int64)
+        self._drafted = False  # there was a draft pass behind the last step
         self._undrafted: tuple[TargetStep, DraftPass] | None = None  # waits for `draft_late`
 
     # --- what a step of the target is followed by -------------------------------------------------
@@ -125,7 +115,8 @@ class Steered(DraftModelSpeculator):
         if dummy_run:
             return draft()
         # vLLM may ask for fewer drafts at large batches; those have to be made at once. It asks for
-        # none (from 0.33 on) if no request of the step can use any.
+        # none if a scheduler of ours says so, or (from 0.33 on) if no request of the step can use
+        # any.
         num_drafts = options.get("num_speculative_tokens")
         if num_drafts == 0:
             self._leave_out_drafts(step, draft)
@@ -167,7 +158,7 @@ class Steered(DraftModelSpeculator):
         self._observe(step)
         self.policy.note_wait(None)
         self._keep_context(step, draft)
-        self._widths = np.zeros(step.batch.num_reqs, dtype=np.int64)
+        self._widths, self._drafted = np.zeros(step.batch.num_reqs, dtype=np.int64), False
 
     def _follow(self, step: TargetStep, draft: DraftPass) -> torch.Tensor:
         """Draft, or keep the step's context without drafting: ``[rows, N]`` token ids."""
@@ -176,16 +167,14 @@ class Steered(DraftModelSpeculator):
         start = time.perf_counter()
         batch = step.batch
         lookup = self._wanted_lookup(batch) if self._looks_up else None
-        passes = lookup is None and self._wants_drafts(batch)
+        self._drafted = passes = lookup is None and self._wants_drafts(batch)
         if passes:
             drafts = self._draft(step, draft)
         else:
             self._keep_context(step, draft)
-            drafts = self.draft_tokens[: batch.num_reqs] if lookup is None else lookup.tokens
-            if lookup is not None and self.draft_logits is not None:
-                slots, places = batch.idx_mapping.long()[:, None], torch.arange(drafts.shape[1])
-                self.draft_logits[slots[:, 0]] = -torch.inf
-                self.draft_logits[slots, places.to(slots.device), drafts] = 0.0
+            drafts = self.draft_tokens[: batch.num_reqs]
+            if lookup is not None:
+                drafts = self._take_over(batch, lookup)
         if passes or lookup is not None:
             self._widths = self._choose_widths(batch)
         else:
@@ -203,16 +192,29 @@ class Steered(DraftModelSpeculator):
 
     def _wanted_lookup(self, batch: InputBatch) -> Lookup | None:
         """Drafts from the requests' own texts, if the policy takes them; all ranks get the same."""
-        if not self.policy.may_skip or bool(self._is_prompt_unfinished(batch).all()):
+        rows = self._rows_with_use(batch)
+        if not len(rows):
             return None
         # A text has its whole prompt, and the token that this step has sampled.
         longest = max(batch.seq_lens_cpu_upper_bound.max().item() + 1, batch.prefill_len_np.max())
         num_drafts = self.num_speculative_steps
         lookup = lookup_of(self._req_states, batch.idx_mapping, int(longest), num_drafts)
-        confidence = lookup.confidence(self._end_ids)
-        self._confidence[: batch.num_reqs] = confidence  # of the drafter, if it runs after all
-        wants = self.policy.wants_lookup(batch.idx_mapping_np, confidence.cpu().numpy())
+        confidence = lookup.confidence(self._end_ids).cpu().numpy()
+        wants = self.policy.wants_lookup(batch.idx_mapping_np[rows], confidence[rows])
         return lookup if answer_of_first_rank(wants) else None
+
+    def _take_over(self, batch: InputBatch, lookup: Lookup) -> torch.Tensor:
+        """Let looked-up drafts ``[rows, N]`` stand in the place of the drafter's.
+
+        Behind ``_keep_context``: a pass that reads the step's tokens may leave a draft, too.
+        """
+        self._confidence[: batch.num_reqs] = lookup.confidence(self._end_ids)
+        if self.draft_logits is not None:
+            slots, drafts = batch.idx_mapping.long()[:, None], lookup.tokens
+            places = torch.arange(drafts.shape[1], device=slots.device)
+            self.draft_logits[slots[:, 0]] = -torch.inf
+            self.draft_logits[slots, places, drafts] = 0.0
+        return lookup.tokens
 
     # --- the policy -------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class Steered(DraftModelSpeculator):
         accepted = np.where(verified > 0, verified - step.rejected, 0)
         if accepted.any():
             accepted = np.minimum(accepted, self._before_end(batch))
-        return VerifiedStep(batch.idx_mapping_np, in_prompt, step.samples, verified, accepted)
+        return VerifiedStep(batch.idx_mapping_np, in_prompt, verified, accepted, self._drafted)
 
     def _before_end(self, batch: InputBatch) -> np.ndarray:
         """``[rows]``: verified drafts before the first that ends the answer; N if none does."""
@@ -242,19 +244,20 @@ class Steered(DraftModelSpeculator):
 
     def _wants_drafts(self, batch: InputBatch) -> bool:
         """Whether the drafter runs in this step; all ranks get the same answer."""
-        wants = self.policy.wants_drafts(batch.idx_mapping_np)
+        rows = self._rows_with_use(batch)
+        wants = self.policy.wants_drafts(batch.idx_mapping_np[rows])
         if not self.policy.may_skip:
             return True
-        wants = wants and not bool(self._is_prompt_unfinished(batch).all())
+        wants = wants and len(rows) > 0
         return bool(answer_of_first_rank(wants)) if self.policy.reads_outcomes else wants
 
     def _choose_widths(self, batch: InputBatch) -> np.ndarray:
         """``[rows]``: how many drafts of each row the policy lets the next step verify."""
-        slots, confidence = batch.idx_mapping_np, None
+        rows, confidence = self._rows_with_use(batch), None
         if self.policy.reads_confidence:
-            confidence = self._confidence[: len(slots)].cpu().numpy()
-        widths = self.policy.widths(slots, confidence)
-        assert widths.shape == slots.shape, (widths.shape, slots.shape)
+            confidence = self._confidence[: batch.num_reqs].cpu().numpy()[rows]
+        widths = np.zeros(batch.num_reqs, dtype=np.int64)
+        widths[rows] = self.policy.widths(batch.idx_mapping_np[rows], confidence)
         assert ((widths >= 0) & (widths <= self.num_speculative_steps)).all(), widths
         return widths
 
@@ -264,6 +267,10 @@ class Steered(DraftModelSpeculator):
         computed = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
         is_unfinished: np.ndarray = computed < batch.prefill_len_np
         return is_unfinished
+
+    def _rows_with_use(self, batch: InputBatch) -> np.ndarray:
+        """Rows that can use drafts: vLLM discards those of unfinished prompts."""
+        return np.flatnonzero(~self._is_prompt_unfinished(batch))
 
     # --- what the scheduler is told ---------------------------------------------------------------
 

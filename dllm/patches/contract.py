@@ -14,6 +14,7 @@ CPU_WORKER = "dllm.patches.cpu_worker.CanvasCPUWorker"
 GPU_WORKER = "dllm.patches.gpu_worker.CanvasGPUWorker"
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 DRAFTING_SCHEDULER = "dllm.patches.engine_core.PatchingScheduler"
+ASYNC_DRAFTING_SCHEDULER = "dllm.drafter.scheduler.AsyncDraftingScheduler"
 REMOTE_SCHEDULER = "dllm.remote.scheduler.RemoteScheduler"
 
 
@@ -304,7 +305,7 @@ OBJECTS = {
     ),
     "vllm.v1.request.Request.spec_token_ids": (
         "request.spec_token_ids",
-        "canvases are scheduled as drafts",
+        "canvases are scheduled as drafts; places for drafts are cut to the width",
     ),
     "vllm.v1.request.Request.num_in_flight_tokens": (
         "request.num_in_flight_tokens",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dllm.models import AUTOREGRESSIVE
-from dllm.patches.contract import CPU_WORKER
+from dllm.patches.contract import ASYNC_DRAFTING_SCHEDULER, CPU_WORKER, DRAFTING_SCHEDULER
 from dllm.patches.cpu import is_cpu_without_triton, register_model
 from dllm.patches.remote import drafts_remotely, run_custom_speculators_on_v2
 from dllm.settings.drafting import (
@@ -199,15 +199,30 @@ def refuse_options_of_network(options: DrafterOptions, what: str) -> None:
 
 def why_steps_wait(vllm_config: Any) -> str | None:
     """As ``kinds.Kind.why_synchronous`` says, of a server that drafts or records."""
+    from vllm.v1.executor.abstract import Executor
+
     options, speculative = options_of(vllm_config).drafter, vllm_config.speculative_config
-    if speculative is not None and not always_verifies_all(
-        options, speculative.num_speculative_tokens
-    ):
-        return 'how many drafts are verified is decided after each step ("policy" and "width")'
     if options.record is not None:
         # Scheduled ahead, a step behind the end of a text would be recorded, too.
         return 'whether a text has ended is known after each step ("record")'
-    return None
+    if speculative is None:
+        return None
+    is_narrow = not always_verifies_all(options, speculative.num_speculative_tokens)
+    # A small model's own configuration is made of the target's, which has its scheduler already.
+    known = None, DRAFTING_SCHEDULER, ASYNC_DRAFTING_SCHEDULER
+    is_other = vllm_config.scheduler_config.scheduler_cls not in known
+    executor = Executor.get_class(vllm_config)
+    whys = {
+        "vLLM schedules ahead for speculators of its own alone": drafts_itself(speculative),
+        'a pilot chooses widths behind a prompt ("policy")': options.policy == "pilot",
+        'drafts are looked up behind each step ("prompt_lookup")': options.prompt_lookup,
+        "only our scheduler chooses widths ahead, and --scheduler-cls names another one": (
+            is_narrow and is_other
+        ),
+        "disable_padded_drafter_batch": speculative.disable_padded_drafter_batch,
+        "--distributed-executor-backend supports none": not executor.supports_async_scheduling(),
+    }
+    return next((why for why, is_given in whys.items() if is_given), None)
 
 
 def configure_recording(vllm_config: Any) -> None:

@@ -13,7 +13,7 @@ from every wait: the time is the cost of drafting, and a draft that did not come
 one that is rejected.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,9 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from dllm.drafter.metrics import Counts, send_drafting
-from dllm.drafter.scheduler import DraftingScheduler
-from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
+from dllm.drafter.scheduler import DraftingScheduler, Slots, StepRows
+from dllm.drafter.widths.make import make_policy
+from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
 from dllm.remote.address import Address, parse
 from dllm.remote.client import Client, DraftRequest
 from dllm.remote.dialing import dialer
@@ -55,12 +55,12 @@ class RemoteDrafter:
         assert not policy.reads_confidence
         self.client, self.policy, self.counts = client, policy, counts
         self._deadline_s = deadline_s
-        self._free = list(range(num_slots))
-        self._slots: dict[str, int] = {}
+        self._slots = Slots(num_slots)
         self._requests: dict[str, DraftRequest] = {}  # of all requests of the last step
         self._short: set[str] = set()  # got fewer drafts than the policy would have verified
         self._wants_drafts = policy.most > 0  # behind a step, what the policy says
         self._wait_s = deadline_s
+        self._waited = False  # for drafts, behind the last step
 
     def admit(self, texts: Mapping[str, Sequence[int]]) -> None:
         """Send prompts that the target begins to read, so that the first drafts are not late.
@@ -73,51 +73,39 @@ class RemoteDrafter:
             }
             self.client.ask(requests, self._deadline_s)
 
-    def _slots_of(self, names: Collection[str]) -> np.ndarray:
-        """``[rows]``: the numbers, below ``num_slots``, that the policy knows these requests by."""
-        if len(set(names) - self._slots.keys()) > len(self._free):
-            for name in self._slots.keys() - set(names):
-                self._free.append(self._slots.pop(name))
-        for name in names:
-            if name not in self._slots:
-                self._slots[name] = self._free.pop()
-        return np.array([self._slots[name] for name in names], dtype=np.int64)
-
     def follow(
         self,
         requests: dict[str, DraftRequest],
         in_prompt: np.ndarray,
-        num_sampled: np.ndarray,
         verified: np.ndarray,
+        accepted: np.ndarray,
     ) -> None:
         """Learn from a step, and ask for drafts of the next one if the policy wants any.
 
         Args:
             requests: for each request of the step, the drafts that may be of use in the next one.
-            in_prompt: ``[rows]`` bool, as ``VerifiedStep``.
-            num_sampled: ``[rows]``, tokens of the step up to the end of the answer. A draft that
-                ends it counts as rejected.
-            verified: ``[rows]``, drafts that the target verified.
+            in_prompt, verified, accepted: ``[rows]``, as ``VerifiedStep``.
         """
         self._requests = requests
-        slots = self._slots_of(requests)
+        self._slots.keep(requests)
         if self.policy.reads_outcomes:
-            accepted = np.where(verified > 0, np.clip(num_sampled - 1, 0, verified), 0)
             # One more draft counts as rejected where fewer came in time than the policy would have
             # verified, or it would go on to expect what a slow worker cannot deliver.
             short = np.array([name in self._short for name in requests], dtype=np.int64)
-            tried, samples = verified + short, num_sampled > 0
-            self.policy.observe(VerifiedStep(slots, in_prompt, samples, tried, accepted))
-        self._wants_drafts = self.policy.wants_drafts(slots)
-        asking: dict[str, DraftRequest] = {}
-        if self._wants_drafts:
+            rows = self._slots.of(requests), in_prompt, verified + short, accepted
+            self.policy.observe(VerifiedStep(*rows, self._waited))
+        self._waited = False
+        useful, asking = self._useful, {}
+        slots = self._slots.of(useful)
+        if useful:
+            self._wants_drafts = self.policy.wants_drafts(slots)
+        if useful and self._wants_drafts:
             worth_s = 1e-3 * self.policy.worth_ms(slots)
             self._wait_s = max(0.0, min(self._deadline_s, worth_s))
             most = self.policy.most
             asking = {
                 name: DraftRequest(tokens, min(want, most))
-                for name, (tokens, want) in requests.items()
-                if want
+                for name, (tokens, want) in useful.items()
             }
         self.client.ask(asking, self._wait_s)
         if asking:
@@ -125,20 +113,22 @@ class RemoteDrafter:
 
     def take(self) -> tuple[list[str], list[list[int]]]:
         """The drafts to verify of each request of the last step; waits for them if need be."""
-        requests, self._requests, self._short = self._requests, {}, set()
-        useful = {name: request for name, request in requests.items() if request.want}
+        useful, requests, self._requests, self._short = self._useful, self._requests, {}, set()
         drafts: dict[str, list[int]] = {}
-        if self._wants_drafts:
-            drafts = self._collect(requests, useful) if useful else {}
+        if useful and self._wants_drafts:
+            drafts = self._collect(useful)
             if not drafts:
                 self.policy.note_wait(None)
         for name in useful:
             self.counts.add("draft_widths", label=str(len(drafts.get(name, ()))))
         return list(requests), [drafts.get(name, []) for name in requests]
 
-    def _collect(
-        self, rows: Collection[str], requests: Mapping[str, DraftRequest]
-    ) -> dict[str, list[int]]:
+    @property
+    def _useful(self) -> dict[str, DraftRequest]:
+        """The requests of the last step that can use drafts."""
+        return {name: request for name, request in self._requests.items() if request.want}
+
+    def _collect(self, requests: Mapping[str, DraftRequest]) -> dict[str, list[int]]:
         """The drafts that are there in time, cut to the widths that the policy chooses.
 
         Returns:
@@ -153,8 +143,9 @@ class RemoteDrafter:
         if not any(is_expected.values()):
             return {}
         self.policy.note_wait(waited_s)
-        slots = np.array([self._slots[name] for name in rows])
-        widths = dict(zip(rows, self.policy.widths(slots, None).tolist(), strict=True))
+        self._waited = True
+        chosen = self.policy.widths(self._slots.of(requests), None).tolist()
+        widths = dict(zip(requests, chosen, strict=True))
         for name, request in requests.items():
             if is_expected[name] and len(drafts[name]) < min(widths[name], request.want):
                 self._short.add(name)
@@ -183,27 +174,13 @@ class RemoteScheduler(DraftingScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Ask for drafts behind the new tokens."""
-        in_prompt = self._in_prompt(scheduler_output)
+        step = StepRows(scheduler_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.remote.client.keep(self.requests)
-        names = list(scheduler_output.num_scheduled_tokens)
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        verified = np.array([len(drafts.get(name, ())) for name in names], dtype=np.int64)
-        # vLLM has cut the tokens behind the end of an answer.
-        sampled, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
-        num_sampled = np.array([len(sampled[row_of[name]]) if sampled else 0 for name in names])
-        requests = {name: self._draft_request(name) for name in names}
-        self.remote.follow(requests, in_prompt, num_sampled, verified)
+        requests = {name: self._draft_request(name) for name in step.names}
+        accepted = step.accepted(model_runner_output)
+        self.remote.follow(requests, step.in_prompt, step.verified, accepted)
         return outputs
-
-    def _in_prompt(self, scheduled: SchedulerOutput) -> np.ndarray:
-        """``[rows]`` bool: the request reads more than its last token and drafts in a step."""
-        found = []
-        for name, count in scheduled.num_scheduled_tokens.items():
-            request = self.requests.get(name)
-            num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
-            found.append(request is None or not request.num_output_tokens or count > 1 + num_drafts)
-        return np.array(found, dtype=bool)
 
     def _draft_request(self, name: str) -> DraftRequest:
         """A request's tokens, and how many drafts its next step may verify and gain from."""
@@ -253,9 +230,7 @@ def make_drafter(vllm_config: VllmConfig, counts: Counts) -> tuple[RemoteDrafter
 
     links = [link(parse(each, options.keys, f"{WHERE}: workers")) for each in options.workers]
     client = Client(links, vllm_config.model_config.get_vocab_size(), counts)
-    policy: WidthPolicy = FixedWidth(num_drafts, options.width)
-    if options.policy == "adaptive":
-        policy = AdaptiveWidth(num_drafts, num_slots, False, options.hysteresis)
+    policy = make_policy(options, num_drafts, num_slots, reads_confidence=False)
     following = None
     if options.discovery == "dynamo":
         following = Following(watch_dynamo(), link, options.keys)

@@ -28,29 +28,21 @@ class TimedWidths(WidthPolicy):
         super().__init__(num_drafts)
         self.costs, self.clock = StepCosts(num_drafts), clock
         self._turn = 0
-        self._num_verified: int | None = None  # None: the step cannot be timed
-        self._decided_at: float | None = None
+        self._observed_at: float | None = None
 
     def observe(self, step: VerifiedStep) -> None:
-        is_timed = not step.in_prompt.any()
-        self._num_verified = int(step.verified.sum()) if is_timed else None
+        now, before = self.clock(), self._observed_at
+        self._observed_at = now
+        if before is not None and not step.in_prompt.any():
+            num_verified = int(step.verified.sum())
+            self.costs.observe(1, num_verified, step.drafted, 1e3 * (now - before))
 
     def wants_drafts(self, slots: np.ndarray) -> bool:
         self._turn += 1
-        if self._turn % PLAIN_ONE_IN == 0:
-            self._time_step(drafts=False)
-            return False
-        return True
+        return self._turn % PLAIN_ONE_IN != 0
 
     def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        self._time_step(drafts=True)
         return np.full(len(slots), 1 + self._turn % self.num_drafts)
-
-    def _time_step(self, drafts: bool) -> None:
-        now, before = self.clock(), self._decided_at
-        self._decided_at = now
-        if before is not None and self._num_verified is not None:
-            self.costs.observe(1, self._num_verified, drafts, 1e3 * (now - before))
 
 
 def measured_costs(

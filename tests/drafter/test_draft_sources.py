@@ -10,11 +10,13 @@ import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from dllm.drafter.samples import read_shards, recorded_layers
+from dllm.drafter.scheduler import AsyncDraftingScheduler
 from dllm.drafter.steering import Steered
-from dllm.drafter.widths.policy import FixedWidth
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
 from dllm.train.target import Target
 from tests.drafter.test_drafter_seeds import Watching
@@ -24,6 +26,7 @@ from tests.support.draft_sources import SOURCES, write_dflash_2
 from tests.support.drafter_harness import (
     LIMITS,
     SAMPLED,
+    RandomWidth,
     drafting_engine,
     greedy,
     make_policy,
@@ -245,8 +248,40 @@ def test_what_is_counted_reaches_the_scheduler(pair):
     assert counts["draft_widths", str(N)] == counts["draft_passes", ""]
 
 
-@pytest.mark.parametrize("name", ["draft_model, sampled", "eagle3", "dflash 2"])
-def test_steps_can_be_scheduled_ahead_with_the_full_width(folders, tmp_path, monkeypatch, name):
+@contextmanager
+def chosen_ahead(engine: Engine, policy: WidthPolicy) -> Iterator[list[SchedulerOutput]]:
+    """Let another policy choose the widths of steps that are scheduled ahead; the steps."""
+    scheduler, steps = engine.scheduler, []
+    before, schedule = scheduler.width_policy, scheduler.schedule
+
+    def spy(*args: Any) -> SchedulerOutput:
+        output = schedule(*args)
+        if output.num_scheduled_tokens:
+            steps.append(output)
+        return output
+
+    scheduler.width_policy, scheduler.schedule = policy, spy
+    try:
+        yield steps
+    finally:
+        scheduler.width_policy = before
+        del scheduler.schedule
+
+
+def widths_of(steps: Iterable[SchedulerOutput]) -> set[int]:
+    """Drafts that requests behind their prompt have verified."""
+    drafts = [(each.scheduled_spec_decode_tokens, each.scheduled_cached_reqs) for each in steps]
+    return {len(tokens.get(name, ())) for tokens, running in drafts for name in running.req_ids}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["draft_model, sampled", pytest.param("eagle3", marks=pytest.mark.nightly), "dflash 2"],
+)
+def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(
+    folders, tmp_path, monkeypatch, name
+):
+    """Prompts in chunks, preemptions, random widths and none; the policy learns what happened."""
     source, target = SOURCES[name], target_of(folders, name)
     write = source.write_drafter
     with asynchronous_platform():
@@ -254,18 +289,42 @@ def test_steps_can_be_scheduled_ahead_with_the_full_width(folders, tmp_path, mon
             target,
             target if write is None else write(tmp_path),
             N,
+            {"policy": "adaptive"},
             speculative={"method": source.method} | source.more,
             async_scheduling=True,
+            **TIGHT,
         )
-    assert isinstance(engine.scheduler, AsyncScheduler)
-    texts = engine.generate(PROMPTS, PARAMS["sampled"])
-    assert texts == plain_texts(plain_engine(target), "sampled")
+    assert type(engine.scheduler) is AsyncDraftingScheduler
+    assert isinstance(engine.scheduler.width_policy, AdaptiveWidth)
+    plain = plain_engine(target)
+    preempted = scheduler_watch(monkeypatch, engine, "_preempt_request")
+    adaptive = make_policy("adaptive", engine)
+    adaptive.reads_confidence = False
+    for kind, policy in (
+        ("greedy", RandomWidth(N, reads_confidence=False)),
+        ("sampled", RandomWidth(N, reads_confidence=False)),
+        ("sampled", adaptive),
+        ("sampled", FixedWidth(N)),
+    ):
+        with chosen_ahead(engine, policy) as steps:
+            assert engine.generate(PROMPTS, PARAMS[kind]) == plain_texts(plain, kind)
+        if isinstance(policy, RandomWidth):
+            assert widths_of(steps) == set(range(N + 1))
+            drafted = [each.num_spec_tokens_to_schedule > 0 for each in steps]
+            assert {True, False} == set(drafted[-20:])
+            assert [step.drafted for step in policy.steps[1:]] == drafted[: len(policy.steps) - 1]
+    assert preempted, "the cache was large enough for everybody"
     if write is None:  # a target that drafts for itself
         no_ends = torch.zeros(0, dtype=torch.int64)
         monkeypatch.setattr(engine.runner.speculator, "_end_ids", no_ends)
-        with policy_of(engine, Watching(N)) as seen:
+        with policy_of(engine, Watching(N)) as seen, chosen_ahead(engine, FixedWidth(N)):
             engine.generate([prompt(40, 3)], greedy(50, **SAMPLED))
         assert seen.accepted == seen.verified > 40
+        told = RandomWidth(N, reads_confidence=False)
+        with chosen_ahead(engine, told):
+            engine.generate([prompt(40, 3)], greedy(50, **SAMPLED))
+        assert all((step.accepted == step.verified).all() for step in told.steps[:-3])
+        assert sum(int(step.verified.sum()) for step in told.steps) > 20
 
 
 @pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.nightly)])

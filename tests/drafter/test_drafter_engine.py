@@ -376,8 +376,10 @@ def test_a_policy_is_told_what_happened(repeating, monkeypatch):
         engine.generate(prompts, greedy(30))
     steps: list[VerifiedStep] = policy.steps
     assert sum(step.in_prompt.sum() for step in steps) > len(prompts)  # chunks
-    emitted = sum(int((step.accepted + 1)[step.samples].sum()) for step in steps)
-    assert 60 <= emitted <= 60 + 2 * NUM_DRAFTS  # what ran beyond max_tokens is cut
+    emitted = sum(int((step.accepted + 1)[~step.in_prompt].sum()) for step in steps)
+    # The first token of each is its prompt's; what ran beyond max_tokens is cut.
+    assert 58 <= emitted <= 58 + 2 * NUM_DRAFTS
+    assert {step.drafted for step in steps} == {True, False}
     for step in steps:
         assert (step.accepted <= step.verified).all()
     assert max(step.verified.max() for step in steps) == NUM_DRAFTS

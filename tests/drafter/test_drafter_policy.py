@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from dllm.drafter.steering import make_policy
 from dllm.drafter.widths.adaptive import FIRST_TRIAL, LAST_TRIAL, AdaptiveWidth, best_widths
 from dllm.drafter.widths.costs import StepCosts
+from dllm.drafter.widths.make import make_policy
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.drafter.widths.survival import Survival, bins_of
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
@@ -219,29 +219,33 @@ class Traffic:
         self.slots = np.arange(num_rows)
         self.last = self.late = np.zeros(num_rows, dtype=int)
         self.drafted: list[bool] = []
+        self.has_passed = False  # a draft pass, or a wait, is part of the time of the next step
 
     def arrive(self) -> None:
         """New requests take all slots."""
-        everyone = np.ones(self.num_rows, dtype=bool)
-        nothing = np.zeros(self.num_rows, dtype=int)
-        self.policy.observe(VerifiedStep(self.slots, everyone, everyone, nothing, nothing))
+        self.last = self.late = np.zeros(self.num_rows, dtype=int)
+        self._observe(np.ones(self.num_rows, dtype=bool), self.last)
         self._choose()
+
+    def _observe(self, in_prompt: np.ndarray, accepted: np.ndarray) -> None:
+        tried = self.last + self.late  # a draft that is late is as good as one that is wrong
+        step = VerifiedStep(self.slots, in_prompt, tried, accepted, self.has_passed)
+        self.policy.observe(step)
 
     def step(self, conditional: np.ndarray) -> np.ndarray:
         """One step of the target; returns the widths chosen for the next."""
         self.policy.clock.now += (self.plain_ms + self.per_draft_ms * self.last.sum()) / 1e3
         accepted = draw_accepted(self.rng, np.broadcast_to(conditional, (self.num_rows, N)))
         accepted = np.minimum(accepted, self.last)
-        nobody = np.zeros(self.num_rows, dtype=bool)
-        tried = self.last + self.late  # a draft that is late is as good as one that is wrong
-        self.policy.observe(VerifiedStep(self.slots, nobody, ~nobody, tried, accepted))
+        self._observe(np.zeros(self.num_rows, dtype=bool), accepted)
         self.num_tokens += self.num_rows + int(accepted.sum())
         return self._choose()
 
     def _choose(self) -> np.ndarray:
         self.last = self.late = np.zeros(self.num_rows, dtype=int)
         self.drafted.append(self.policy.wants_drafts(self.slots))
-        if self.drafted[-1] or not self.policy.may_skip:
+        self.has_passed = self.drafted[-1] or not self.policy.may_skip
+        if self.has_passed:
             is_late = self._get_drafts()
             widths = self.policy.widths(self.slots, None)
             if is_late:
@@ -436,17 +440,25 @@ def test_widths_differ_between_requests():
     assert widths[20:, 0].mean() > widths[20:, 1].mean() + 2
 
 
-def test_requests_in_their_prompts_get_nothing_and_alone_are_not_drafted_for():
+def test_nobody_is_drafted_for_while_all_read_their_prompts():
+    """Steps of which nobody can use drafts bring no trial nearer."""
     policy = adaptive(2)
-    slots, nothing = np.arange(2), np.zeros(2, dtype=int)
-    in_prompt = np.array([True, True])
-    policy.observe(VerifiedStep(slots, in_prompt, ~in_prompt, nothing, nothing))
-    assert not policy.wants_drafts(slots)
-    one_ends = np.array([False, True])
-    policy.observe(VerifiedStep(slots, in_prompt, one_ends, nothing, nothing))
-    assert policy.wants_drafts(slots)
-    widths = policy.widths(slots, None)
-    assert widths[0] == 0 and widths[1] > 0
+    nothing, in_prompt = np.zeros(2, dtype=int), np.array([True, True])
+    for _ in range(2 * FIRST_TRIAL):
+        policy.observe(VerifiedStep(np.arange(2), in_prompt, nothing, nothing, False))
+        assert not policy.wants_drafts(nothing[:0])
+    assert policy.wants_drafts(np.array([1]))
+    assert policy.widths(np.array([1]), None) > 0
+
+
+def test_another_request_in_a_slot_is_an_average_one():
+    policy = adaptive(2)
+    slots, tried = np.arange(2), np.full(2, N)
+    for _ in range(20):
+        policy.observe(VerifiedStep(slots, tried < 0, tried, np.array([N, 0]), True))
+    before = policy.survival.of(slots)[1, 0]
+    policy.forget_requests(slots[1:])
+    assert policy.survival.of(slots)[1, 0] > before + 0.2
 
 
 @pytest.mark.parametrize(

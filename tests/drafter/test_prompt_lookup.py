@@ -177,6 +177,7 @@ class Texts(Traffic):
         if not self.policy.wants_lookup(self.slots, self.confidence):
             return super()._choose()
         self.looked_up += 1
+        self.has_passed = False
         self.late = np.zeros(1, dtype=int)
         self.last = self.policy.widths(self.slots, self.confidence)
         return self.last

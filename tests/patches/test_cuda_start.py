@@ -12,7 +12,14 @@ from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
 from dllm.patches.configure import LEAST_ASYNC_BLOCK
-from dllm.patches.contract import ASYNC_SCHEDULER, GPU_WORKER, REMOTE_SCHEDULER, SCHEDULER
+from dllm.patches.contract import (
+    ASYNC_DRAFTING_SCHEDULER,
+    ASYNC_SCHEDULER,
+    DRAFTING_SCHEDULER,
+    GPU_WORKER,
+    REMOTE_SCHEDULER,
+    SCHEDULER,
+)
 from dllm.patches.cuda_graphs import (
     canvas_runner,
     capture_sizes,
@@ -72,6 +79,16 @@ REMOTE = {
 }
 RECORDS = {"additional_config": {"dllm": {"drafter": {"record": "/nowhere", "record_layers": [1]}}}}
 DRAFTER = ROOT / "checkpoints/tiny-drafter"
+THEIRS = "vllm.v1.core.sched.scheduler.Scheduler"
+ADAPTIVE, LOOKUP = {"policy": "adaptive"}, {"policy": "adaptive", "prompt_lookup": True}
+WIDTHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "narrow": ({"width": 2}, {}),
+    "adaptive": (ADAPTIVE, {}),
+    "adaptive, in turn": (ADAPTIVE, {"async_scheduling": False}),
+    "adaptive, another scheduler": (ADAPTIVE, {"scheduler_cls": THEIRS}),
+    "lookup": (LOOKUP, {}),
+    "lookup, ahead": (LOOKUP, {"async_scheduling": True}),
+}
 # What a drafter may have that vLLM's class serves and ours does not.
 SCALED = {"attention_value_scale": 2.0}
 VLLMS_DRAFTER = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM"
@@ -125,6 +142,9 @@ def with_drafters(folder: Path) -> dict[str, dict[str, Any]]:
         speculative = {"method": "dflash", "model": str(path), "num_speculative_tokens": 7}
         found[name] = {"speculative_config": speculative}
         found[f"our {name}"] = found[name] | ours
+    for name, (policy, flags) in WIDTHS.items():
+        options = {"additional_config": {"dllm": {"drafter": policy}}}
+        found[name] = found["drafter"] | options | flags
     return found
 
 
@@ -304,6 +324,20 @@ def test_a_drafter_is_vllms_unless_an_option_asks_for_ours(on_h200):
     ours = on_h200["our drafter"]
     assert (ours["drafter"], ours["worker"]) == (DRAFTER_MODEL, GPU_WORKER)
     assert "attention_value_scale" in on_h200["our scaled drafter"]["refusal"]
+
+
+def test_widths_are_chosen_ahead_unless_an_option_waits_for_each_step(on_h200):
+    for name, scheduler, is_async in (
+        ("our drafter", ASYNC_DRAFTING_SCHEDULER, True),
+        ("narrow", ASYNC_DRAFTING_SCHEDULER, True),
+        ("adaptive", ASYNC_DRAFTING_SCHEDULER, True),
+        ("adaptive, in turn", DRAFTING_SCHEDULER, False),
+        ("adaptive, another scheduler", THEIRS, False),
+        ("lookup", DRAFTING_SCHEDULER, False),
+    ):
+        start = on_h200[name]
+        assert (start["scheduler"], start["async"]) == (scheduler, is_async), name
+    assert "--async-scheduling: drafts are looked up" in on_h200["lookup, ahead"]["refusal"]
 
 
 def test_remote_drafts_have_no_asynchronous_scheduling(on_h200):

@@ -83,10 +83,11 @@ class FixedCosts(StepCosts):
 class RandomWidth(WidthPolicy):
     """Any width, 0 and N included, and no drafting in one step of ten; notes what it is told."""
 
-    reads_outcomes = reads_confidence = True
+    reads_outcomes = True
 
-    def __init__(self, num_drafts: int, seed: int = 3) -> None:
+    def __init__(self, num_drafts: int, seed: int = 3, reads_confidence: bool = True) -> None:
         super().__init__(num_drafts)
+        self.reads_confidence = reads_confidence
         self.rng = np.random.default_rng(seed)
         self.steps: list[VerifiedStep] = []
         self.confidence: list[np.ndarray] = []
@@ -98,8 +99,10 @@ class RandomWidth(WidthPolicy):
         return bool(self.rng.random() < 0.9)
 
     def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        assert confidence is not None and confidence.shape == (len(slots), self.num_drafts)
-        self.confidence.append(confidence.copy())
+        assert (confidence is not None) is self.reads_confidence
+        if confidence is not None:
+            assert confidence.shape == (len(slots), self.num_drafts)
+            self.confidence.append(confidence.copy())
         return self.rng.integers(0, self.num_drafts + 1, len(slots))
 
 

@@ -217,7 +217,8 @@ class Target:
                 self.finished[name] = self.requests.pop(name)
         self.client.keep(self.requests)
         num_verified = np.array([verified[name] for name in names], dtype=np.int64)
-        self.drafter.follow(requests, in_prompt, np.array(sampled, dtype=np.int64), num_verified)
+        accepted = np.clip(np.array(sampled, dtype=np.int64) - 1, 0, num_verified)
+        self.drafter.follow(requests, in_prompt, num_verified, accepted)
         names, drafts = self.drafter.take()
         for name, tokens in zip(names, drafts, strict=True):
             if name in self.requests:

@@ -80,15 +80,18 @@ class AdaptiveWidth(WidthPolicy):
         self.survival_of_lookups = Survival(num_slots, num_drafts, trusts_probability=True)
         self._looked_up = False  # the last drafts were
         self._has_drafts = np.zeros((0, num_drafts), dtype=bool)  # [rows, N]: something was found
-        self._samples = np.zeros(0, dtype=bool)  # [rows] of the last step: VerifiedStep.samples
-        self._num_verified: int | None = None  # in the last step; None if it cannot be timed
+        self._num_rows = 0  # of the last step
         self._has_news = False  # the last step changed something that a decision depends on
         self._is_trial = False
         self._wants = True  # what `wants_drafts` has said
         self._num_plain = 0  # steps in a row that neither drafted nor verified
         self.forget_drafter()
-        self._waited_ms: float | None = None  # `note_wait` of the step that ends now
-        self._decided_at: float | None = None  # when the last step was decided, by the clock
+        self._waited_ms: float | None = None  # `note_wait` since the last step
+        self._observed_at: float | None = None  # when the last step was observed, by the clock
+
+    def forget_requests(self, slots: np.ndarray) -> None:
+        self.survival.reset(slots)
+        self.survival_of_lookups.reset(slots)
 
     def forget_drafter(self) -> None:
         """Draft as if the server had just started with this drafter; costs stay known."""
@@ -97,20 +100,14 @@ class AdaptiveWidth(WidthPolicy):
         self._until_trial = self._trial_after = FIRST_TRIAL  # steps left; steps before the next one
 
     def observe(self, step: VerifiedStep) -> None:
-        """Learn which of the last drafts survived, and which requests are new."""
-        has_prompts = bool(step.in_prompt.any())
-        # The costs are those of steps without prompts.
-        self._num_verified = None if has_prompts else int(step.verified.sum())
-        self._has_news |= (
-            has_prompts
-            or bool(self._num_verified)
-            or len(step.slots) != len(self._samples)
-            or not self._samples.all()
-        )
-        self._samples = step.samples
+        """Learn which of the last drafts survived, what the step cost, which requests are new."""
+        has_prompts, num_rows = bool(step.in_prompt.any()), len(step.slots)
+        is_other = num_rows != self._num_rows
+        self._has_news |= has_prompts or is_other or bool(step.verified.any())
+        self._num_rows = num_rows
+        self._time_step(step)
         if has_prompts:
-            self.survival.reset(step.slots[step.in_prompt])
-            self.survival_of_lookups.reset(step.slots[step.in_prompt])
+            self.forget_requests(step.slots[step.in_prompt])
         bins = self._bins[step.slots] if self.reads_confidence else None
         nothing = np.zeros_like(step.verified)
         others = (nothing, step.verified) if self._looked_up else (step.verified, nothing)
@@ -123,13 +120,13 @@ class AdaptiveWidth(WidthPolicy):
         A step that is to be a trial is left to ``wants_drafts``.
         """
         self._looked_up = False
-        if not self._samples.any() or self._until_trial <= 1:
+        if not len(slots) or self._until_trial <= 1:
             return False
         if self._has_news:
             self._judge(slots)
         self._has_drafts = confidence > 0
         widths, rate = self._best_widths(slots, bins_of(confidence), looked_up=True)
-        other = self._samples.sum() / self.costs.plain(len(slots))
+        other = len(slots) / self.costs.plain(len(slots))
         if self.is_drafting:
             other = max(other, self._best_widths(slots, bins=None)[1])
         self._looked_up = bool(widths.any() and rate > other)
@@ -140,13 +137,11 @@ class AdaptiveWidth(WidthPolicy):
     def wants_drafts(self, slots: np.ndarray) -> bool:
         """Whether drafting is expected to be faster than plain decoding; a trial says the opposite.
 
-        A step is timed from one decision to the next. If the drafter does not run, this is a
-        decision; otherwise ``widths`` makes it, and the draft pass before it counts for the step.
+        Nobody can use drafts if there are no ``slots``.
         """
-        assert len(slots) == len(self._samples), (len(slots), len(self._samples))
-        if not self._samples.any():
-            self._decided_at, self._wants = None, False
-            return False  # only unfinished prompts: vLLM discards their drafts
+        if not len(slots):
+            self._wants = False
+            return False
         if self._has_news:
             self._judge(slots)
         self._until_trial -= 1
@@ -155,26 +150,20 @@ class AdaptiveWidth(WidthPolicy):
             self._trial_after = min(2 * self._trial_after, LAST_TRIAL)
             self._until_trial = self._trial_after
         self._wants = self.is_drafting != self._is_trial
-        if not self._wants and self.may_skip:
-            self._time_step(drafts=False)
         return self._wants
 
     def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         """The best widths; in a trial, full width for the requests that were verified least.
 
         All are 0 where ``wants_drafts`` has said no.
-
-        The step since the last decision ends here, with its draft pass, unless the drafts were
-        looked up.
         """
-        self._time_step(drafts=not self._looked_up)
         if confidence is not None:
             self._bins[slots] = bins_of(confidence)
         if not (self._wants or self._looked_up):
             return np.zeros(len(slots), dtype=np.int64)
         if self._is_trial:
-            exposure = np.where(self._samples, self.survival.exposure(slots), np.inf)
-            num_tried = -(-int(self._samples.sum()) // ROWS_PER_TRIAL)
+            exposure = self.survival.exposure(slots)
+            num_tried = -(-len(slots) // ROWS_PER_TRIAL)
             widths = np.zeros(len(slots), dtype=np.int64)
             widths[exposure.argsort(kind="stable")[:num_tried]] = self.num_drafts
             return widths
@@ -188,30 +177,28 @@ class AdaptiveWidth(WidthPolicy):
         Infinity before any step was timed. A trial waits as long as if all drafts were kept: what
         takes longer is of no use, however good it is.
         """
-        num_rows = float(self._samples.sum())
-        if self.costs.is_first or not num_rows:
+        if self.costs.is_first or not len(slots):
             return float("inf")
         plain, verified = self.costs.plain(len(slots)), self.costs.drafting(len(slots))
         cost_ms = plain + verified - verified[0]  # the wait takes the place of the draft pass
         survival = np.ones((len(slots), self.num_drafts))
         if not self._is_trial:
             survival = self.survival.of(slots)
-        survival = survival * self._samples[:, None]
         gained = np.concatenate(([0.0], -np.sort(-survival.ravel()))).cumsum()
-        return float((plain * (1 + gained / num_rows) - cost_ms).max())
+        return float((plain * (1 + gained / len(slots)) - cost_ms).max())
 
     def note_wait(self, seconds: float | None) -> None:
-        """Take note that the step that ``widths`` decides next has waited so long for drafts.
+        """Take note that so long was waited for drafts behind the last step.
 
-        Without drafts it would have taken that much less time. So each such step also teaches the
-        cost of a step without drafts, which is otherwise learned in trials alone.
+        Without drafts the next one would take that much less time. So it also teaches the cost of a
+        step without drafts, which is otherwise learned in trials alone.
         """
         if seconds is None:
-            self._decided_at = None
+            self._observed_at = None
             return
         self._waited_ms = 1e3 * seconds
         if self._is_trial:
-            share = self._waited_ms / self.costs.plain(len(self._samples)) / WAITING_SHARE
+            share = self._waited_ms / self.costs.plain(self._num_rows) / WAITING_SHARE
             self._until_trial = max(self._until_trial, int(share))
 
     def _judge(self, slots: np.ndarray) -> None:
@@ -221,7 +208,7 @@ class AdaptiveWidth(WidthPolicy):
         num_rows = len(slots)
         # Where the drafter runs in any case, plain steps cost a pass, too.
         cost = self.costs.plain(num_rows) if self.may_skip else self.costs.drafting(num_rows)[0]
-        plain = self._samples.sum() / cost
+        plain = num_rows / cost
         margin = 1 + self.hysteresis
         before = self.is_drafting
         if before:
@@ -236,23 +223,24 @@ class AdaptiveWidth(WidthPolicy):
     def _best_widths(
         self, slots: np.ndarray, bins: np.ndarray | None, looked_up: bool = False
     ) -> tuple[np.ndarray, float]:
-        """``best_widths`` of this batch; rows that sampled nothing get 0."""
+        """``best_widths`` of these requests."""
         gain = (self.survival_of_lookups if looked_up else self.survival).of(slots, bins)
-        gain = gain * self._samples[:, None]
         if looked_up:
             gain = gain * self._has_drafts.cumprod(axis=1)
         costs = self.costs.drafting(len(slots), passes=not looked_up)
-        return best_widths(gain, float(self._samples.sum()), costs)
+        return best_widths(gain, float(len(slots)), costs)
 
-    def _time_step(self, drafts: bool) -> None:
-        now, before = self.clock(), self._decided_at
+    def _time_step(self, step: VerifiedStep) -> None:
+        """Learn from the time since the last step, unless this one read prompts."""
+        now, before = self.clock(), self._observed_at
         waited_ms, self._waited_ms = self._waited_ms, None
-        self._decided_at = now
-        self._num_plain = 0 if drafts or self._num_verified else self._num_plain + 1
+        self._observed_at = now
+        num_rows, num_verified = len(step.slots), int(step.verified.sum())
+        self._num_plain = 0 if step.drafted or num_verified else self._num_plain + 1
         if self._num_plain and self._num_plain % TIMED_ONE_IN != 1:
             return
-        if before is not None and now > before and self._num_verified is not None:
-            num_rows, ms = len(self._samples), 1e3 * (now - before)
-            self.costs.observe(num_rows, self._num_verified, drafts, ms)
+        if before is not None and now > before and not step.in_prompt.any():
+            ms = 1e3 * (now - before)
+            self.costs.observe(num_rows, num_verified, step.drafted, ms)
             if waited_ms is not None and waited_ms < ms:
-                self.costs.observe(num_rows, self._num_verified, False, ms - waited_ms)
+                self.costs.observe(num_rows, num_verified, False, ms - waited_ms)

@@ -23,28 +23,34 @@ class VerifiedStep:
         slots: ``[rows]`` the request slot of each row; a slot is reused when its request ends.
         in_prompt: ``[rows]`` bool: the row computed prompt tokens. What a policy stored about this
             slot is then about an earlier request.
-        samples: ``[rows]`` bool: the row emitted tokens. In a prompt only its last chunk does.
         verified: ``[rows]`` number of drafts that the target verified.
         accepted: ``[rows]`` how many of them it kept and gained from. A draft that ends the answer
             counts as rejected, and so do those behind it: the target's own next token, which every
             step samples, would have ended the answer in the same step.
+        drafted: the drafter ran between the step before and this one. So a pass of it is part of
+            the time between the two.
     """
 
     slots: np.ndarray
     in_prompt: np.ndarray
-    samples: np.ndarray
     verified: np.ndarray
     accepted: np.ndarray
+    drafted: bool
 
 
 class WidthPolicy(ABC):
-    """Chooses the width of every row, step by step.
+    """Chooses the width of every request that can use drafts, step by step.
+
+    Those whose prompt is not read to its end cannot, and are not among the ``slots`` of a question.
 
     After each step of the target the speculator calls ``observe`` (if ``reads_outcomes``), and
     ``read_prompts`` (if ``reads_prompts``, and if prompts ended in the step). Then it calls
     ``wants_lookup`` (if it has drafts from the requests' own texts), and if it does not, then
     ``wants_drafts``. If it wants drafts, or if not ``may_skip``, the drafter runs. Behind either,
     ``widths`` is called; if ``narrows``, in front of the drafter, too.
+
+    Where steps are scheduled ahead, the scheduler calls these (``drafter.scheduler``):
+    ``wants_drafts`` and ``widths`` when a step is scheduled, ``observe`` when its outcome is known.
 
     Where drafts come from another process, ``worth_ms`` says how long to wait for them, and
     ``note_wait`` is told how long that was.
@@ -81,6 +87,9 @@ class WidthPolicy(ABC):
             logits: ``[prompts, vocab]``, of the target, before any sampling parameter.
         """
 
+    def forget_requests(self, slots: np.ndarray) -> None:  # noqa: B027
+        """Other requests have these slots from now on."""
+
     def forget_drafter(self) -> None:  # noqa: B027
         """The drafter has other weights: what was learned of its drafts is of no use."""
 
@@ -116,11 +125,11 @@ class WidthPolicy(ABC):
         return float("inf")
 
     def note_wait(self, seconds: float | None) -> None:  # noqa: B027
-        """Take note that the step that is decided next has waited so long for drafts.
+        """Take note that so long was waited for drafts behind the last step.
 
         Args:
             seconds: None if there are no drafts, so that ``widths`` is not called. Nothing is
-                learned from the time since the last decision then.
+                learned from the time until the next ``observe`` then.
         """
 
 
