@@ -31,8 +31,8 @@ from dllm.cpu.gumbel import murmur3
 from dllm.drafter.pair import refuse_other_rules
 
 
-class DrafterInvariantSampler(RejectionSampler):
-    """vLLM's sampler of steps that verify drafts, with the rule above instead of a ratio test.
+class OwnRule(RejectionSampler):
+    """vLLM's sampler of steps that verify drafts, for a rule of ours.
 
     Raises:
         ValueError: as ``refuse_other_rules``.
@@ -43,6 +43,30 @@ class DrafterInvariantSampler(RejectionSampler):
     ) -> None:
         super().__init__(sampler, spec_config, *others, **options)
         refuse_other_rules(spec_config, self.watermark_key is not None)
+
+    def _draw(
+        self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, pos: torch.Tensor
+    ) -> torch.Tensor:
+        """``[num_logits]``: a token of each row, with the random numbers of plain decoding."""
+        sampler: Any = self.sampler
+        states = sampler.sampling_states
+        return gumbel_sample(
+            logits,
+            expanded_idx_mapping,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            pos,
+            apply_temperature=False,  # done by apply_sampling_params
+            is_drafting=False,
+            use_fp64=sampler.use_fp64_gumbel,
+        )
+
+
+class DrafterInvariantSampler(OwnRule):
+    """A draft is kept if it is the target's own token."""
+
+    def __init__(self, sampler: Any, *others: Any, **options: Any) -> None:
+        super().__init__(sampler, *others, **options)
         # FlashInfer would draw with other random numbers in steps without drafts.
         sampler.use_flashinfer = False
 
@@ -86,16 +110,7 @@ class DrafterInvariantSampler(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        own = gumbel_sample(
-            processed,
-            expanded_idx_mapping,
-            sampler.sampling_states.temperature.gpu,
-            sampler.sampling_states.seeds.gpu,
-            pos,
-            apply_temperature=False,  # done by apply_sampling_params
-            is_drafting=False,
-            use_fp64=sampler.use_fp64_gumbel,
-        )
+        own = self._draw(processed, expanded_idx_mapping, pos)
         tokens, num_emitted = keep_own_tokens(
             own, verify_draft_sampled, cu_num_logits, self.num_speculative_steps
         )
@@ -106,18 +121,8 @@ UNIFORM = 0x5EED0000  # domain of the hash whose bits decide about drafts
 AT_ONCE = 1 << 25  # probabilities of one kind that exist at once
 
 
-class RatioSampler(RejectionSampler):
-    """vLLM's rejection sampling; on a CPU, where its kernels do not run, in torch.
-
-    Raises:
-        ValueError: as ``refuse_other_rules``.
-    """
-
-    def __init__(
-        self, sampler: Any, spec_config: SpeculativeConfig, *others: Any, **options: Any
-    ) -> None:
-        super().__init__(sampler, spec_config, *others, **options)
-        refuse_other_rules(spec_config, self.watermark_key is not None)
+class RatioSampler(OwnRule):
+    """vLLM's rejection sampling; on a CPU, where its kernels do not run, in torch."""
 
     def _verify(
         self,
@@ -152,8 +157,8 @@ class RatioSampler(RejectionSampler):
         )  # fmt: skip
         slots, steps = (each.long() for each in rows)
         temperature = sampler.sampling_states.temperature.gpu[slots].float()[:, None]
-        seeds = sampler.sampling_states.seeds.gpu
-        bits = murmur3(seeds[slots].numpy(), pos.numpy(), np.zeros(1, np.uint32), UNIFORM)
+        seeds = sampler.sampling_states.seeds.gpu[slots].numpy()
+        bits = murmur3(seeds, pos.numpy(), np.zeros(1, np.uint32), UNIFORM)
         uniform = (torch.from_numpy(bits.astype(np.float64))[:, 0] + 0.5) / 2**32
         drafts = behind(verify_draft_sampled, cu_num_logits)
         is_kept, resampled = torch.zeros_like(drafts, dtype=torch.bool), processed.clone()
@@ -169,16 +174,7 @@ class RatioSampler(RejectionSampler):
             is_kept[part] = uniform[part] < ratio
             has_rest = (residual > 0).any(1, keepdim=True)  # else rounding alone rejects
             resampled[part] = residual.log().where(has_rest, processed[part])
-        drawn = gumbel_sample(
-            resampled,
-            expanded_idx_mapping,
-            sampler.sampling_states.temperature.gpu,
-            seeds,
-            pos,
-            apply_temperature=False,
-            is_drafting=False,
-            use_fp64=sampler.use_fp64_gumbel,
-        )
+        drawn = self._draw(resampled, expanded_idx_mapping, pos)
         own = torch.where(is_kept, drafts, drawn)
         return processed, *keep_own_tokens(
             own, verify_draft_sampled, cu_num_logits, self.num_speculative_steps
