@@ -20,7 +20,7 @@ from dllm.drafter.checkpoint import (
     check_tokenizers,
 )
 from dllm.drafter.widths.pilot import PilotConfig
-from dllm.settings.drafting import WHERE, DrafterOptions
+from dllm.settings.drafting import WHERE
 from dllm.settings.server import options_of
 
 
@@ -78,7 +78,6 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     options.check_against(num_drafts, speculative.enable_adaptive_verification)
     refuse_cache_dtype(speculative)
     drafter = drafter_config(vllm_config)
-    refuse_record_layers(options)
     refuse_pilot(vllm_config, drafter.layers)
     if options.renew is not None:
         refuse_reload_of(draft.model)
@@ -97,14 +96,6 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
         drafter.mask_token_id,
     )
     return drafter
-
-
-def refuse_record_layers(options: DrafterOptions) -> None:
-    if options.record_layers is not None:
-        raise ValueError(
-            f"{WHERE}: record_layers with a drafter, which says itself what it reads. Leave "
-            "record_layers out."
-        )
 
 
 def refuse_pilot(vllm_config: VllmConfig, layers: Sequence[LayerAttention] = ()) -> None:
@@ -147,17 +138,16 @@ def refuse_reload_of(drafter: str) -> None:
 
 
 def refuse_other_rules(speculative: SpeculativeConfig, has_watermark: bool) -> None:
-    """Raises ValueError for options of verification that give another text than plain decoding."""
+    """Raises ValueError for options of verification that neither of our rules has."""
+    rules = f'which drafts are kept is said by "verification" of {WHERE}, and neither of its rules'
     if speculative.rejection_sample_method != "standard":
         raise ValueError(
             f"rejection_sample_method = {speculative.rejection_sample_method!r}; allowed: "
-            "'standard'. Drafts are kept if they are the tokens of plain decoding, and no other "
-            "rule gives the same text. Leave it out."
+            f"'standard': {rules} has another method. Leave it out."
         )
     if has_watermark:
         raise ValueError(
-            "A watermark with a drafter: drafts are kept if they are the tokens of plain decoding, "
-            "and a watermark draws others. Leave one of them out."
+            f"A watermark with a drafter: {rules} draws watermarked tokens. Leave one of them out."
         )
 
 

@@ -96,6 +96,10 @@ class SteeredSelector(SteeredBlocks, DFlash2Speculator):
 class SteeredMarkov(SteeredBlocks, DSparkSpeculator):
     """DSpark, which samples the places of a block one behind the other."""
 
+    def _useful(self, probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens are ids of the drafter's vocabulary, which may be a part of the target's."""
+        return super()._useful(probabilities, self.model.map_draft_to_target(tokens))
+
     def _sample_logits(
         self, logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int
     ) -> torch.Tensor:

@@ -13,7 +13,6 @@ from dllm.patches.drafting import (
     SELF_DRAFTER,
     draft_limits,
     drafts_itself,
-    refuse_options_of_network,
 )
 from dllm.patches.neighbours import explain_refusal
 from dllm.settings.server import WHERE, PluginOptions, options_of
@@ -49,7 +48,6 @@ def configure_self_drafting(vllm_config: Any) -> None:
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
     refuse_pilot(vllm_config)
-    refuse_options_of_network(options, "a model that drafts for itself")
 
 
 def self_drafting_attention(vllm_config: Any) -> None:

@@ -6,7 +6,7 @@ there, and steers what our worker serves.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dllm.models import AUTOREGRESSIVE
@@ -17,7 +17,6 @@ from dllm.settings.drafting import (
     DRAFTER_ARCHITECTURE,
     OUR_DRAFTER,
     WHERE,
-    DrafterOptions,
     always_verifies_all,
 )
 from dllm.settings.server import options_of
@@ -26,7 +25,7 @@ DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
 SELF_DRAFTER = "dllm.drafter.self_drafter.SelfDrafter"
 # Methods of vLLM that ours steers (``drafter.steering``), and drafters of the method "dflash".
 SOURCES = ("draft_model", "eagle3", "mtp", "dspark")
-DFLASH_2 = "DFlash2DraftModel"
+SELECTORS = ("DFlash2DraftModel",)
 
 
 def serve_drafters() -> None:
@@ -48,7 +47,7 @@ def asks_for_our_drafter(vllm_config: Any) -> bool:
     """Whether a server has a DFlash drafter that our classes are to serve."""
     from vllm.platforms import current_platform
 
-    if not _names(vllm_config.speculative_config, DRAFTER_ARCHITECTURE):
+    if not _names(vllm_config.speculative_config, [DRAFTER_ARCHITECTURE]):
         return False
     return current_platform.is_cpu() or _has_options(vllm_config)
 
@@ -58,13 +57,22 @@ def asks_for_steering(vllm_config: Any) -> bool:
 
     That worker has kernels for the sources that ours steers, and for no others.
     """
-    from vllm.platforms import current_platform
-
     if vllm_config.speculative_config is None:
         return False
-    is_ours = vllm_config.model_config.architecture in AUTOREGRESSIVE and current_platform.is_cpu()
+    return _always_has_our_worker(vllm_config) or bool(_flags_for_ours(vllm_config))
+
+
+def _always_has_our_worker(vllm_config: Any) -> bool:
+    from vllm.platforms import current_platform
+
+    return vllm_config.model_config.architecture in AUTOREGRESSIVE and current_platform.is_cpu()
+
+
+def _flags_for_ours(vllm_config: Any) -> list[str]:
+    """Flags that ask for our worker, or for options of drafting."""
     is_named = vllm_config.parallel_config.worker_cls == CPU_WORKER
-    return is_ours or is_named or _has_options(vllm_config)
+    named = [f"--worker-cls {CPU_WORKER}"] * is_named
+    return [WHERE] * _has_options(vllm_config) + named
 
 
 def _has_options(vllm_config: Any) -> bool:
@@ -82,25 +90,33 @@ def drafts_with_ours(speculative_config: Any) -> bool:
     """Whether our drafter, or one that ours steers, drafts in this process."""
     return (
         drafts_itself(speculative_config)
-        or _names(speculative_config, OUR_DRAFTER)
+        or _names(speculative_config, [OUR_DRAFTER])
         or is_steered(speculative_config)
     )
 
 
-def _names(speculative_config: Any, architecture: str) -> bool:
+def _names(speculative_config: Any, architectures: Sequence[str]) -> bool:
+    """Whether the drafter of the method "dflash" has one of these."""
     if speculative_config is None or speculative_config.method != "dflash":
         return False
-    return architecture in (speculative_config.draft_model_config.architectures or ())
+    found = speculative_config.draft_model_config.architectures or ()
+    return not set(architectures).isdisjoint(found)
 
 
 def draft_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     """As ``kinds.Kind.refuses`` says."""
+    from dllm.drafter.widths.make import may_skip_passes
+
     why = "they are made for the weights without an adapter"
     yield vllm_config.lora_config is not None, "--enable-lora", why
-    speculative, policy = vllm_config.speculative_config, options_of(vllm_config).drafter.policy
-    is_unseen = speculative.use_local_argmax_reduction and policy == "adaptive"
+    speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
+    is_unseen = speculative.use_local_argmax_reduction and options.policy == "adaptive"
     why = 'the policy "adaptive" reads how likely drafts are, which is not computed'
     yield is_unseen, "use_local_argmax_reduction", why
+    is_idle = options.prompt_lookup and not may_skip_passes(vllm_config)
+    why = "looked-up drafts save a draft pass, and with --data-parallel-size or "
+    why += "--prefill-context-parallel-size no rank can leave one out"
+    yield is_idle, "prompt_lookup", why
 
 
 def configure_drafting(vllm_config: Any) -> None:
@@ -125,18 +141,20 @@ def steering_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     speculative = vllm_config.speculative_config
     is_sampled = speculative.draft_sample_method == "probabilistic"
     flag = 'draft_sample_method "probabilistic"'
-    why = "the selector of DFlash 2 cannot draw with the target's random numbers"
-    yield is_sampled and _names(speculative, DFLASH_2), flag, why
+    why = "a selector of candidates cannot draw with the target's random numbers"
+    yield is_sampled and _names(speculative, SELECTORS), flag, why
     why = "a DSpark drafter of a reduced vocabulary cannot draw with the target's random numbers"
-    yield is_sampled and _has_reduced_vocabulary(speculative), flag, why
+    yield is_sampled and _has_reduced_vocabulary(vllm_config), flag, why
 
 
-def _has_reduced_vocabulary(speculative: Any) -> bool:
+def _has_reduced_vocabulary(vllm_config: Any) -> bool:
+    """A larger one is padded, and its ids are the target's."""
+    speculative = vllm_config.speculative_config
     if speculative.method != "dspark":
         return False
     config = speculative.draft_model_config.hf_config
     size = getattr(config, "draft_vocab_size", None) or config.vocab_size
-    return bool(size != config.vocab_size)
+    return bool(size < vllm_config.model_config.get_vocab_size())
 
 
 def configure_steering(vllm_config: Any) -> None:
@@ -145,42 +163,38 @@ def configure_steering(vllm_config: Any) -> None:
     Raises:
         ValueError: the draft source cannot be steered, or an option does not work with it.
     """
-    from dllm.drafter.pair import refuse_other_rules, refuse_record_layers
+    from dllm.drafter.pair import refuse_other_rules
     from dllm.drafter.recording import layers_of_drafter
 
     speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
     _refuse_source(vllm_config)
-    refuse_record_layers(options)
     if options.record is not None:
         layers_of_drafter(vllm_config)
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
-    source = f'the draft source "{speculative.method}"'
-    refuse_options_of_network(options, source)
-    if options.policy == "pilot" or options.denoise_steps > 1:
-        raise ValueError(
-            f"{WHERE}: policy = {options.policy!r}, denoise_steps = {options.denoise_steps} with "
-            f'{source}; allowed with it: another policy than "pilot", and 1.'
-        )
     speculative.is_steered_by_dllm = True
 
 
 def _refuse_source(vllm_config: Any) -> None:
     """Raises ValueError for a draft source that ours cannot steer."""
     speculative = vllm_config.speculative_config
-    is_known = speculative.method in SOURCES or _names(speculative, DFLASH_2)
+    is_known = speculative.method in SOURCES or _names(speculative, SELECTORS)
     is_special = speculative.use_multi_module_mtp() or speculative.use_gemma4_mtp()
     if not is_known or is_special:
         drafter = ""
         if speculative.method in ("dflash", "mtp"):
             drafter = f" of {', '.join(speculative.draft_model_config.architectures or ())}"
-        given = WHERE if _has_options(vllm_config) else f"--worker-cls {CPU_WORKER}"
+        architecture = vllm_config.model_config.architecture
+        given = " and ".join(_flags_for_ours(vllm_config))
+        advice = f"Leave {given} out, and vLLM drafts."
+        if _always_has_our_worker(vllm_config):
+            given, advice = f"{architecture} on a CPU", "Leave --speculative-config out."
         raise ValueError(
             f"--speculative-config: method = {speculative.method!r}{drafter} with {given}; "
             f"allowed: {', '.join(SOURCES)} (of one MTP module), and dflash of "
-            f"{DRAFTER_ARCHITECTURE} or {DFLASH_2}. Leave {given} out, and vLLM drafts."
+            f"{', '.join((DRAFTER_ARCHITECTURE, *SELECTORS))}. {advice}"
         )
     unsupported = vllm_config._get_v2_model_runner_unsupported_features()
     if unsupported or not (is_cpu_without_triton() or vllm_config.use_v2_model_runner):
@@ -188,13 +202,6 @@ def _refuse_source(vllm_config: Any) -> None:
             f"{WHERE} needs vLLM's Model Runner V2, and this server would run another one"
             f"{': ' * bool(unsupported)}{', '.join(unsupported)}."
         )
-
-
-def refuse_options_of_network(options: DrafterOptions, what: str) -> None:
-    """Raises ValueError for options of our DFlash network beside another draft source."""
-    for key in ("window", "mask_token_id"):
-        if getattr(options, key) is not None:
-            raise ValueError(f"{WHERE}: {key} with {what}. Leave it out.")
 
 
 def why_steps_wait(vllm_config: Any) -> str | None:
@@ -329,7 +336,7 @@ def make_our_speculators() -> None:
         speculative = vllm_config.speculative_config
         if drafts_itself(speculative):
             return SelfDrafter(vllm_config, device, req_states)
-        if _names(speculative, OUR_DRAFTER):
+        if _names(speculative, [OUR_DRAFTER]):
             return Drafter(vllm_config, device, req_states)
         if drafts_remotely(speculative):
             return RemoteDrafts(vllm_config, device)

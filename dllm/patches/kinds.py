@@ -14,6 +14,12 @@ from dllm.patches.neighbours import is_disabled
 from dllm.settings.drafting import WHERE
 from dllm.settings.server import PluginOptions, options_of
 
+# Options of ``drafter``: of who chooses widths, and of who records.
+WIDTHS = frozenset({"policy", "width", "hysteresis", "prompt_lookup"})
+RECORDING = frozenset({"record", "record_mb"})
+BLOCKS = frozenset({"pilot", "denoise_steps", "noise_schedule", "verification"})  # of our blocks
+NETWORK = frozenset({"fused_context", "window", "mask_token_id", "renew"})  # of our network
+
 Limits = Iterable[tuple[Any, str, str]]  # whether it is asked for, the flag, why it does not work
 # Whose worker runs. With OURS, ``--worker-cls`` may name no other one.
 OURS, UNLESS_NAMED, VLLMS = "ours", "ours unless --worker-cls names another", "vLLM's"
@@ -31,6 +37,7 @@ class Kind:
         async_scheduler: the class under asynchronous scheduling, the default on CUDA.
         takes_scheduler: whether ``--scheduler-cls`` may name another one.
         attention: chooses the attention backend.
+        takes: options of ``drafter`` that do something; others are refused.
         refuses: what does not work with it.
         why_synchronous: why no step may be scheduled ahead; None: vLLM decides.
         configure: checks and chooses what no other kind has.
@@ -44,6 +51,7 @@ class Kind:
     async_scheduler: str | None = None
     takes_scheduler: bool = True
     attention: Callable[[Any], None] = lambda config: None
+    takes: frozenset[str] = frozenset()
     refuses: Callable[[Any], Limits] = lambda config: ()
     why_synchronous: Callable[[Any], str | None] = lambda config: None
     configure: Callable[[Any], None] = lambda config: None
@@ -72,6 +80,7 @@ SELF_DRAFTS = Kind(
     on_cuda=OURS,
     scheduler=contract.DRAFTING_SCHEDULER,
     attention=decoding.self_drafting_attention,
+    takes=WIDTHS | BLOCKS,
     refuses=decoding.self_drafting_limits,
     why_synchronous=drafting.why_steps_wait,
     configure=decoding.configure_self_drafting,
@@ -84,6 +93,7 @@ DFLASH = Kind(
     scheduler=contract.DRAFTING_SCHEDULER,
     async_scheduler=contract.ASYNC_DRAFTING_SCHEDULER,
     attention=drafting.draft_attention,
+    takes=WIDTHS | BLOCKS | NETWORK | RECORDING,
     refuses=drafting.draft_limits,
     why_synchronous=drafting.why_steps_wait,
     configure=drafting.configure_drafting,
@@ -96,6 +106,7 @@ STEERED = Kind(
     on_cuda=OURS,
     scheduler=contract.DRAFTING_SCHEDULER,
     async_scheduler=contract.ASYNC_DRAFTING_SCHEDULER,
+    takes=WIDTHS | RECORDING,
     refuses=drafting.steering_limits,
     why_synchronous=drafting.why_steps_wait,
     configure=drafting.configure_steering,
@@ -120,6 +131,7 @@ RECORDED = Kind(
     ),
     on_cpu=OURS,
     on_cuda=OURS,
+    takes=RECORDING | {"record_layers"},
     refuses=decoding.adapter_limits,
     why_synchronous=drafting.why_steps_wait,
     configure=drafting.configure_recording,
@@ -190,20 +202,13 @@ def _configure(vllm_config: Any) -> None:
 def _refuse_options_of_others(kind: Kind, options: PluginOptions) -> None:
     if options.remote is not None and kind is not REMOTE:
         remote.refuse_without_speculator()
-    if options.drafter.renew is not None and kind is not DFLASH:
-        raise ValueError(f"{WHERE}: renew without a DFlash drafter. Leave it out.")
-    if options.drafter.verification != "drafter_invariant" and kind not in (DFLASH, SELF_DRAFTS):
-        raise ValueError(
-            f"{WHERE}: verification = {options.drafter.verification!r} without a DFlash drafter or "
-            "a model that drafts for itself. Leave it out."
-        )
-    if options.drafter.fused_context and kind is not DFLASH:
-        raise ValueError(f"{WHERE}: fused_context without a DFlash drafter. Leave it out.")
-    if options.drafter.record is not None and kind not in (DFLASH, STEERED, RECORDED):
-        raise ValueError(
-            f"{WHERE}: record works for autoregressive targets, with a drafter that reads layers "
-            "of the target or without --speculative-config. Leave it out."
-        )
+    for name, value in options.drafter.given().items():
+        if name not in kind.takes:
+            owners = " or ".join(each.name for each in KINDS if name in each.takes)
+            raise ValueError(
+                f"{WHERE}: {name} = {value!r} does nothing on this server, which is of the kind "
+                f'"{kind.name}"; it is for {owners}. Leave it out.'
+            )
 
 
 def _choose_scheduler(vllm_config: Any, kind: Kind) -> None:

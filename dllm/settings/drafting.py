@@ -95,21 +95,27 @@ class DrafterOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, WHERE)
-        if self.record_layers is not None and self.record is None:
-            raise ValueError(f'{WHERE}: record_layers needs "record": the folder to write to.')
+        for name in self.given().keys() & {"record_layers", "record_mb"}:
+            if self.record is None:
+                raise ValueError(f'{WHERE}: {name} needs "record": the folder to write to.')
         if self.noise_schedule != "cosine" and self.denoise_steps == 1:
             raise ValueError(f"{WHERE}: noise_schedule needs denoise_steps of 2 or more.")
         if self.policy == "pilot" and self.pilot is None:
             raise ValueError(
                 f'{WHERE}: policy "pilot" needs "pilot": a file of `dllm train pilot`.'
             )
-        for field in fields(self):
-            owner = POLICY_OPTIONS.get(field.name, self.policy)
-            if owner != self.policy and getattr(self, field.name) != field.default:
+        for name, value in self.given().items():
+            owner = POLICY_OPTIONS.get(name, self.policy)
+            if owner != self.policy:
                 raise ValueError(
-                    f"{WHERE}: {field.name} = {getattr(self, field.name)!r} belongs to the policy "
+                    f"{WHERE}: {name} = {value!r} belongs to the policy "
                     f'"{owner}", and "policy" is "{self.policy}". Leave one of them out.'
                 )
+
+    def given(self) -> dict[str, Any]:
+        """The options that have another value than their default."""
+        default = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in vars(self).items() if value != default[name]}
 
     def check_against(self, num_drafts: int, is_trimmed_by_vllm: bool) -> None:
         """Refuse options that do not fit the server's speculative config.

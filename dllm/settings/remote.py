@@ -49,6 +49,8 @@ class RemoteOptions:
         check_fields(self, WHERE)
         if self.width is not None and self.policy != "fixed":
             raise ValueError(f'{WHERE}: width belongs to the policy "fixed". Leave it out.')
+        if self.hysteresis != RemoteOptions.hysteresis and self.policy != "adaptive":
+            raise ValueError(f'{WHERE}: hysteresis belongs to the policy "adaptive". Leave it out.')
         if len(set(self.workers)) < len(self.workers):
             refuse_value(f"{WHERE}: workers", list(self.workers), "each address once")
         if (self.discovery == "dynamo") == bool(self.workers):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from dllm.drafter.samples import read_shards, recorded_layers
 from dllm.drafter.scheduler import AsyncDraftingScheduler
+from dllm.drafter.sources import SteeredMarkov
 from dllm.drafter.steering import Steered
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
+from dllm.patches.drafting import steering_limits
 from dllm.train.target import Target
 from tests.drafter.test_drafter_seeds import Watching
 from tests.drafter.test_prompt_lookup import Any as AnyLookup
@@ -369,6 +372,38 @@ def test_a_named_worker_steers_without_options(folders):
         get_engine(target, **named | {"speculative_config": looked_up})
 
 
+def test_a_reduced_vocabulary_of_dspark_is_told_apart_from_the_targets():
+    """How sure it is counts for nothing where the target's id ends an answer."""
+    speculator: Any = object.__new__(SteeredMarkov)
+    speculator.policy, speculator.acceptance_estimator = Bursts(), None
+    speculator.num_speculative_steps, speculator._end_ids = 2, torch.tensor([11])
+    speculator._confidence = torch.zeros(3, 2)
+    speculator.model = SimpleNamespace(map_draft_to_target=lambda ids: ids + 10)
+    logits = torch.tensor([[9.0, 0.0], [0.0, 9.0]])  # ids 10 and 11
+    speculator._maybe_predict_acceptance(logits, torch.arange(2), torch.tensor(1))
+    assert (speculator._confidence > 0.9).tolist() == [[False, True], [False, False], [False] * 2]
+
+
+@pytest.mark.parametrize(("size", "is_refused"), [(400, True), (512, False), (640, False)])
+def test_sampled_drafts_of_dspark_need_the_targets_vocabulary(size, is_refused):
+    """A larger one is padded."""
+    hf_config = SimpleNamespace(draft_vocab_size=size, vocab_size=512)
+    speculative = SimpleNamespace(
+        method="dspark",
+        draft_sample_method="probabilistic",
+        use_local_argmax_reduction=False,
+        draft_model_config=SimpleNamespace(hf_config=hf_config),
+    )
+    config = SimpleNamespace(
+        speculative_config=speculative,
+        model_config=SimpleNamespace(get_vocab_size=lambda: 512),
+        lora_config=None,
+        additional_config=None,
+    )
+    refused = [why for is_given, _, why in steering_limits(config) if is_given]
+    assert ["reduced vocabulary" in why for why in refused] == [True] * is_refused
+
+
 # --- refused when the server starts ---------------------------------------------------------------
 
 
@@ -376,12 +411,17 @@ def test_a_named_worker_steers_without_options(folders):
     ("speculative", "options", "more", "words"),
     [
         ({"method": "ngram", "prompt_lookup_max": 3}, {}, {}, "'ngram'.*allowed: draft_model"),
-        ({}, {"window": 9}, {}, 'window with the draft source "draft_model"'),
-        ({}, {"mask_token_id": 9}, {}, "mask_token_id with"),
-        ({}, {"policy": "pilot", "pilot": "file"}, {}, "policy = 'pilot'"),
+        ({}, {"window": 9}, {}, "window = 9 does nothing"),
+        ({}, {"mask_token_id": 9}, {}, "mask_token_id = 9 does nothing"),
+        ({}, {"policy": "pilot", "pilot": "file"}, {}, "pilot = 'file' does nothing"),
         ({}, {"denoise_steps": 2}, {}, "denoise_steps = 2"),
         ({}, {"record": "folder"}, {}, 'record with the draft source "draft_model"'),
-        ({}, {"renew": "folder"}, {}, "renew without a DFlash drafter"),
+        (
+            {},
+            {"renew": "folder"},
+            {},
+            "renew = 'folder'.* it is for drafting with a DFlash drafter",
+        ),
         ({}, {"width": 9}, {}, "width = 9"),
         ({}, {}, {"enable_lora": True}, "--enable-lora does not work"),
         ({"use_local_argmax_reduction": True}, {"policy": "adaptive"}, {}, "argmax_reduction"),
@@ -395,8 +435,9 @@ def test_what_a_source_cannot_do_is_refused_at_start(folders, speculative, optio
         drafting_engine(target, target, N, options, speculative=given, **more)
 
 
-def test_sampled_drafts_of_a_selector_are_refused_at_start(tmp_path):
-    target, drafter = write_target(tmp_path / "target"), write_dflash_2(tmp_path / "drafter")
+@pytest.mark.parametrize("write", [write_dflash_2])
+def test_sampled_drafts_of_a_selector_are_refused_at_start(tmp_path, write):
+    target, drafter = write_target(tmp_path / "target"), write(tmp_path / "drafter")
     sampled = {"draft_sample_method": "probabilistic"}
-    with pytest.raises(ValueError, match="the selector of DFlash 2"):
+    with pytest.raises(ValueError, match="a selector of candidates cannot"):
         drafting_engine(target, drafter, N, speculative=sampled)

@@ -101,12 +101,15 @@ def plain(target):
 class Any(AdaptiveWidth):
     """Takes looked-up drafts in half of the steps, and any widths; counts steps of both kinds."""
 
+    confidence: np.ndarray
+
     def __init__(self) -> None:
         super().__init__(N, 4, clock=lambda: 0.0)
         self.dice = np.random.default_rng(3)
         self.num_lookups = self.num_passes = 0
 
     def wants_lookup(self, slots, confidence):
+        self.confidence = confidence
         self._looked_up = bool(self.dice.random() < 0.5)
         self.num_lookups += self._looked_up
         return self._looked_up
@@ -116,6 +119,8 @@ class Any(AdaptiveWidth):
 
     def widths(self, slots, confidence):
         self.num_passes += not self._looked_up
+        if self._looked_up:  # a draft source that reads the step's tokens leaves it as it is
+            np.testing.assert_array_equal(confidence, self.confidence)
         return self.dice.integers(0, N + 1, len(slots))
 
 

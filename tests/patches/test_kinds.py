@@ -36,6 +36,18 @@ def configured(model: str, **flags: Any) -> tuple[str, Any]:
 
 DFLASH = drafts("dflash", str(ROOT / "checkpoints/tiny-drafter"))
 REMOTE = drafts("custom_class", SPECULATOR) | options(remote={"workers": ["/nowhere/w.sock"]})
+BOTH = options(remote={"workers": ["/nowhere/w.sock"]}, drafter={"policy": "adaptive"})
+LOOKUP = options(drafter={"policy": "adaptive", "prompt_lookup": True})
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "prompt_lookup_max": 3,
+        "num_speculative_tokens": 3,
+    }
+}
+BLOCKWISE = {
+    "speculative_config": DFLASH["speculative_config"] | {"rejection_sample_method": "block"}
+}
 RECORD = options(drafter={"record": "/nowhere", "record_layers": [1]})
 
 
@@ -67,14 +79,34 @@ def test_worker_and_scheduler(model, flags, worker, scheduler):
             DFLASH | {"worker_cls": VLLMS},
             "--worker-cls vllm.*: drafting with .* needs",
         ),
-        ("tiny-ar", options(drafter={"renew": "/nowhere"}), "renew without a DFlash drafter"),
-        ("tiny-ar", options(drafter={"fused_context": True}), "fused_context without a DFlash"),
-        ("tiny-ar", options(drafter={"verification": "rejection"}), "'rejection' without a DFlash"),
-        ("tiny-dllm", options(drafter={"record": "/nowhere"}), "record works for autoregressive"),
+        ("tiny-ar", options(drafter={"policy": "adaptive"}), "policy = 'adaptive' does nothing"),
+        ("tiny-ar", options(drafter={"width": 1}), "width = 1 does nothing"),
+        ("tiny-ar", REMOTE | BOTH, "policy = 'adaptive' does nothing"),
+        (
+            "tiny-ar",
+            options(drafter={"renew": "/nowhere"}),
+            "renew = '/nowhere' does nothing .* it is for drafting with a DFlash drafter. Leave",
+        ),
+        ("tiny-dllm", options(drafter={"record": "/nowhere"}), "record = '/nowhere' does nothing"),
+        ("tiny-dllm", options(drafter={"window": 9}), "window = 9 does nothing"),
+        (
+            "tiny-nemotron",
+            options(decoding="ar") | NGRAM,
+            "'ngram' with .* on a CPU; .*Leave --speculative-config out",
+        ),
+        (
+            "tiny-ar",
+            DFLASH | LOOKUP | {"data_parallel_size": 2},
+            "prompt_lookup does not work with .*: looked-up drafts save",
+        ),
+        (
+            "tiny-ar",
+            DFLASH | options(drafter={"verification": "rejection"}) | BLOCKWISE,
+            "'block'; allowed: 'standard': which drafts are kept is said by",
+        ),
         ("tiny-ar", drafts("custom_class", SELF_DRAFTER), "does not draft for itself"),
         ("tiny-ar", DFLASH | {"enable_lora": True}, "--enable-lora does not work with drafting"),
     ],
-    ids=["worker", "renew", "fused", "rule", "record", "itself", "lora"],
 )
 def test_what_belongs_to_another_kind_is_refused(model, flags, message):
     with pytest.raises(ValueError, match=message):

@@ -22,6 +22,7 @@ WORKER = "unix:///drafts/worker.sock"
         ({"policy": "widest"}, ["policy = 'widest'", "adaptive, fixed"]),
         ({"policy": "adaptive", "width": 3}, ["width belongs"]),
         ({"policy": "fixed", "width": -1}, ["width = -1"]),
+        ({"workers": [WORKER], "policy": "fixed", "hysteresis": 0.1}, ["hysteresis belongs"]),
         ({"deadline_ms": 0}, ["deadline_ms = 0"]),
         ({"deadline_ms": float("nan")}, ["deadline_ms"]),
         ({"hysteresis": 2}, ["hysteresis = 2"]),
