@@ -5,8 +5,8 @@ with a step that is not drafted for:
 
     one by one   drafts are tokens of a small model, or of a layer behind the target, which reads
                  every token of the text: one pass of it cannot be left out
-    blocks       DFlash, DFlash 2, DSpark: nothing but the target's hidden states is read, and can
-                 wait until drafting starts again
+    blocks       DFlash, DFlash 2, LiLiCorr, DSpark: nothing but the target's hidden states is read,
+                 and can wait until drafting starts again
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
@@ -93,6 +94,10 @@ class SteeredSelector(SteeredBlocks, DFlash2Speculator):
             self._confidence[:num_reqs] = self._useful(taken, self.draft_tokens[:num_reqs])
 
 
+class SteeredLattice(SteeredSelector, LiLiCorrSpeculator):
+    """LiLiCorr, which is DFlash 2 with other scores for the selector."""
+
+
 class SteeredMarkov(SteeredBlocks, DSparkSpeculator):
     """DSpark, which samples the places of a block one behind the other."""
 
@@ -113,6 +118,7 @@ class SteeredMarkov(SteeredBlocks, DSparkSpeculator):
 STEERED: dict[type[DraftModelSpeculator], type[Steered]] = {
     StandaloneARSpeculator: SteeredModel,
     DFlash2Speculator: SteeredSelector,
+    LiLiCorrSpeculator: SteeredLattice,
     DSparkSpeculator: SteeredMarkov,
 }
 

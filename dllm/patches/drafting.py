@@ -25,7 +25,7 @@ DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
 SELF_DRAFTER = "dllm.drafter.self_drafter.SelfDrafter"
 # Methods of vLLM that ours steers (``drafter.steering``), and drafters of the method "dflash".
 SOURCES = ("draft_model", "eagle3", "mtp", "dspark")
-SELECTORS = ("DFlash2DraftModel",)
+SELECTORS = ("DFlash2DraftModel", "LiLiCorrDraftModel")
 
 
 def serve_drafters() -> None:

@@ -25,7 +25,7 @@ from dllm.train.target import Target
 from tests.drafter.test_drafter_seeds import Watching
 from tests.drafter.test_prompt_lookup import Any as AnyLookup
 from tests.engine.test_engine import scheduler_watch
-from tests.support.draft_sources import SOURCES, write_dflash_2
+from tests.support.draft_sources import SOURCES, write_dflash_2, write_lilicorr
 from tests.support.drafter_harness import (
     LIMITS,
     SAMPLED,
@@ -435,7 +435,7 @@ def test_what_a_source_cannot_do_is_refused_at_start(folders, speculative, optio
         drafting_engine(target, target, N, options, speculative=given, **more)
 
 
-@pytest.mark.parametrize("write", [write_dflash_2])
+@pytest.mark.parametrize("write", [write_dflash_2, write_lilicorr])
 def test_sampled_drafts_of_a_selector_are_refused_at_start(tmp_path, write):
     target, drafter = write_target(tmp_path / "target"), write(tmp_path / "drafter")
     sampled = {"draft_sample_method": "probabilistic"}

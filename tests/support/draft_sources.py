@@ -57,6 +57,53 @@ def write_dflash_2(path: Path) -> Path:
     return write_drafter(path, config, weights)
 
 
+def write_lilicorr(path: Path) -> Path:
+    """DFlash with a small network that says which candidates follow which."""
+    draw, weights = Draw(), random_drafter()
+    size, heads, top_k, factor, block = 32, 2, 4, 8, 8
+    layers = {
+        "token_proj": (size, HIDDEN),
+        "pass_hidden_proj": (size, HIDDEN),
+        "context_proj": (size, HIDDEN),
+        "feature_mlp.up_proj": (size, 5),
+        "feature_mlp.down_proj": (size, size),
+        "layers.0.attn.out_proj": (size, size),
+        "layers.0.mlp.up_proj": (2 * size, size),
+        "layers.0.mlp.down_proj": (size, 2 * size),
+        "factor_input_proj": (size, 3 * size),
+        "out_head": (factor, size),
+        "in_head": (factor, size),
+        "anchor_out_head": (factor, size),
+    }
+    head = {
+        "feature_norm.weight": 1 + draw(5),
+        "feature_norm.bias": draw(5),
+        "slot_embedding": draw(1, 1, block - 1, 1, size),
+        "rank_embedding": draw(1, 1, 1, top_k, size),
+        "relative_slot_bias": draw(heads, 2 * block - 1),
+        "same_slot_bias": draw(heads),
+        "layers.0.attn.in_proj_weight": draw(3 * size, size),
+        "layers.0.attn.in_proj_bias": draw(3 * size),
+    }
+    for norm in ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm", "anchor_norm"):
+        head[f"{norm}.weight"] = 1 + draw(size)
+    for name, shape in layers.items():
+        head[f"{name}.weight"], head[f"{name}.bias"] = draw(*shape), draw(shape[0])
+    weights |= {f"lilicorr.{name}": tensor for name, tensor in head.items()}
+    config = drafter_config(architectures=["LiLiCorrDraftModel"])
+    config["dflash_config"] |= {
+        "lilicorr_hidden_size": size,
+        "lilicorr_num_layers": 1,
+        "lilicorr_num_heads": heads,
+        "lilicorr_mlp_ratio": 2.0,
+        "lilicorr_candidate_topk": top_k,
+        "lilicorr_factor_dim": factor,
+        "lilicorr_vector_eps": 1e-6,
+        "lilicorr_logit_scale": 4.0,
+    }
+    return write_drafter(path, config, weights)
+
+
 def write_dspark(path: Path) -> Path:
     """DFlash's layers with a head that reads the draft in front."""
     draw, weights, rank = Draw(), random_drafter(), 8
@@ -153,6 +200,7 @@ SOURCES = {
     "eagle3, sampled": Source("eagle3", write_eagle_3, more=PROBABILISTIC),
     "mtp": Source("mtp", None, write_mimo),
     "dflash 2": Source("dflash", write_dflash_2),
+    "lilicorr": Source("dflash", write_lilicorr),
     "dspark": Source("dspark", write_dspark),
     "dspark, sampled": Source("dspark", write_dspark, more=PROBABILISTIC),
 }
