@@ -180,7 +180,6 @@ def _row_stats_shapes(
     num_rows, vocab_size = logits.shape
     ids = [logits.new_empty(num_rows, dtype=torch.int64) for _ in range(2)]
     numbers = [temperature.new_empty(num_rows) for _ in range(4)]
-    num_tiles = 0 if logits.is_cuda else -(-vocab_size // tile_width(vocab_size))
-    tiles = temperature.new_empty(num_rows, num_tiles)
+    tiles = temperature.new_empty(num_rows, -(-vocab_size // tile_width(vocab_size)))
     probs = logits.new_empty(num_rows, vocab_size if probs_dtype else 0, dtype=probs_dtype)
     return [*ids, *numbers, tiles, probs]

@@ -65,7 +65,7 @@ class RowStats(NamedTuple):
     peak: Tensor  # [N] fp32, the largest logit
     log_z: Tensor  # [N] fp32, log of z; +inf for a row that has no distribution
     cutoff: Tensor  # [N] fp32, the smallest logit that the filters keep; -inf without one
-    tile_mass: Tensor  # [N, tiles] fp32, the probability of each tile; no tiles on a GPU
+    tile_mass: Tensor  # [N, tiles] fp32, the probability of each tile
     probs: Tensor | None  # [N, V] in the dtype asked for
 
 

@@ -58,8 +58,8 @@ def row_stats_kernels(
 ) -> list[Tensor]:
     """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None.
 
-    `tile_mass` has no tiles: only the CPU's soft embedding reads it. Of rows that nobody reads
-    (`dispatch.row_stats`) no logit is loaded: their tiles are left out, and so are their ids.
+    Of rows that nobody reads (`dispatch.row_stats`) no logit is loaded: their tiles are left out,
+    and so are their ids.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and keys.is_contiguous(), (logits.stride(), keys.stride())
@@ -75,12 +75,13 @@ def row_stats_kernels(
     probs = torch.empty(
         num_rows, vocab_size if probs_dtype else 0, dtype=probs_dtype or logits.dtype, device=device
     )
-    result = [argmax, sample, entropy, peak, log_z, cutoff, numbers(num_rows, 0), probs]
+    of_tiles = [numbers(num_rows, num_tiles) for _ in range(3)]  # b, z_b, s_b
+    # The row kernel turns z_b into the tile's probability.
+    result = [argmax, sample, entropy, peak, log_z, cutoff, of_tiles[1], probs]
     if num_rows == 0:
         return result
     if are_read is None:  # of a tensor, too: without one Triton would compile other kernels
         are_read = torch.ones(num_rows, dtype=torch.bool, device=device)
-    of_tiles = [numbers(num_rows, num_tiles) for _ in range(3)]  # b, z_b, s_b
     capped = {"CAP": cap or 0.0}
     sizes = {"TILE": width, "IS_EVEN": vocab_size % width == 0} | capped
     for is_filtered in (False, True) if filters is not None else (False,):
@@ -248,21 +249,25 @@ def _row_kernel(
     TILES: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
     IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one row from those of its tiles, and its draw."""
+    """The statistics of one row from those of its tiles, and its draw.
+
+    tile_z: replaced by the probabilities of the tiles.
+    """
     row = tl.program_id(0).to(tl.int64)
+    tile, inside = tl.arange(0, TILES), tl.arange(0, TILE)
+    place, is_tile = row * num_tiles + tile, tile < num_tiles
     if tl.load(are_read + row) == 0:
         tl.store(argmax + row, 0)
         tl.store(sample + row, 0)
         tl.store(entropy + row, float("inf"))
         tl.store(peak + row, 0.0)
         tl.store(log_z + row, float("inf"))
+        tl.store(tile_z + place, 0.0, mask=is_tile)
         return
     least = tl.load(cutoff + row)
     if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
         if least == float("-inf"):
             return
-    tile, inside = tl.arange(0, TILES), tl.arange(0, TILE)
-    place, is_tile = row * num_tiles + tile, tile < num_tiles
     maxima = tl.load(tile_max + place, mask=is_tile, other=float("-inf"))  # b of the formulas
     m, t = tl.max(maxima, 0), tl.load(temperature + row)
     base = tl.where(m > float("-inf"), m, 0.0)
@@ -277,6 +282,7 @@ def _row_kernel(
     tl.store(log_z + row, tl.where(has_distribution, tl.log(z), float("inf")))
     tl.store(entropy + row, tl.where(has_distribution, tl.maximum(tl.log(z) - s / z, 0.0),
                                      float("inf")))  # fmt: skip
+    tl.store(tile_z + place, tl.where(has_distribution, mass / z, 0.0), mask=is_tile)
 
     start = logits + row * row_stride
     likeliest = _first_with_max(maxima, tile, num_tiles - 1)

@@ -3,7 +3,8 @@
     order     rows by entropy, the least certain first; ROWS of them are a group. Rows without a
               distribution come last: nothing is read of them, nor multiplied
     probs     a program for BLOCK tokens of one row: its probabilities, 0 in tiles that the row
-              leaves out, and a mark at each other tile of its group
+              leaves out, and a mark at each other tile of its group. By the row's statistics most
+              blocks of a sure row are left out whole: of these no logit is read
     list      the marked tiles of each group (`tile_product.tiles_of_groups`)
     product   a program for COLUMNS columns of a group and a part of the group's list; the sum over
               the parts is the result
@@ -26,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from dllm.ops.row_stats import RowStats
+from dllm.attention.online_softmax import dot
+from dllm.ops.row_stats import RowStats, tile_width
 from dllm.ops.row_stats_gpu import OF_ROWS, softcapped
 from dllm.ops.soft_embedding import Shard
 from dllm.ops.tile_product import TILE, least_mass, tiles_of_groups
@@ -91,17 +93,21 @@ def tile_product_kernels(
     if num_rows == 0:
         return shard.weight.new_zeros(0, hidden)
     assert logits.stride(1) == 1 and shard.weight.stride(1) == 1
-    # The tiles of the whole vocabulary that the shard has tokens of.
-    first, last = shard.start // TILE, -(-shard.end // TILE)
+    # The tiles of the whole vocabulary that the shard has tokens of, and those in front of them in
+    # the same tile of the statistics.
+    width = tile_width(vocab_size)
+    first, last = shard.start // max(width, TILE) * max(width // TILE, 1), -(-shard.end // TILE)
+    assert cut.block % width == 0, (cut, width)
     entropy = stats.entropy
     order = torch.where(entropy.isinf(), -1.0, entropy).argsort(descending=True)
     groups, num_tiles = triton.cdiv(num_rows, cut.rows), last - first
     probs = logits.new_empty(num_rows, num_tiles * TILE, dtype=shard.weight.dtype)
     is_used = torch.zeros(groups, num_tiles, dtype=torch.int8, device=logits.device)
     _heavy_kernel[(num_rows, triton.cdiv(num_tiles * TILE, cut.block))](
-        logits, logits.stride(0), temperature, stats.peak, stats.log_z, stats.cutoff, order,
-        probs, is_used, least_mass(vocab_size, budget), first, vocab_size, num_tiles,
-        ROWS=cut.rows, TILE=TILE, TILES=cut.block // TILE, CAP=cap or 0.0, num_warps=cut.num_warps,
+        logits, logits.stride(0), temperature, stats.peak, stats.log_z, stats.cutoff,
+        stats.tile_mass, order, probs, is_used, least_mass(vocab_size, budget), first, vocab_size,
+        num_tiles, stats.tile_mass.stride(0), ROWS=cut.rows, TILE=TILE, TILES=cut.block // TILE,
+        WIDTH=width, CAP=cap or 0.0, num_warps=cut.num_warps,
     )  # fmt: skip
     tiles, counts = tiles_of_groups(is_used)
     columns = triton.cdiv(hidden, cut.columns)
@@ -111,7 +117,7 @@ def tile_product_kernels(
         probs, tiles, counts, order, shard.weight, shard.weight.stride(0), partial,
         first * TILE - shard.start, shard.end - shard.start, num_rows, num_tiles, hidden,
         ROWS=cut.rows, COLUMNS=cut.columns, TILE=TILE,
-        IS_EVEN=shard.start % TILE == 0 and shard.end % TILE == 0,
+        IS_EVEN=shard.start == first * TILE and shard.end % TILE == 0,
         UPCAST=probs.dtype == torch.bfloat16 and knobs.runtime.interpret,
         num_warps=cut.num_warps, num_stages=cut.stages,
     )  # fmt: skip
@@ -120,37 +126,45 @@ def tile_product_kernels(
 
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=OF_ROWS)
 def _heavy_kernel(
-    logits, row_stride, temperature, peak, log_z, cutoff, order, probs, is_used, light,
-    first, vocab_size, num_tiles,
-    ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CAP: tl.constexpr,
+    logits, row_stride, temperature, peak, log_z, cutoff, tile_mass, order, probs, is_used, light,
+    first, vocab_size, num_tiles, num_masses,
+    ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """The probabilities of TILES tiles of one row, without those of at most `light`.
 
-    first: the shard's first tile, the tiles here count from.
+    first: the shard's first tile, the tiles here count from. tile_mass: the probabilities of the
+    row's `num_masses` tiles of WIDTH tokens; 0 in a row without a distribution.
     """
-    place = tl.program_id(0).to(tl.int64)
+    place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(order + place)
-    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    tile = block * TILES + tl.arange(0, TILES)
     inside = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]  # [TILES, TILE]
-    ids = first * TILE + inside
     is_tile = tile < num_tiles
-    log_of_z = tl.load(log_z + row)
-    # Of a row without a distribution nothing is read.
-    end = tl.where(log_of_z < float("inf"), vocab_size, 0)
-    is_token = is_tile[:, None] & (ids < end)
-    x = softcapped(tl.load(logits + row * row_stride + ids, mask=is_token, other=0.0), CAP)
-    # In powers of 2. 1 / T may overflow to inf, and inf * 0 is NaN at the peak: limited.
-    factor = tl.minimum(1.4426950408889634 / tl.load(temperature + row), 3e38)
-    p = tl.exp2((x - tl.load(peak + row)) * factor - 1.4426950408889634 * log_of_z)
-    p = tl.where(is_token & (x >= tl.load(cutoff + row)), p, 0.0)
-    is_heavy = is_tile & (tl.sum(p, 1) > light)  # [TILES]
-    p = tl.where(is_heavy[:, None], p, 0.0)
+    masses: tl.constexpr = TILES * TILE // WIDTH
+    wide = first * TILE // WIDTH + block * masses
+    of_block = 0.0
+    for _ in tl.static_range(masses):
+        of_block += tl.load(tile_mass + row * num_masses + wide, mask=wide < num_masses, other=0.0)
+        wide += 1
+    p = tl.zeros((TILES, TILE), tl.float32)
+    if of_block > light:  # else no tile of the block is heavy, and nothing is read
+        ids = first * TILE + inside
+        is_token = is_tile[:, None] & (ids < vocab_size)
+        x = softcapped(tl.load(logits + row * row_stride + ids, mask=is_token, other=0.0), CAP)
+        # In powers of 2. 1 / T may overflow to inf, and inf * 0 is NaN at the peak: limited.
+        factor = tl.minimum(1.4426950408889634 / tl.load(temperature + row), 3e38)
+        log_of_z = 1.4426950408889634 * tl.load(log_z + row)
+        p = tl.exp2((x - tl.load(peak + row)) * factor - log_of_z)
+        p = tl.where(is_token & (x >= tl.load(cutoff + row)), p, 0.0)
+        is_heavy = is_tile & (tl.sum(p, 1) > light)  # [TILES]
+        p = tl.where(is_heavy[:, None], p, 0.0)
+        # Programs of several rows may write here at once, and all write the same.
+        tl.store(is_used + place // ROWS * num_tiles + tile, 1, mask=is_heavy)
     tl.store(
         probs + place * num_tiles * TILE + inside, p.to(probs.dtype.element_ty),
         mask=is_tile[:, None],
     )  # fmt: skip
-    # Programs of several rows may write here at once, and all write the same.
-    tl.store(is_used + place // ROWS * num_tiles + tile, 1, mask=is_heavy)
 
 
 @triton.jit(do_not_specialize=["num_rows", "offset"])
@@ -163,7 +177,7 @@ def _product_kernel(
     """Some columns of a group's rows, summed over a part of its tiles.
 
     offset: the first token of tile 0, counted from the shard's first of `num_tokens`. IS_EVEN: the
-    shard has whole tiles. UPCAST is for Triton's interpreter, which cannot multiply bf16.
+    shard has whole tiles. UPCAST: as of ``dot``.
     """
     group, part, parts = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     place = group * ROWS + tl.arange(0, ROWS)
@@ -191,9 +205,7 @@ def _product_kernel(
             weight + token[:, None].to(tl.int64) * weight_stride + column[None, :], mask=mask,
             other=0.0,
         )  # fmt: skip
-        if UPCAST:  # a product of two bf16 numbers is exact in fp32
-            p, w = p.to(tl.float32), w.to(tl.float32)
-        total = tl.dot(p, w, total, input_precision="ieee")
+        total = dot(p, w, total, UPCAST)
     is_row = place < num_rows
     row = tl.load(order + place, mask=is_row, other=0) + part.to(tl.int64) * num_rows
     tl.store(

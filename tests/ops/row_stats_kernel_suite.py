@@ -57,6 +57,7 @@ def assert_same(ours: RowStats, expected: RowStats) -> None:
     assert torch.equal(ours.peak[has_distribution], expected.peak[has_distribution])
     torch.testing.assert_close(ours.log_z, expected.log_z, rtol=0, atol=2e-5)
     torch.testing.assert_close(ours.probs, expected.probs, **TOLERANCE)
+    torch.testing.assert_close(ours.tile_mass, expected.tile_mass, **TOLERANCE)
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 0.4, 1.0, 50.0])
@@ -163,6 +164,7 @@ def test_nothing_is_computed_of_rows_that_nobody_reads(filtered: bool) -> None:
     assert (left_out.entropy == INF).all() and (left_out.log_z == INF).all()
     assert (left_out.argmax == 0).all() and (left_out.sample == 0).all()
     assert left_out.probs is not None and (left_out.probs == 0).all()
+    assert (left_out.tile_mass == 0).all()
 
 
 @pytest.mark.parametrize("vocab_size", [700, 3000, 2048])

@@ -16,7 +16,7 @@ from bench.kernels import make_logits
 from dllm.ops import tile_product_gpu
 from dllm.ops.row_stats import RowStats, reference_row_stats, softcap
 from dllm.ops.soft_embedding import Shard
-from dllm.ops.tile_product import tile_product
+from dllm.ops.tile_product import least_mass, tile_product
 from dllm.ops.tile_product_gpu import ProductTiles, num_parts, tile_product_kernels
 from tests.ops.test_row_stats import keys_for
 from tests.ops.test_soft_embedding import rows_of_every_kind, table
@@ -32,14 +32,23 @@ def statistics(logits: Tensor, t: Tensor, cutoff: Tensor | None = None) -> RowSt
 
 
 def both(
-    logits: Tensor, shard: Shard, budget: float, cut: ProductTiles = CUT, **given: Tensor
+    logits: Tensor,
+    shard: Shard,
+    budget: float,
+    cut: ProductTiles = CUT,
+    is_read: Tensor | None = None,
+    **given: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(what the kernels compute, what the definition does), both on the CPU."""
+    """(what the kernels compute, what the definition does), both on the CPU.
+
+    is_read: [N, V] bool; the kernels find +inf in the place of the other logits.
+    """
     t = torch.linspace(0.4, 0.8, len(logits))
     stats = statistics(logits, t, **given)
     moved = RowStats._make(part if part is None else part.to(DEVICE) for part in stats)
     on_device = Shard(shard.weight.to(DEVICE), *shard[1:])
-    ours = tile_product_kernels(logits.to(DEVICE), t.to(DEVICE), moved, on_device, budget, cut)
+    found = logits if is_read is None else torch.where(is_read, logits, math.inf)
+    ours = tile_product_kernels(found.to(DEVICE), t.to(DEVICE), moved, on_device, budget, cut)
     return ours.cpu(), tile_product(logits, t, stats, shard, budget)
 
 
@@ -102,6 +111,22 @@ def test_the_product_takes_the_steps_of_the_tiles_that_are_kept(
     assert counts[0] == 128 and counts[1] <= 3 * 16
 
 
+def test_of_blocks_without_mass_no_logit_is_read() -> None:
+    """Of a sure row most; of a row that is sure of nothing, all are read."""
+    vocab, cut = 16384, ProductTiles(16, 32, 2, 4, 2048)
+    logits = make_logits(32, vocab, "settled", "cpu")
+    logits[::2] = torch.randn(16, vocab, generator=torch.Generator().manual_seed(0)) * 0.1
+    weight = table(vocab, torch.bfloat16)
+    probs = (logits / torch.linspace(0.4, 0.8, 32)[:, None]).softmax(1)
+    blocks = probs.view(32, -1, cut.block).sum(2)
+    is_read = blocks > least_mass(vocab, 2**-8)  # [rows, blocks]
+    ours, expected = both(
+        logits, Shard(weight, 0, vocab), 2**-8, cut, is_read.repeat_interleave(cut.block, 1)
+    )
+    assert_close(ours, expected, weight)
+    assert is_read[::2].all() and is_read[1::2].sum() <= 2 * 16  # of 8 a row
+
+
 @pytest.mark.parametrize("num_read", [0, 16])
 def test_rows_without_a_distribution_take_no_steps(
     num_read: int, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +144,8 @@ def test_rows_without_a_distribution_take_no_steps(
     is_read[torch.randperm(48)[:num_read]] = True
     unread = dict.fromkeys(("entropy", "log_z"), torch.tensor(math.inf))
     stats = stats._replace(
-        **{name: torch.where(is_read, getattr(stats, name), one) for name, one in unread.items()}
+        tile_mass=torch.where(is_read[:, None], stats.tile_mass, 0.0),
+        **{name: torch.where(is_read, getattr(stats, name), one) for name, one in unread.items()},
     )
     moved = RowStats._make(part if part is None else part.to(DEVICE) for part in stats)
     given = logits.to(DEVICE), t.to(DEVICE), moved, Shard(weight.to(DEVICE), 0, VOCAB)

@@ -30,7 +30,7 @@ from dllm.attention.visible_pages import VisiblePages
 from dllm.grammar import kernels as grammar
 from dllm.grammar.device import CHUNK, PackedTables, Searches
 from dllm.ops.filters import RowFilters
-from dllm.ops.row_stats import RowStats
+from dllm.ops.row_stats import RowStats, tile_width
 from dllm.ops.row_stats_gpu import row_stats_kernels
 from dllm.ops.soft_embedding import Shard, skipped_mass
 from dllm.ops.tile_product_gpu import product_tiles, tile_product_kernels
@@ -167,6 +167,7 @@ def embed(num_rows: int, arch: int, dtype: torch.dtype = BF16, raw: bool = False
     weight = meta(VOCAB, HIDDEN, dtype=dtype)
     shard = Shard(weight, 0, VOCAB)
     stats = RowStats._make(meta(num_rows) for _ in RowStats._fields)
+    stats = stats._replace(tile_mass=meta(num_rows, VOCAB // tile_width(VOCAB)))
     cut = product_tiles(weight.element_size(), arch)
     logits = meta(num_rows, VOCAB, dtype=BF16 if raw else torch.float32)
     given = logits, meta(num_rows), stats, shard, skipped_mass(dtype), cut
