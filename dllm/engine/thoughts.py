@@ -30,7 +30,7 @@ from dllm.grammar.constraint import Constraint
 from dllm.settings.request import grammar_of
 from dllm.settings.thoughts import NO_MARK, Marks
 
-NEVER = -(1 << 40)  # in the place of a position: in front of every token
+NEVER = -(1 << 40)  # in the place of a mark: in front of every token; even
 MOST = 1 << 29  # a budget, so that positions fit 32 bits; longer than any sequence
 ABSENT = -1  # in the place of a position: there is none
 
@@ -147,16 +147,16 @@ class Thoughts(NamedTuple):
     def _full(self, tokens: Tensor) -> Tensor:
         """Where a thought has as many tokens as its budget: ``[R, C]`` bool."""
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        begin = torch.where(self.begin < 0, NEVER, self.begin - self.canvas_start)
-        starts = torch.where(tokens == self.start[:, None], place + 1, NEVER)
-        ends = torch.where(tokens == self.end[:, None], place + 1, NEVER)
-        # Of the tokens in front of each place.
-        begun = torch.cat([begin[:, None], starts[:, :-1]], dim=1).cummax(dim=1).values
-        ended = torch.cat([torch.full_like(begin, NEVER)[:, None], ends[:, :-1]], dim=1)
-        thinks = begun > ended.cummax(dim=1).values
-        count, budget = place - begun, self.budget[:, None]
+        # A mark as one number: twice the place behind it, and one more if a thought begins there.
+        begin = 2 * (self.begin - self.canvas_start) + 1
+        begin = torch.where(self.begin < 0, NEVER, begin)
+        mark = torch.where(tokens == self.end[:, None], 2 * place + 2, NEVER)
+        mark = torch.where(tokens == self.start[:, None], 2 * place + 3, mark)
+        # The last one in front of each place.
+        last = torch.cat([begin[:, None], mark[:, :-1]], dim=1).cummax(dim=1).values
+        count, budget = place - (last >> 1), self.budget[:, None]
         is_full = (count == budget) | ((place == 0) & (count > budget))
-        return thinks & is_full & (budget >= 0)
+        return (last & 1 == 1) & is_full & (budget >= 0)
 
     def moved(self, before: Tensor, after: Tensor, blank: Tensor | int) -> Tensor:
         """``after`` with held ends where they belong, and ``blank`` where they no longer do.
