@@ -64,7 +64,8 @@ def row_stats(
     if _runs_definition(logits.device, logits.shape[-1]):
         cutoff = None
         if filters is not None:
-            cutoff = torch.ops.dllm.cutoffs(softcap(logits, cap), temperature, *filters)
+            is_any = filters.are_on(logits.shape[-1]).any()
+            cutoff = torch.ops.dllm.cutoffs(softcap(logits, cap), temperature, *filters, is_any)
         return reference_row_stats(logits, temperature, keys, probs_dtype, cutoff, cap)
     result = torch.ops.dllm.row_stats(
         logits,
@@ -157,9 +158,20 @@ def _row_stats(
 
 @torch.library.custom_op("dllm::cutoffs", mutates_args=())
 def _cutoffs(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    is_any: Tensor,
 ) -> Tensor:
-    """`filters.cutoffs` beside the definition, as a custom operator: [N] fp32."""
+    """`filters.cutoffs` beside the definition, as a custom operator: [N] fp32.
+
+    is_any: [] bool, whether a row is filtered. A compiled caller computes it beside other numbers,
+    and where none is, which is the rule, no operator is launched for each filter.
+    """
+    if not bool(is_any):
+        return torch.full_like(temperature, -torch.inf)
     filters = RowFilters(top_k, top_p, min_p)
     return cutoffs(logits.float(), temperature, filters, logits.shape[-1])
 

@@ -37,6 +37,10 @@ class RowFilters(NamedTuple):
     top_p: Tensor  # [N] fp32, in (0, 1]; 1.0 = off
     min_p: Tensor  # [N] fp32, in [0, 1]; 0.0 = off
 
+    def are_on(self, vocab_size: int) -> Tensor:
+        """Which rows are filtered: [N] bool."""
+        return (self.top_k < vocab_size) | (self.top_p < 1) | (self.min_p > 0)
+
     def rows(self, index: Tensor | slice) -> "RowFilters":
         return RowFilters(self.top_k[index], self.top_p[index], self.min_p[index])
 
@@ -51,9 +55,8 @@ def cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int
         x: [N, V or more] fp32, finite or -inf; -inf after the vocabulary.
         temperature: [N], > 0.
     """
-    is_on = (filters.top_k < vocab_size) | (filters.top_p < 1) | (filters.min_p > 0)
     cutoff = torch.full_like(temperature, -torch.inf)
-    on = is_on.nonzero()[:, 0]  # indices of the rows with a filter
+    on = filters.are_on(vocab_size).nonzero()[:, 0]  # indices of the rows with a filter
     if len(on) > 0:
         on = on[x[on].amax(dim=-1).isfinite()]
     if len(on) > 0:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm.ops import noise, row_stats_cpu
+from dllm.ops import dispatch, noise, row_stats_cpu
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters, _Histogram, cutoffs
 from dllm.ops.row_stats import RowStats, reference_row_stats, tile_width
@@ -293,6 +293,21 @@ def test_compiled_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
                 tiled = compiled(logits, temperature, keys, torch.float32, filters)
             for a, b in zip(ours, tiled, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_filtered", [0, 1])
+def test_cutoffs_are_searched_only_where_a_row_is_filtered(
+    num_filtered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = []
+    search = lambda *given: searched.append(1) or cutoffs(*given)  # noqa: E731
+    monkeypatch.setattr(dispatch, "cutoffs", search)
+    logits, off = torch.randn(3, 50), torch.tensor([50, 50, 50])
+    filters = RowFilters(off.clone(), torch.ones(3), torch.zeros(3))
+    filters.top_k[:num_filtered] = 2
+    found = row_stats(logits, torch.ones(3), keys_for(3), None, filters)
+    assert len(searched) == num_filtered
+    assert (found.cutoff > -INF).sum() == num_filtered
 
 
 def test_filters_of_the_definition_run_on_a_gpu() -> None:
