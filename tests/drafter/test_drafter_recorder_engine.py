@@ -125,8 +125,14 @@ def test_another_drafter_and_another_worker_are_refused(tmp_path):
     given = {"record": str(tmp_path), "record_layers": LAYERS}
     options = dict(additional_config={"dllm": {"drafter": given}}, **LIMITS)
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    without_layers = {"dllm": {"drafter": {"record": str(tmp_path)}}}
     with pytest.raises(ValueError, match="method = 'ngram' with"):
-        get_engine(TARGET, speculative_config=ngram, worker_cls=CPU_WORKER, **options)
+        get_engine(
+            TARGET,
+            speculative_config=ngram,
+            worker_cls=CPU_WORKER,
+            **options | {"additional_config": without_layers},
+        )
     with pytest.raises(ValueError, match="recording needs dllm"):
         get_engine(TARGET, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", **options)
 
