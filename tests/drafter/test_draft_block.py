@@ -155,20 +155,20 @@ class Served(FixedWidth):
 
 def test_trials_are_what_a_server_does(target, drafter, engine, tmp_path):
     """As many steps for each answer and width; the logits are those behind the prompt."""
-    asked = [prompt(length, 2 * length, 14) for length in (3, 9, 14)]
+    asked = [prompt(length, 2 * length, 14) for length in (3, 5, 7, 9, 11, 14)]
     settings = PilotTraining(
-        radius=2, temperatures=(0.0,), max_tokens=40, generate_batch=2, responses=3
+        radius=2, temperatures=(0.0,), max_tokens=40, generate_batch=4, responses=6
     )
     loaded = Drafter.load(drafter, target_facts(read_target(target)))
     model = Target(target, "cpu")
     model.eos = set()
     model.model.generation_config.eos_token_id = None
     prompts = [Prompt(tuple(given), "all", at == 1) for at, given in enumerate(asked)]
-    assert list(record(tmp_path, prompts, model, loaded, settings)) == [2, 1]
+    assert list(record(tmp_path, prompts, model, loaded, settings)) == [4, 2]
     trials = recorded(tmp_path)
     assert trials.widths == (2, 3, 4, 5, 6) and trials.trained == TRAINED
-    assert trials.tokens.tolist() == [39] * 3
-    assert trials.is_heldout.tolist() == [False, True, False]
+    assert trials.tokens.tolist() == [39] * 6
+    assert trials.is_heldout.tolist() == [False, True, False, False, False, False]
     for at, given in enumerate(asked):
         for place, width in enumerate(trials.widths):
             with policy_of(engine, Served(NUM_DRAFTS, width)) as policy:
