@@ -38,6 +38,8 @@ from bench.context import GateError, Row, Rows, command_line, publish, reporting
 from bench.tables import grouped, markdown, spread_of
 from dllm.attention.masks import QuerySpan, anchor
 
+CANVAS = 256
+
 
 class Case(NamedTuple):
     """Implementations of one shape, by name; each is called with nothing and returns its result.
@@ -80,7 +82,7 @@ def attention_cases(smoke: bool, device: str) -> Iterator[Case]:
         return
     for batch, context in ((1, 65536), (1, 1024), (8, 8192), (8, 65536), (32, 1024), (32, 8192)):
         for layer in (FULL, SLIDING, SYMMETRIC):
-            yield attention_case(layer, batch, context, 256, torch.bfloat16, device)
+            yield attention_case(layer, batch, context, CANVAS, torch.bfloat16, device)
         yield attention_case(DRAFTER, batch, context, 16, torch.bfloat16, device)
 
 

@@ -278,11 +278,12 @@ def test_what_a_server_on_hopper_runs(monkeypatch, given, version, has_flash, wi
         model_config=SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16),
     )
     settings = SimpleNamespace(canvas_window=window, block_size=1)
+    monkeypatch.setattr(configure, "settings_of", lambda config: settings)
     if chosen is None:
         with pytest.raises(ValueError, match="--attention-backend FLASH_ATTN"):
-            configure._choose_attention(config, settings)
+            configure.canvas_attention(config)
         return
-    configure._choose_attention(config, settings)
+    configure.canvas_attention(config)
     assert attention.use_non_causal
     assert (attention.backend.name, attention.flash_attn_version) == chosen
 

@@ -47,9 +47,9 @@ class Contrary(AdaptiveWidth):
 
 def generate_on_two_ranks(target: str, drafter: str, method: str) -> None:
     """The other side of the test: prints the tokens."""
-    from dllm.drafter import steering
+    from dllm.drafter.widths import make
 
-    steering.AdaptiveWidth = Contrary  # type: ignore[misc]
+    make.AdaptiveWidth = Contrary  # type: ignore[misc]
     engine = drafting_engine(
         target,
         drafter,
