@@ -133,10 +133,10 @@ class Plan:
         """
         if not module.endswith(LINEAR_ENDINGS):
             return None
-        if any(_is_named(target, module) for target in self.ignore):
+        if any(is_named(target, module) for target in self.ignore):
             return None
         for targets, scheme in self.groups:
-            if any(target == "Linear" or _is_named(target, module) for target in targets):
+            if any(target == "Linear" or is_named(target, module) for target in targets):
                 return scheme
         return None
 
@@ -211,7 +211,8 @@ def shared_name(module: str) -> str:
     return module
 
 
-def _is_named(target: str, module: str) -> bool:
+def is_named(target: str, module: str) -> bool:
+    """Whether a name or pattern, as compressed-tensors writes it, is of this module."""
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), module) is not None
     return shared_name(target) == shared_name(module)

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from dllm.quant.formats import NVFP4_GROUP
-from dllm.quant.schemes import SCHEMES, Plan, Scheme
+from dllm.quant.schemes import SCHEMES, Plan, Scheme, is_named, shared_name
 from dllm.quantize import arguments
 from dllm.quantize.linears import Linear
 from dllm.settings.checks import did_you_mean
@@ -49,15 +49,17 @@ def quantized_layers(
     """
     usual = _chosen(layers, scheme, IGNORED)
     for one in ignored:
-        if one.startswith("re:") and not one.startswith("re:.*"):
-            raise CommandError(
-                f"--ignore {one}: a pattern has to begin with re:.* because a server's names of "
-                "layers begin otherwise than a checkpoint's."
-            )
         try:
             found = len(_chosen(usual, scheme, [one])) < len(usual)
+            served = [is_named(one, shared_name(layer.module)) for layer in usual]
         except re.error as error:
             raise CommandError(f"--ignore {one}: no pattern ({error}).") from None
+        if served != [is_named(one, layer.module) for layer in usual]:
+            raise CommandError(
+                f"--ignore {one}: a pattern has to begin with re:.* and may not name what stands "
+                "in front of `layers.`, because a server's names of layers begin otherwise than a "
+                "checkpoint's."
+            )
         if not found:
             raise CommandError(
                 f"--ignore {one}: no layer that would be quantized is called so. They are called "

@@ -272,6 +272,7 @@ def test_a_group_size_that_does_not_fit_is_refused(
         (["--scheme", "nvfp4", "--ignore", "re:.*layers.7.*"], "layers.7.*: no layer"),
         (["--scheme", "nvfp4", "--ignore", "re:.*("], "no pattern"),
         (["--scheme", "nvfp4", "--ignore", "re:model.*"], "has to begin with re:"),
+        (["--scheme", "nvfp4", "--ignore", "re:.*decoder.layers.0.*"], "in front of `layers.`"),
         (["--scheme", "nvfp4", "--ignore", "re:.*q_proj"], "q_proj, but not .*: vLLM computes"),
         (["--scheme", "nvfp4", "--ignore", "re:.*experts.1.*"], "experts.1.*, but not .*experts.0"),
         (["--scheme", "nvfp4", "--ignore", "re:.*"], "no layer to quantize"),
