@@ -61,6 +61,7 @@ def measured_costs(
         max_model_len=max(map(len, prompts)) + max_tokens + ROOM,
         max_num_seqs=1,
         enable_prefix_caching=False,
+        async_scheduling=False,  # so that the worker chooses widths
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         speculative_config={
             "method": "dflash",
