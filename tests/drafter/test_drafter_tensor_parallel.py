@@ -49,6 +49,7 @@ def generate_on_two_ranks(target: str, drafter: str, method: str) -> None:
     """The other side of the test: prints the tokens."""
     from dllm.drafter.widths import make
 
+    assert make.AdaptiveWidth is AdaptiveWidth, "make_policy takes it from there"
     make.AdaptiveWidth = Contrary  # type: ignore[misc]
     engine = drafting_engine(
         target,
