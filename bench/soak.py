@@ -76,7 +76,8 @@ FLAGS = (*SERVE_FLAGS, "--max-num-seqs", "16", "--enable-prefix-caching", "--no-
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 SIGNED = ("--enable-lora", "--lora-modules", f"{ADAPTER}={ROOT / 'checkpoints/tiny-sdar-signed'}")
 PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "gemma4")
-# In fp32: verification rounds otherwise than plain decoding, and which drafts there are is chance.
+# In fp32, where answers do not depend on which drafts there were: in bf16 a step that verifies
+# drafts rounds otherwise than plain decoding.
 EXACT = (*FLAGS, "--dtype", "float32")
 DRAFTER = {
     "method": "dflash",
@@ -85,7 +86,7 @@ DRAFTER = {
 }
 ADAPTIVE = '{"dllm": {"drafter": {"policy": "adaptive", "prompt_lookup": true}}}'
 ITSELF = '{"dllm": {"decoding": "self_speculation", "drafter": {"policy": "adaptive"}}}'
-# What a server is of, what is sent to it, and its flags.
+# Checkpoint -> (kinds of good requests, flags of the server).
 MODELS: dict[str, tuple[Kinds, tuple[str, ...]]] = {
     "tiny-dllm": (NOISE, FLAGS),
     "tiny-sdar": (MASKS, (*FLAGS, *SIGNED)),

@@ -305,11 +305,13 @@ async def aborted(session: aiohttp.ClientSession, model: str, dice: Random) -> l
 
 
 async def slow(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
-    """A stream with unfinished canvases that is read a few bytes at a time, and left."""
+    """A stream, with unfinished canvases or without, that is read a few bytes at a time, and left.
+
+    A server that drafts has no unfinished canvases, and refuses the former.
+    """
     body = _endless(dice, model, max_tokens=256, stream=True, logprobs=5)
-    async with session.post(
-        COMPLETIONS, json=body | {"vllm_xargs": {"diffusion_stream": "canvas"}}
-    ) as reply:
+    canvases: Body = dice.choice([{}, {"vllm_xargs": {"diffusion_stream": "canvas"}}])
+    async with session.post(COMPLETIONS, json=body | canvases) as reply:
         for _ in range(10):
             await reply.content.read(64)
             await asyncio.sleep(0.2)
