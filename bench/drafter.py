@@ -15,7 +15,8 @@ Servers of the target:
     adaptive           our drafter with this policy
     adaptive, lookup   the same with drafts from the request's own text (``prompt_lookup``)
     draft model        a small model beside the target (--draft-model FOLDER): fixed 5
-    draft model, adaptive    the same with that policy, which cannot skip its pass
+    draft model, adaptive    the same with the policy adaptive; the small model runs in every step,
+                       also if nothing is drafted
     n-gram             vLLM's own (DLLM_DISABLE=1), in the engine's process as well: drafts what
                        stood behind the same tokens before
 
@@ -26,7 +27,8 @@ one row a run.
     python -m bench.drafter --target TARGET --drafter DRAFTER --contexts 256 1024 4096 --windows 256
 
 asks them behind so many tokens of our pages, which stand in front of the question in its message:
-what is kept of drafts behind a long context. tiny-ar has seen no text but its questions.
+how many drafts are kept behind a long context. tiny-ar knows nothing but its questions, so it is
+refused.
 """
 
 import argparse
@@ -54,10 +56,6 @@ from dllm.prompts.files import BUNDLED
 FILE = "drafter.csv"
 TARGET, DRAFTER = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-drafter"
 PLAIN, IN_PROCESS = "plain", "plain, in process"
-SPEED_NOTE = (
-    f'Ratios of tokens/s in the same round: median [min .. max]; in parentheses to "{IN_PROCESS}"; '
-    "behind the dot, tokens per step that verified drafts."
-)
 LONG = ("schema",)  # whose answers are the longest, measured alone as well
 SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the request that admits a server
 # vLLM's documentation drafts 5 tokens in its examples, too.
@@ -207,7 +205,16 @@ def tables(rows: Rows) -> str:
         lines.append(cells)
     header = ["target", "questions", "at once", "plain, tokens/s"]
     table = markdown([*header, *(f"{one} / plain" for one in others)], lines)
-    return "\n\n".join([table, SPEED_NOTE, *problems(rows)])
+    return "\n\n".join([table, note(rows), *problems(rows)])
+
+
+def note(rows: Rows) -> str:
+    """What the cells of the table are."""
+    beside = f'in parentheses to "{IN_PROCESS}"; ' if of(rows, IN_PROCESS) else ""
+    return (
+        f"Ratios of tokens/s in the same round: median [min .. max]; {beside}behind the dot, "
+        "tokens per step that verified drafts."
+    )
 
 
 if __name__ == "__main__":

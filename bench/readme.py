@@ -46,7 +46,7 @@ class Line(NamedTuple):
 
 
 DIFFUSION, ALONE = "DiffusionGemma", "the same without HTTP: `LLM.chat`"
-DRAFTS, LOOKUP = "SmolLM2-135M, our drafter", "the same with prompt lookup"
+DRAFTS, LOOKUP = "SmolLM2-135M, our drafter, `adaptive`", "the same with prompt lookup"
 MORE_TITLE, MORE = "the same with `--max-num-seqs 64` (default: 8)", f"{BUILTIN} --max-num-seqs 64"
 QUESTIONS, PAIR = {"schedule": ADAPTIVE}, {"target": "smollm2", "family": MIXED}
 LINES = (
