@@ -30,7 +30,8 @@ from dllm.grammar.constraint import Constraint
 from dllm.settings.request import grammar_of
 from dllm.settings.thoughts import NO_MARK, Marks
 
-NEVER = -(1 << 40)  # in the place of a mark: in front of every token; even
+# In the place of a mark (`_full`): in front of every token. Even, so that no thought begins there.
+NEVER = -(1 << 40)
 MOST = 1 << 29  # a budget, so that positions fit 32 bits; longer than any sequence
 ABSENT = -1  # in the place of a position: there is none
 

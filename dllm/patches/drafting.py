@@ -38,7 +38,7 @@ def serve_drafters() -> None:
 
 
 def drafts_itself(speculative_config: Any) -> bool:
-    """Whether a diffusion model drafts for itself (``dllm.drafter.self_drafting``)."""
+    """Whether a diffusion model drafts for itself (``dllm.drafter.self_drafter``)."""
     method = getattr(speculative_config, "method", None)
     return method == "custom_class" and bool(speculative_config.model == SELF_DRAFTER)
 

@@ -14,11 +14,12 @@ from dllm.patches.neighbours import is_disabled
 from dllm.settings.drafting import WHERE
 from dllm.settings.server import PluginOptions, options_of
 
-# Options of ``drafter``: of who chooses widths, and of who records.
+# Options of ``drafter`` that a kind may take: how many drafts are verified; recording; draft
+# blocks; our drafter's network.
 WIDTHS = frozenset({"policy", "width", "hysteresis", "prompt_lookup"})
 RECORDING = frozenset({"record", "record_mb"})
-BLOCKS = frozenset({"pilot", "denoise_steps", "noise_schedule", "verification"})  # of our blocks
-NETWORK = frozenset({"fused_context", "window", "mask_token_id", "renew"})  # of our network
+BLOCKS = frozenset({"pilot", "denoise_steps", "noise_schedule", "verification"})
+NETWORK = frozenset({"fused_context", "window", "mask_token_id", "renew"})
 
 Limits = Iterable[tuple[Any, str, str]]  # whether it is asked for, the flag, why it does not work
 # Whose worker runs. With OURS, ``--worker-cls`` may name no other one.

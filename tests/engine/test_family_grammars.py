@@ -55,8 +55,8 @@ BESIDE: list[dict[str, Any]] = [
 ]
 
 
-# The others fill in masks by SDAR's code, on canvases that take eight times as long; what they
-# edit, and random grammars beside it: tests/models/test_unmasking_grammars.py.
+# LLaDA2 and Nemotron fill in masks with SDAR's code, and their longer canvases take eight times as
+# long, so they run nightly. Edits and random grammars: tests/models/test_unmasking_grammars.py.
 LONG = [pytest.param(name, marks=pytest.mark.nightly) for name in ("llada2", "nemotron")]
 
 

@@ -44,7 +44,7 @@ class StepCosts:
 
         Args:
             num_verified: drafts that the target verified, summed over the rows.
-            drafts: whether the drafter ran afterwards.
+            drafts: a draft pass is part of this time (``VerifiedStep.drafted``).
         """
         work = self._guess * np.array([1, num_rows, num_verified, drafts, drafts * num_rows])
         if self.is_first:
