@@ -107,7 +107,7 @@ class DraftingScheduler(Scheduler):
         return stats
 
     def _send_counts(self, stats: SchedulerStats) -> None:
-        if self._counts:
+        if self._counts or stats.spec_decoding_stats is not None:
             send_drafting(stats, self._counts.take())
 
 
@@ -152,7 +152,7 @@ class AsyncDraftingScheduler(DraftingScheduler, AsyncScheduler):
         for request, width in zip(rows, widths.tolist(), strict=True):
             request.spec_token_ids = request.spec_token_ids[:width]
             self._counts.add("draft_widths", label=str(min(width, most)))
-        if most:
+        if most and scheduled:
             self._counts.add("draft_passes")
             self._counts.add("drafted_tokens", len(scheduled) * most)
 
@@ -168,6 +168,8 @@ class AsyncDraftingScheduler(DraftingScheduler, AsyncScheduler):
         if self.width_policy.reads_outcomes:
             slots = self._slots.of(step.names)
             rows = slots, step.in_prompt, step.verified, step.accepted(model_runner_output)
+            if len(step.names) < len(scheduler_output.num_scheduled_tokens):
+                self.width_policy.note_wait(None)  # rows of ended requests took part of the time
             self.width_policy.observe(VerifiedStep(*rows, self._drafted))
         self._drafted = num_drafts_behind(scheduler_output) > 0
         return outputs

@@ -317,6 +317,14 @@ def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(
             assert {True, False} == set(drafted[-20:])
             assert [step.drafted for step in policy.steps[1:]] == drafted[: len(policy.steps) - 1]
     assert preempted, "the cache was large enough for everybody"
+    # A request that a token ends is in the next step as well: what that step takes tells nothing.
+    waits: list[float | None] = []
+    told = RandomWidth(N, reads_confidence=False)
+    monkeypatch.setattr(told, "note_wait", waits.append)
+    last = plain_texts(plain, "greedy")[0][5]
+    with chosen_ahead(engine, told):
+        engine.generate(PROMPTS, greedy(40, stop_token_ids=[last]))
+    assert set(waits) == {None}
     if write is None:  # a target that drafts for itself
         no_ends = torch.zeros(0, dtype=torch.int64)
         monkeypatch.setattr(engine.runner.speculator, "_end_ids", no_ends)
