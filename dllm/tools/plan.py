@@ -206,7 +206,9 @@ def measured(metrics: str) -> tuple[list[float], float, float, float]:
             total[sample.name, int(sample.labels.get("position", 0))] += sample.value
 
     def mean_ms(seconds: str, count: str) -> float:
-        return 1e3 * total[seconds, 0] / total[count, 0] if total[count, 0] else math.nan
+        # An asynchronous scheduler counts draft passes, and no worker tells it their time.
+        is_said = total[count, 0] and total[seconds, 0]
+        return 1e3 * total[seconds, 0] / total[count, 0] if is_said else math.nan
 
     accepted = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     verified = [total["dllm:verified_tokens_per_pos_total", at] for at in range(MAX_DRAFTS)]

@@ -191,6 +191,14 @@ def test_vllms_own_metrics_say_how_much_was_accepted(capsys):
         assert "--step-ms" in capsys.readouterr().err
 
 
+def test_an_asynchronous_server_does_not_say_how_long_drafts_take(capsys):
+    counts = counted(ACCEPTED, (60.0, 10.0)) + counted(VERIFIED, (80.0, 40.0))
+    times = "".join(line for line in TIMES.splitlines(True) if "drafting_seconds" not in line)
+    with serving(counts + times) as url:
+        assert main(["plan", "--metrics", url]) == FAILED
+    assert "--draft-ms" in capsys.readouterr().err
+
+
 def test_a_server_without_drafts_or_metrics_is_named(capsys):
     with serving("nothing 1.0\n") as url:
         assert run("--metrics", url) == FAILED
