@@ -1,13 +1,14 @@
 """Policies as functions: what they learn, what a step costs, which widths earn most."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dllm.drafter.widths.adaptive import FIRST_TRIAL, LAST_TRIAL, AdaptiveWidth, best_widths
 from dllm.drafter.widths.costs import StepCosts
-from dllm.drafter.widths.make import make_policy
+from dllm.drafter.widths.make import make_policy, may_skip_passes
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.drafter.widths.survival import Survival, bins_of
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
@@ -28,6 +29,19 @@ def test_a_policy_that_prices_nothing_waits_and_never_verifies_more_than_its_wid
     policy.note_wait(None)
     assert policy.worth_ms(np.arange(2)) == float("inf")
     assert policy.most == 3 and FixedWidth(N).most == N
+
+
+@pytest.mark.parametrize(
+    ("replicas", "prompt_ranks", "is_moe", "may_skip"),
+    [(1, 1, True, True), (2, 1, False, True), (2, 1, True, False), (1, 2, False, False)],
+)
+def test_a_pass_that_others_take_part_in_is_not_skipped(replicas, prompt_ranks, is_moe, may_skip):
+    parallel = SimpleNamespace(
+        data_parallel_size=replicas, prefill_context_parallel_size=prompt_ranks
+    )
+    model = SimpleNamespace(is_moe=is_moe)
+    config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    assert may_skip_passes(config) is may_skip
 
 
 def test_the_fixed_policy():

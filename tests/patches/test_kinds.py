@@ -37,7 +37,7 @@ def configured(model: str, **flags: Any) -> tuple[str, Any]:
 DFLASH = drafts("dflash", str(ROOT / "checkpoints/tiny-drafter"))
 REMOTE = drafts("custom_class", SPECULATOR) | options(remote={"workers": ["/nowhere/w.sock"]})
 BOTH = options(remote={"workers": ["/nowhere/w.sock"]}, drafter={"policy": "adaptive"})
-LOOKUP = options(drafter={"policy": "adaptive", "prompt_lookup": True})
+
 NGRAM = {
     "speculative_config": {
         "method": "ngram",
@@ -93,11 +93,6 @@ def test_worker_and_scheduler(model, flags, worker, scheduler):
             "tiny-nemotron",
             options(decoding="ar") | NGRAM,
             "'ngram' with .* on a CPU; .*Leave --speculative-config out",
-        ),
-        (
-            "tiny-ar",
-            DFLASH | LOOKUP | {"data_parallel_size": 2},
-            "prompt_lookup does not work with .*: looked-up drafts save",
         ),
         (
             "tiny-ar",

@@ -32,8 +32,10 @@ def make_policy(
 def may_skip_passes(vllm_config: Any) -> bool:
     """Whether a step can go without a draft pass.
 
-    With data parallelism all replicas take part in every draft pass, and with prefill context
-    parallelism all ranks of a prompt. Then no single one of them may leave a pass out.
+    Where replicas share experts all of them take part in every draft pass, and with prefill context
+    parallelism all ranks of a prompt. Then no single one of them may leave a pass out. Replicas of
+    other targets are servers of their own.
     """
     parallel = vllm_config.parallel_config
-    return bool(parallel.data_parallel_size == parallel.prefill_context_parallel_size == 1)
+    num_replicas = parallel.data_parallel_size if vllm_config.model_config.is_moe else 1
+    return bool(num_replicas == parallel.prefill_context_parallel_size == 1)
