@@ -11,7 +11,7 @@ from typing import Any
 
 from dllm.models import AUTOREGRESSIVE
 from dllm.patches.contract import ASYNC_DRAFTING_SCHEDULER, CPU_WORKER, DRAFTING_SCHEDULER
-from dllm.patches.cpu import is_cpu_without_triton, register_model
+from dllm.patches.cpu import is_cpu_without_triton, is_synchronous, register_model
 from dllm.patches.remote import drafts_remotely, run_custom_speculators_on_v2
 from dllm.settings.drafting import (
     DRAFTER_ARCHITECTURE,
@@ -110,12 +110,16 @@ def draft_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     why = "they are made for the weights without an adapter"
     yield vllm_config.lora_config is not None, "--enable-lora", why
     speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
-    is_unseen = speculative.use_local_argmax_reduction and options.policy == "adaptive"
+    is_unseen = (
+        speculative.use_local_argmax_reduction
+        and options.policy == "adaptive"
+        and schedules_no_step_ahead(vllm_config)
+    )
     why = 'the policy "adaptive" reads how likely drafts are, which is not computed'
     yield is_unseen, "use_local_argmax_reduction", why
     is_idle = options.prompt_lookup and not may_skip_passes(vllm_config)
-    why = "looked-up drafts save a draft pass, and with --data-parallel-size or "
-    why += "--prefill-context-parallel-size no rank can leave one out"
+    why = "looked-up drafts save a draft pass, and no rank can leave one out with "
+    why += "--prefill-context-parallel-size, or with --data-parallel-size of a target with experts"
     yield is_idle, "prompt_lookup", why
 
 
@@ -204,6 +208,12 @@ def _refuse_source(vllm_config: Any) -> None:
         )
 
 
+def schedules_no_step_ahead(vllm_config: Any) -> bool:
+    """Whether steps of a server that drafts are scheduled one by one."""
+    is_asked = vllm_config.scheduler_config.async_scheduling is False
+    return is_synchronous() or is_asked or why_steps_wait(vllm_config) is not None
+
+
 def why_steps_wait(vllm_config: Any) -> str | None:
     """As ``kinds.Kind.why_synchronous`` says, of a server that drafts or records."""
     from vllm.v1.executor.abstract import Executor
@@ -215,14 +225,20 @@ def why_steps_wait(vllm_config: Any) -> str | None:
     if speculative is None:
         return None
     is_narrow = not always_verifies_all(options, speculative.num_speculative_tokens)
+    scheduler = vllm_config.scheduler_config
     # A small model's own configuration is made of the target's, which has its scheduler already.
-    known = None, DRAFTING_SCHEDULER, ASYNC_DRAFTING_SCHEDULER
-    is_other = vllm_config.scheduler_config.scheduler_cls not in known
+    own = DRAFTING_SCHEDULER if scheduler.async_scheduling is False else ASYNC_DRAFTING_SCHEDULER
+    is_other = scheduler.scheduler_cls not in (None, own)
     executor = Executor.get_class(vllm_config)
     whys = {
-        "vLLM schedules ahead for speculators of its own alone": drafts_itself(speculative),
+        "a model that drafts for itself chooses widths behind each step": (
+            drafts_itself(speculative)
+        ),
         'a pilot chooses widths behind a prompt ("policy")': options.policy == "pilot",
         'drafts are looked up behind each step ("prompt_lookup")': options.prompt_lookup,
+        'whether the drafter is a new one is known behind each step ("renew")': (
+            options.renew is not None and options.policy == "adaptive"
+        ),
         "only our scheduler chooses widths ahead, and --scheduler-cls names another one": (
             is_narrow and is_other
         ),

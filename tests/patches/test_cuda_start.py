@@ -87,6 +87,7 @@ WIDTHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adaptive, in turn": (ADAPTIVE, {"async_scheduling": False}),
     "adaptive, another scheduler": (ADAPTIVE, {"scheduler_cls": THEIRS}),
     "lookup": (LOOKUP, {}),
+    "renewed": (ADAPTIVE | {"renew": "/nowhere"}, {}),
     "lookup, ahead": (LOOKUP, {"async_scheduling": True}),
 }
 # What a drafter may have that vLLM's class serves and ours does not.
@@ -334,6 +335,7 @@ def test_widths_are_chosen_ahead_unless_an_option_waits_for_each_step(on_h200):
         ("adaptive, in turn", DRAFTING_SCHEDULER, False),
         ("adaptive, another scheduler", THEIRS, False),
         ("lookup", DRAFTING_SCHEDULER, False),
+        ("renewed", DRAFTING_SCHEDULER, False),
     ):
         start = on_h200[name]
         assert (start["scheduler"], start["async"]) == (scheduler, is_async), name
