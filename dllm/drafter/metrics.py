@@ -4,8 +4,8 @@ vLLM counts the drafts that were verified and accepted. These metrics add how mu
 long that took, which widths the policy chose, and how draft workers answered. How a count travels:
 
     worker        sends its ``Counts`` to the scheduler together with its drafts
-    engine core   adds them up, with those of a scheduler that asks draft workers (``remote``),
-                  until it makes its statistics, and puts the sum into those
+    engine core   adds them up, with those of a scheduler that asks draft workers (``remote``) or
+                  chooses widths ahead, until it makes its statistics, and puts the sum into those
     front end     adds what it gets to the Prometheus counters under /metrics
 """
 

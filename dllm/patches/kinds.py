@@ -72,8 +72,7 @@ CANVASES = Kind(
     refuses=configure.canvas_limits,
     configure=configure.configure_canvases,
 )
-# These two: our worker verifies drafts by our rule; under synchronous scheduling our scheduler
-# passes their counts to the metrics.
+# Our worker verifies drafts by our rule; our scheduler passes their counts to the metrics.
 SELF_DRAFTS = Kind(
     "drafting for itself",
     lambda config, options: drafting.drafts_itself(config.speculative_config),

@@ -166,6 +166,6 @@ class DrafterOptions:
 def always_verifies_all(options: DrafterOptions, num_drafts: int) -> bool:
     """Whether all drafts of every row are verified in each step.
 
-    Then the scheduler knows every step's size in advance, which asynchronous scheduling needs.
+    Then a step's size is known in advance, which asynchronous schedulers other than ours need.
     """
     return options.policy == "fixed" and options.width in (None, num_drafts)

@@ -20,7 +20,8 @@ class VerifiedStep:
     """What one step of the target did, row by row.
 
     Attributes:
-        slots: ``[rows]`` the request slot of each row; a slot is reused when its request ends.
+        slots: ``[rows]`` the request slot of each row; a slot is reused when its request
+            ends or is preempted.
         in_prompt: ``[rows]`` bool: the row computed prompt tokens. What a policy stored about this
             slot is then about an earlier request.
         verified: ``[rows]`` number of drafts that the target verified.
@@ -58,7 +59,7 @@ class WidthPolicy(ABC):
     Attributes:
         most: the largest width.
         may_skip: the drafter does not run in steps for which ``wants_drafts`` says no.
-        reads_outcomes: ``observe`` is called; it costs one wait for the device per step.
+        reads_outcomes: ``observe`` is called; in a worker it costs a wait for the device each step.
         reads_confidence: ``widths`` is given the drafter's probabilities.
         reads_prompts: ``read_prompts`` is called; it costs a product with the target's head.
         narrows: the widths are known before drafting, and a block is drafted with so many masks.
