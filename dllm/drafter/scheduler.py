@@ -160,12 +160,16 @@ class AsyncDraftingScheduler(DraftingScheduler, AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Let the policy learn from the step."""
-        known = {name: self.requests[name] for name in self._slots.keys() & self.requests.keys()}
-        step = StepRows(scheduler_output, known)
+        step = None
+        if self.width_policy.reads_outcomes:
+            known = {
+                name: self.requests[name] for name in self._slots.keys() & self.requests.keys()
+            }
+            step = StepRows(scheduler_output, known)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if not scheduler_output.num_scheduled_tokens:
             return outputs
-        if self.width_policy.reads_outcomes:
+        if step is not None:
             slots = self._slots.of(step.names)
             rows = slots, step.in_prompt, step.verified, step.accepted(model_runner_output)
             if len(step.names) < len(scheduler_output.num_scheduled_tokens):
