@@ -113,7 +113,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
     def _metadata(
         self, common: CommonAttentionMetadata, max_seq_len: int
     ) -> CanvasAttentionMetadata:
-        num_seqs = common.num_reqs
+        num_seqs, kind = common.num_reqs, _kind_of(common)
         is_causal = common.causal
         if isinstance(is_causal, bool):
             is_causal = self._flags[is_causal][:num_seqs]
@@ -125,9 +125,8 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             first_keys=self._anchors(common, is_causal) if self._is_anchored else None,
             max_query_len=self._max_query_len,
             max_seq_len=max_seq_len,
-            max_ahead=_max_ahead(common),
+            max_ahead=_max_ahead(common, kind),
         )
-        kind = _kind_of(common)
         calls = calls_of(batch, kind, self._flash_kinds, common.max_query_len, self._shorten)
         return CanvasAttentionMetadata(calls, common.num_actual_tokens)
 
@@ -161,9 +160,13 @@ def _kind_of(common: CommonAttentionMetadata) -> str:
     return CAUSAL if heads[0] else CANVASES
 
 
-def _max_ahead(common: CommonAttentionMetadata) -> int:
-    """How far behind a row, at most, the last key is that it sees: 0 for causal rows."""
-    kind, heads = _kind_of(common), common.is_prefilling
+def _max_ahead(common: CommonAttentionMetadata, kind: str) -> int:
+    """How far behind a row, at most, the last key is that it sees: 0 for causal rows.
+
+    Args:
+        kind: as `_kind_of` says.
+    """
+    heads = common.is_prefilling
     if kind == CAUSAL:
         return 0
     if kind == CANVASES or heads is None:

@@ -175,7 +175,7 @@ def test_what_the_host_knows_of_a_batch(causal, heads, kind, ahead):
         causal=flags, is_prefilling=heads, query_start_loc_cpu=starts, max_query_len=9
     )
     assert _kind_of(common) == kind
-    assert _max_ahead(common) == ahead
+    assert _max_ahead(common, kind) == ahead
 
 
 def found(run):
