@@ -25,6 +25,7 @@ from dllm.train.batch import load_batch
 from dllm.train.export import Drafter
 from dllm.train.network import DraftNetwork
 from dllm.train.pilot_settings import CHECKED_ONE_IN, PilotTraining
+from dllm.train.precision import autocast
 from dllm.train.prompts import Prompt
 from dllm.train.target import Target
 
@@ -175,7 +176,8 @@ def _try_widths(
     if sample.num_anchors:
         batch = load_batch([sample], target, drafter.read.target_layer_ids)
         for place, width in enumerate(widths):
-            drafted = draft_all(network, target.embedding, head, batch, width + 1)
+            with autocast(target.device):  # a server's precision
+                drafted = draft_all(network, target.embedding, head, batch, width + 1)
             kept[:, place] = torch.tensor(drafted.agreeing)
             if width == trained:
                 confidence = drafted.confidence.half()
