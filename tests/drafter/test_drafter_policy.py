@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dllm.drafter.widths.adaptive import FIRST_TRIAL, LAST_TRIAL, AdaptiveWidth, best_widths
+from dllm.drafter.widths.adaptive import (
+    FIRST_TRIAL,
+    LAST_TRIAL,
+    TIMED_ONE_IN,
+    AdaptiveWidth,
+    best_widths,
+)
 from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.make import make_policy, may_skip_passes
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
@@ -518,6 +524,29 @@ def test_short_answers_stop_the_drafting_that_is_worth_nothing():
     assert np.mean(traffic.drafted[-200:]) > 0.9
 
 
+def test_a_drafting_step_costs_little_python(monkeypatch):
+    """Of steps of the same kind one in four is timed; so are all trials, which are of another."""
+    policy = adaptive(1)
+    counted = {"timed": [], "sorted": 0}
+    monkeypatch.setattr(policy.costs, "observe", lambda *step: counted["timed"].append(step[2]))
+    best = policy._best_widths
+
+    def sort(*arguments, **options):
+        counted["sorted"] += 1
+        return best(*arguments, **options)
+
+    monkeypatch.setattr(policy, "_best_widths", sort)
+    traffic = Traffic(policy, 1)
+    traffic.arrive()
+    for _ in range(400):
+        traffic.step(np.ones(N))
+    num_trials = traffic.drafted.count(False)
+    assert num_trials and counted["timed"].count(False) == num_trials
+    # Widths are chosen in each step that drafts, and what it depends on is decided in few.
+    assert len(counted["timed"]) <= 400 / TIMED_ONE_IN + 2 * num_trials
+    assert counted["sorted"] <= 400 * (1 + 1 / TIMED_ONE_IN) + 2 * num_trials
+
+
 # --- a drafter that always runs -------------------------------------------------------------------
 
 
@@ -533,7 +562,7 @@ def test_where_the_drafter_always_runs_whole_steps_are_timed(monkeypatch):
         traffic.step(np.full(N, 1e-4))
         assert traffic.drafted[-1] or not traffic.last.any()
     assert np.mean(traffic.drafted[-50:]) < 0.1
-    assert len(timed) == 100
+    assert len(timed) == 100 // TIMED_ONE_IN
     for num_verified, drafts, ms in timed:
         assert drafts and ms == pytest.approx(15.0 + 0.5 * num_verified)
 

@@ -23,7 +23,9 @@ from dllm.drafter.widths.survival import Survival, bins_of
 
 FIRST_TRIAL, LAST_TRIAL = 8, 128  # steps before a trial: the fewest, the most
 WAITING_SHARE = 0.01  # of the time that trials may wait for drafts
-TIMED_ONE_IN = 4  # steps in a row without drafts; learning from each would cost them 1 %
+# Of steps in a row of the same kind (with drafts, or without) one in so many is timed, and followed
+# by a new decision whether to draft: doing so after each would cost small models 2 % of their time.
+TIMED_ONE_IN = 4
 ROWS_PER_TRIAL = 8  # a trial that drafts verifies one request in so many, rounded up
 
 
@@ -81,10 +83,11 @@ class AdaptiveWidth(WidthPolicy):
         self._looked_up = False  # the last drafts were
         self._has_drafts = np.zeros((0, num_drafts), dtype=bool)  # [rows, N]: something was found
         self._num_rows = 0  # of the last step
-        self._has_news = False  # the last step changed something that a decision depends on
+        self._has_news = False  # what a decision depends on has changed since the last one
+        self._is_due = False  # the last step may be followed by a decision
         self._is_trial = False
         self._wants = True  # what `wants_drafts` has said
-        self._num_plain = 0  # steps in a row that neither drafted nor verified
+        self._num_alike, self._was_plain = 0, False  # steps in a row of the same kind
         self.forget_drafter()
         self._waited_ms: float | None = None  # `note_wait` since the last step
         self._observed_at: float | None = None  # when the last step was observed, by the clock
@@ -102,10 +105,11 @@ class AdaptiveWidth(WidthPolicy):
     def observe(self, step: VerifiedStep) -> None:
         """Learn which of the last drafts survived, what the step cost, which requests are new."""
         has_prompts, num_rows = bool(step.in_prompt.any()), len(step.slots)
+        is_timed = self._time_step(step, has_prompts)
         is_other = num_rows != self._num_rows
         self._has_news |= has_prompts or is_other or bool(step.verified.any())
+        self._is_due = has_prompts or is_other or is_timed
         self._num_rows = num_rows
-        self._time_step(step)
         if has_prompts:
             self.forget_requests(step.slots[step.in_prompt])
         bins = self._bins[step.slots] if self.reads_confidence else None
@@ -122,8 +126,7 @@ class AdaptiveWidth(WidthPolicy):
         self._looked_up = False
         if not len(slots) or self._until_trial <= 1:
             return False
-        if self._has_news:
-            self._judge(slots)
+        self._judge(slots)
         self._has_drafts = confidence > 0
         widths, rate = self._best_widths(slots, bins_of(confidence), looked_up=True)
         other = len(slots) / self.costs.plain(len(slots))
@@ -142,8 +145,7 @@ class AdaptiveWidth(WidthPolicy):
         if not len(slots):
             self._wants = False
             return False
-        if self._has_news:
-            self._judge(slots)
+        self._judge(slots)
         self._until_trial -= 1
         self._is_trial = self._until_trial <= 0
         if self._is_trial:
@@ -202,7 +204,9 @@ class AdaptiveWidth(WidthPolicy):
             self._until_trial = max(self._until_trial, int(share))
 
     def _judge(self, slots: np.ndarray) -> None:
-        """Decide again whether drafting is faster; if it begins now, soon try a step without."""
+        """If due, decide whether drafting is faster; if it begins, soon try a step without."""
+        if not (self._has_news and self._is_due):
+            return
         self._has_news = False
         widths, drafting = self._best_widths(slots, bins=None)
         num_rows = len(slots)
@@ -230,17 +234,26 @@ class AdaptiveWidth(WidthPolicy):
         costs = self.costs.drafting(len(slots), passes=not looked_up)
         return best_widths(gain, float(len(slots)), costs)
 
-    def _time_step(self, step: VerifiedStep) -> None:
-        """Learn from the time since the last step, unless this one read prompts."""
+    def _time_step(self, step: VerifiedStep, has_prompts: bool) -> bool:
+        """Learn from the time since the last step, unless this one read prompts.
+
+        Returns:
+            whether it is one of those that are timed.
+        """
         now, before = self.clock(), self._observed_at
         waited_ms, self._waited_ms = self._waited_ms, None
         self._observed_at = now
+        if has_prompts:
+            return False
         num_rows, num_verified = len(step.slots), int(step.verified.sum())
-        self._num_plain = 0 if step.drafted or num_verified else self._num_plain + 1
-        if self._num_plain and self._num_plain % TIMED_ONE_IN != 1:
-            return
-        if before is not None and now > before and not step.in_prompt.any():
+        is_plain = not (step.drafted or num_verified)
+        self._num_alike = self._num_alike + 1 if is_plain == self._was_plain else 1
+        self._was_plain = is_plain
+        if self._num_alike % TIMED_ONE_IN != 1:
+            return False
+        if before is not None and now > before:
             ms = 1e3 * (now - before)
             self.costs.observe(num_rows, num_verified, step.drafted, ms)
             if waited_ms is not None and waited_ms < ms:
                 self.costs.observe(num_rows, num_verified, False, ms - waited_ms)
+        return True

@@ -19,9 +19,11 @@ This is Cox's model of proportional hazards. A rejection at one place changes th
 at all places, so a few steps tell an easy request from a hard one. A new request starts as average.
 """
 
+import math
+
 import numpy as np
 
-FIRST_GUESS = -np.log(0.8)  # hazard of a position before any draft was verified
+FIRST_GUESS = -math.log(0.8)  # hazard of a position before any draft was verified
 # k of the formula: the expected rate counts as much as so many rejections.
 POSITION_STRENGTH, REQUEST_STRENGTH, BIN_STRENGTH = 1.0, 1.0, 4.0
 # Fading: counts shared by all requests are multiplied by the first number in each step, because the
@@ -31,7 +33,7 @@ SHARED_KEPT, REQUEST_KEPT = 1 - 1 / 64, 0.95
 # Rejections at a place do not fade below this while nothing is verified: otherwise the next drafts
 # would be expected to be nearly as good as before any was verified.
 KEPT_UNVERIFIED = 8.0
-HAZARD_RANGE = -np.log([0.998, 0.002])  # of a position: acceptance of at most 0.998, at least 0.002
+HAZARD_RANGE = -math.log(0.998), -math.log(0.002)  # of a position: acceptance 0.998 to 0.002
 MAX_HAZARD = 50.0  # exp(-50) is 0 for this purpose; keeps expm1 below finite
 # Edges of the bins of the drafter's probability; narrow near 1, where hazards differ most.
 BIN_EDGES = np.array([0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99, 0.997])
@@ -105,36 +107,35 @@ class Survival:
         # Also for rows of width 0: otherwise a bad estimate would last for ever, because a request
         # that is never verified gives no new counts.
         self._by_request[:, slots] *= REQUEST_KEPT
-        slots, verified, accepted = slots[tried], verified[tried], accepted[tried]
-        bins = None if bins is None else bins[tried]
+        if not tried.all():
+            slots, verified, accepted = slots[tried], verified[tried], accepted[tried]
+            bins = None if bins is None else bins[tried]
         places = np.arange(self.num_drafts)
         is_kept = places < accepted[:, None]  # [rows, N]
-        is_rejected = (places == accepted[:, None]) & (accepted < verified)[:, None]
+        is_rejected = places == np.where(accepted < verified, accepted, -1)[:, None]
         request, by_bin = self._request_rates(slots), self._bin_rates(bins)
         hazards = np.minimum(self._position * request * by_bin, MAX_HAZARD)
         # Fraction of its place that a draft survived. A kept one: 1. A rejected one: the mean of an
         # exponential time with this hazard, given that it is below 1. Others: 0.
         survived = np.where(is_rejected, 1 / hazards - 1 / np.expm1(hazards), is_kept)
-        self._by_request[:, slots] += np.stack(
-            [is_rejected.sum(axis=1), (survived * self._position * by_bin).sum(axis=1)]
-        )
-        self._by_position += np.stack(
-            [is_rejected.sum(axis=0), (survived * request * by_bin).sum(axis=0)]
-        )
+        predicted = survived * hazards  # rejections, by all three rates
+        self._by_request[0, slots] += is_rejected.sum(axis=1)
+        self._by_request[1, slots] += predicted.sum(axis=1) / request[:, 0]
+        self._by_position[0] += is_rejected.sum(axis=0)
+        self._by_position[1] += (predicted / self._position).sum(axis=0)
         if bins is not None:
-            weights = (is_rejected, survived * self._position * request)
-            self._by_bin += np.stack(
-                [np.bincount(bins.ravel(), each.ravel(), minlength=NUM_BINS) for each in weights]
-            )
+            flat = bins.ravel()
+            self._by_bin[0] += np.bincount(flat, is_rejected.ravel(), NUM_BINS)
+            self._by_bin[1] += np.bincount(flat, (predicted / by_bin).ravel(), NUM_BINS)
         self._position = self._position_rates()
 
     def _position_rates(self) -> np.ndarray:
         """``[N]``. A place that was rarely verified gets nearly the rate of the place before it."""
-        expected, rates = float(FIRST_GUESS), []
-        for rejections, exposure in self._by_position.T.tolist():
+        (least, most), expected, rates = HAZARD_RANGE, FIRST_GUESS, []
+        for rejections, exposure in zip(*self._by_position.tolist(), strict=True):
             expected = (rejections + POSITION_STRENGTH) / (exposure + POSITION_STRENGTH / expected)
-            rates.append(expected)
-        return np.clip(rates, *HAZARD_RANGE)
+            rates.append(min(max(expected, least), most))
+        return np.array(rates)
 
     def _request_rates(self, slots: np.ndarray) -> np.ndarray:
         """``[rows, 1]``; the expected rate is 1."""
