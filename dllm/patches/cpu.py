@@ -36,6 +36,12 @@ def is_synchronous() -> bool:
     return current_platform.is_cpu()
 
 
+def schedules_no_step_ahead(vllm_config: Any, why_steps_wait: str | None) -> bool:
+    """Whether steps are scheduled one by one: here, as asked, or for this reason of the server."""
+    is_asked = vllm_config.scheduler_config.async_scheduling is False
+    return is_synchronous() or is_asked or why_steps_wait is not None
+
+
 def prepare_worker(vllm_config: Any) -> None:
     """Prepare a server that our worker serves on a CPU.
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from dllm.models import AUTOREGRESSIVE
 from dllm.patches.contract import ASYNC_DRAFTING_SCHEDULER, CPU_WORKER, DRAFTING_SCHEDULER
-from dllm.patches.cpu import is_cpu_without_triton, is_synchronous, register_model
+from dllm.patches.cpu import is_cpu_without_triton, register_model, schedules_no_step_ahead
+from dllm.patches.neighbours import vllm_version
 from dllm.patches.remote import drafts_remotely, run_custom_speculators_on_v2
 from dllm.settings.drafting import (
     DRAFTER_ARCHITECTURE,
@@ -113,7 +114,7 @@ def draft_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     is_unseen = (
         speculative.use_local_argmax_reduction
         and options.policy == "adaptive"
-        and schedules_no_step_ahead(vllm_config)
+        and schedules_no_step_ahead(vllm_config, why_steps_wait(vllm_config))
     )
     why = 'the policy "adaptive" reads how likely drafts are, which is not computed'
     yield is_unseen, "use_local_argmax_reduction", why
@@ -208,12 +209,6 @@ def _refuse_source(vllm_config: Any) -> None:
         )
 
 
-def schedules_no_step_ahead(vllm_config: Any) -> bool:
-    """Whether steps of a server that drafts are scheduled one by one."""
-    is_asked = vllm_config.scheduler_config.async_scheduling is False
-    return is_synchronous() or is_asked or why_steps_wait(vllm_config) is not None
-
-
 def why_steps_wait(vllm_config: Any) -> str | None:
     """As ``kinds.Kind.why_synchronous`` says, of a server that drafts or records."""
     from vllm.v1.executor.abstract import Executor
@@ -242,7 +237,9 @@ def why_steps_wait(vllm_config: Any) -> str | None:
         "only our scheduler chooses widths ahead, and --scheduler-cls names another one": (
             is_narrow and is_other
         ),
-        "disable_padded_drafter_batch": speculative.disable_padded_drafter_batch,
+        "disable_padded_drafter_batch with vLLM 0.32": (
+            speculative.disable_padded_drafter_batch and vllm_version().startswith("0.32.")
+        ),
         "--distributed-executor-backend supports none": not executor.supports_async_scheduling(),
     }
     return next((why for why, is_given in whys.items() if is_given), None)

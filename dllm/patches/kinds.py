@@ -221,9 +221,9 @@ def _choose_scheduler(vllm_config: Any, kind: Kind) -> None:
         if scheduler.async_scheduling:
             raise ValueError(f"--async-scheduling: {why}. Leave the flag out.")
         scheduler.async_scheduling = False
-    is_synchronous = cpu.is_synchronous() or scheduler.async_scheduling is False
+    is_one_by_one = cpu.schedules_no_step_ahead(vllm_config, why)
     scheduler.scheduler_cls = scheduler.scheduler_cls or (
-        kind.scheduler if is_synchronous else kind.async_scheduler
+        kind.scheduler if is_one_by_one else kind.async_scheduler
     )
 
 
