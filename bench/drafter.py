@@ -14,6 +14,7 @@ Servers of the target:
     pilot              our drafter with a pilot's widths (--pilot FILE)
     adaptive           our drafter with this policy
     adaptive, lookup   the same with drafts from the request's own text (``prompt_lookup``)
+    lookup             these drafts alone, without a drafter
     draft model        a small model beside the target (--draft-model FOLDER): fixed 5
     draft model, adaptive    the same with the policy adaptive; the small model runs in every step,
                        also if nothing is drafted
@@ -132,6 +133,7 @@ def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
     policies += [("adaptive", most, adaptive)]
     policies += [("adaptive, lookup", most, adaptive | {"prompt_lookup": True})]
     steered = [(name, num_drafts, drafter, policy) for name, num_drafts, policy in policies]
+    steered.append(("lookup", most, {"method": "ngram"}, adaptive | {"prompt_lookup": True}))
     if options.draft_model is not None:
         small = {"method": "draft_model", "model": str(options.draft_model)}
         steered += [

@@ -1,12 +1,13 @@
 """What is special of each draft source when it is steered (``steering``).
 
-A *draft source* is a speculator of vLLM's Model Runner V2. Two kinds differ in how they keep up
-with a step that is not drafted for:
+A *draft source* is a speculator of vLLM's Model Runner V2, or the requests' own texts. Kinds differ
+in how they keep up with a step that is not drafted for:
 
     one by one   drafts are tokens of a small model, or of a layer behind the target, which reads
                  every token of the text: one pass of it cannot be left out
     blocks       DFlash, DFlash 2, LiLiCorr, DSpark: nothing but the target's hidden states is read,
                  and can wait until drafting starts again
+    texts        nothing is read but the tokens that the runner keeps
 """
 
 from typing import Any
@@ -24,6 +25,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from dllm.drafter.context import DeferredContext
 from dllm.drafter.steering import DraftPass, Steered
 from dllm.drafter.step import TargetStep
+from dllm.drafter.widths.adaptive import LookupWidth
 
 
 class SteeredModel(Steered, StandaloneARSpeculator):
@@ -42,6 +44,33 @@ class SteeredModel(Steered, StandaloneARSpeculator):
         """The passes behind the first, which has read the step's tokens and drafted one."""
         if not self._reads_only:
             super()._multi_step_decode(*args, **options)
+
+
+class SteeredTexts(Steered):
+    """Nothing but lookups in the requests' own texts: the method "ngram", in place of vLLM's."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> None:
+        super().__init__(vllm_config, device)
+        self.steer(vllm_config, req_states)
+        self.policy = LookupWidth(self.num_speculative_steps, self.max_num_reqs)
+
+    def load_draft_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """An empty one."""
+        return torch.nn.Module()
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """There is no attention."""
+
+    def init_cudagraph_manager(self, *args: Any) -> None:
+        """There is no graph."""
+
+    def capture(self) -> None:
+        """There is no graph."""
+
+    def _keep_context(self, step: TargetStep, draft: DraftPass) -> None:
+        """There is no context."""
 
 
 class SteeredBlocks(Steered, DFlashSpeculator):

@@ -26,6 +26,7 @@ DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
 SELF_DRAFTER = "dllm.drafter.self_drafter.SelfDrafter"
 # Methods of vLLM that ours steers (``drafter.steering``), and drafters of the method "dflash".
 SOURCES = ("draft_model", "eagle3", "mtp", "dspark")
+LOOKUP = "ngram"  # with the option ``prompt_lookup``: ours in place of vLLM's
 SELECTORS = ("DFlash2DraftModel", "LiLiCorrDraftModel")
 
 
@@ -150,6 +151,10 @@ def steering_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     yield is_sampled and _names(speculative, SELECTORS), flag, why
     why = "a DSpark drafter of a reduced vocabulary cannot draw with the target's random numbers"
     yield is_sampled and _has_reduced_vocabulary(vllm_config), flag, why
+    if speculative.method == LOOKUP:
+        yield is_sampled, flag, "drafts that are looked up are not drawn"
+        is_given = "hysteresis" in options_of(vllm_config).drafter.given()
+        yield is_given, "hysteresis", "there is no drafter that starts or stops"
 
 
 def _has_reduced_vocabulary(vllm_config: Any) -> bool:
@@ -185,7 +190,8 @@ def configure_steering(vllm_config: Any) -> None:
 def _refuse_source(vllm_config: Any) -> None:
     """Raises ValueError for a draft source that ours cannot steer."""
     speculative = vllm_config.speculative_config
-    is_known = speculative.method in SOURCES or _names(speculative, SELECTORS)
+    looks_up = speculative.method == LOOKUP and options_of(vllm_config).drafter.prompt_lookup
+    is_known = looks_up or speculative.method in SOURCES or _names(speculative, SELECTORS)
     is_special = speculative.use_multi_module_mtp() or speculative.use_gemma4_mtp()
     if not is_known or is_special:
         drafter = ""
@@ -198,8 +204,9 @@ def _refuse_source(vllm_config: Any) -> None:
             given, advice = f"{architecture} on a CPU", "Leave --speculative-config out."
         raise ValueError(
             f"--speculative-config: method = {speculative.method!r}{drafter} with {given}; "
-            f"allowed: {', '.join(SOURCES)} (of one MTP module), and dflash of "
-            f"{', '.join((DRAFTER_ARCHITECTURE, *SELECTORS))}. {advice}"
+            f"allowed: {', '.join(SOURCES)} (of one MTP module), dflash of "
+            f"{', '.join((DRAFTER_ARCHITECTURE, *SELECTORS))}, and {LOOKUP} with the option "
+            f'"prompt_lookup". {advice}'
         )
     unsupported = vllm_config._get_v2_model_runner_unsupported_features()
     if unsupported or not (is_cpu_without_triton() or vllm_config.use_v2_model_runner):
@@ -339,7 +346,7 @@ def make_our_speculators() -> None:
     from vllm.v1.worker.gpu import model_runner
 
     from dllm.drafter.self_drafter import SelfDrafter
-    from dllm.drafter.sources import steer
+    from dllm.drafter.sources import SteeredTexts, steer
     from dllm.drafter.speculator import Drafter
     from dllm.remote.speculator import RemoteDrafts
 
@@ -353,6 +360,8 @@ def make_our_speculators() -> None:
             return Drafter(vllm_config, device, req_states)
         if drafts_remotely(speculative):
             return RemoteDrafts(vllm_config, device)
+        if is_steered(speculative) and speculative.method == LOOKUP:
+            return SteeredTexts(vllm_config, device, req_states)
         speculator = init_speculator(vllm_config, device, req_states)
         if is_steered(speculative):
             steer(speculator, vllm_config, req_states)

@@ -48,7 +48,7 @@ def test_who_is_measured(tmp_path: Path) -> None:
     racing = contestants(parse(["--widths", "3", "7"]), tmp_path)
     named = {one.name: one.server for one in racing if one.server}
     ours = "fixed 3", "fixed 7", "adaptive", "adaptive, lookup"
-    assert list(named) == [PLAIN, IN_PROCESS, *ours, "n-gram"]
+    assert list(named) == [PLAIN, IN_PROCESS, *ours, "lookup", "n-gram"]
     assert all(one.flags[: len(SERVE_FLAGS)] == SERVE_FLAGS for one in named.values())
     assert named[IN_PROCESS].flags[-1].endswith(".UniProcExecutor")
     config = json.loads(named["adaptive"].flags[-3])

@@ -414,11 +414,16 @@ def test_sampled_drafts_of_dspark_need_the_targets_vocabulary(size, is_refused):
 
 # --- refused when the server starts ---------------------------------------------------------------
 
+LOOKUP = {"policy": "adaptive", "prompt_lookup": True}
+DRAWN = {"draft_sample_method": "probabilistic"}
+
 
 @pytest.mark.parametrize(
     ("speculative", "options", "more", "words"),
     [
         ({"method": "ngram", "prompt_lookup_max": 3}, {}, {}, "'ngram'.*allowed: draft_model"),
+        ({"method": "ngram"}, LOOKUP | {"hysteresis": 0.1}, {}, "hysteresis does not work"),
+        ({"method": "ngram", **DRAWN}, LOOKUP, {}, "looked up are not drawn"),
         ({}, {"window": 9}, {}, "window = 9 does nothing"),
         ({}, {"mask_token_id": 9}, {}, "mask_token_id = 9 does nothing"),
         ({}, {"policy": "pilot", "pilot": "file"}, {}, "pilot = 'file' does nothing"),

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from dllm.drafter.prompt_lookup import LONGEST, WINDOW, Lookup, last_tokens, look_up
-from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.adaptive import AdaptiveWidth, LookupWidth
 from dllm.settings.drafting import DrafterOptions
 from tests.drafter.test_drafter_policy import BAD, Clock, Traffic
 from tests.drafter.test_drafter_seeds import PROMPTS, SAMPLED
 from tests.support.drafter_harness import (
+    FixedCosts,
     drafting_engine,
     greedy,
     make_policy,
@@ -130,6 +131,28 @@ def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, kind):
     with policy_of(engine, policy):
         assert engine.generate(PROMPTS, SAMPLED) == plain.generate(PROMPTS, SAMPLED)
     assert kind == "adaptive" or (policy.num_lookups > 20 and policy.num_passes > 15)
+
+
+class AnyLookups(LookupWidth, Any):
+    """``Any`` of a server without a drafter."""
+
+
+def test_lookups_without_a_drafter_give_the_text_of_plain_decoding(target, plain):
+    options = {"policy": "adaptive", "prompt_lookup": True}
+    more = dict(speculative={"method": "ngram"}, skip_tokenizer_init=True)
+    engine = drafting_engine(target, target, N, options, **more)
+    own, dice = engine.runner.speculator.policy, AnyLookups()
+    assert type(own) is LookupWidth
+    for policy in (dice, own):
+        with policy_of(engine, policy):
+            assert engine.generate(PROMPTS, SAMPLED) == plain.generate(PROMPTS, SAMPLED)
+    assert dice.num_lookups > 20
+    own.costs = FixedCosts(N, plain=1.0, drafting=9.0, per_block=0.1)
+    steps: list[bool] = []
+    wants = own.wants_lookup
+    own.wants_lookup = lambda *given: steps.append(wants(*given)) or steps[-1]
+    assert engine.generate([[2] * 20], greedy(60)) == plain.generate([[2] * 20], greedy(60))
+    assert sum(steps) > len(steps) / 2 and len(steps) < 30
 
 
 def test_prompts_in_chunks_preemptions_and_the_models_end(target, tmp_path):

@@ -6,10 +6,18 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
-from dllm.patches.contract import CPU_WORKER, DRAFTING_SCHEDULER, REMOTE_SCHEDULER, SCHEDULER
+from dllm.patches.contract import (
+    ASYNC_DRAFTING_SCHEDULER,
+    CPU_WORKER,
+    DRAFTING_SCHEDULER,
+    REMOTE_SCHEDULER,
+    SCHEDULER,
+)
 from dllm.patches.cpu import is_cpu_without_triton
 from dllm.patches.drafting import SELF_DRAFTER
+from dllm.patches.neighbours import vllm_version
 from dllm.patches.remote import SPECULATOR
+from tests.support.forced_async import asynchronous_platform
 from tests.support.process import ROOT
 
 pytestmark = pytest.mark.skipif(not is_cpu_without_triton(), reason="a GPU, or a CPU with Triton")
@@ -106,3 +114,20 @@ def test_worker_and_scheduler(model, flags, worker, scheduler):
 def test_what_belongs_to_another_kind_is_refused(model, flags, message):
     with pytest.raises(ValueError, match=message):
         configured(model, **flags)
+
+
+def test_drafter_batches_that_are_not_padded_wait_for_each_step_with_vllm_0_32_alone():
+    speculative = DFLASH["speculative_config"] | {"disable_padded_drafter_batch": True}
+    with asynchronous_platform():
+        _, scheduler = configured("tiny-ar", speculative_config=speculative)
+    is_old = vllm_version().startswith("0.32.")
+    assert scheduler == (DRAFTING_SCHEDULER if is_old else ASYNC_DRAFTING_SCHEDULER)
+
+
+def test_where_steps_are_scheduled_ahead_nobody_reads_how_likely_drafts_are():
+    speculative = DFLASH["speculative_config"] | {"use_local_argmax_reduction": True}
+    given = {"speculative_config": speculative} | options(drafter={"policy": "adaptive"})
+    with asynchronous_platform():
+        assert configured("tiny-ar", **given) == (CPU_WORKER, ASYNC_DRAFTING_SCHEDULER)
+        with pytest.raises(ValueError, match="use_local_argmax_reduction does not work"):
+            configured("tiny-ar", **given, async_scheduling=False)

@@ -257,3 +257,18 @@ class AdaptiveWidth(WidthPolicy):
             if waited_ms is not None and waited_ms < ms:
                 self.costs.observe(num_rows, num_verified, False, ms - waited_ms)
         return True
+
+
+class LookupWidth(AdaptiveWidth):
+    """``AdaptiveWidth`` of a server without a drafter: a step verifies lookups or is plain.
+
+    Where a trial would draft, a step is plain: its time teaches what lookups have to beat.
+    """
+
+    def _judge(self, slots: np.ndarray) -> None:
+        self.is_drafting = False
+
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        super().wants_drafts(slots)
+        self._wants = False
+        return False
