@@ -4,10 +4,10 @@ This page explains how all modules of this package are written.
 
 vLLM lets a platform replace a Triton kernel by a function (`KernelOverride` in
 vllm/triton_utils/dispatcher.py). The function gets the arguments of the launch but not the launch
-grid, so it reads every count from the shape of a tensor. Each function has the name and the
-parameter names of the kernel of vLLM 0.33 that it replaces (`kernels` has what 0.32 lacks); tests
-run both and compare. Parameters that only shape a launch (BLOCK_SIZE and the like) are accepted and
-ignored. So are strides, because a tensor has its own.
+grid, so it reads every count from the shape of a tensor. Each function has the name of the kernel
+that it replaces, and those of its parameters that it uses, by their names in vLLM 0.33; tests run
+both and compare. What only shapes a launch (BLOCK_SIZE and the like) it does not use, nor strides,
+because a tensor has its own (`kernels`).
 
 Words in docstrings and parameters:
 
@@ -53,7 +53,6 @@ def _apply_write_kernel(
     write_contents_ptr: torch.Tensor,
     write_cu_lens_ptr: torch.Tensor,
     write_group_ids_ptr: torch.Tensor | None,
-    BLOCK_SIZE: int,
     MULTI_GROUP: bool,
 ) -> None:
     """Copy write i to row `write_indices[i]`, from column `write_starts[i]` on; later writes win.
@@ -94,13 +93,11 @@ def _gather_block_tables_kernel(
     dst_block_table_ptrs: torch.Tensor,
     block_table_strides: torch.Tensor,
     num_blocks_ptr: torch.Tensor,
-    num_blocks_stride: int,
     num_reqs: int,
     num_computed_tokens_ptr: torch.Tensor = NOTHING,
     sliding_window_reach_ptr: torch.Tensor = NOTHING,
     block_sizes_ptr: torch.Tensor = NOTHING,
     MASK_SLIDING_WINDOW: bool = False,
-    BLOCK_SIZE: int = 0,
 ) -> None:
     """Copy the KV block ids of each row's slot to the row, and zero the rows after the last.
 
@@ -142,14 +139,9 @@ def _compute_slot_mappings_kernel(
     block_table_strides: torch.Tensor,
     block_sizes: torch.Tensor,
     slot_mapping_enabled: torch.Tensor,
-    dcp_sharded: torch.Tensor,
     slot_mappings_ptr: torch.Tensor,
-    slot_mappings_stride: int,
-    cp_rank: int,
     CP_SIZE: int,
-    CP_INTERLEAVE: int,
     PAD_ID: int,
-    TRITON_BLOCK_SIZE: int,
 ) -> None:
     """Write where each token's key and value go in the KV cache, and PAD_ID after the last token.
 
@@ -190,16 +182,12 @@ def _compute_slot_mappings_kernel(
 def _prepare_prefill_inputs_kernel(
     input_ids_ptr: torch.Tensor,
     next_prefill_tokens_ptr: torch.Tensor,
-    next_prefill_tokens_stride: int,
     num_lookahead: int,
     idx_mapping_ptr: torch.Tensor,
     query_start_loc_ptr: torch.Tensor,
     all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
     prefill_lens_ptr: torch.Tensor,
     num_computed_tokens_ptr: torch.Tensor,
-    BLOCK_SIZE: int,
-    LOOKAHEAD_BLOCK: int,
 ) -> None:
     """Fill the query spans of rows whose prompt is not yet computed with tokens of that prompt.
 
@@ -229,7 +217,6 @@ def _prepare_pos_seq_lens_kernel(
     query_start_loc_ptr: torch.Tensor,
     num_computed_tokens_ptr: torch.Tensor,
     max_num_reqs: int,
-    BLOCK_SIZE: int,
 ) -> None:
     """Write the position of every query token and the sequence length of every row.
 
@@ -254,10 +241,8 @@ def _combine_sampled_and_draft_tokens_kernel(
     seq_lens_ptr: torch.Tensor,
     prefill_len_ptr: torch.Tensor,
     draft_tokens_ptr: torch.Tensor,
-    draft_tokens_stride: int,
     cu_num_logits_ptr: torch.Tensor,
     logits_indices_ptr: torch.Tensor,
-    BLOCK_SIZE: int,
     NUM_NEW_SAMPLED_TOKENS: int = 1,
 ) -> None:
     """End each generating row's query span with its last sampled token and its draft tokens.
@@ -296,7 +281,6 @@ def _expand_idx_mapping_kernel(
     expanded_idx_mapping_ptr: torch.Tensor,
     expanded_local_pos_ptr: torch.Tensor,
     cu_num_logits_ptr: torch.Tensor,
-    BLOCK_SIZE: int,
 ) -> None:
     """Write the slot of every logits row, and its place among that request's logits rows."""
     slots = idx_mapping_ptr.numpy()
@@ -314,19 +298,14 @@ def _post_update_kernel(
     num_computed_tokens_ptr: torch.Tensor,
     last_sampled_tokens_ptr: torch.Tensor,
     output_bin_counts_ptr: torch.Tensor | None,
-    output_bin_counts_stride: int,
     sampled_tokens_ptr: torch.Tensor,
-    sampled_tokens_stride: int,
     num_sampled_ptr: torch.Tensor,
     num_rejected_ptr: torch.Tensor,
     query_start_loc_ptr: torch.Tensor | None,
     all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
     total_len_ptr: torch.Tensor,
     draft_tokens_ptr: torch.Tensor | None = None,
     draft_tokens_out_ptr: torch.Tensor | None = None,
-    num_draft_tokens: int = 0,
-    num_warps: int = 1,
 ) -> None:
     """Append each row's sampled tokens to its request, and advance its computed tokens.
 

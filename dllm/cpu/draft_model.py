@@ -24,7 +24,6 @@ def _prepare_prefill_inputs_kernel(
     num_rejected_ptr: torch.Tensor,
     max_num_reqs: int,
     max_model_len: int,
-    BLOCK_SIZE: int,
 ) -> None:
     """Write each row's tokens with one place more: the token behind those that were kept.
 

@@ -113,7 +113,6 @@ def _fill_samples(
 def _prepare_dflash_inputs_kernel(
     out_input_ids_ptr: torch.Tensor,
     out_query_positions_ptr: torch.Tensor,
-    out_is_padding_ptr: torch.Tensor | None,
     out_query_start_loc_ptr: torch.Tensor,
     out_seq_lens_ptr: torch.Tensor,
     out_query_slot_mapping_ptr: torch.Tensor,
@@ -134,7 +133,6 @@ def _prepare_dflash_inputs_kernel(
     temperature_ptr: torch.Tensor,
     seeds_ptr: torch.Tensor,
     block_table_ptr: torch.Tensor,
-    block_table_stride: int,
     parallel_drafting_token_id: int,
     block_size: int,
     num_query_per_req: int,
@@ -142,12 +140,10 @@ def _prepare_dflash_inputs_kernel(
     max_num_reqs: int,
     max_num_tokens: int,
     max_model_len: int,
-    cp_rank: int,
     SAMPLE_FROM_ANCHOR: bool,
     PAD_SLOT_ID: int,
     CP_SIZE: int,
-    CP_INTERLEAVE: int,
-    BLOCK_SIZE: int,
+    out_is_padding_ptr: torch.Tensor | None = None,
 ) -> None:
     """Fill every input buffer of the drafter's step, and pad each to its end."""
     assert CP_SIZE == 1, f"context parallelism needs CUDA, but CP_SIZE is {CP_SIZE}"
@@ -186,18 +182,11 @@ def _prepare_dflash_inputs_kernel(
 def _selector_walk_kernel(
     scores_ptr: torch.Tensor,
     candidate_ptr: torch.Tensor,
-    sample_pos_ptr: torch.Tensor,
-    req_state_ptr: torch.Tensor,
-    temperature_ptr: torch.Tensor,
-    seeds_ptr: torch.Tensor,
     tokens_ptr: torch.Tensor,
     realized_scores_ptr: torch.Tensor,
     num_steps: int,
     top_k: int,
-    BLOCK_K: int,
     SAMPLE_PROBABILISTIC: bool,
-    USE_FP64: bool,
-    num_warps: int = 1,
 ) -> None:
     """Choose each place's best candidate of DFlash 2, given the one chosen in front of it.
 
@@ -220,10 +209,8 @@ def _selector_walk_kernel(
 def _flatten_sampled_kernel(
     flat_sampled_ptr: torch.Tensor,
     sampled_ptr: torch.Tensor,
-    sampled_stride: int,
     num_sampled_ptr: torch.Tensor,
     cu_num_logits_ptr: torch.Tensor,
-    num_warps: int = 1,
 ) -> None:
     """Copy sampled tokens [rows, width] to a flat array that is indexed by logits row.
 
@@ -245,7 +232,6 @@ def _gather_draft_sampled_kernel(
     expanded_local_pos_ptr: torch.Tensor,
     prefill_len_ptr: torch.Tensor,
     num_logits: int,
-    BLOCK_SIZE: int,
 ) -> None:
     """Copy the input token and the position of every logits row.
 

@@ -29,7 +29,6 @@ def _prepare_prefill_inputs_kernel(
     query_start_loc_ptr: torch.Tensor,
     seq_lens_ptr: torch.Tensor,
     max_num_reqs: int,
-    BLOCK_SIZE: int,
 ) -> None:
     """Shift each row's kept tokens by one, put the next token behind them, and pad the rest."""
     slots = idx_mapping_ptr.numpy()
@@ -54,7 +53,6 @@ def _prepare_prefill_inputs_kernel(
 
 def _prepare_decode_inputs_kernel(
     draft_tokens_ptr: torch.Tensor,
-    draft_tokens_stride: int,
     target_seq_lens_ptr: torch.Tensor,
     num_rejected_ptr: torch.Tensor,
     input_ids_ptr: torch.Tensor,
@@ -64,7 +62,6 @@ def _prepare_decode_inputs_kernel(
     seq_lens_ptr: torch.Tensor,
     max_model_len: int,
     max_num_reqs: int,
-    BLOCK_SIZE: int,
     ADVANCE_DRAFT_POSITIONS: bool,
 ) -> None:
     """Begin the passes of one token a row with each row's first draft."""
@@ -82,9 +79,7 @@ def _prepare_decode_inputs_kernel(
 
 def _update_draft_inputs_kernel(
     output_draft_tokens_ptr: torch.Tensor,
-    output_draft_tokens_stride: int,
     next_input_hidden_states_ptr: torch.Tensor,
-    next_input_hidden_states_stride: int,
     input_ids_ptr: torch.Tensor,
     positions_ptr: torch.Tensor,
     sample_src_positions_ptr: torch.Tensor,
@@ -92,11 +87,8 @@ def _update_draft_inputs_kernel(
     draft_tokens_ptr: torch.Tensor,
     current_draft_step_ptr: torch.Tensor,
     hidden_states_ptr: torch.Tensor,
-    hidden_states_stride: int,
-    hidden_size: int,
     max_model_len: int,
     num_speculative_steps: int,
-    BLOCK_SIZE: int,
     ADVANCE_DRAFT_POSITIONS: bool,
 ) -> None:
     """Keep a pass's drafts, and make them the input of the next pass, if there is one."""

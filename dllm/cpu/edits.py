@@ -37,25 +37,17 @@ def _listed_ids(
 
 def _bias_kernel(
     logits_ptr: torch.Tensor,
-    logits_stride: int,
-    vocab_size: int,
     expanded_idx_mapping_ptr: torch.Tensor,
     num_allowed_token_ids_ptr: torch.Tensor,
     allowed_token_ids_ptr: torch.Tensor,
-    allowed_token_ids_stride: int,
     num_logit_bias_ptr: torch.Tensor,
     bias_token_ids_ptr: torch.Tensor,
-    bias_token_ids_stride: int,
     bias_ptr: torch.Tensor,
-    bias_stride: int,
     pos_ptr: torch.Tensor,
     min_lens_ptr: torch.Tensor,
     num_stop_token_ids_ptr: torch.Tensor,
     restore_when_all_masked_ptr: torch.Tensor,
     stop_token_ids_ptr: torch.Tensor,
-    stop_token_ids_stride: int,
-    BLOCK_SIZE: int,
-    LOGITS_BLOCK_SIZE: int,
     CHECK_ALL_MASKED_ROWS: bool,
 ) -> None:
     """Apply allowed_token_ids, logit_bias and min_tokens.
@@ -89,7 +81,6 @@ def _bias_kernel(
 
 def _penalties_kernel(
     logits_ptr: torch.Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: torch.Tensor,
     token_ids_ptr: torch.Tensor,
     expanded_local_pos_ptr: torch.Tensor,
@@ -97,11 +88,8 @@ def _penalties_kernel(
     frequency_penalty_ptr: torch.Tensor,
     presence_penalty_ptr: torch.Tensor,
     prompt_bin_mask_ptr: torch.Tensor,
-    prompt_bin_mask_stride: int,
     output_bin_counts_ptr: torch.Tensor,
-    output_bin_counts_stride: int,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     """Apply the repetition penalty to tokens of prompt and output, the other two to the output's.
 
@@ -141,14 +129,10 @@ def _penalties_kernel(
 def _bincount_kernel(
     expanded_idx_mapping_ptr: torch.Tensor,
     all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
     prompt_len_ptr: torch.Tensor,
     prefill_len_ptr: torch.Tensor,
     prompt_bin_mask_ptr: torch.Tensor,
-    prompt_bin_mask_stride: int,
     output_bin_counts_ptr: torch.Tensor,
-    output_bin_counts_stride: int,
-    BLOCK_SIZE: int,
 ) -> None:
     """Record which tokens are in each request's prompt, and how often each is in its output.
 
@@ -167,15 +151,11 @@ def _bincount_kernel(
 
 def _bad_words_kernel(
     logits_ptr: torch.Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: torch.Tensor,
     bad_word_token_ids_ptr: torch.Tensor,
-    bad_word_token_ids_stride: int,
     bad_word_offsets_ptr: torch.Tensor,
-    bad_word_offsets_stride: int,
     num_bad_words_ptr: torch.Tensor,
     all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
     prompt_len_ptr: torch.Tensor,
     total_len_ptr: torch.Tensor,
     input_ids_ptr: torch.Tensor,
@@ -221,8 +201,6 @@ def _prompt_logprobs_token_ids_kernel(
     idx_mapping_ptr: torch.Tensor,
     num_computed_tokens_ptr: torch.Tensor,
     all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    BLOCK_SIZE: int,
 ) -> None:
     """Write the token that follows each query token: prompt_logprobs are about these."""
     slots = idx_mapping_ptr.numpy()

@@ -1,13 +1,14 @@
 """Which of vLLM's Triton kernels are replaced on a CPU, and by what."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from dllm.cpu import batch, draft_model, drafting, eagle, edits, logits, sampling
 
-# A function that replaces a Triton kernel. It takes the arguments of the launch, without the grid.
+# A function that replaces a Triton kernel.
 Kernel = Callable[..., None]
 
 # By the module of vLLM's Model Runner V2 that has kernels of these names.
@@ -58,28 +59,33 @@ KERNELS: dict[str, Kernel] = {
     for module, kernels in _REPLACED.items()
     for kernel in kernels
 }
+GUMBEL = "vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel"
 
 
-def kernels(is_0_32: bool) -> dict[str, Kernel]:
-    """``KERNELS``, as vLLM 0.33 or 0.32 calls them."""
-    if not is_0_32:
-        return KERNELS
-    drafted, sampled = drafting._prepare_dflash_inputs_kernel, sampling._gumbel_sample_kernel
-    differ: dict[Kernel, Kernel] = {
-        drafted: _without(drafted, "out_is_padding_ptr"),
-        sampled: partial(sampled, SEED_HAS_STEP=False),
-    }
-    return {name: differ.get(kernel, kernel) for name, kernel in KERNELS.items()}
+def kernels(parameters_of: Callable[[str], Sequence[str]], is_0_32: bool) -> dict[str, Kernel]:
+    """The functions, by the names of the kernels that they replace, as vLLM launches these.
+
+    Args:
+        parameters_of: the parameters of a kernel of the vLLM that is installed, by its name.
+        is_0_32: whether that is vLLM 0.32, where seeds of drafts do not hold their step.
+    """
+    found = {name: _launched(kernel, parameters_of(name)) for name, kernel in KERNELS.items()}
+    if is_0_32:
+        sampled = partial(KERNELS[GUMBEL], SEED_HAS_STEP=False)
+        found[GUMBEL] = _launched(sampled, parameters_of(GUMBEL))
+    return found
 
 
-def _without(kernel: Kernel, name: str) -> Kernel:
-    """A kernel whose callers know nothing of one of its parameters, which is None."""
-    signature = inspect.signature(kernel)
-    known = [one for one in signature.parameters.values() if one.name != name]
-    known_signature = signature.replace(parameters=known)
+def _launched(kernel: Kernel, theirs: Sequence[str]) -> Kernel:
+    """Takes what vLLM passes to its own kernel, and calls ours with what it has a parameter for."""
+    ours = frozenset(inspect.signature(kernel).parameters)
 
-    def call(*args: Any, **named: Any) -> None:
-        kernel(**known_signature.bind(*args, **named).arguments, **{name: None})
+    def launch(*args: Any, **named: Any) -> None:
+        given = chain(zip(theirs, args, strict=False), named.items())
+        kernel(**{name: value for name, value in given if name in ours})
 
-    call.__signature__ = known_signature  # type: ignore[attr-defined]
-    return call
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # vLLM compares it
+        [inspect.Parameter(name, kind) for name in theirs]
+    )
+    return launch

@@ -9,15 +9,7 @@ import torch
 
 
 def _topk_log_softmax_kernel(
-    output_ptr: torch.Tensor,
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    topk_ids_ptr: torch.Tensor,
-    topk_ids_stride: int,
-    topk: int,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-    TOPK_BLOCK_SIZE: int,
+    output_ptr: torch.Tensor, logits_ptr: torch.Tensor, topk_ids_ptr: torch.Tensor
 ) -> None:
     """Write the fp32 log-probabilities of `topk_ids` [N, topk] under `logits` [N, V]."""
     logits = logits_ptr.float()
@@ -25,12 +17,7 @@ def _topk_log_softmax_kernel(
 
 
 def _ranks_kernel(
-    output_ptr: torch.Tensor,
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    token_ids_ptr: torch.Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
+    output_ptr: torch.Tensor, logits_ptr: torch.Tensor, token_ids_ptr: torch.Tensor
 ) -> None:
     """Count the tokens that score at least as high as `token_ids[i]` in `logits[i]`: 1 is best.
 
@@ -43,18 +30,13 @@ def _ranks_kernel(
 
 def _fill_logprob_token_ids_kernel(
     out_token_ids_ptr: torch.Tensor,
-    out_token_ids_stride: int,
     out_valid_mask_ptr: torch.Tensor,
-    out_valid_mask_stride: int,
     sampled_token_ids_ptr: torch.Tensor,
     topk_indices_ptr: torch.Tensor,
-    topk_indices_stride: int,
     expanded_idx_mapping_ptr: torch.Tensor,
     num_per_req_token_ids_ptr: torch.Tensor,
     per_req_token_ids_ptr: torch.Tensor,
-    per_req_token_ids_stride: int,
     NUM_TOPK: int,
-    PADDED_COLS: int,
 ) -> None:
     """List the tokens whose log-probabilities are reported, for each logits row.
 
@@ -77,14 +59,11 @@ def _fill_logprob_token_ids_kernel(
 
 def _apply_grammar_bitmask_kernel(
     logits_ptr: torch.Tensor,
-    logits_stride: int,
     logits_indices_ptr: torch.Tensor,
     cu_num_logits_ptr: torch.Tensor,
     bitmask_ptr: torch.Tensor,
-    bitmask_stride: int,
     vocab_size: int,
     MASK_STRIDE: int,
-    BLOCK_SIZE: int,
 ) -> None:
     """Set the logits of tokens that a grammar forbids (bit 0) to -inf.
 

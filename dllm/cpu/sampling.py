@@ -18,17 +18,11 @@ from dllm.cpu.ragged import lengths
 
 def _gumbel_sample_kernel(
     local_argmax_ptr: torch.Tensor,
-    local_argmax_stride: int,
     local_max_ptr: torch.Tensor,
-    local_max_stride: int,
     logits_cache_ptr: torch.Tensor | None,
-    logits_cache_stride_0: int,
-    logits_cache_stride_1: int,
     logits_cache_col_ptr: torch.Tensor | None,
     logits_cache_source_ptr: torch.Tensor | None,
-    logits_cache_source_stride: int,
     logits_ptr: torch.Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: torch.Tensor,
     seeds_ptr: torch.Tensor,
     pos_ptr: torch.Tensor,
@@ -83,12 +77,7 @@ def _gumbel_sample_kernel(
 
 
 def _temperature_kernel(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    temperature_ptr: torch.Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
+    logits_ptr: torch.Tensor, expanded_idx_mapping_ptr: torch.Tensor, temperature_ptr: torch.Tensor
 ) -> None:
     """Divide every logits row by its request's temperature; rows with temperature 0 stay."""
     temperature = temperature_ptr[expanded_idx_mapping_ptr].float()
@@ -97,12 +86,7 @@ def _temperature_kernel(
 
 
 def _min_p_kernel(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    min_p_ptr: torch.Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
+    logits_ptr: torch.Tensor, expanded_idx_mapping_ptr: torch.Tensor, min_p_ptr: torch.Tensor
 ) -> None:
     """Set tokens that are less likely than min_p times the most likely one to -inf; 0 sets none."""
     log_min_p = min_p_ptr[expanded_idx_mapping_ptr].float().log()
@@ -134,11 +118,5 @@ def _get_num_sampled_and_rejected_kernel(
     num_rejected[:num_rows] = (num_logits - num_sampled[:num_rows]) * is_done
 
 
-def _num_nans_kernel(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    num_nans_ptr: torch.Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-) -> None:
+def _num_nans_kernel(logits_ptr: torch.Tensor, num_nans_ptr: torch.Tensor) -> None:
     num_nans_ptr.copy_(logits_ptr.isnan().sum(1))

@@ -233,5 +233,12 @@ def register_cpu_kernels() -> None:
 
     from dllm.cpu.kernels import kernels
 
-    register_kernels(kernels(vllm_names.is_0_32()))
+    register_kernels(kernels(parameters_of, vllm_names.is_0_32()))
     gpu_worker.HAS_TRITON = True  # asked by vLLM 0.33, which needs nothing else of Triton then
+
+
+def parameters_of(kernel: str) -> tuple[str, ...]:
+    """The names of the parameters of a Triton kernel of vLLM, by its dotted name."""
+    from vllm.triton_utils.dispatcher import _kernel_arg_names, _resolve_kernel
+
+    return _kernel_arg_names(getattr(*_resolve_kernel(kernel)))

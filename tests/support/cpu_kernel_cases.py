@@ -4,7 +4,6 @@ Outputs are filled with `POISON` or NaN before a launch, so that the comparison 
 not be written. Block sizes are small, so that loops over blocks run more than once.
 """
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm.cpu.kernels import KERNELS
+from dllm.patches.cpu import parameters_of
 
 POISON = -777
 GPU = "vllm.v1.worker.gpu."
@@ -35,8 +34,7 @@ class Case:
 
 def case(kernel: str, label: str, grid: tuple[int, ...], rtol: float = 0.0, **args: Any) -> Case:
     """A launch of one of the runner's kernels; strides that are not given are those of tensors."""
-    names = inspect.signature(KERNELS[GPU + kernel]).parameters
-    for name in names:
+    for name in parameters_of(GPU + kernel):
         if name.endswith("_stride") and name not in args:
             tensor = args[name.removesuffix("stride") + "ptr"]
             args[name] = 0 if tensor is None else tensor.stride(0)

@@ -83,10 +83,9 @@ def main(cases_path: str, results_path: str) -> None:
     """Run every kernel case, then every host case with Triton and with our kernels installed."""
     speed_up()
     use_real_triton()
-    from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
+    from vllm.triton_utils.dispatcher import KernelOverride
 
-    from dllm.cpu.kernels import kernels as replacements
-    from dllm.settings.vllm_names import is_0_32
+    from dllm.patches.cpu import register_cpu_kernels
 
     # Memory that a function allocates and never writes must be the same in both runs.
     torch.use_deterministic_algorithms(True)
@@ -101,7 +100,7 @@ def main(cases_path: str, results_path: str) -> None:
         except Exception as error:
             raise RuntimeError(f"{case['kernel']}, case {case['label']!r}") from error
     host_triton = [call_host_function(*case) for case in job["host_cases"]]
-    register_kernels(replacements(is_0_32()))
+    register_cpu_kernels()
     host_ours = [call_host_function(*case) for case in job["host_cases"]]
     torch.save(
         {
