@@ -16,7 +16,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import decisions, drafter, kernels, peer, pilot, profile_step, remote, roofline, soak
+from bench import (
+    decisions,
+    drafter,
+    peer,
+    pilot,
+    profile_step,
+    remote,
+    roofline,
+    sampling_step,
+    soak,
+)
 from bench.context import ROOT, Rows, command_line, read_csv
 from bench.drafter import FILE as DRAFTER
 from bench.serve import AUTOREGRESSIVE, BUILTIN, ENGINE, OURS, PIPELINE, REFERENCE, SERVING
@@ -101,7 +111,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
         contestant_table,
     ),
     "sampling-step": Section(
-        "sampler_cpu.csv", "python -m bench.kernels sampler", kernels.sampler_table
+        "sampler_cpu.csv", "python -m bench.kernels sampler", sampling_step.table
     ),
     "peer": peer.SECTION,
     "soak": soak.SECTION,

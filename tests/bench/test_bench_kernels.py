@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import kernels
+from bench import kernels, sampling_step
 from bench.context import GateError, read_csv
 from tests.support.process import run_python
 
@@ -22,7 +22,7 @@ def test_every_implementation_agrees_and_is_timed(tmp_path: Path) -> None:
     for name, num_shapes, implementations in (
         ("attention", 2, ["dllm"]),
         ("context", 1, ["vllm", "dllm"]),
-        ("sampler", 2, [kernels.BUILTIN, kernels.SPARSE, kernels.EXACT]),
+        ("sampler", 2, [sampling_step.BUILTIN, sampling_step.SPARSE, sampling_step.EXACT]),
     ):
         rows = read_csv(tmp_path / f"{name}_cpu.csv")
         assert [row["implementation"] for row in rows] == num_shapes * implementations
@@ -49,14 +49,14 @@ def test_differences_beyond_rounding_are_found() -> None:
     assert not kernels._far_apart(torch.bfloat16, expected, expected.bfloat16())
     assert kernels._far_apart(torch.bfloat16, expected, expected.bfloat16() * 1.1)
     weight = torch.randn(5, 8, dtype=torch.bfloat16)
-    ours = kernels.Outcome(torch.zeros(4), torch.zeros(4), torch.ones(4, 8))
-    assert not kernels._disagree(weight, ours, ours)
+    ours = sampling_step.Outcome(torch.zeros(4), torch.zeros(4), torch.ones(4, 8))
+    assert not sampling_step.disagree(weight, ours, ours)
     for changed in (
         ours._replace(argmax=torch.ones(4)),
         ours._replace(entropy=torch.ones(4)),
         ours._replace(soft=2 * ours.soft),
     ):
-        assert kernels._disagree(weight, ours, changed)
+        assert sampling_step.disagree(weight, ours, changed)
 
 
 def test_a_ratio_is_one_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.kernels import make_logits
+from bench.sampling_step import make_logits
 from bench.toys.suite import FAMILIES, questions
 from dllm.ops.row_stats import RowStats
 from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.kernels import make_logits
+from bench.sampling_step import make_logits
 from dllm.ops import tile_product_gpu
 from dllm.ops.row_stats import RowStats, reference_row_stats, softcap
 from dllm.ops.soft_embedding import Shard
