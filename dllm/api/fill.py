@@ -184,6 +184,7 @@ def fill_of(
 
 
 def refuse_beside_suffix(field: str) -> NoReturn:
+    """Refuse a field of the body that cannot be served together with ``suffix``, with HTTP 400."""
     refuse(field, f"{field} beside suffix; allowed: one of them. Leave one out.")
 
 

@@ -105,6 +105,7 @@ def read_shard(path: Path) -> list[Sample]:
 
 
 def read_shards(folder: Path) -> list[Sample]:
+    """The samples of all shards of a folder, in the order in which these were written."""
     return [sample for path in sorted(folder.glob(f"*{SUFFIX}")) for sample in read_shard(path)]
 
 

@@ -40,10 +40,12 @@ def published(folder: Path) -> list[int]:
 
 
 def checkpoint(folder: Path, number: int) -> Path:
+    """The folder of a published drafter; numbers begin with 1."""
     return folder / f"{number:0{DIGITS}}"
 
 
 def open_weights(path: Path) -> list[BinaryIO]:
+    """A checkpoint's files of weights, open: who deletes them takes nothing from their readers."""
     return [part.open("rb") for part in sorted(path.glob(WEIGHTS))]
 
 

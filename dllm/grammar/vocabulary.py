@@ -17,6 +17,7 @@ def pack(arrays: Sequence[np.ndarray]) -> bytes:
 
 
 def unpack(packed: bytes) -> list[np.ndarray]:
+    """The arrays that ``pack`` got, in their order."""
     with np.load(io.BytesIO(zlib.decompress(packed)), allow_pickle=False) as arrays:
         return list(arrays.values())
 

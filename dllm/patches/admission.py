@@ -73,6 +73,7 @@ def _check_length_of_words(processor: Any, params: Any) -> None:
 
 
 def check_requests_at_admission() -> None:
+    """Patch what checks a request before and behind ``prepare``, which other patches call."""
     _keep_to_vllms_checks()
     _explain_refusals()
     _explain_missing_images()

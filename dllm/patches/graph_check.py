@@ -102,6 +102,7 @@ def _is_rounding(mode: CUDAGraphMode, error: float, bound: float) -> bool:
 
 
 def largest_error(found: Passes, expected: Passes) -> float:
+    """The largest ``error_of`` of all passes; 0 if nothing was served."""
     pairs = zip(chain(*found), chain(*expected), strict=True)
     return max((error_of(ours, theirs) for ours, theirs in pairs), default=0.0)
 

@@ -27,6 +27,7 @@ VLLMS = f"With {DISABLE}=1 vLLM serves what it has a class of its own for."
 
 
 def is_disabled() -> bool:
+    """Whether this process leaves every model to vLLM's own classes (``DLLM_DISABLE=1``)."""
     return os.environ.get(DISABLE, "0") == "1"
 
 

@@ -27,6 +27,7 @@ def remote_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def refuse_without_speculator() -> NoReturn:
+    """Raises ValueError: draft workers are named, but vLLM is not told to take their drafts."""
     raise ValueError(
         f'{WHERE} without --speculative-config \'{{"method": "custom_class", "model": '
         f'"{SPECULATOR}", "num_speculative_tokens": K}}\'. Give both or none.'

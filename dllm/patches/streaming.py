@@ -97,6 +97,7 @@ def take_frames_out() -> None:
 
 
 def refuse_route(asked: str) -> NoReturn:
+    """Refuse one of our fields, with HTTP 400, on a route whose answers have no place for it."""
     how = ', with "stream": true' if asked == STREAM else ""
     refuse(
         asked,

@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def in_words(path: Path, report: "Report") -> list[str]:
+    """The lines that the command prints; the last one says whether the checkpoint can be served."""
     from dllm.quantize.checkpoint import in_units
 
     layers = ", ".join(f"{count} layers {name}" for name, count in report.schemes.items())

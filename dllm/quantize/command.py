@@ -18,6 +18,11 @@ PYTHON, READY = ROOT / ".venv-quant/bin/python", ROOT / ".venv-quant/.locked"
 
 
 def main(argv: Sequence[str]) -> int:
+    """Check the command line here, and run ``make`` in the environment that has LLM Compressor.
+
+    Raises:
+        CommandError: it cannot be done; then, and if it is stopped, ``--out`` is not there.
+    """
     parser().parse_args(argv)  # --help, or a wrong command line, before torch is imported
     from dllm.quantize.job import prepare
 

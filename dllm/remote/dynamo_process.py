@@ -36,6 +36,7 @@ ANSWER_WITHIN_S = 2.0
 
 
 def main(argv: Sequence[str]) -> None:
+    """Give Dynamo our defaults and a private folder for its list, and do what ``argv`` says."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if os.environ["DYN_FILE_KV"] == str(FOLDER):

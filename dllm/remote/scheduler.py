@@ -157,6 +157,8 @@ class RemoteDrafter:
 
 
 class RemoteScheduler(DraftingScheduler):
+    """The scheduler of a target, with what it asks of draft workers before and behind each step."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.remote, self.following = make_drafter(self.vllm_config, self._counts)

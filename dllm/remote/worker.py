@@ -94,6 +94,8 @@ class Peer:
 
 
 class Counts:
+    """What a worker has done: it is printed when the worker ends. ``drafted`` counts tokens."""
+
     def __init__(self) -> None:
         self.batches = self.replies = self.runs = self.dropped_runs = self.drafted = 0
 

@@ -71,6 +71,7 @@ def admit_next_tokens(params: "SamplingParams") -> None:
 
 
 def refuse_without_canvases(name: str) -> NoReturn:
+    """Refuse a parameter about canvases, with HTTP 400, where a model is served token by token."""
     refuse(
         name,
         f"{name} is not served here: this server writes token by token, and has no canvas. Leave "

@@ -54,6 +54,8 @@ class IntRange:
 
 @dataclass(frozen=True)
 class Choices:
+    """Names, of which one has to be given."""
+
     names: tuple[str, ...]
 
     def __contains__(self, value: object) -> bool:
@@ -88,6 +90,7 @@ def is_list_of(kind: type, value: object) -> bool:
 
 
 def refuse_value(name: str, value: object, allowed: str) -> NoReturn:
+    """Raises ValueError for an option of a server. ``allowed`` completes "allowed: ..."."""
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
 
 

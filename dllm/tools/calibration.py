@@ -146,6 +146,7 @@ def report(decided: Sequence[Decided]) -> dict[str, float | int | None]:
 
 
 def table(reports: dict[str, dict[str, float | int | None]], title: str) -> Table:
+    """For a terminal: a line for each report, a column for each score; "-" where there is none."""
     shown = Table(title=title, box=SIMPLE_HEAD)
     shown.add_column("")
     for name in next(iter(reports.values())):
