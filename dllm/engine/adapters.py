@@ -27,11 +27,11 @@ class Adapter(LoRAModel):
     def from_lora_tensors(  # type: ignore[override]
         cls, lora_model_id: int, tensors: dict[str, torch.Tensor], *args: Any, **options: Any
     ) -> LoRAModel:
-        """vLLM's.
+        """Make an adapter of the tensors in its file.
 
         Raises:
-            ValueError: DiffusionGemma's encoder and decoder share their weights, and the adapter
-                changes them differently.
+            ValueError: a value is NaN or infinite, or DiffusionGemma's encoder and
+                decoder share their weights, and the adapter changes them differently.
         """
         seen: dict[tuple[str, bool], str] = {}
         for name, tensor in tensors.items():
@@ -51,10 +51,11 @@ class Adapters(LRUCacheWorkerLoRAManager):
     """vLLM's, which leaves out silently what the model served has no layer for."""
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
-        """vLLM's.
+        """Read an adapter and refuse what the model served cannot do.
 
         Raises:
-            ValueError: the adapter would change something that takes none; it is named.
+            ValueError: one of its layers has only one matrix or another shape, or it would change
+                something that takes no adapter; it is named.
         """
         try:
             adapter = super()._load_adapter(lora_request)
