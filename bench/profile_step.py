@@ -1,6 +1,6 @@
 """Where the wall time of a denoise step goes, in a real engine.
 
-    python -m bench.profile_step --server ours built-in --concurrency 1 8
+    python -m bench.profile_step --server ours built-in --concurrency 1 8 32
     python -m bench.profile_step --random-60m --input-len 1024 8192 32768 --concurrency 1 \
         --server ours built-in ours built-in ours built-in
 
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
     parser.add_argument("--random-60m", action="store_true", help="instead of --model")
     parser.add_argument("--server", nargs="+", choices=(OURS, BUILTIN), default=[OURS])
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=16, help="denoise steps of every block")
     parser.add_argument("--blocks", type=int, default=4, help="of every request")
     parser.add_argument("--input-len", nargs="+", type=int, default=[64])

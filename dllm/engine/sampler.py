@@ -45,7 +45,7 @@ from dllm.engine.logit_rows import (
 from dllm.engine.logprobs import BlockLogprobs, KeptScores
 from dllm.engine.loop import DenoiseLoop
 from dllm.engine.state import CanvasState
-from dllm.engine.step_rows import denoise_rows, num_rejected, store_rows
+from dllm.engine.step_rows import begin_rows, begins_behind, denoise_rows, num_rejected, store_rows
 from dllm.engine.steps import StepRecord, Tile
 from dllm.engine.traces import BlockTraces
 from dllm.ops.filters import RowFilters
@@ -100,7 +100,7 @@ class DiffusionSampler:
             self._nothing_chosen = state.seeds.new_full((longest,), NO_TOKEN, dtype=torch.int64)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
         self._store_rows = maybe_compile(store_rows, vllm_config)
-        self._fresh_canvas = maybe_compile(algorithm.fresh_canvas, vllm_config)
+        self._begin_rows = maybe_compile(begin_rows, vllm_config)
         self._new_slots: list[int] = []  # of requests that have no canvas yet
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
@@ -129,12 +129,9 @@ class DiffusionSampler:
         # A batch of one would be compiled as a special case, so one slot is given twice.
         slots_np = np.array(new_slots * 2 if len(new_slots) == 1 else new_slots)
         starts_np = self.req_states.prefill_len.np[slots_np].astype(np.int64)
-        slots, starts = to_device(np.stack([slots_np, starts_np]), self.state.seeds.device)
-        # Not compiled with what follows: torch.compile would take the offset of a column of the
-        # state for the size of the batch, if it is the same in the first call.
-        drawn = self._fresh_canvas(self.state.seeds[slots], starts)
-        thoughts = self.state.thoughts(slots, starts)
-        self.state.write_canvases(slots, self.state.with_seeds(slots, drawn, thoughts))
+        # Not parts of one tensor: torch.compile would compile again for those of a step.
+        slots, starts = (to_device(x, self.state.seeds.device) for x in (slots_np, starts_np))
+        self._begin_rows(slots, starts, self.state, self.algorithm)
 
     def __call__(
         self, logits: Logits, input_batch: InputBatch, draft_logits: None = None
@@ -298,25 +295,23 @@ class DiffusionSampler:
 
         None of a canvas that goes on; of another all, or those in front of its first bad word.
         """
-        whole = torch.where(denoised.converged, tile.rows.widths, 0)
+        whole = denoised.converged * tile.rows.widths
         return self.edits.trim_(logits, whole, denoised.argmax_canvas, tile.rows, tile.edits)
 
     def _store(self, record: StepRecord) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Write the state of the next step, and make what vLLM gets (``store_rows``)."""
-        tile, soft_embeds = record.tile, self.state.soft_embeds
+        tile, num_emitted, soft_embeds = record.tile, record.num_emitted, self.state.soft_embeds
         if record.soft is not None:
             at = tile.batch.expanded_idx_mapping, tile.rows.place
             soft_embeds[at] = record.soft.to(soft_embeds.dtype)
         if tile.grammars is not None:
-            self.grammars.advance(record.texts, record.num_emitted, tile.grammars)
-        return self._store_rows(
-            record.num_emitted,
-            record.denoised,
-            tile.rows,
-            self.state,
-            self.algorithm,
-            self._text_lens(tile.rows),
-        )
+            self.grammars.advance(record.texts, num_emitted, tile.grammars)
+        begins = num_emitted.is_cuda  # the host would wait to learn whether a canvas begins
+        kept, text_lens = (self.state, self.algorithm), self._text_lens(tile.rows)
+        stored = self._store_rows(num_emitted, record.denoised, tile.rows, *kept, text_lens, begins)
+        if not begins and bool(num_emitted.any()):
+            self._begin_rows(*begins_behind(num_emitted, tile.rows, self.state), *kept)
+        return stored
 
     def _report(self, record: StepRecord) -> LogprobsTensors | None:
         """Trace the step, show it to those who watch, and return the logprobs of what it emits."""

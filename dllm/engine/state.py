@@ -80,14 +80,14 @@ class CanvasState:
         self._layout = np.dtype(
             [
                 ("slot", "int64"),
-                ("seed", "int64"),
-                ("given_from", "int64"),
                 ("seed_canvas", "int64", canvas_length),
                 *sorted(parameters.items(), key=lambda item: -np.dtype(item[1]).itemsize),
                 ("temperature", "float32"),
                 ("pinned", "int32", PINNED_CANVASES * canvas_length),
                 # Behind the large fields: where a column's offset equals the batch size,
                 # torch.compile takes it for the batch size.
+                ("seed", "int64"),
+                ("given_from", "int64"),
                 *((f"thought_{name}", "int64") for name in NO_THOUGHT),
                 ("is_greedy", "bool"),
                 ("is_read_only", "bool"),

@@ -2,7 +2,8 @@
 
     condition_rows  before the forward pass: the model's input of canvas rows
     denoise_rows    behind it: the algorithm's denoise step
-    store_rows      last: the state of the next step, its canvas included, and what vLLM gets
+    store_rows      the state of the next step, its canvas included, and what vLLM gets
+    begin_rows      fresh canvases, behind a prompt or behind what was emitted
 
 There are at least two rows: torch.compile treats a size of 1 as a special case.
 """
@@ -12,7 +13,6 @@ import torch
 from dllm.engine.algorithm import Denoised, DenoisingAlgorithm
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.state import CanvasState
-from dllm.engine.thoughts import Thoughts
 from dllm.ops.filters import RowFilters
 from dllm.settings.denoising import NO_TOKEN
 
@@ -73,13 +73,19 @@ def store_rows(
     state: CanvasState,
     algorithm: DenoisingAlgorithm,
     lengths: torch.Tensor,
+    begins: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Write what the next step reads, and make what vLLM gets.
+
+    The next canvas is the one that the algorithm has made, with its pins; behind emitted tokens it
+    is a fresh one.
 
     Args:
         num_emitted: ``[R]``, how many tokens of each canvas are emitted; 0 if it goes on.
         rows: at least two of them.
         lengths: as of ``num_rejected``.
+        begins: whether fresh canvases are written here. Who knows that no tokens are emitted saves
+            that, and calls ``begin_rows`` where some are.
 
     Returns:
         int32: emitted tokens ``[R, C]``, how many ``[R]``, and ``num_rejected`` ``[R]``.
@@ -87,7 +93,11 @@ def store_rows(
     written = state.written_slots(rows)
     is_over = num_emitted > 0
     behind = state.thoughts_of(rows).behind(step.argmax_canvas, num_emitted)
-    state.write_canvases(written, next_canvas(step, is_over, behind, rows, state, algorithm))
+    canvas = step.canvas
+    if not algorithm.decides_for_good:  # else the algorithm keeps what stands on a canvas
+        pins = state.pins(rows.slots, rows.starts)
+        canvas = torch.where(pins != NO_TOKEN, pins, canvas)
+    state.write_canvases(written, canvas)
     for column, values in (
         (state.thought["begin"], behind.begin),
         (state.argmax_canvas, step.argmax_canvas),
@@ -99,33 +109,31 @@ def store_rows(
     ):
         column[written] = values.to(column.dtype)
     rejected = num_rejected(state, rows, lengths, algorithm.settings.block_size)
+    if begins:
+        begin_rows(*begins_behind(num_emitted, rows, state), state, algorithm)
     return step.argmax_canvas.int(), num_emitted.int(), rejected.int()
 
 
-def next_canvas(
-    step: Denoised,
-    is_over: torch.Tensor,
-    behind: Thoughts,
-    rows: CanvasRows,
-    state: CanvasState,
-    algorithm: DenoisingAlgorithm,
-) -> torch.Tensor:
-    """The input of the next step: ``[R, C]`` int64.
+def begins_behind(
+    num_emitted: torch.Tensor, rows: CanvasRows, state: CanvasState
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where canvases begin behind emitted tokens: the first two arguments of ``begin_rows``."""
+    slots = torch.where(num_emitted > 0, rows.slots, state.spare_slot)
+    return slots, rows.starts + num_emitted
 
-    It is the canvas that the algorithm has made, with its pins; or a fresh one, directly behind the
-    tokens that are emitted.
+
+def begin_rows(
+    slots: torch.Tensor, starts: torch.Tensor, state: CanvasState, algorithm: DenoisingAlgorithm
+) -> None:
+    """Write the first contents of canvases.
 
     Args:
-        is_over: ``[R]`` bool, whether tokens are emitted.
-        behind: in front of the fresh canvases.
+        slots: ``[R]`` int64, at least two; the spare slot where no canvas begins.
+        starts: ``[R]`` int64, the position of each canvas's first token in its sequence.
     """
-    drawn = algorithm.fresh_canvas(state.seeds[rows.slots], behind.canvas_start)
-    fresh = state.with_seeds(rows.slots, drawn, behind)
-    canvas = step.canvas
-    if not algorithm.decides_for_good:  # else the algorithm keeps what stands on a canvas
-        pins = state.pins(rows.slots, rows.starts)
-        canvas = torch.where(pins != NO_TOKEN, pins, canvas)
-    return torch.where(is_over[:, None], fresh, canvas)
+    drawn = algorithm.fresh_canvas(state.seeds[slots], starts)
+    thoughts = state.thoughts(slots, starts)
+    state.write_canvases(slots, state.with_seeds(slots, drawn, thoughts))
 
 
 def _kept(column: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:

@@ -134,6 +134,14 @@ class Thoughts(NamedTuple):
             tokens: ``[R, C]`` int64, that would be emitted; NO_TOKEN or a mask where nothing is
                 decided. What stands at such a place itself does not matter.
         """
+        if tokens.is_cuda:  # the host would wait to learn whether there is a budget
+            return self.searched_ends(tokens)
+        has_budget = (self.budget >= 0).any()
+        found: Tensor = torch.ops.dllm.thought_ends(tokens, has_budget, list(self))
+        return found
+
+    def searched_ends(self, tokens: Tensor) -> Tensor:
+        """``ends_at``, in any case with a search."""
         # A start that stands where a thought has to end gives way. So the thought that it would
         # begin has no end, and a start that stands there does not give way. In a chain of such
         # starts every other one does.
@@ -186,3 +194,19 @@ class Thoughts(NamedTuple):
         begin = torch.where(start > 0, self.canvas_start + start, self.begin)
         begin = torch.where(end > start, ABSENT, begin)
         return self._replace(begin=begin, canvas_start=self.canvas_start + counts)
+
+
+@torch.library.custom_op("dllm::thought_ends", mutates_args=())
+def _thought_ends(tokens: Tensor, has_budget: Tensor, thoughts: list[Tensor]) -> Tensor:
+    """``Thoughts.ends_at`` on a CPU, as a custom operator: a compiled step has no branches.
+
+    Without a budget (``[]`` bool), which is the rule, nothing is searched.
+    """
+    if not bool(has_budget):
+        return torch.zeros_like(tokens, dtype=torch.bool)
+    return Thoughts(*thoughts).searched_ends(tokens)
+
+
+@_thought_ends.register_fake
+def _thought_ends_shape(tokens: Tensor, *others: object) -> Tensor:
+    return torch.empty_like(tokens, dtype=torch.bool)

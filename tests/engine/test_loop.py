@@ -106,6 +106,18 @@ def test_tokens_and_logits_do_not_depend_on_the_switches(
     assert max(taken) > 1 or passes == 1
 
 
+def test_on_a_cpu_a_canvas_is_drawn_when_one_begins(engine, monkeypatch):
+    """Behind the prompt and behind each block, and in no other denoise step."""
+    sampler, begun = engine.runner.sampler, []
+    begin = sampler._begin_rows
+    monkeypatch.setattr(
+        sampler, "_begin_rows", lambda slots, *others: (begun.append(slots), begin(slots, *others))
+    )
+    with passes_of_steps(engine) as taken:
+        engine.quiet_run(prompt(20), params(blocks=3, seed=3))
+    assert len(begun) == 1 + 3 < sum(taken)
+
+
 def test_a_request_aborted_in_mid_loop_leaves_nothing_behind(engine, monkeypatch):
     """vLLM takes aborts after the worker has answered: the output is of a dead request."""
     contexts = [prompt(33), prompt(12)]

@@ -56,6 +56,11 @@ def test_ends_are_held_where_a_reader_finds_a_full_thought():
             assert int(found.begin) == behind
 
 
+def test_on_a_cpu_no_end_is_searched_where_nobody_has_a_budget(monkeypatch):
+    monkeypatch.setattr(Thoughts, "searched_ends", None)
+    assert not of(AT, -1).ends_at(torch.tensor([[1, START, 1]])).any()
+
+
 def test_an_end_that_was_held_in_vain_goes():
     thoughts = of(AT, 3)
     before = torch.tensor([[MASK, MASK, MASK, END, MASK]])

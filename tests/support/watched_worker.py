@@ -25,7 +25,7 @@ from tests.support.grammar_paths import write_paths
 from tests.support.watched_device import DEVICE, DeviceWatch, as_kernel, off_device, on_device
 
 # What `maybe_compile` compiles on a server.
-COMPILED = {"state": ("_condition",), "sampler": ("_denoise_rows", "_store_rows", "_fresh_canvas")}
+COMPILED = {"state": ("_condition",), "sampler": ("_denoise_rows", "_store_rows", "_begin_rows")}
 IN_PLACE = "attention of a full graph"  # among the engine steps
 STATE_HOOKS = ("add_request", "apply_staged_writes", "prepare_inputs", "prepare_attn")
 SAMPLER_HOOKS = ("add_request", "apply_staged_writes")
