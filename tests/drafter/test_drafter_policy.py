@@ -345,6 +345,22 @@ def test_after_hard_traffic_a_full_batch_drafts_again():
     assert policy.is_drafting and np.median(easy[-50:]) > 32
 
 
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_where_texts_become_easy_drafting_is_taken_up_soon(num_rows):
+    """Behind one trial that pays the next ones are near: without that, it takes 1,000 steps."""
+    policy = adaptive(num_rows)
+    traffic = Traffic(policy, num_rows, plain_ms=3.0, drafting_ms=4.0, per_draft_ms=0.02)
+    traffic.arrive()
+    for _ in range(1000):
+        traffic.step(BAD)
+    assert not policy.is_drafting
+    num_steps = 0
+    while not policy.is_drafting and num_steps < 1000:
+        traffic.step(GOOD)
+        num_steps += 1
+    assert num_steps <= 2 * LAST_TRIAL
+
+
 def test_drafting_of_which_nothing_is_verified_is_stopped():
     """A draft pass that costs less than the margin, and drafts that cost more than they earn."""
     policy = adaptive(1)

@@ -8,7 +8,8 @@ sorted by survival, and the best number k of them has the most expected tokens p
 
 If plain decoding is faster, nothing is drafted. What is not done is not learned from, so now and
 then a step is a trial that does the opposite: it drafts for a few requests, or for none. The number
-of steps before a trial doubles from trial to trial. A trial that has waited for drafts of another
+of steps before a trial doubles from trial to trial, until the drafts of one were worth more than
+plain steps: texts may have become easier. A trial that has waited for drafts of another
 process is followed by so many steps that waiting stays a small share of the time.
 """
 
@@ -108,6 +109,8 @@ class AdaptiveWidth(WidthPolicy):
         is_timed = self._time_step(step, has_prompts)
         is_other = num_rows != self._num_rows
         self._has_news |= has_prompts or is_other or bool(step.verified.any())
+        if not self.is_drafting and self._has_paid(step):
+            self._until_trial = self._trial_after = FIRST_TRIAL
         self._is_due = has_prompts or is_other or is_timed
         self._num_rows = num_rows
         if has_prompts:
@@ -223,6 +226,14 @@ class AdaptiveWidth(WidthPolicy):
             self.is_drafting = bool(drafting > plain * margin)
         if self.is_drafting != before:
             self._until_trial = FIRST_TRIAL if self.is_drafting else self._trial_after
+
+    def _has_paid(self, step: VerifiedStep) -> bool:
+        """Whether drafts, for all rows as for those of a trial, would have been worth more."""
+        tried, num_rows = step.verified > 0, len(step.slots)
+        if self._looked_up or not tried.any():
+            return False
+        tokens = 1 + float(step.accepted[tried].mean())
+        return tokens * self.costs.plain(num_rows) > float(self.costs.drafting(num_rows)[-1])
 
     def _best_widths(
         self, slots: np.ndarray, bins: np.ndarray | None, looked_up: bool = False
