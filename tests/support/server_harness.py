@@ -6,6 +6,7 @@ the fixture ``server``.
 
 import contextlib
 import ctypes
+import functools
 import http.client
 import json
 import os
@@ -154,6 +155,11 @@ class Server:
             return False
 
     def client(self) -> openai.OpenAI:
+        """One for all callers: each new one reads the system's certificates."""
+        return self._client
+
+    @functools.cached_property
+    def _client(self) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG_S
         )
