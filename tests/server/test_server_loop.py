@@ -209,6 +209,8 @@ def test_the_worst_bodies_hold_no_loop(server, loop):
             loop()
             reply = server.post(route, data)
             held[name] = min(held[name], loop())
+            if held[name] <= LONGEST_MS:
+                break
         found[name] = reply.status, None if reply.status == 200 else reply.parameter
     print(json.dumps(held, indent=0))
     assert found == expected
