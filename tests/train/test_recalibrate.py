@@ -21,6 +21,8 @@ from tests.support.drafter_pairs import drafter_config, random_drafter, write_dr
 
 __all__ = ["target", "target_path"]  # fixtures
 
+pytestmark = pytest.mark.slow
+
 LAYERS = (1, 3)
 
 
