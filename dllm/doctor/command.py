@@ -35,6 +35,7 @@ from dllm.patches.neighbours import (
     is_disabled,
     vllm_version,
 )
+from dllm.settings.checks import missing_folder
 from dllm.settings.command import FAILED, OK
 
 LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "xgrammar")
@@ -66,7 +67,9 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with _only_ours_on_stdout():
         served, failed = None, []
-        if given.model is not None:
+        if given.model is not None and (reason := missing_folder(given.model)):
+            failed = [Finding("model", "fail", reason)]
+        elif given.model is not None:
             where = {"--host": given.host, "--port": given.port}  # in front of those of --config
             asked = [f"{flag}={value}" for flag, value in where.items() if value is not None]
             try:
@@ -250,8 +253,8 @@ def _model(served: argparse.Namespace) -> Iterator[Finding]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    arguments = AsyncEngineArgs.from_cli_args(served)
-    try:
+    try:  # the first line looks for the files of a model of the hub
+        arguments = AsyncEngineArgs.from_cli_args(served)
         config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM's and pydantic's errors have no common class
         yield Finding("model", "fail", _in_a_line(error))

@@ -1,6 +1,7 @@
 """Patches of the API server: what cannot be served is refused there, with HTTP 400 and a reason."""
 
 import importlib.util
+from http import HTTPStatus
 from typing import Any
 
 from vllm.logger import init_logger
@@ -76,6 +77,7 @@ def check_requests_at_admission() -> None:
     """Patch what checks a request before and behind ``prepare``, which other patches call."""
     _keep_to_vllms_checks()
     _explain_refusals()
+    _name_served_models()
     _explain_missing_images()
 
 
@@ -183,6 +185,34 @@ def drop_impossible_ids(params: Any, vocab_size: int) -> None:
         params._eos_token_id = None
     if words := params.bad_words_token_ids:
         params._bad_words_token_ids = [word for word in words if all(map(is_possible, word))]
+
+
+def _name_served_models() -> None:
+    """Say which models and adapters are served where a request names another one.
+
+    vLLM leaves out adapters, and writes ``<path>`` for a model that is called by its folder, as it
+    is without --served-model-name. ``/v1/models`` shows all of these names.
+    """
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    from dllm.settings.checks import did_you_mean
+
+    check = BaseServing._check_model
+
+    async def _check_model(self: Any, request: Any) -> Any:
+        refused = await check(self, request)
+        if refused is None or self.model_config.architecture not in FAMILIES:
+            return refused
+        if refused.error.code == HTTPStatus.NOT_FOUND:
+            models = self.models
+            names = [*(one.name for one in models.base_model_paths), *models.lora_requests]
+            refused.error.message = (
+                f"model = {request.model!r}{did_you_mean(str(request.model), names)}; allowed: "
+                f"{', '.join(names)}."
+            )
+        return refused
+
+    BaseServing._check_model = _check_model  # type: ignore[method-assign]
 
 
 def _explain_missing_images() -> None:

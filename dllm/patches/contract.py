@@ -166,6 +166,9 @@ PATCHES = {
     "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search": (
         "beam search is refused: a canvas has no next token to branch on"
     ),
+    "vllm.entrypoints.serve.engine.serving.BaseServing._check_model": (
+        "a wrong model name gets the names of all models and adapters; vLLM leaves some out"
+    ),
     "vllm.multimodal.registry.MultiModalRegistry.create_processor": (
         "an image request gets HTTP 400 with the reason; vLLM only says 'not a multimodal model'"
     ),

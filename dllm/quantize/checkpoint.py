@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dllm.models import FAMILIES
+from dllm.settings.checks import missing_folder
 from dllm.settings.command import CommandError
 
 DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
@@ -66,6 +67,8 @@ class Checkpoint:
 
     def _read_config(self) -> dict[str, object]:
         file = self.path / "config.json"
+        if reason := missing_folder(str(self.path)):
+            raise CommandError(f"{self.path}: {reason}")
         if not file.is_file():
             raise CommandError(
                 f"{self.path} has no config.json; give the directory of a checkpoint "

@@ -4,13 +4,37 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+MOST_NAMES = 12  # that a message lists
 
 
 def did_you_mean(given: str, known: list[str]) -> str:
     """`` (did you mean 'x'?)`` for the most similar known word; empty if none is similar."""
     nearest = difflib.get_close_matches(given, known, n=1)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+def missing_folder(given: str) -> str | None:
+    """What is wrong with a model's name that is plainly a path, and leads nowhere.
+
+    A name is a path if it begins with ``.``, ``/`` or ``~``, or if the folder in front of its last
+    slash exists; any other may be one of the model hub.
+
+    Returns:
+        None for what exists, or may be on the hub. Otherwise a sentence that names the first folder
+        of the path that is missing, the most similar one beside it, and the others there.
+    """
+    path = Path(given).expanduser()
+    is_path = given.startswith((".", "/", "~")) or ("/" in given and path.parent.is_dir())
+    if path.exists() or not is_path:
+        return None
+    missing = next(each for each in (path, *path.parents) if each.parent.is_dir())
+    there = sorted(each.name for each in missing.parent.iterdir() if each.is_dir())
+    shown = ", ".join(there[:MOST_NAMES]) + (", ..." if there[MOST_NAMES:] else "")
+    hint = did_you_mean(missing.name, there)
+    return f"there is no folder {missing}{hint}; in {missing.parent}: {shown or 'no folders'}."
 
 
 @dataclass(frozen=True)

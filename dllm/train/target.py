@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.models import FAMILIES
+from dllm.settings.checks import missing_folder
 from dllm.settings.command import CommandError
 from dllm.train.target_embeddings import NORMS, TargetEmbeddingsAndHead, head_norm
 
@@ -103,10 +104,11 @@ def read_config(path: Path) -> dict[str, object]:
         CommandError: there is no config.json, or it is of a diffusion model.
     """
     if not path.is_dir():
-        raise CommandError(
-            f"--target {path}: there is no such folder; allowed: the folder of a checkpoint. "
+        reason = missing_folder(str(path)) or (
+            "there is no such folder; allowed: the folder of a checkpoint. "
             "`hf download ORG/NAME --local-dir FOLDER` fetches one."
         )
+        raise CommandError(f"--target {path}: {reason}")
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.registry import MultiModalRegistry
 from vllm.v1.engine.input_processor import InputProcessor
 
+from dllm.models import FAMILIES
 from dllm.patches import install
 from dllm.patches.admission import prepare
 from tests.support import family_checkpoints
@@ -113,3 +115,24 @@ def test_parameters_are_checked_for_each_request(processor):
         with pytest.raises(VLLMValidationError) as refusal:
             again()
         assert refusal.value.parameter == "diffusion_max_steps"
+
+
+@pytest.mark.parametrize("family", ["SDARForCausalLM", "Qwen3ForCausalLM"])
+def test_a_wrong_model_name_gets_the_served_ones(family):
+    """Of our models, folders and adapters included."""
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    folder = "/home/me/models/tiny-sdar"
+    models = SimpleNamespace(
+        base_model_paths=[SimpleNamespace(name=folder)],
+        lora_requests={"signed": None},
+        is_base_model=lambda name: name == folder,
+    )
+    serving = BaseServing(models, SimpleNamespace(architecture=family))
+    for served in (folder, "signed"):
+        assert asyncio.run(serving._check_model(SimpleNamespace(model=served))) is None
+    refused = asyncio.run(serving._check_model(SimpleNamespace(model="sined")))
+    assert refused.error.code == 404 and refused.error.param == "model"
+    is_ours = family in FAMILIES
+    assert ("(did you mean 'signed'?)" in refused.error.message) == is_ours
+    assert (f"{folder}, signed" in refused.error.message) == is_ours

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm.models.gemma.settings import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES, GemmaSettings
-from dllm.settings.checks import IntRange
+from dllm.settings.checks import IntRange, missing_folder
 from dllm.settings.server import PluginOptions, options_of
 from tests.support.denoise_cases import CONFIG, GENERATION, HF_CONFIG
 
@@ -192,3 +192,14 @@ def test_options_are_parsed_once_for_a_configuration(monkeypatch):
     assert options_of(pickle.loads(pickle.dumps(server))) == options_of(server)
     server.additional_config = {}
     assert options_of(server).commit == "overlapped"
+
+
+def test_a_model_name_that_is_a_path_or_may_be_one_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    (tmp_path / "models" / "file.gguf").touch()
+    for fine in ("models/small", "models/file.gguf", "org/name", "name", f"{tmp_path}/models"):
+        assert missing_folder(fine) is None
+    for wrong in ("models/smal", "./models/smal", f"{tmp_path}/models/smal/deeper"):
+        assert "models/smal (did you mean 'small'?); in " in (missing_folder(wrong) or "")
+    assert "/models: small." in (missing_folder(f"{tmp_path}/models/unlike") or "")

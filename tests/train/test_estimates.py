@@ -34,7 +34,7 @@ def test_responses_say_how_long_they_may_take(monkeypatch, capsys, seconds, minu
 @pytest.mark.parametrize(
     ("folder", "message"),
     [
-        ("org/name", "no such folder"),
+        ("org/name", "there is no folder"),
         ("checkpoints/tiny-sdar", "a diffusion model (SDARForCausalLM)"),
     ],
 )
