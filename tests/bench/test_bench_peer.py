@@ -32,8 +32,8 @@ def test_blocks_with_a_cache_are_those_of_the_plain_loop(tmp_path: Path) -> None
 def test_both_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setattr(peer, "CONFIG", SDAR | {"max_position_embeddings": 1024})
+    monkeypatch.setattr(peer, "FLAGS", (*peer.FLAGS, "--enforce-eager"))  # compiles nothing
     options = ["--rounds", "2", "--input-len", "8", "--output-len", "8", "16"]
     assert peer.main([*options, "--results", str(tmp_path)]) == 0
     rows = read_csv(tmp_path / peer.SECTION.file)
