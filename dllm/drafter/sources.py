@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
@@ -63,7 +64,7 @@ class SteeredTexts(Steered):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """There is no attention."""
 
-    def init_cudagraph_manager(self, *args: Any) -> None:
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """There is no graph."""
 
     def capture(self) -> None:
