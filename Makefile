@@ -151,6 +151,8 @@ serve: export HF_HUB_OFFLINE ?= $(if $(wildcard $(MODEL)/config.json),1,0)
 serve: export VLLM_WORKER_MULTIPROC_METHOD ?= fork
 serve: export VLLM_PLUGINS ?= dllm,dllm_namesakes,dllm_canvas
 serve: setup
+	@$(BIN)/python -c 'import sys; from dllm.settings.checks import missing_folder; \
+	    sys.exit(missing_folder("$(MODEL)"))'
 	@$(BIN)/python -c 'import socket, sys; \
 	    family = socket.AF_INET6 if ":" in "$(HOST)" else socket.AF_INET; \
 	    socket.socket(family).connect_ex(("$(HOST)", $(PORT))) or sys.exit( \
