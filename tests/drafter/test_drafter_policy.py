@@ -347,7 +347,7 @@ def test_after_hard_traffic_a_full_batch_drafts_again():
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_where_texts_become_easy_drafting_is_taken_up_soon(num_rows):
-    """Behind one trial that pays the next ones are near: without that, it takes 1,000 steps."""
+    """Behind one trial that pays the next ones are near."""
     policy = adaptive(num_rows)
     traffic = Traffic(policy, num_rows, plain_ms=3.0, drafting_ms=4.0, per_draft_ms=0.02)
     traffic.arrive()
