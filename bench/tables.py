@@ -18,9 +18,11 @@ def spread(rows: Rows, column: str, decimals: int = 1) -> str:
 
 
 def spread_of(values: Sequence[float], decimals: int) -> str:
-    """``median [low .. high]``, or a dash without values."""
+    """``median [low .. high]``; the value alone if there is one, a dash if there is none."""
     if not values:
         return "-"
+    if len(values) == 1:
+        return f"{values[0]:.{decimals}f}"
     ends = statistics.median(values), min(values), max(values)
     return "{} [{} .. {}]".format(*(f"{value:.{decimals}f}" for value in ends))
 

@@ -404,8 +404,8 @@ def test_the_table_shows_both_sides_the_ratio_and_what_was_wrong(tmp_path: Path)
     found = [measured(OURS), measured(BUILTIN, output_throughput=128.0)]
     text = load_tables(as_text(found, tmp_path))
     ours, builtin = (line for line in text.splitlines() if line.startswith("| 1 at once"))
-    assert "256 [256 .. 256]" in ours and "128 [128 .. 128]" in builtin
-    assert builtin.endswith("2.00 [2.00 .. 2.00] |") and "No speed" not in text
+    assert "| 256 |" in ours and "| 128 |" in builtin
+    assert builtin.endswith("| 2.00 |") and "No speed" not in text
     found = [measured(OURS), measured(BUILTIN, output_lens=[1, 1])]
     wrong = load_tables(as_text(found, tmp_path))
     (line,) = (line for line in wrong.splitlines() if "| built-in | -" in line)
