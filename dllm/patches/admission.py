@@ -13,6 +13,8 @@ from dllm.settings.server import options_of
 
 logger = init_logger(LOGGER)
 
+LONGEST_NAME = 1000  # of a model, in characters; nothing is served under a longer one
+
 
 def prepare(processor: Any, params: Any) -> Any:
     """Check a request's sampling parameters where it comes in, and complete them.
@@ -200,8 +202,12 @@ def _name_served_models() -> None:
     check = BaseServing._check_model
 
     async def _check_model(self: Any, request: Any) -> Any:
+        is_ours = self.model_config.architecture in FAMILIES
+        if is_ours and request.model and len(request.model) > LONGEST_NAME:
+            # What is searched for in it, here and in vLLM, would hold the server for seconds.
+            request.model = f"{request.model[:LONGEST_NAME]}..."
         refused = await check(self, request)
-        if refused is None or self.model_config.architecture not in FAMILIES:
+        if refused is None or not is_ours:
             return refused
         if refused.error.code == HTTPStatus.NOT_FOUND:
             models = self.models

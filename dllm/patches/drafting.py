@@ -109,7 +109,7 @@ def draft_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     """As ``kinds.Kind.refuses`` says."""
     from dllm.drafter.widths.make import may_skip_passes
 
-    why = "they are made for the weights without an adapter"
+    why = "drafts are made, or their use is learned, for the weights without an adapter"
     yield vllm_config.lora_config is not None, "--enable-lora", why
     speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
     is_unseen = (
@@ -120,7 +120,7 @@ def draft_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     why = 'the policy "adaptive" reads how likely drafts are, which is not computed'
     yield is_unseen, "use_local_argmax_reduction", why
     is_idle = options.prompt_lookup and not may_skip_passes(vllm_config)
-    why = "looked-up drafts save a draft pass, and no rank can leave one out with "
+    why = "ranks would verify other numbers of drafts, or leave out a pass alone, with "
     why += "--prefill-context-parallel-size, or with --data-parallel-size of a target with experts"
     yield is_idle, "prompt_lookup", why
 

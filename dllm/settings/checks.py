@@ -26,12 +26,15 @@ def missing_folder(given: str) -> str | None:
         None for what exists, or may be on the hub. Otherwise a sentence that names the first folder
         of the path that is missing, the most similar one beside it, and the others there.
     """
-    path = Path(given).expanduser()
-    is_path = given.startswith((".", "/", "~")) or ("/" in given and path.parent.is_dir())
-    if path.exists() or not is_path:
+    try:
+        path = Path(given).expanduser()
+        is_path = given.startswith((".", "/", "~")) or ("/" in given and path.parent.is_dir())
+        if path.exists() or not is_path:
+            return None
+        missing = next(each for each in (path, *path.parents) if each.parent.is_dir())
+        there = sorted(each.name for each in missing.parent.iterdir() if each.is_dir())
+    except (OSError, RuntimeError):  # not ours to read, too long, or of an unknown user
         return None
-    missing = next(each for each in (path, *path.parents) if each.parent.is_dir())
-    there = sorted(each.name for each in missing.parent.iterdir() if each.is_dir())
     shown = ", ".join(there[:MOST_NAMES]) + (", ..." if there[MOST_NAMES:] else "")
     hint = did_you_mean(missing.name, there)
     return f"there is no folder {missing}{hint}; in {missing.parent}: {shown or 'no folders'}."

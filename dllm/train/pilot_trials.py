@@ -25,7 +25,6 @@ from dllm.train.batch import load_batch
 from dllm.train.export import Drafter
 from dllm.train.network import DraftNetwork
 from dllm.train.pilot_settings import CHECKED_ONE_IN, PilotTraining
-from dllm.train.precision import autocast
 from dllm.train.prompts import Prompt
 from dllm.train.target import Target
 
@@ -135,7 +134,8 @@ def record(
     """
     folder.mkdir(parents=True, exist_ok=True)
     widths = candidates(drafter.block - 1, settings.radius)
-    network = drafter.network().to(target.device).requires_grad_(False)
+    # In the target's precision, as on a server.
+    network = drafter.network().to(target.device, target.embedding.dtype).requires_grad_(False)
     head = network.head_of(target.head).to(network.fc.weight.dtype)
     for turn, temperature in enumerate(settings.temperatures):
         asked = prompts[turn :: len(settings.temperatures)]
@@ -176,8 +176,7 @@ def _try_widths(
     if sample.num_anchors:
         batch = load_batch([sample], target, drafter.read.target_layer_ids)
         for place, width in enumerate(widths):
-            with autocast(target.device):  # a server's precision
-                drafted = draft_all(network, target.embedding, head, batch, width + 1)
+            drafted = draft_all(network, target.embedding, head, batch, width + 1)
             kept[:, place] = torch.tensor(drafted.agreeing)
             if width == trained:
                 confidence = drafted.confidence.half()

@@ -71,7 +71,7 @@ def test_a_folder_that_is_not_there(capsys, monkeypatch, port):
 
 
 def test_a_model_of_the_hub_that_is_not_here(capsys, monkeypatch, port):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     status, found = doctor(capsys, "nobody/no-such-model", "--port", port)
     assert status == 1 and found["model"][0] == "fail"
 

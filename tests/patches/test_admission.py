@@ -136,3 +136,6 @@ def test_a_wrong_model_name_gets_the_served_ones(family):
     is_ours = family in FAMILIES
     assert ("(did you mean 'signed'?)" in refused.error.message) == is_ours
     assert (f"{folder}, signed" in refused.error.message) == is_ours
+    if is_ours:
+        refused = asyncio.run(serving._check_model(SimpleNamespace(model="a/b " * 100_000)))
+        assert len(refused.error.message) < 2000

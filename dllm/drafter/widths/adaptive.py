@@ -91,6 +91,7 @@ class AdaptiveWidth(WidthPolicy):
         self._num_alike, self._was_plain = 0, False  # steps in a row of the same kind
         self.forget_drafter()
         self._waited_ms: float | None = None  # `note_wait` since the last step
+        self._steps_of_wait = 0  # behind the last trial: in so many its wait is a small share
         self._observed_at: float | None = None  # when the last step was observed, by the clock
 
     def forget_requests(self, slots: np.ndarray) -> None:
@@ -110,7 +111,8 @@ class AdaptiveWidth(WidthPolicy):
         is_other = num_rows != self._num_rows
         self._has_news |= has_prompts or is_other or bool(step.verified.any())
         if not self.is_drafting and self._has_paid(step):
-            self._until_trial = self._trial_after = FIRST_TRIAL
+            self._trial_after = FIRST_TRIAL
+            self._until_trial = max(FIRST_TRIAL, self._steps_of_wait)
         self._is_due = has_prompts or is_other or is_timed
         self._num_rows = num_rows
         if has_prompts:
@@ -152,6 +154,7 @@ class AdaptiveWidth(WidthPolicy):
         self._until_trial -= 1
         self._is_trial = self._until_trial <= 0
         if self._is_trial:
+            self._steps_of_wait = 0
             self._trial_after = min(2 * self._trial_after, LAST_TRIAL)
             self._until_trial = self._trial_after
         self._wants = self.is_drafting != self._is_trial
@@ -204,7 +207,8 @@ class AdaptiveWidth(WidthPolicy):
         self._waited_ms = 1e3 * seconds
         if self._is_trial:
             share = self._waited_ms / self.costs.plain(self._num_rows) / WAITING_SHARE
-            self._until_trial = max(self._until_trial, int(share))
+            self._steps_of_wait = int(share)
+            self._until_trial = max(self._until_trial, self._steps_of_wait)
 
     def _judge(self, slots: np.ndarray) -> None:
         """If due, decide whether drafting is faster; if it begins, soon try a step without."""
@@ -213,9 +217,7 @@ class AdaptiveWidth(WidthPolicy):
         self._has_news = False
         widths, drafting = self._best_widths(slots, bins=None)
         num_rows = len(slots)
-        # Where the drafter runs in any case, plain steps cost a pass, too.
-        cost = self.costs.plain(num_rows) if self.may_skip else self.costs.drafting(num_rows)[0]
-        plain = num_rows / cost
+        plain = num_rows / self._undrafted_ms(num_rows)
         margin = 1 + self.hysteresis
         before = self.is_drafting
         if before:
@@ -233,7 +235,11 @@ class AdaptiveWidth(WidthPolicy):
         if self._looked_up or not tried.any():
             return False
         tokens = 1 + float(step.accepted[tried].mean())
-        return tokens * self.costs.plain(num_rows) > float(self.costs.drafting(num_rows)[-1])
+        return tokens * self._undrafted_ms(num_rows) > float(self.costs.drafting(num_rows)[-1])
+
+    def _undrafted_ms(self, num_rows: int) -> float:
+        """Milliseconds of a step that verifies nothing; of a pass, too, where it always runs."""
+        return self.costs.plain(num_rows) if self.may_skip else self.costs.drafting(num_rows)[0]
 
     def _best_widths(
         self, slots: np.ndarray, bins: np.ndarray | None, looked_up: bool = False
