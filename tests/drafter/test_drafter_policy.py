@@ -361,6 +361,26 @@ def test_where_texts_become_easy_drafting_is_taken_up_soon(num_rows):
     assert num_steps <= 2 * LAST_TRIAL
 
 
+def test_behind_a_trial_that_paid_but_waited_the_next_is_far():
+    """As far as WAITING_SHARE asks: waits stay a small share of the time."""
+    policy = adaptive(1, hysteresis=9.0)  # one trial is not enough to draft again
+    traffic = Traffic(policy, 1, plain_ms=10.0, per_draft_ms=0.1, reply_ms=5.0)
+    traffic.arrive()
+    for _ in range(500):
+        traffic.step(BAD)
+    assert not policy.is_drafting
+    num_waits = len(traffic.waits_ms)
+    while len(traffic.waits_ms) == num_waits:
+        traffic.step(np.ones(N))
+    traffic.step(np.ones(N))  # verifies the trial's drafts
+    assert not policy.is_drafting
+    num_steps, num_waits = 1, len(traffic.waits_ms)
+    while len(traffic.waits_ms) == num_waits:
+        traffic.step(BAD)
+        num_steps += 1
+    assert num_steps >= 40
+
+
 def test_drafting_of_which_nothing_is_verified_is_stopped():
     """A draft pass that costs less than the margin, and drafts that cost more than they earn."""
     policy = adaptive(1)
