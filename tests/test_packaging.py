@@ -157,7 +157,7 @@ def test_the_lock_file_is_complete() -> None:
 def test_make_serve_says_that_a_port_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        where = (f"PORT={port}", f"BIN={Path(sys.executable).parent}", "MODEL=/nowhere")
+        where = (f"PORT={port}", f"BIN={Path(sys.executable).parent}", "MODEL=.")
         made = subprocess.run(
             ["make", "--assume-old=setup", "serve", *where],
             cwd=ROOT,
