@@ -207,13 +207,11 @@ def _name_served_models() -> None:
             # What is searched for in it, here and in vLLM, would hold the server for seconds.
             request.model = f"{request.model[:LONGEST_NAME]}..."
         refused = await check(self, request)
-        if refused is None or not is_ours:
-            return refused
-        if refused.error.code == HTTPStatus.NOT_FOUND:
+        if is_ours and refused is not None and refused.error.code == HTTPStatus.NOT_FOUND:
             models = self.models
             names = [*(one.name for one in models.base_model_paths), *models.lora_requests]
             refused.error.message = (
-                f"model = {request.model!r}{did_you_mean(str(request.model), names)}; allowed: "
+                f"model = {request.model!r}{did_you_mean(request.model, names)}; allowed: "
                 f"{', '.join(names)}."
             )
         return refused
