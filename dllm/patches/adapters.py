@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from dllm.models import FAMILIES
+from dllm.patches.replace import replaces
 
 
 @contextmanager
@@ -21,26 +22,26 @@ def adapted_layers(runner: Any) -> Iterator[None]:
 
     from dllm.engine.adapters import load_lora_model
 
-    # Experts take no adapter. vLLM would give them Triton's kernels, which a CPU does not have.
-    init = FusedMoEConfig.__post_init__
     replaced = (FusedMoEConfig, "__post_init__"), (CpuPlatform, "get_punica_wrapper")
-    theirs = [(owner, name, vars(owner)[name]) for owner, name in replaced]
+    kept = [(owner, name, vars(owner)[name]) for owner, name in replaced]
 
-    def __post_init__(self: Any) -> None:
+    @replaces(FusedMoEConfig)
+    def __post_init__(theirs: Any, self: Any) -> None:
+        # Experts take no adapter. vLLM would give them Triton's kernels, which a CPU does not have.
         self.is_lora_enabled = False
-        init(self)
+        theirs(self)
 
-    def get_punica_wrapper(cls: Any) -> str:
-        return "dllm.engine.adapters.PunicaByRuns"
-
-    FusedMoEConfig.__post_init__ = __post_init__  # type: ignore[method-assign]
     if current_platform.is_cpu():
-        CpuPlatform.get_punica_wrapper = classmethod(get_punica_wrapper)  # type: ignore[assignment]
+
+        @replaces(CpuPlatform)
+        def get_punica_wrapper(theirs: Any, cls: Any) -> str:
+            return "dllm.engine.adapters.PunicaByRuns"
+
     runner.load_lora_model = functools.partial(load_lora_model, runner)
     try:
         yield
     finally:
-        for owner, name, value in theirs:
+        for owner, name, value in kept:
             setattr(owner, name, value)
 
 
@@ -56,10 +57,9 @@ def refuse_wrong_adapters() -> None:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-    load = OpenAIServingModels.load_lora_adapter
-
-    async def load_lora_adapter(self: Any, *args: Any, **options: Any) -> Any:
-        answer = await load(self, *args, **options)
+    @replaces(OpenAIServingModels)
+    async def load_lora_adapter(theirs: Any, self: Any, *args: Any, **options: Any) -> Any:
+        answer = await theirs(self, *args, **options)
         if (
             isinstance(answer, ErrorResponse)
             and answer.error.code == HTTPStatus.INTERNAL_SERVER_ERROR
@@ -69,5 +69,3 @@ def refuse_wrong_adapters() -> None:
             answer.error.code = HTTPStatus.BAD_REQUEST.value
             answer.error.type = "BadRequestError"
         return answer
-
-    OpenAIServingModels.load_lora_adapter = load_lora_adapter  # type: ignore[method-assign]

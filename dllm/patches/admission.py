@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
+from dllm.patches.replace import replaces
 from dllm.settings.server import options_of
 
 logger = init_logger(LOGGER)
@@ -94,40 +95,35 @@ def _keep_to_vllms_checks() -> None:
 
     from dllm.settings.pins import without_noise
 
-    validate_params = InputProcessor._validate_params
-    validate_diffusion = SamplingParams._validate_diffusion
-    process = InputProcessor.process_inputs
-
-    def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
+    @replaces(InputProcessor)
+    def _validate_params(theirs: Any, self: Any, params: Any, supported_tasks: Any) -> Any:
         _refuse_grammar_of_sampled_drafts(params, self.vllm_config)
         extra = getattr(params, "extra_args", None)
         if not extra or self.model_config.architecture not in FAMILIES:
-            return validate_params(self, params, supported_tasks)
+            return theirs(self, params, supported_tasks)
         params.extra_args = without_noise(extra)
         try:
-            return validate_params(self, params, supported_tasks)
+            return theirs(self, params, supported_tasks)
         finally:
             params.extra_args = extra
 
+    @replaces(InputProcessor)
     def process_inputs(
-        self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+        theirs: Any, self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if kwargs.get("resumable"):  # a piece of a prompt, which may have other parameters
             params = prepare(self, params)
-        request = process(self, request_id, prompt, params, *args, **kwargs)
+        request = theirs(self, request_id, prompt, params, *args, **kwargs)
         worker = self.vllm_config.parallel_config.worker_cls
         is_ours = self.model_config.architecture in FAMILIES or worker in (CPU_WORKER, GPU_WORKER)
         if is_ours and request.sampling_params is not None:
             drop_impossible_ids(request.sampling_params, self.model_config.get_vocab_size())
         return request
 
-    def _validate_diffusion(self: Any, model_config: Any) -> None:
+    @replaces(SamplingParams)
+    def _validate_diffusion(theirs: Any, self: Any, model_config: Any) -> None:
         if model_config.architecture not in FAMILIES:
-            validate_diffusion(self, model_config)
-
-    InputProcessor._validate_params = _validate_params  # type: ignore[method-assign]
-    InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
-    SamplingParams._validate_diffusion = _validate_diffusion  # type: ignore[method-assign]
+            theirs(self, model_config)
 
 
 def _refuse_grammar_of_sampled_drafts(params: Any, vllm_config: Any) -> None:
@@ -199,14 +195,13 @@ def _name_served_models() -> None:
 
     from dllm.settings.checks import did_you_mean
 
-    check = BaseServing._check_model
-
-    async def _check_model(self: Any, request: Any) -> Any:
+    @replaces(BaseServing)
+    async def _check_model(theirs: Any, self: Any, request: Any) -> Any:
         is_ours = self.model_config.architecture in FAMILIES
         if is_ours and request.model and len(request.model) > LONGEST_NAME:
             # What is searched for in it, here and in vLLM, would hold the server for seconds.
             request.model = f"{request.model[:LONGEST_NAME]}..."
-        refused = await check(self, request)
+        refused = await theirs(self, request)
         if is_ours and refused is not None and refused.error.code == HTTPStatus.NOT_FOUND:
             models = self.models
             names = [*(one.name for one in models.base_model_paths), *models.lora_requests]
@@ -216,25 +211,20 @@ def _name_served_models() -> None:
             )
         return refused
 
-    BaseServing._check_model = _check_model  # type: ignore[method-assign]
-
 
 def _explain_missing_images() -> None:
     """Say why an image cannot be served; vLLM only says that the model is not multimodal."""
     from vllm.exceptions import VLLMValidationError
     from vllm.multimodal.registry import MultiModalRegistry
 
-    create = MultiModalRegistry.create_processor
-
-    def create_processor(self: Any, model_config: Any, **kwargs: Any) -> Any:
+    @replaces(MultiModalRegistry)
+    def create_processor(theirs: Any, self: Any, model_config: Any, **kwargs: Any) -> Any:
         if model_config.architecture in FAMILIES and (
             not model_config.is_multimodal_model or not takes_images(model_config.hf_config)
         ):
             message = _text_only_message(model_config.hf_config)
             raise VLLMValidationError(message, parameter="messages")
-        return create(self, model_config, **kwargs)
-
-    MultiModalRegistry.create_processor = create_processor  # type: ignore[method-assign]
+        return theirs(self, model_config, **kwargs)
 
 
 def _text_only_message(hf_config: Any) -> str:
@@ -252,10 +242,10 @@ def _explain_refusals() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.renderers.base import BaseRenderer
 
-    validate_token_ids = BaseRenderer.validate_token_ids
-    beam_search = BeamSearchOnlineMixin.beam_search
-
-    def checked_token_ids(self: Any, token_ids: Any, *, parameter: str | None = None) -> None:
+    @replaces(BaseRenderer)
+    def validate_token_ids(
+        theirs: Any, self: Any, token_ids: Any, *, parameter: str | None = None
+    ) -> None:
         if self.model_config.architecture in FAMILIES:
             if len(token_ids) == 0:
                 raise VLLMValidationError(
@@ -270,17 +260,15 @@ def _explain_refusals() -> None:
                         f"{vocab_size - 1}. Send ids of this model's tokenizer (POST /tokenize).",
                         parameter=parameter or "prompt",
                     )
-        validate_token_ids(self, token_ids, parameter=parameter)
+        theirs(self, token_ids, parameter=parameter)
 
-    async def checked_beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces(BeamSearchOnlineMixin)
+    async def beam_search(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.model_config.architecture in FAMILIES:
             raise VLLMValidationError(
                 "use_beam_search = True; allowed: False, because a canvas has no next token to "
                 "branch on. Leave it out; n = 2 asks for two samples.",
                 parameter="use_beam_search",
             )
-        async for output in beam_search(self, *args, **kwargs):
+        async for output in theirs(self, *args, **kwargs):
             yield output
-
-    BeamSearchOnlineMixin.beam_search = checked_beam_search  # type: ignore[method-assign]
-    BaseRenderer.validate_token_ids = checked_token_ids  # type: ignore[method-assign]

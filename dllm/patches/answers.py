@@ -13,6 +13,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from dllm.patches.replace import replaces
+
 READER = "dllm_reader"  # in the ``__dict__`` of a parser, which vLLM makes for each answer
 Parse = Callable[..., Any]  # vLLM's ``DelegatingParser.parse_delta``
 
@@ -25,9 +27,9 @@ def read_token_by_token() -> None:
     """
     from vllm.parser.abstract_parser import DelegatingParser
 
-    parse = DelegatingParser.parse_delta
-
+    @replaces(DelegatingParser)
     def parse_delta(
+        theirs: Any,
         self: Any,
         delta_text: str,
         delta_token_ids: list[int],
@@ -39,13 +41,12 @@ def read_token_by_token() -> None:
         if READER not in vars(self):
             vars(self)[READER] = _Reader(self, request, prompt_token_ids or [])
         parts = list(vars(self)[READER].parts(delta_text, delta_token_ids, finished))
+        asked = request, prompt_token_ids
         read = [
-            _read(parse, self, part, (request, prompt_token_ids), finished and number == len(parts))
+            _read(theirs, self, part, asked, finished and number == len(parts))
             for number, part in enumerate(parts, 1)
         ]
         return _joined(read)
-
-    DelegatingParser.parse_delta = parse_delta  # type: ignore[method-assign]
 
 
 class _Reader:

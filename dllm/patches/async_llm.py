@@ -16,6 +16,7 @@ from dllm.api.http_request import current, in_turn
 from dllm.models import FAMILIES, settings_of
 from dllm.patches.admission import prepare
 from dllm.patches.grammars import needs_table, serialized_grammar, wait_before_the_stream
+from dllm.patches.replace import replaces
 from dllm.patches.streaming import start_watching
 from dllm.settings.denoising import block_size_of
 from dllm.settings.request import with_grammar
@@ -29,11 +30,16 @@ def check_requests_early() -> None:
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    generate = AsyncLLM.generate
-
-    def checked_generate(  # type: ignore[no-untyped-def]
-        self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
-    ):
+    @replaces(AsyncLLM)
+    def generate(
+        theirs: Any,
+        self: Any,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if self.model_config.architecture in FAMILIES:
             ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
             if ids is not None:
@@ -42,14 +48,12 @@ def check_requests_early() -> None:
         if self.model_config.architecture in FAMILIES:
             request_id = start_watching(self, params, request_id)
             hole = (prompt, sampling_params, request_id, *args)
-            if (filled := _start_fill(self, generate, *hole, **kwargs)) is not None:
+            if (filled := _start_fill(self, theirs, *hole, **kwargs)) is not None:
                 return filled
             _count(1, params.n)
             wait_before_the_stream(self, prompt, params, _reasoning(kwargs))
         given = (self, prompt, params, request_id, *args)
-        return _paced(generate, *given, **kwargs)
-
-    AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
+        return _paced(theirs, *given, **kwargs)
 
 
 def _reasoning(options: Mapping[str, Any]) -> tuple[bool | None, Mapping[str, Any]]:
@@ -117,26 +121,24 @@ def start_in_turn() -> None:
     from vllm.entrypoints.serve.engine.serving import BaseServing
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    headers_of, add = BaseServing._get_trace_headers, AsyncLLM.add_request
     turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
 
-    async def headers_after_others(self: Any, headers: Any) -> Any:
+    @replaces(BaseServing)
+    async def _get_trace_headers(theirs: Any, self: Any, headers: Any) -> Any:
         """Let other requests run. vLLM's routes await this, and nothing else, between prompts."""
         if self.model_config.architecture in FAMILIES:
             await asyncio.sleep(0)
-        return await headers_of(self, headers)
+        return await theirs(self, headers)
 
-    async def add_in_turn(
-        self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    @replaces(AsyncLLM)
+    async def add_request(
+        theirs: Any, self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self.model_config.architecture not in FAMILIES:
-            return await add(self, request_id, prompt, params, *args, **kwargs)
+            return await theirs(self, request_id, prompt, params, *args, **kwargs)
         if needs_table(self, params):
             table = await serialized_grammar(self, params, prompt, *_reasoning(kwargs))
             params = with_grammar(params, table)
         async with turns.setdefault(self, asyncio.Lock()):
             await asyncio.sleep(0)  # while others wait for their turn
-            return await add(self, request_id, prompt, params, *args, **kwargs)
-
-    BaseServing._get_trace_headers = headers_after_others  # type: ignore[method-assign]
-    AsyncLLM.add_request = add_in_turn  # type: ignore[method-assign]
+            return await theirs(self, request_id, prompt, params, *args, **kwargs)

@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.models import FAMILIES
+from dllm.patches.replace import replaces
 
 logger = init_logger(LOGGER)
 
@@ -71,7 +72,6 @@ def reload_compiled_backbone() -> None:
     import torch
     from vllm.compilation import decorators
 
-    try_load = decorators._try_load_aot_compiled_fn
     load_compiled_function = torch.compiler.load_compiled_function
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -81,17 +81,16 @@ def reload_compiled_backbone() -> None:
             function.finalize_loading = lambda vllm_config: None
         return loaded
 
-    def _try_load_aot_compiled_fn(model: Any, aot_compilation_path: str) -> Any:
+    @replaces(decorators)
+    def _try_load_aot_compiled_fn(theirs: Any, model: Any, aot_compilation_path: str) -> Any:
         delete_damaged_files(Path(aot_compilation_path).parent)
         if model.vllm_config.model_config.architecture not in FAMILIES:
-            return try_load(model, aot_compilation_path)
+            return theirs(model, aot_compilation_path)
         torch.compiler.load_compiled_function = load
         try:
-            return try_load(model, aot_compilation_path)
+            return theirs(model, aot_compilation_path)
         finally:
             torch.compiler.load_compiled_function = load_compiled_function
-
-    decorators._try_load_aot_compiled_fn = _try_load_aot_compiled_fn
 
 
 def write_checksums(vllm_config: Any) -> None:

@@ -13,6 +13,7 @@ from dllm.models.quantized import emulate_on_cpu
 from dllm.patches import cpu
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.patches.cuda_graphs import choose_cuda_graphs
+from dllm.patches.replace import replaces
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.server import options_of
 
@@ -86,10 +87,9 @@ def set_batch_defaults() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    set_defaults = EngineArgs._set_default_max_num_seqs_and_batched_tokens_args
-
+    @replaces(EngineArgs)
     def _set_default_max_num_seqs_and_batched_tokens_args(
-        self: Any, usage_context: Any, model_config: Any, parallel_config: Any
+        theirs: Any, self: Any, usage_context: Any, model_config: Any, parallel_config: Any
     ) -> None:
         from vllm.platforms import current_platform
 
@@ -97,7 +97,7 @@ def set_batch_defaults() -> None:
             self.max_num_seqs is not None,
             self.max_num_batched_tokens is not None,
         )
-        set_defaults(self, usage_context, model_config, parallel_config)
+        theirs(self, usage_context, model_config, parallel_config)
         if model_config.architecture not in FAMILIES:
             return
         if not has_seqs:
@@ -111,10 +111,6 @@ def set_batch_defaults() -> None:
             )
             canvases = self.max_num_seqs * settings_of(config).canvas_length
             self.max_num_batched_tokens = max(self.max_num_batched_tokens, canvases + PROMPT_CHUNK)
-
-    EngineArgs._set_default_max_num_seqs_and_batched_tokens_args = (  # type: ignore[method-assign]
-        _set_default_max_num_seqs_and_batched_tokens_args
-    )
 
 
 def _refuse_small_budgets(scheduler: Any, canvas_length: int) -> None:

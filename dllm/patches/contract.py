@@ -19,7 +19,7 @@ REMOTE_SCHEDULER = "dllm.remote.scheduler.RemoteScheduler"
 
 
 # Of modules and classes. By dotted name: where it is done, unless in every process, and why; where
-# vLLM has a hook for something like it, why that is not used. A function is wrapped.
+# vLLM has a hook for something like it, why that is not used. Functions are wrapped (``replace``).
 PATCHES = {
     "vllm.multimodal.MULTIMODAL_REGISTRY.register_processor": (
         "where torchvision is installed: vLLM's Gemma4 image processor, for our model"

@@ -12,6 +12,7 @@ from dllm.cpu.instructions import computes_bf16
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
 from dllm.patches.preflight import refuse_missing_parts
+from dllm.patches.replace import replaces
 from dllm.settings import vllm_names
 
 logger = init_logger(LOGGER)
@@ -156,18 +157,15 @@ def enable_cpu_runtime() -> None:
     from vllm.triton_utils import triton
     from vllm.utils.math_utils import next_power_of_2
 
-    use_v2 = VllmConfig.use_v2_model_runner
-    validate_v2 = VllmConfig._validate_v2_model_runner
+    @replaces(VllmConfig)
+    def use_v2_model_runner(theirs: Any, self: Any) -> bool:
+        return _is_on_cpu_runtime(self) or theirs(self)
 
-    def use_v2_model_runner(self: Any) -> bool:
-        return _is_on_cpu_runtime(self) or use_v2.fget(self)  # type: ignore[attr-defined]
-
-    def _validate_v2_model_runner(self: Any) -> None:
+    @replaces(VllmConfig)
+    def _validate_v2_model_runner(theirs: Any, self: Any) -> None:
         if not _is_on_cpu_runtime(self):
-            validate_v2(self)
+            theirs(self)
 
-    VllmConfig.use_v2_model_runner = property(use_v2_model_runner)  # type: ignore[assignment]
-    VllmConfig._validate_v2_model_runner = _validate_v2_model_runner  # type: ignore[method-assign]
     triton.next_power_of_2 = next_power_of_2
     _honour_fork()
 
@@ -188,15 +186,12 @@ def _honour_fork() -> None:
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    check_and_update = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
-
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+    @replaces(CpuPlatform)
+    def check_and_update_config(theirs: Any, cls: Any, vllm_config: Any) -> None:
         asked = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
-        check_and_update(cls, vllm_config)
+        theirs(cls, vllm_config)
         if asked == "fork" and _needs_no_openmp_setup() and _is_on_cpu_runtime(vllm_config):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]
 
 
 def _needs_no_openmp_setup() -> bool:
@@ -216,14 +211,11 @@ def allow_product_of_no_rows() -> None:
     """
     from vllm import _custom_ops
 
-    multiply = _custom_ops.weight_packed_linear_cpu
-
-    def weight_packed_linear_cpu(x: Any, packed_weight: Any, n: int, bias: Any) -> Any:
+    @replaces(_custom_ops)
+    def weight_packed_linear_cpu(theirs: Any, x: Any, packed_weight: Any, n: int, bias: Any) -> Any:
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], n)
-        return multiply(x, packed_weight, n, bias)
-
-    _custom_ops.weight_packed_linear_cpu = weight_packed_linear_cpu
+        return theirs(x, packed_weight, n, bias)
 
 
 def register_cpu_kernels() -> None:

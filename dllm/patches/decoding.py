@@ -15,6 +15,7 @@ from dllm.patches.drafting import (
     drafts_itself,
 )
 from dllm.patches.neighbours import explain_refusal
+from dllm.patches.replace import replaces
 from dllm.settings.server import WHERE, PluginOptions, options_of
 
 
@@ -78,12 +79,11 @@ def _choose_model_config() -> None:
     """Let our option choose the model class, and the CPU its dtype; say why a model is refused."""
     from vllm.engine.arg_utils import EngineArgs
 
-    create = EngineArgs.create_model_config
-
-    def create_model_config(self: Any) -> Any:
+    @replaces(EngineArgs)
+    def create_model_config(theirs: Any, self: Any) -> Any:
         decoding = PluginOptions.from_additional_config(self.additional_config).decoding
         try:
-            config = create(self)
+            config = theirs(self)
         except Exception:
             explain_refusal(self)
             raise
@@ -98,12 +98,10 @@ def _choose_model_config() -> None:
                         "function; allowed: a dict. Write one."
                     )
                 self.hf_overrides = {**(self.hf_overrides or {}), "canvas_length": None}
-                config = create(self)
+                config = theirs(self)
             _choose_speculator(self, config, decoding)
         choose_dtype(self, config)
         return config
-
-    EngineArgs.create_model_config = create_model_config  # type: ignore[method-assign]
 
 
 def _choose_speculator(arguments: Any, config: Any, decoding: str) -> None:
@@ -134,20 +132,14 @@ def _reserve_slots() -> None:
     """Let vLLM keep KV slots for a draft pass over [last token, masks], as it does for DFlash."""
     from vllm.config import SpeculativeConfig, VllmConfig
 
-    num_lookahead = VllmConfig.num_lookahead_tokens
-    num_new_slots = SpeculativeConfig.max_num_new_slots_for_drafting
-
-    def num_lookahead_tokens(self: Any) -> int:
+    @replaces(VllmConfig)
+    def num_lookahead_tokens(theirs: Any, self: Any) -> int:
         if drafts_itself(self.speculative_config):
             return int(self.speculative_config.num_speculative_tokens) + 1
-        return int(num_lookahead.fget(self))  # type: ignore[attr-defined]
+        return int(theirs(self))
 
-    def max_num_new_slots_for_drafting(self: Any) -> int:
+    @replaces(SpeculativeConfig)
+    def max_num_new_slots_for_drafting(theirs: Any, self: Any) -> int:
         if drafts_itself(self):
             return int(self.num_speculative_tokens)
-        return int(num_new_slots.fget(self))  # type: ignore[attr-defined]
-
-    VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)  # type: ignore[assignment]
-    SpeculativeConfig.max_num_new_slots_for_drafting = property(  # type: ignore[assignment]
-        max_num_new_slots_for_drafting
-    )
+        return int(theirs(self))

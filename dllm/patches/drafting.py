@@ -14,6 +14,7 @@ from dllm.patches.contract import ASYNC_DRAFTING_SCHEDULER, CPU_WORKER, DRAFTING
 from dllm.patches.cpu import is_cpu_without_triton, register_model, schedules_no_step_ahead
 from dllm.patches.neighbours import vllm_version
 from dllm.patches.remote import drafts_remotely, run_custom_speculators_on_v2
+from dllm.patches.replace import replaces
 from dllm.settings.drafting import (
     DRAFTER_ARCHITECTURE,
     OUR_DRAFTER,
@@ -325,19 +326,16 @@ def _admit_all_sampling_parameters() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
-    validate = SamplingParams._validate_spec_decode
-
-    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+    @replaces(SamplingParams)
+    def _validate_spec_decode(theirs: Any, self: Any, speculative_config: Any) -> None:
         if not (drafts_with_ours(speculative_config) or drafts_remotely(speculative_config)):
-            validate(self, speculative_config)
+            theirs(self, speculative_config)
         elif self.logprob_token_ids:
             raise VLLMValidationError(
                 f"logprob_token_ids = {self.logprob_token_ids}: steps that verify drafts return no "
                 "logprobs of chosen tokens. Leave it out, or ask for the likeliest (logprobs).",
                 parameter="logprob_token_ids",
             )
-
-    SamplingParams._validate_spec_decode = _validate_spec_decode  # type: ignore[method-assign]
 
 
 @functools.cache
@@ -350,9 +348,8 @@ def make_our_speculators() -> None:
     from dllm.drafter.speculator import Drafter
     from dllm.remote.speculator import RemoteDrafts
 
-    init_speculator = model_runner.init_speculator
-
-    def init_ours(vllm_config: Any, device: Any, req_states: Any) -> Any:
+    @replaces(model_runner)
+    def init_speculator(theirs: Any, vllm_config: Any, device: Any, req_states: Any) -> Any:
         speculative = vllm_config.speculative_config
         if drafts_itself(speculative):
             return SelfDrafter(vllm_config, device, req_states)
@@ -362,9 +359,7 @@ def make_our_speculators() -> None:
             return RemoteDrafts(vllm_config, device)
         if is_steered(speculative) and speculative.method == LOOKUP:
             return SteeredTexts(vllm_config, device, req_states)
-        speculator = init_speculator(vllm_config, device, req_states)
+        speculator = theirs(vllm_config, device, req_states)
         if is_steered(speculative):
             steer(speculator, vllm_config, req_states)
         return speculator
-
-    model_runner.init_speculator = init_ours

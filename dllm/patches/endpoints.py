@@ -8,6 +8,7 @@ from dllm import LOGGER
 from dllm.api.early_refusal import bound_bodies, bounded_type
 from dllm.api.page import CanvasPage, say_how
 from dllm.models import FAMILIES, settings_of
+from dllm.patches.replace import replaces
 
 logger = init_logger(LOGGER)
 
@@ -64,17 +65,15 @@ def add_endpoint_plugins() -> None:
     from vllm import plugins
 
     _bound_invocations()
-    load = plugins.load_endpoint_plugins
 
-    def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
-        loaded = load(supported_tasks)
+    @replaces(plugins)
+    def load_endpoint_plugins(theirs: Any, supported_tasks: Any = None) -> list[Any]:
+        loaded = theirs(supported_tasks)
         if "generate" in (supported_tasks or ()):
             loaded = [*loaded, OurRoutes()]
             if _serves_pages():
                 loaded.append(CanvasPage())
         return loaded
-
-    plugins.load_endpoint_plugins = load_endpoint_plugins
 
 
 def _serves_pages() -> bool:
@@ -87,15 +86,14 @@ def _bound_invocations() -> None:
     """Let ``/invocations``, which has validators of its own, read bodies with bounds."""
     from vllm.entrypoints.serve.sagemaker import api_router
 
-    types = api_router.get_generate_invocation_types
-
-    def bounded_types(supported_tasks: Any, model_config: Any = None) -> Any:
-        given = types(supported_tasks, model_config)
+    @replaces(api_router)
+    def get_generate_invocation_types(
+        theirs: Any, supported_tasks: Any, model_config: Any = None
+    ) -> Any:
+        given = theirs(supported_tasks, model_config)
         if model_config is None or model_config.architecture not in FAMILIES:
             return given
         return [(bounded_type(model), served) for model, served in given]
-
-    api_router.get_generate_invocation_types = bounded_types
 
 
 def _read_no_structural_tags() -> None:
@@ -106,8 +104,7 @@ def _read_no_structural_tags() -> None:
     from vllm.entrypoints.generate.base import protocol
     from vllm.exceptions import VLLMValidationError
 
-    def is_text(payload: Any, *, parameter: str) -> None:
+    @replaces(protocol)
+    def validate_structural_tag_payload(theirs: Any, payload: Any, *, parameter: str) -> None:
         if not isinstance(payload, str) or not payload:
             raise VLLMValidationError(f"{parameter}: no structural tag", parameter=parameter)
-
-    protocol.validate_structural_tag_payload = is_text

@@ -6,6 +6,7 @@ from typing import Any
 from dllm.drafter.scheduler import DraftingScheduler
 from dllm.patches.contract import CPU_WORKER
 from dllm.patches.drafting import drafts_with_ours
+from dllm.patches.replace import replaces
 
 
 class PatchingScheduler(DraftingScheduler):
@@ -29,14 +30,11 @@ def _skip_drafting_when_all_finished() -> None:
     """
     from vllm.v1.engine.core import EngineCore
 
-    post_step = EngineCore.post_step
-
-    def post_step_of_ours(self: Any, model_executed: bool) -> None:
+    @replaces(EngineCore)
+    def post_step(theirs: Any, self: Any, model_executed: bool) -> None:
         drafts = drafts_with_ours(self.vllm_config.speculative_config)
         on_cpu = self.vllm_config.parallel_config.worker_cls == CPU_WORKER
         if drafts and on_cpu and model_executed and not self.scheduler.running:
             self.model_executor.collective_rpc("save_context_only")
         else:
-            post_step(self, model_executed)
-
-    EngineCore.post_step = post_step_of_ours  # type: ignore[method-assign]
+            theirs(self, model_executed)

@@ -21,6 +21,7 @@ from dllm.grammar.compile import Grammars, tokens_of
 from dllm.grammar.constraint import Constraint
 from dllm.models import FAMILIES
 from dllm.patches.admission import prepare, with_resolved_ids
+from dllm.patches.replace import replaces
 from dllm.settings.request import STREAM, has_structured_outputs, refuse, with_grammar
 
 
@@ -39,31 +40,27 @@ def _admit() -> None:
     """
     from vllm.sampling_params import SamplingParams
 
-    validate = SamplingParams._validate_structured_outputs
-
+    @replaces(SamplingParams)
     def _validate_structured_outputs(
-        self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
+        theirs: Any, self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
     ) -> None:
         if model_config.architecture not in FAMILIES or not has_structured_outputs(self):
-            validate(self, model_config, structured_outputs_config, tokenizer)
+            theirs(self, model_config, structured_outputs_config, tokenizer)
             return
         if tokenizer is None:
             refuse("structured_outputs", "Structured outputs need a tokenizer. Serve with one.")
         spec_of(self.structured_outputs, is_compact=False)
-
-    SamplingParams._validate_structured_outputs = _validate_structured_outputs  # type: ignore[method-assign]
 
 
 def _check_in_the_engine() -> None:
     """Let the engine core check what is emitted with the request's table; vLLM compiles again."""
     from vllm.v1.structured_output import StructuredOutputManager
 
-    grammar_init = StructuredOutputManager.grammar_init
-
-    def table_init(self: Any, request: Any) -> None:
+    @replaces(StructuredOutputManager)
+    def grammar_init(theirs: Any, self: Any, request: Any) -> None:
         asked = request.structured_output_request
         if asked is None or self.vllm_config.model_config.architecture not in FAMILIES:
-            grammar_init(self, request)
+            theirs(self, request)
             return
         from dllm.engine.emitted_blocks import EmittedText  # heavy; only the engine core needs it
 
@@ -71,8 +68,6 @@ def _check_in_the_engine() -> None:
             asked.grammar = EmittedText.of_request(request.sampling_params)
         except Exception as error:  # vLLM ends this request, and no other one
             asked.grammar = error
-
-    StructuredOutputManager.grammar_init = table_init  # type: ignore[method-assign]
 
 
 def _compile_before_an_offline_engine() -> None:
@@ -83,10 +78,9 @@ def _compile_before_an_offline_engine() -> None:
     from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    add = LLMEngine.add_request
-
+    @replaces(LLMEngine)
     def add_request(
-        self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+        theirs: Any, self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         is_ours = self.model_config.architecture in FAMILIES
         if is_ours and isinstance(params, SamplingParams) and (params.extra_args or {}).get(STREAM):
@@ -97,9 +91,7 @@ def _compile_before_an_offline_engine() -> None:
                 table = _begin(self, params).result()
             thoughts = thoughts_of(self.input_processor, prompt, None, {})
             params = with_grammar(params, Constraint.serialize(table, thoughts))
-        return add(self, request_id, prompt, params, *args, **kwargs)
-
-    LLMEngine.add_request = add_request  # type: ignore[method-assign]
+        return theirs(self, request_id, prompt, params, *args, **kwargs)
 
 
 def wait_before_the_stream(

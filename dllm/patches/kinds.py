@@ -11,6 +11,7 @@ from typing import Any
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches import configure, contract, cpu, decoding, drafting, remote
 from dllm.patches.neighbours import is_disabled
+from dllm.patches.replace import replaces
 from dllm.settings.drafting import WHERE
 from dllm.settings.server import PluginOptions, options_of
 
@@ -164,17 +165,14 @@ def configure_servers() -> None:
     """Let every server of this process be configured by its row, where vLLM completes its flags."""
     from vllm.config import VllmConfig
 
-    verify_and_update = VllmConfig.try_verify_and_update_config
-
-    def try_verify_and_update_config(self: Any) -> None:
+    @replaces(VllmConfig)
+    def try_verify_and_update_config(theirs: Any, self: Any) -> None:
         is_first = not getattr(self.model_config, "config_updated", True)
-        verify_and_update(self)
+        theirs(self)
         if is_first and not is_disabled():
             _configure(self)
         elif is_first and BUILTIN.is_asked(self, PluginOptions()):
             _choose_worker(self, BUILTIN)
-
-    VllmConfig.try_verify_and_update_config = try_verify_and_update_config  # type: ignore[method-assign]
 
 
 def _configure(vllm_config: Any) -> None:

@@ -3,6 +3,8 @@
 import functools
 from typing import Any
 
+from dllm.patches.replace import replaces
+
 
 @functools.cache
 def read_statistics() -> None:
@@ -12,9 +14,9 @@ def read_statistics() -> None:
     from dllm.drafter.metrics import record_drafting
     from dllm.engine.metrics import record_counts
 
-    record = StatLoggerManager.record
-
-    def record_ours(
+    @replaces(StatLoggerManager)
+    def record(
+        theirs: Any,
         self: Any,
         scheduler_stats: Any,
         iteration_stats: Any,
@@ -26,6 +28,4 @@ def read_statistics() -> None:
                 labels = [str(value) for value in logger.per_engine_labelvalues[engine_idx or 0]]
                 record_drafting(scheduler_stats, labels)
                 record_counts(scheduler_stats, labels)
-        record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-
-    StatLoggerManager.record = record_ours  # type: ignore[method-assign]
+        theirs(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)

@@ -16,6 +16,7 @@ from typing import Any
 
 from dllm import LOGGER
 from dllm.models import FAMILIES, REFUSED
+from dllm.patches.replace import replaces
 from dllm.settings.drafting import DRAFTER_ARCHITECTURE
 
 logger = logging.getLogger(LOGGER)
@@ -108,14 +109,12 @@ def refuse_when_asked(reason: str) -> None:
     """
     from vllm import EngineArgs
 
-    create = EngineArgs.create_engine_config
-
-    @functools.wraps(create)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces(EngineArgs)
+    def create_engine_config(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if _names_ours(self):
             raise ValueError(reason)
         try:
-            config = create(self, *args, **kwargs)
+            config = theirs(self, *args, **kwargs)
         except Exception:  # vLLM does not know all architectures of ours
             if FAMILIES.keys() & set(_read_config(self).get("architectures") or ()):
                 raise ValueError(reason) from None
@@ -123,8 +122,6 @@ def refuse_when_asked(reason: str) -> None:
         if _serves_ours(config):
             raise ValueError(reason)
         return config
-
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
 
 
 def explain_refusal(arguments: Any) -> None:

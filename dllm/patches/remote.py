@@ -7,6 +7,7 @@ A target asks for it in ``--speculative-config``: method "custom_class", and as 
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from dllm.patches.replace import replaces
 from dllm.settings.remote import WHERE
 from dllm.settings.server import options_of
 
@@ -65,14 +66,9 @@ def run_custom_speculators_on_v2(is_ours: Callable[[Any], bool]) -> None:
     """Let Model Runner V2 take the speculators of which ``is_ours`` is true; vLLM refuses all."""
     from vllm.config import VllmConfig
 
-    find = VllmConfig._get_v2_model_runner_unsupported_features
-
-    def _get_v2_model_runner_unsupported_features(self: Any) -> list[str]:
-        unsupported: list[str] = find(self)
+    @replaces(VllmConfig)
+    def _get_v2_model_runner_unsupported_features(theirs: Any, self: Any) -> list[str]:
+        unsupported: list[str] = theirs(self)
         if is_ours(self.speculative_config):
             unsupported = [each for each in unsupported if "custom_class" not in each]
         return unsupported
-
-    VllmConfig._get_v2_model_runner_unsupported_features = (  # type: ignore[method-assign]
-        _get_v2_model_runner_unsupported_features
-    )

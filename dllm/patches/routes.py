@@ -19,6 +19,7 @@ from dllm.api.http_request import HttpRequest, current, handling, places_of
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.adapters import refuse_wrong_adapters
 from dllm.patches.answers import read_token_by_token
+from dllm.patches.replace import replaces
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.patches.tool_calls import hold_tool_calls
 from dllm.settings.admission import refuse_without_canvases
@@ -46,26 +47,26 @@ def extend_routes() -> None:
         (OpenAIServingChatBatch, None, "create_batch_chat_completion"),
         (ServingTokens, None, "serve_tokens"),
     ):
-        setattr(route, method, _extended(route, getattr(route, method), take))
+        replaces(route, method)(_extended(route, take))
     refuse_wrong_adapters()
     _refuse_scores()
     _refuse_our_fields_of_rendering()
 
 
-def _extended(
-    route: type, create: Create, take: Callable[..., Awaitable[Any]] | None
-) -> Callable[..., Any]:
+def _extended(route: type, take: Callable[..., Awaitable[Any]] | None) -> Callable[..., Any]:
     """A method of a route. It waits for grammars, and counts what its request starts.
 
     Args:
-        take: calls ``create`` with what our fields ask for. None: the route refuses them.
+        take: calls vLLM's method with what our fields ask for. None: the route refuses them.
     """
 
-    async def create_extended(self: Any, request: Any, raw_request: Any = None) -> Any:
+    async def create_extended(
+        theirs: Create, self: Any, request: Any, raw_request: Any = None
+    ) -> Any:
         if self.model_config.architecture not in FAMILIES:
             if self.model_config.architecture in AUTOREGRESSIVE:
                 await _refuse_fields_of_canvases(raw_request)
-            return await create(self, request, raw_request)
+            return await theirs(self, request, raw_request)
         hold_tool_calls()
         read_token_by_token()
         _leave_out_transfers(self, request)
@@ -79,11 +80,11 @@ def _extended(
                 # Subclasses (Anthropic, Cohere) call the chat's method and translate what it
                 # streams. Our fields are refused for them.
                 if take is not None and type(self) is route:
-                    answer = await take(create, self, request, raw_request)
+                    answer = await take(theirs, self, request, raw_request)
                 else:
                     await _refuse_our_fields(request, raw_request)
                     _take_thinking(request, one)
-                    answer = await create(self, request, raw_request)
+                    answer = await theirs(self, request, raw_request)
             except RecursionError:
                 # vLLM reads the arguments of an earlier tool call as JSON.
                 refuse("messages", "a message is nested too deeply. Make it flatter.")
@@ -206,18 +207,17 @@ def _refuse_scores() -> None:
     """
     from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
 
-    score = ServingGenerativeScoring.create_generative_scoring
-
-    async def create_score(self: Any, request: Any, raw_request: Any = None) -> Any:
+    @replaces(ServingGenerativeScoring)
+    async def create_generative_scoring(
+        theirs: Any, self: Any, request: Any, raw_request: Any = None
+    ) -> Any:
         if self.model_config.architecture in FAMILIES:
             refuse(
                 "label_token_ids",
                 "/generative_scoring is not served for diffusion models: the probability of the "
                 "next token depends on the noise of a canvas. Ask for prompt_logprobs.",
             )
-        return await score(self, request, raw_request)
-
-    ServingGenerativeScoring.create_generative_scoring = create_score  # type: ignore[method-assign]
+        return await theirs(self, request, raw_request)
 
 
 def _refuse_our_fields_of_rendering() -> None:
@@ -227,8 +227,17 @@ def _refuse_our_fields_of_rendering() -> None:
     """
     from vllm.entrypoints.scale_out.render.serving import ServingRender
 
-    def refusing(render: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
-        async def render_allowed(self: Any, request: Any, *args: Any, **options: Any) -> Any:
+    for method in (
+        "render_chat_request",
+        "render_completion_request",
+        "render_messages_request",
+        "render_responses_request",
+    ):
+
+        @replaces(ServingRender, method)
+        async def render_allowed(
+            theirs: Any, self: Any, request: Any, *args: Any, **options: Any
+        ) -> Any:
             if self.model_config.architecture in FAMILIES:
                 raw_request = args[0] if args else options.get("raw_request")
                 if raw_request is not None:
@@ -236,17 +245,7 @@ def _refuse_our_fields_of_rendering() -> None:
                 else:  # of responses, vLLM gives none
                     sent = vars(request) | (request.model_extra or {})
                 _refuse_fields(type(request), sent)
-            return await render(self, request, *args, **options)
-
-        return render_allowed
-
-    for owner, method in (
-        (ServingRender, "render_chat_request"),
-        (ServingRender, "render_completion_request"),
-        (ServingRender, "render_messages_request"),
-        (ServingRender, "render_responses_request"),
-    ):
-        setattr(owner, method, refusing(getattr(owner, method)))
+            return await theirs(self, request, *args, **options)
 
 
 async def _write_pins(self: Any, request: Any) -> None:

@@ -14,6 +14,7 @@ from dllm.api.events import TRACE_FIELD, CanvasWriter, Stream, TextWriter, Trace
 from dllm.api.http_request import current
 from dllm.api.watching import CanvasFeed, Watchers, frames_taken, has_frames, interleaved
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
+from dllm.patches.replace import replaces
 from dllm.settings.request import STREAM, TRACE, refuse, traced
 from dllm.settings.server import options_of
 
@@ -69,31 +70,28 @@ def take_frames_out() -> None:
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-    process, complete = OutputProcessor.process_outputs, RequestState._new_completion_output
-
-    def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces(OutputProcessor)
+    def process_outputs(
+        theirs: Any, self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if has_frames(engine_core_outputs):
             list(frames_taken(self, engine_core_outputs))
-        return process(self, engine_core_outputs, *args, **kwargs)
+        return theirs(self, engine_core_outputs, *args, **kwargs)
 
-    def _new_completion_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = complete(self, *args, **kwargs)
+    @replaces(RequestState)
+    def _new_completion_output(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = theirs(self, *args, **kwargs)
         if (trace := vars(self).get(TRACE_FIELD)) is not None:
             setattr(output, TRACE_FIELD, trace)
         return output
 
-    OutputProcessor.process_outputs = process_outputs  # type: ignore[method-assign]
-    RequestState._new_completion_output = _new_completion_output  # type: ignore[method-assign]
-    get_output = AsyncMPClient.get_output_async
-
-    async def get_output_async(self: Any) -> Any:
-        outputs = await get_output(self)
+    @replaces(AsyncMPClient)
+    async def get_output_async(theirs: Any, self: Any) -> Any:
+        outputs = await theirs(self)
         watchers = _watchers.get(self)
         if watchers is not None and has_frames(outputs.outputs):
             watchers.deliver(outputs)
         return outputs
-
-    AsyncMPClient.get_output_async = get_output_async  # type: ignore[method-assign]
 
 
 def refuse_route(asked: str) -> NoReturn:

@@ -19,6 +19,7 @@ from xgrammar.structural_tag import JSONSchemaFormat
 
 from dllm.grammar.gemma_calls import QUOTE, structural_tag
 from dllm.grammar.rules import Unsupported
+from dllm.patches.replace import replaces
 from dllm.settings.request import refuse
 
 GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
@@ -42,10 +43,10 @@ def hold_tool_calls() -> None:
 
     ToolParser.default_tool_strict_level = ToolStrictLevel.FUNCTION
 
-    def _xgrammar_supports(structured_outputs: Any) -> bool:
+    @replaces(abstract_parser)
+    def _xgrammar_supports(theirs: Any, structured_outputs: Any) -> bool:
         return True  # a response format beside tools is refused where its grammar is compiled
 
-    abstract_parser._xgrammar_supports = _xgrammar_supports
     _leave_arguments_free()
     _hold_gemma_calls()
     _read_typed_gemma_calls()
@@ -61,11 +62,9 @@ def _leave_arguments_free() -> None:
     from vllm.tool_parsers import abstract_tool_parser
     from vllm.tool_parsers import structural_tag_registry as registry
 
-    make = registry.get_model_structural_tag
-    make_schema = abstract_tool_parser.get_json_schema_from_tools
-
-    def get_model_structural_tag(*args: Any, **kwargs: Any) -> Any:
-        tag = make(*args, **kwargs)
+    @replaces(registry)
+    def get_model_structural_tag(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+        tag = theirs(*args, **kwargs)
         _let_any_object(tag)
         return tag
 
@@ -77,14 +76,12 @@ def _leave_arguments_free() -> None:
             return tool.model_copy(update={"function": function})
         return tool.model_copy(update={"parameters": ANY_OBJECT})
 
+    @replaces(abstract_tool_parser)
     def get_json_schema_from_tools(
-        tool_choice: Any, tools: Any, parallel_tool_calls: bool | None = None
+        theirs: Any, tool_choice: Any, tools: Any, parallel_tool_calls: bool | None = None
     ) -> Any:
         known = tools and [without_arguments(tool) for tool in tools]
-        return make_schema(tool_choice, known, parallel_tool_calls)
-
-    registry.get_model_structural_tag = get_model_structural_tag
-    abstract_tool_parser.get_json_schema_from_tools = get_json_schema_from_tools
+        return theirs(tool_choice, known, parallel_tool_calls)
 
 
 def _let_any_object(part: Any) -> None:
@@ -128,19 +125,18 @@ def _read_typed_gemma_calls() -> None:
     """
     from vllm.parser import gemma4
 
-    read = gemma4._gemma4_arg_converter
-
-    def _gemma4_arg_converter(raw_args: str, partial: bool) -> str:
+    @replaces(gemma4)
+    def _gemma4_arg_converter(theirs: Any, raw_args: str, partial: bool) -> str:
         parts = raw_args.split(QUOTE)
         parts[1::2] = [MARK + part for part in parts[1::2]]
-        return json.dumps(_typed(json.loads(read(QUOTE.join(parts), partial))), ensure_ascii=False)
+        arguments = json.loads(theirs(QUOTE.join(parts), partial))
+        return json.dumps(_typed(arguments), ensure_ascii=False)
 
-    def _fix_arg_types(self: Any, args_json: str, func_name: str) -> str:
+    @replaces(gemma4.Gemma4Parser)
+    def _fix_arg_types(theirs: Any, self: Any, args_json: str, func_name: str) -> str:
         return args_json
 
-    gemma4._gemma4_arg_converter = _gemma4_arg_converter
     gemma4.gemma4_config.cache_clear()  # it holds the function
-    gemma4.Gemma4Parser._fix_arg_types = _fix_arg_types  # type: ignore[method-assign]
 
 
 def _read_whole_hermes_calls() -> None:
@@ -151,24 +147,21 @@ def _read_whole_hermes_calls() -> None:
     """
     from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser as Parser
 
-    extract, extract_streaming = Parser.extract_tool_calls, Parser.extract_tool_calls_streaming
-
-    def extract_tool_calls(self: Any, model_output: str, request: Any) -> Any:
+    @replaces(Parser)
+    def extract_tool_calls(theirs: Any, self: Any, model_output: str, request: Any) -> Any:
         marks = self.tool_call_start_token, self.tool_call_end_token
-        found = extract(self, without_end_in_strings(model_output, *marks), request)
+        found = theirs(self, without_end_in_strings(model_output, *marks), request)
         if not found.tools_called:
             found.content = model_output
         return found
 
+    @replaces(Parser)
     def extract_tool_calls_streaming(
-        self: Any, previous_text: str, current_text: str, *args: Any, **kwargs: Any
+        theirs: Any, self: Any, previous_text: str, current_text: str, *args: Any, **kwargs: Any
     ) -> Any:
         marks = self.tool_call_start_token, self.tool_call_end_token
         text = without_end_in_strings(current_text, *marks)
-        return extract_streaming(self, previous_text, text, *args, **kwargs)
-
-    Parser.extract_tool_calls = extract_tool_calls  # type: ignore[method-assign]
-    Parser.extract_tool_calls_streaming = extract_tool_calls_streaming  # type: ignore[method-assign]
+        return theirs(self, previous_text, text, *args, **kwargs)
 
 
 def without_end_in_strings(text: str, start: str, end: str) -> str:

@@ -23,6 +23,7 @@ from dllm.patches.contract import SCHEDULERS
 from dllm.patches.drafting import drafts_with_ours, make_our_speculators
 from dllm.patches.new_weights import loading, refuse_other_checkpoint
 from dllm.patches.remote import drafts_remotely
+from dllm.patches.replace import replaces
 from dllm.settings.server import options_of
 
 
@@ -229,14 +230,11 @@ def notice_arrivals() -> None:
     """
     from vllm.v1.engine.core import EngineCoreProc
 
-    run = EngineCoreProc.run_busy_loop
-
-    def run_busy_loop(self: Any) -> None:
+    @replaces(EngineCoreProc)
+    def run_busy_loop(theirs: Any, self: Any) -> None:
         driver = getattr(self.model_executor, "driver_worker", None)
         worker: Any = getattr(driver, "worker", None)
         if getattr(worker, "serves_canvases", False):
             queue = self.input_queue
             worker.model_runner.model_state.loop.has_arrived = lambda: not queue.empty()
-        run(self)
-
-    EngineCoreProc.run_busy_loop = run_busy_loop  # type: ignore[method-assign]
+        theirs(self)

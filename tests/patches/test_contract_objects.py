@@ -24,11 +24,9 @@ from tests.support.vllm_source import (
 OF_NOBODY = {
     "answer.?": "fields of a message of the worker",
     "choice.?": "a field of an answer in JSON",
-    "found.?": "counts of training",
     "layer.?": "weights of a layer, which our method of quantization has converted",
-    "module.?": "our stand-in for a module",
     "output.?": "a new attribute of an answer",
-    "owner.?": "what we have replaced, and listed, is put back",
+    "owner.?": "what `replaces` replaces, and listed; adapters put it back",
     "hf_config.dflash_config": "config.json of a drafter",
     "layer.experts": "a new attribute, which our method of quantization reads",
     "layer.mlp.experts": "a model of transformers",

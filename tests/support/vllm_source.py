@@ -161,36 +161,48 @@ def overrides(paths: Sequence[Path] = SOURCES) -> list[Override]:
     return sorted(found, key=str)
 
 
-def assignments(path: Path) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """(target, value) of a file: of all that it assigns to or deletes, also by setattr.
+def assignments(path: Path) -> Iterator[tuple[ast.expr, ast.expr | Function | None]]:
+    """(target, value) of a file: of all that it assigns to, deletes, sets or replaces.
 
-    "?" stands for the name of an attribute that setattr does not write out.
+    "?" stands for the name of an attribute that is not written out.
     """
-    nodes, values, written_out = nodes_of(path), {}, set()
+    nodes, values, loops = nodes_of(path), {}, {}
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             targets = getattr(node, "targets", None) or [node.target]
             values |= {id(target): node.value for target in targets}
+        elif isinstance(node, ast.For):
+            names = [ast.unparse(each) for each in getattr(node.target, "elts", [node.target])]
+            items = [getattr(item, "elts", [item]) for item in getattr(node.iter, "elts", ())]
+            meant = [dict(zip(names, item, strict=False)) for item in items]
+            loops |= dict.fromkeys(map(id, ast.walk(node)), meant)
     for node in nodes:
         is_place = isinstance(node, ast.Attribute | ast.Subscript)
         if is_place and isinstance(node.ctx, ast.Store | ast.Del):
             yield node, values.get(id(node))
-        elif isinstance(node, ast.For) and (calls := list(filter(is_setattr, ast.walk(node)))):
-            for item in getattr(node.iter, "elts", ()):
-                of = getattr(item, "elts", [item])
-                if not isinstance(of[0], ast.Constant):
-                    written_out |= set(map(id, calls))
-                    yield ast.Attribute(of[0], getattr(of[-1], "value", "?")), calls[0].args[2]
-    for node in nodes:
-        if is_setattr(node) and id(node) not in written_out:
-            owner, name, value = [*node.args, None][:3]  # there is no value to delete
-            yield ast.Attribute(owner, getattr(name, "value", "?")), value
+        elif (given := setting(node)) is not None:
+            owner, name, value = given
+            for item in loops.get(id(node)) or [{}]:
+                named = item.get(ast.unparse(name), name)
+                place = item.get(ast.unparse(owner), owner)
+                yield ast.Attribute(place, getattr(named, "value", "?")), value
 
 
-def is_setattr(node: ast.AST) -> bool:
+def setting(node: ast.AST) -> Sequence[ast.expr | Function | None] | None:
+    """Owner, name and value of a call of setattr, or of our decorator; no value is deleted."""
+    if isinstance(node, Function):
+        ours = next(filter(is_replacing, node.decorator_list), None)
+        return ours and [*[*ours.args, ast.Constant(node.name)][:2], node]
     called = getattr(node, "func", None)
+    if is_replacing(called):
+        return [*called.args, node.args[0]]
     name = getattr(called, "id", getattr(called, "attr", None))
-    return name in ("setattr", "delattr", "__setattr__", "__delattr__") and len(node.args) > 1
+    is_set = name in ("setattr", "delattr", "__setattr__", "__delattr__") and len(node.args) > 1
+    return [*node.args, None][:3] if is_set else None
+
+
+def is_replacing(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "id", None) == "replaces"
 
 
 # Modules of vLLM whose classes hold data: configurations, messages, parameters. Their fields are
@@ -331,11 +343,13 @@ def module_put(target: ast.expr, path: Path) -> str:
     return str(getattr(name, "value", ""))
 
 
-def function_behind(value: ast.expr | None, path: Path) -> Function | None:
-    """The function of this file that an expression is: its name, or a call of what returns it."""
+def function_behind(value: ast.AST | None, path: Path) -> Function | None:
+    """The function of this file that an expression is: itself, its name, or a call of its maker."""
     defined = {node.name: node for node in nodes_of(path) if isinstance(node, Function)}
     if isinstance(value, ast.Call) and getattr(value.func, "id", None) in WRAPPERS:
         value = value.args[0]
+    if isinstance(value, Function):
+        return value
     if isinstance(value, ast.Name):
         return defined.get(value.id)
     maker = defined.get(getattr(getattr(value, "func", None), "id", ""))
@@ -359,42 +373,3 @@ def function_of_vllm(name: str) -> Function | None:
     found = class_named(cls, file_of(module), module)
     line = behind(found) if found else ()
     return next((one.methods[last] for one in line if last in one.methods), None)
-
-
-def mismatch(ours: Function, theirs: Function) -> str:
-    """Why a call that vLLM's function takes would mean something else to ours; empty: it would not.
-
-    What ours passes on as it comes (``*args``, ``**kwargs``) is not compared.
-    """
-    a, b = ours.args, theirs.args
-    mine, their = [*a.posonlyargs, *a.args], [*b.posonlyargs, *b.args]
-    given, wanted = defaults(a), defaults(b)
-    names = [each.arg for each in mine]
-    by_name = {*names[len(a.posonlyargs) :], *(each.arg for each in a.kwonlyargs)}
-    for place, parameter in enumerate(their):
-        name = parameter.arg
-        if place < len(names):
-            if names[place] != name and place > 0:
-                return f"{names[place]} is in the place of {name}"
-        elif not (a.vararg and a.kwarg) and not (a.kwarg and name in by_name):
-            return f"{name} is not taken"
-    lacking = [each.arg for each in b.kwonlyargs if each.arg not in by_name and not a.kwarg]
-    lacking += ["*"] * bool(b.vararg and not a.vararg) + ["**"] * bool(b.kwarg and not a.kwarg)
-    if lacking:
-        return f"{lacking} are not taken"
-    known = {*wanted, *(each.arg for each in (*their, *b.kwonlyargs)), names[0] if names else ""}
-    asked = [name for name in (*names, *by_name) if name not in known and name not in given]
-    if asked and not (b.vararg or b.kwarg):
-        return f"{asked} are asked for"
-    for name in wanted.keys() & ({*names} | by_name):
-        if given.get(name) != wanted[name]:
-            return f"the default of {name} is {wanted[name]}"
-    return ""
-
-
-def defaults(arguments: ast.arguments) -> dict[str, str]:
-    """The text of each default, by parameter."""
-    places = [*arguments.posonlyargs, *arguments.args]
-    pairs = [*zip(reversed(places), reversed(arguments.defaults), strict=False)]
-    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return {parameter.arg: ast.unparse(value) for parameter, value in pairs if value is not None}
