@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with _only_ours_on_stdout():
         served, failed = None, []
-        if given.model is not None and (reason := missing_folder(given.model)):
+        if given.model is not None and (reason := missing_folder(given.model, may_be_of_hub=True)):
             failed = [Finding("model", "fail", reason)]
         elif given.model is not None:
             where = {"--host": given.host, "--port": given.port}  # in front of those of --config
@@ -257,7 +257,8 @@ def _model(served: argparse.Namespace) -> Iterator[Finding]:
         arguments = AsyncEngineArgs.from_cli_args(served)
         config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM's and pydantic's errors have no common class
-        yield Finding("model", "fail", _in_a_line(error))
+        reasons = _in_a_line(error), missing_folder(served.model)
+        yield Finding("model", "fail", "; ".join(filter(None, reasons)))
         return
     yield Finding("model", "ok", _served(config))
     try:

@@ -16,19 +16,24 @@ def did_you_mean(given: str, known: list[str]) -> str:
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
-def missing_folder(given: str) -> str | None:
+def missing_folder(given: str, may_be_of_hub: bool = False) -> str | None:
     """What is wrong with a model's name that is plainly a path, and leads nowhere.
 
     A name is a path if it begins with ``.``, ``/`` or ``~``, or if the folder in front of its last
-    slash exists; any other may be one of the model hub.
+    slash exists.
+
+    Args:
+        may_be_of_hub: names with one slash are no paths: vLLM looks for ``google/x`` on the model
+            hub, also where there is a folder ``google``.
 
     Returns:
-        None for what exists, or may be on the hub. Otherwise a sentence that names the first folder
+        None for what exists, or is no path. Otherwise a sentence that names the first folder
         of the path that is missing, the most similar one beside it, and the others there.
     """
     try:
         path = Path(given).expanduser()
-        is_path = given.startswith((".", "/", "~")) or ("/" in given and path.parent.is_dir())
+        is_below = given.count("/") > int(may_be_of_hub) and path.parent.is_dir()
+        is_path = is_below or given.startswith((".", "/", "~"))
         if path.exists() or not is_path:
             return None
         missing = next(each for each in (path, *path.parents) if each.parent.is_dir())

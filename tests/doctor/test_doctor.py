@@ -65,15 +65,20 @@ def test_a_command_line_that_no_server_has(arguments):
 def test_a_folder_that_is_not_there(capsys, monkeypatch, port):
     """Nothing of vLLM is asked, whose answer would be about the model hub."""
     monkeypatch.setattr(command, "_server_arguments", None)
-    status, found = doctor(capsys, "checkpoints/tiny-dlm", "--port", port)
+    status, found = doctor(capsys, "./checkpoints/tiny-dlm", "--port", port)
     assert status == 1 and found["model"][0] == "fail"
     assert "did you mean 'tiny-dllm'" in found["model"][1] and "tiny-ar," in found["model"][1]
 
 
-def test_a_model_of_the_hub_that_is_not_here(capsys, monkeypatch, port):
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_model_of_the_hub_that_is_not_here(capsys, monkeypatch, tmp_path, port, beside):
+    """vLLM is asked; a folder that is called like the organization may have been meant."""
+    (tmp_path / "nobody" / "such-a-model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path if beside else "/")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     status, found = doctor(capsys, "nobody/no-such-model", "--port", port)
     assert status == 1 and found["model"][0] == "fail"
+    assert ("did you mean 'such-a-model'" in found["model"][1]) == beside
 
 
 def test_weights_that_are_not_here_have_no_size(capsys, tmp_path, checkpoint, port):

@@ -200,6 +200,8 @@ def test_a_model_name_that_is_a_path_or_may_be_one_of_the_hub(tmp_path, monkeypa
     (tmp_path / "models" / "file.gguf").touch()
     for fine in ("models/small", "models/file.gguf", "org/name", "name", f"{tmp_path}/models"):
         assert missing_folder(fine) is None
+    assert missing_folder("models/smal", may_be_of_hub=True) is None
+    assert missing_folder("./models/smal", may_be_of_hub=True) == missing_folder("models/smal")
     for wrong in ("models/smal", "./models/smal", f"{tmp_path}/models/smal/deeper"):
         assert "models/smal (did you mean 'small'?); in " in (missing_folder(wrong) or "")
     assert "/models: small." in (missing_folder(f"{tmp_path}/models/unlike") or "")
