@@ -47,7 +47,8 @@ def test_ends_are_held_where_a_reader_finds_a_full_thought():
         budget = draw.choice((-1, 0, 0, 1, 2, 5))
         held, text, behind = read(tokens, begin, budget)
         thoughts = of(begin, budget)
-        assert thoughts.ends_at(torch.tensor([tokens]))[0].tolist() == held, (tokens, begin, budget)
+        for find in (thoughts.ends_at, thoughts.searched_ends):
+            assert find(torch.tensor([tokens]))[0].tolist() == held, (tokens, begin, budget)
         count = draw.randint(0, len(text))
         found = thoughts.behind(torch.tensor([text]), torch.tensor([count]))
         assert int(found.begin) == read(text[:count], begin, -1)[2]

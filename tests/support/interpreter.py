@@ -1,9 +1,10 @@
-"""Kernels in Triton's interpreter, which is made several times as fast without computing otherwise.
+"""Kernels in Triton's interpreter, which is made several times as fast, and rounds to FP8.
 
 The interpreter is chosen by an environment variable when Triton is first imported, so suites that
 need it run in a process of their own (``tests/test_kernel_suites.py``), where ``speed_up`` is
 called before kernels are launched. It is written against Triton 3.9, whose launches spend most of
 their time on what has no effect, and on types and shapes that are made anew for every operation.
+Of what is computed it changes nothing but the grouping of scans.
 """
 
 import dataclasses
@@ -58,10 +59,10 @@ def round_to_fp8() -> None:
 
 
 def _patch_language_once() -> None:
-    """Replace the functions of ``triton.language`` once in a process, and for good.
+    """Replace the functions of ``triton.language`` once for each module of kernels, and for good.
 
     A launch replaces some hundred of them by the interpreter's, and takes them back when it ends.
-    So does every device function that it calls, ``tl.sum`` and ``tl.max`` included.
+    Every device function that it calls, ``tl.sum`` and ``tl.max`` included, replaces them again.
     """
     from triton.runtime import interpreter
 
