@@ -82,7 +82,7 @@ class AdaptiveWidth(WidthPolicy):
         # Drafts that were looked up survive in another way than the drafter's.
         self.survival_of_lookups = Survival(num_slots, num_drafts, trusts_probability=True)
         self._looked_up = False  # the last drafts were
-        self._has_drafts = np.zeros((0, num_drafts), dtype=bool)  # [rows, N]: something was found
+        self._lookup_widths = np.zeros(0, dtype=np.int64)  # [rows]: of these drafts
         self._num_rows = 0  # of the last step
         self._has_news = False  # what a decision depends on has changed since the last one
         self._is_due = False  # the last step may be followed by a decision
@@ -132,12 +132,14 @@ class AdaptiveWidth(WidthPolicy):
         if not len(slots) or self._until_trial <= 1:
             return False
         self._judge(slots)
-        self._has_drafts = confidence > 0
-        widths, rate = self._best_widths(slots, bins_of(confidence), looked_up=True)
+        gain = self.survival_of_lookups.of(slots, bins_of(confidence))
+        gain = gain * (confidence > 0).cumprod(axis=1)  # where something was found
+        costs = self.costs.drafting(len(slots), passes=False)
+        self._lookup_widths, rate = best_widths(gain, float(len(slots)), costs)
         other = len(slots) / self.costs.plain(len(slots))
         if self.is_drafting:
             other = max(other, self._best_widths(slots, bins=None)[1])
-        self._looked_up = bool(widths.any() and rate > other)
+        self._looked_up = bool(self._lookup_widths.any() and rate > other)
         self._until_trial -= self._looked_up
         self._is_trial = False
         return self._looked_up
@@ -167,7 +169,9 @@ class AdaptiveWidth(WidthPolicy):
         """
         if confidence is not None:
             self._bins[slots] = bins_of(confidence)
-        if not (self._wants or self._looked_up):
+        if self._looked_up:
+            return self._lookup_widths
+        if not self._wants:
             return np.zeros(len(slots), dtype=np.int64)
         if self._is_trial:
             exposure = self.survival.exposure(slots)
@@ -176,8 +180,7 @@ class AdaptiveWidth(WidthPolicy):
             widths[exposure.argsort(kind="stable")[:num_tried]] = self.num_drafts
             return widths
         bins = None if confidence is None else self._bins[slots]
-        widths, _ = self._best_widths(slots, bins, self._looked_up)
-        return widths
+        return self._best_widths(slots, bins)[0]
 
     def worth_ms(self, slots: np.ndarray) -> float:
         """Milliseconds that drafts may be waited for; with a longer wait plain decoding is faster.
@@ -241,14 +244,9 @@ class AdaptiveWidth(WidthPolicy):
         """Milliseconds of a step that verifies nothing; of a pass, too, where it always runs."""
         return self.costs.plain(num_rows) if self.may_skip else self.costs.drafting(num_rows)[0]
 
-    def _best_widths(
-        self, slots: np.ndarray, bins: np.ndarray | None, looked_up: bool = False
-    ) -> tuple[np.ndarray, float]:
-        """``best_widths`` of these requests."""
-        gain = (self.survival_of_lookups if looked_up else self.survival).of(slots, bins)
-        if looked_up:
-            gain = gain * self._has_drafts.cumprod(axis=1)
-        costs = self.costs.drafting(len(slots), passes=not looked_up)
+    def _best_widths(self, slots: np.ndarray, bins: np.ndarray | None) -> tuple[np.ndarray, float]:
+        """``best_widths`` of the drafter's drafts for these requests."""
+        gain, costs = self.survival.of(slots, bins), self.costs.drafting(len(slots))
         return best_widths(gain, float(len(slots)), costs)
 
     def _time_step(self, step: VerifiedStep, has_prompts: bool) -> bool:
