@@ -1,6 +1,7 @@
 """The steering of drafts: what happens around a draft pass of any speculator of vLLM.
 
-vLLM's speculator drafts; a class here is put in front of it. It decides whether a step drafts,
+vLLM's speculator drafts, or nobody does where drafts are looked up alone (method "ngram" with
+``prompt_lookup``); a class here is put in front of it. It decides whether a step drafts,
 whether from the request's own text (``prompt_lookup``), and how many of its drafts are verified.
 None of it changes the text, or with rejection sampling its distribution (``verification``).
 ``sources`` has what is special of each speculator.
@@ -235,10 +236,10 @@ class Steered(DraftModelSpeculator):
     def _before_end(self, batch: InputBatch) -> np.ndarray:
         """``[rows]``: verified drafts before the first that ends the answer; N if none does."""
         num_drafts = self.num_speculative_steps
-        last = batch.num_tokens - 1
-        firsts = torch.from_numpy(batch.query_start_loc_np[: batch.num_reqs] + 1).to(self.device)
-        places = (firsts[:, None] + torch.arange(num_drafts, device=self.device)).clamp(max=last)
-        ends = torch.isin(batch.input_ids[places], self._end_ids).cpu().numpy()
+        firsts = batch.query_start_loc_np[: batch.num_reqs, None] + 1
+        places = np.minimum(firsts + np.arange(num_drafts), batch.num_tokens - 1)
+        tokens = batch.input_ids[torch.from_numpy(places).to(self.device)]
+        ends = torch.isin(tokens, self._end_ids).cpu().numpy()
         before: np.ndarray = np.where(ends.any(axis=1), ends.argmax(axis=1), num_drafts)
         return before
 

@@ -1,5 +1,7 @@
 """Patches for drafting: our network serves DFlash drafters, and ours steers vLLM's speculators.
 
+With the method "ngram" and ``prompt_lookup`` there is no network: drafts are looked up alone.
+
 On CUDA a ``drafter`` among our options asks for both, else vLLM's own serve as without these
 patches. On a CPU ours always serves DFlash drafters, because vLLM's do not run in Model Runner V2
 there, and steers what our worker serves.
@@ -233,7 +235,7 @@ def why_steps_wait(vllm_config: Any) -> str | None:
     own = DRAFTING_SCHEDULER if scheduler.async_scheduling is False else ASYNC_DRAFTING_SCHEDULER
     is_other = scheduler.scheduler_cls not in (None, own)
     executor = Executor.get_class(vllm_config)
-    whys = {
+    whys = {  # vLLM sees the last two, too, but when the scheduler has been chosen
         "a model that drafts for itself chooses widths behind each step": (
             drafts_itself(speculative)
         ),

@@ -99,7 +99,7 @@ DFLASH = Kind(
     why_synchronous=drafting.why_steps_wait,
     configure=drafting.configure_drafting,
 )
-# As above, with a speculator of vLLM.
+# As above, with a speculator of vLLM, or with drafts that are looked up alone.
 STEERED = Kind(
     "drafting with options of dllm",
     lambda config, options: drafting.asks_for_steering(config),
