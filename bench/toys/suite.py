@@ -5,7 +5,6 @@ machine. A hash of a problem's content decides its split: a tenth of all problem
 a tenth in ``validation``, and the rest in ``train``.
 """
 
-import difflib
 import hashlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from bench.toys.chat import Asked, Chat, Decision
 from bench.toys.decisions import DECISION_FAMILIES
 from bench.toys.families import FAMILIES, Family
 from bench.toys.tools import TOOL_FAMILIES
+from dllm.settings.checks import did_you_mean
 
 SPLITS = ("train", "validation", "heldout")
 # A bundled model answers the families of one group, and has a tokenizer of its own for them.
@@ -121,6 +121,5 @@ def questions(families: Iterable[str], split: str, count: int, seed: int = 0) ->
 def _check(given: str, allowed: Iterable[str], what: str) -> None:
     names = list(allowed)
     if given not in names:
-        near = difflib.get_close_matches(given, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"unknown {what} {given!r}{hint} Allowed: {', '.join(names)}")
+        hint = did_you_mean(given, names)
+        raise ValueError(f"unknown {what} {given!r}{hint}; allowed: {', '.join(names)}.")

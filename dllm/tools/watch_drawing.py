@@ -128,6 +128,7 @@ def visible(text: str, kept: str = "") -> str:
 
 
 def cells(frame: Frame, texts: Texts) -> list[Text]:
+    """A cell for each token of the canvas; empty ones behind the end of an emitted text."""
     if not frame.is_final:
         held = zip(frame.next_canvas, frame.accepted, frame.entropy, strict=True)
         return [

@@ -86,4 +86,5 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def id_or_token(text: str) -> int | str:
+    """Digits are an id: a token that is spelled with digits alone cannot be named."""
     return int(text) if text.isdecimal() else text

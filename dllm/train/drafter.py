@@ -181,6 +181,10 @@ def _without_folder(argument: str) -> str:
 
 
 def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Write the log and the model card beside the weights, and print their folder.
+
+    The card shows the command line without keys, passwords and the folders of files.
+    """
     model = given.out / MODEL
     write_log(model / LOG, run.rows)
     counts = f"{len(run.learner.samples)} samples, {len(run.learner.heldout)} more held out"

@@ -46,6 +46,7 @@ class Shown:
 
 @contextmanager
 def progress(what: str, total: int, done: int = 0) -> Iterator[Shown]:
+    """Show work: on a terminal as a bar, elsewhere (in a log) as a line now and then."""
     console = Console()
     with Progress(*COLUMNS, console=console, disable=not console.is_terminal) as bar:
         yield Shown(what, total, done, bar)

@@ -52,6 +52,7 @@ def begin(out: Path, given: Mapping[str, object], resume: bool) -> None:
 
 
 def write_log(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write a CSV file anew; its columns are the keys of the first row. At least one is needed."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
