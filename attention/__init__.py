@@ -15,9 +15,10 @@ Read the files in this order; each uses only the ones before it:
     choice.py            which kernel computes a layer: ours or vLLM's FlashAttention
     calls.py             the calls that serve a step: one, or one for each kind of rows
     visible_pages.py     for FlashAttention: leaves out pages in front of a window
+    ragged.py            spans of different lengths, end to end
 
-None of these imports vLLM; the first five, choice.py and calls.py do not import Triton. Five files
-connect them, or vLLM's own kernels, to a server:
+None of these imports vLLM; the first five, choice.py, calls.py and ragged.py do not import Triton.
+Five files connect them, or vLLM's own kernels, to a server:
 
     layers.py            what a model says of its layers: the anchored window, blocks, most rows
     flash.py             calls vLLM's FlashAttention 4 with the arguments of our kernel

@@ -27,6 +27,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from dllm.attention.ragged import spread, starts_of
+
 
 def translate(layer: Attention, *, is_anchored: bool = False, block_size: int = 1) -> None:
     """Let the backend of one layer translate its batches, for an anchored window or for blocks."""
@@ -85,8 +87,8 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         starts = stops - lens
         size = np.where(is_causal, self.blocks, np.maximum(stops, 1))  # one block of all keys
         counts = np.maximum(-(-stops // size) - starts // size, 1)
-        source = np.repeat(np.arange(common.num_reqs), counts)
-        first = (starts[source] // size[source] + _ramp(counts)) * size[source]
+        source, number = spread(starts_of(counts))
+        first = (starts[source] // size[source] + number) * size[source]
         seq_lens = np.minimum(first + size[source], stops[source])
         query_lens = seq_lens - np.maximum(first, starts[source])
         tokens = np.arange(query_lens.sum())
@@ -100,7 +102,8 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         is_canvas = ~is_causal & ~is_image
         whole = np.flatnonzero(~is_canvas)
         if len(whole):
-            tokens = np.repeat(starts[whole], lens[whole]) + _ramp(lens[whole])
+            rows, offsets = spread(starts_of(lens[whole]))
+            tokens = starts[whole[rows]] + offsets
             causal = torch.from_numpy(is_causal[whole].astype(np.int32))
             yield self._part(
                 common, whole, lens[whole], stops[whole], tokens, self.window_size, causal
@@ -108,7 +111,7 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         for width in np.unique(lens[is_canvas]).tolist():
             canvases = np.flatnonzero(is_canvas & (lens == width))
             rows = np.repeat(canvases, width)
-            tokens = starts[rows] + _ramp(lens[canvases])
+            tokens = (starts[canvases][:, None] + np.arange(width)).ravel()
             window = self.window_size - 1 + width
             yield self._part(common, rows, np.ones_like(rows), stops[rows], tokens, window, True)
 
@@ -123,7 +126,7 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         causal: bool | torch.Tensor,
     ) -> Part:
         """The call with these sequences; number i has the pages of ``source[i]``."""
-        starts = torch.from_numpy(np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32))
+        starts = torch.from_numpy(starts_of(query_lens).astype(np.int32))
         part = replace(
             common,
             num_reqs=len(source),
@@ -197,9 +200,3 @@ def _is_causal(common: CommonAttentionMetadata) -> np.ndarray:
 
 def _query_lens(common: CommonAttentionMetadata) -> np.ndarray:
     return np.diff(common.query_start_loc[: common.num_reqs + 1].numpy())
-
-
-def _ramp(lens: np.ndarray) -> np.ndarray:
-    """Count within each of some runs: ``[2, 3] -> [0, 1, 0, 1, 2]``."""
-    ends = np.cumsum(lens)
-    return np.arange(ends[-1]) - np.repeat(ends - lens, lens)

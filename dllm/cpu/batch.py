@@ -26,7 +26,7 @@ import functools
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import lengths, spread
+from dllm.attention.ragged import lengths, spread
 
 NOTHING = torch.empty(0, dtype=torch.int32)  # in the place of what vLLM 0.32 does not pass
 

@@ -6,7 +6,7 @@
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import fill, lengths, spread
+from dllm.attention.ragged import fill, lengths, spread
 
 
 def _prepare_prefill_inputs_kernel(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import fill, lengths, spread
+from dllm.attention.ragged import fill, lengths, spread, starts_of
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _flatten_sampled_kernel(
     The first num_sampled tokens of a row go to the first of its logits rows.
     """
     num_sampled = num_sampled_ptr.numpy()
-    rows, offsets = spread(np.concatenate(([0], np.cumsum(num_sampled))))
+    rows, offsets = spread(starts_of(num_sampled))
     target = cu_num_logits_ptr.numpy()[rows] + offsets
     flat_sampled_ptr.numpy()[target] = sampled_ptr.numpy()[rows, offsets]
 

@@ -9,7 +9,7 @@ reads one token of each row, the draft of the pass before.
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import fill, lengths, spread
+from dllm.attention.ragged import fill, lengths, spread
 
 
 def _prepare_prefill_inputs_kernel(

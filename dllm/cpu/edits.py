@@ -15,7 +15,7 @@ explains how these functions are written. Here
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import spread
+from dllm.attention.ragged import spread, starts_of
 
 
 def _listed_ids(
@@ -170,7 +170,7 @@ def _bad_words_kernel(
     row_slots = expanded_idx_mapping_ptr.numpy()
     num_words = num_bad_words_ptr.numpy()[row_slots]
     # From here on, arrays have an entry for each word of every row.
-    rows, words = spread(np.concatenate(([0], np.cumsum(num_words))))
+    rows, words = spread(starts_of(num_words))
     slots = row_slots[rows]
     offsets, tokens = bad_word_offsets_ptr.numpy(), bad_word_token_ids_ptr.numpy()
     starts, ends = offsets[slots, words], offsets[slots, words + 1]

@@ -10,8 +10,8 @@ are written. Here
 import numpy as np
 import torch
 
+from dllm.attention.ragged import lengths
 from dllm.cpu.gumbel import DRAFT_NOISE_SALT, best_per_block, drawn_at_once, gumbel_noise
-from dllm.cpu.ragged import lengths
 
 # --------------------------------------------------------------------------- sampling
 

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.prompt_logprob import CHUNK_SIZE
 
+from dllm.attention.ragged import spread, starts_of
 from dllm.engine.logprobs import joined
 from dllm.ops.staging import to_device
 from dllm.settings.server import options_of
@@ -150,10 +151,10 @@ def leave_out_rows(input_batch: InputBatch, num_rows: np.ndarray) -> None:
     kept = np.minimum(widths, num_rows[input_batch.idx_mapping_np[:num_reqs]])
     if np.array_equal(kept, widths):
         return
-    new_starts = np.concatenate(([0], np.cumsum(kept))).astype(starts.dtype)
-    rows = np.arange(new_starts[-1]) + np.repeat(starts[:-1] - new_starts[:-1], kept)
+    new_starts = starts_of(kept).astype(starts.dtype)
+    rows, offsets = spread(new_starts)
     device = input_batch.logits_indices.device
-    at = to_device(rows, device)
+    at = to_device(starts[rows] + offsets, device)
     input_batch.num_draft_tokens = len(rows)
     input_batch.cu_num_logits_np = new_starts
     input_batch.cu_num_logits = to_device(new_starts, device)

@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from dllm.attention.ragged import spread, starts_of
 from dllm.engine.algorithm import Denoised
 from dllm.engine.steps import StepRecord, Tile
 from dllm.ops.staging import to_device
@@ -256,8 +257,8 @@ def joined(parts: Sequence[SamplerOutput]) -> LogprobsTensors | None:
 def _row_indices(counts: np.ndarray, tile: Tile) -> torch.Tensor:
     """The first ``counts`` ``[R]`` rows of logits of each request, end to end: ``[n]``."""
     starts = tile.batch.cu_num_logits_np[: len(counts)]
-    rows = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
-    return to_device(rows, tile.rows.row_of.device)
+    rows, offsets = spread(starts_of(counts))
+    return to_device(starts[rows] + offsets, tile.rows.row_of.device)
 
 
 def _widened(columns: torch.Tensor, width: int) -> torch.Tensor:

@@ -37,6 +37,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from dllm.attention.ragged import spread, starts_of
 from dllm.engine.logit_rows import Logits
 from dllm.engine.ranks import answer_of_first_rank
 from dllm.engine.spans import Spans
@@ -267,8 +268,8 @@ def _with_tails(spans: Spans, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray
         batch they are; [N] int64, which of them are canvas tokens.
     """
     lens = spans.canvas_widths + tails
-    starts = np.concatenate(([0], np.cumsum(lens)))
+    starts = starts_of(lens)
+    rows, offsets = spread(starts)
     ends = np.cumsum(spans.causal_lens + spans.canvas_widths)
-    tokens = np.arange(starts[-1]) + np.repeat(ends - starts[1:], lens)
-    is_canvas = np.arange(starts[-1]) - np.repeat(starts[:-1], lens) >= np.repeat(tails, lens)
-    return starts.astype(np.int32), tokens, np.flatnonzero(is_canvas)
+    tokens = (ends - lens)[rows] + offsets
+    return starts.astype(np.int32), tokens, np.flatnonzero(offsets >= tails[rows])

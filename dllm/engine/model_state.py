@@ -33,6 +33,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
+from dllm.attention.ragged import spread, starts_of
 from dllm.engine import pending
 from dllm.engine.algorithm import DenoisingAlgorithm
 from dllm.engine.compilation import maybe_compile
@@ -334,10 +335,7 @@ class DiffusionModelState(ModelState):
         if not causal_lens.any():
             return
         # One entry for each token of a causal span: its index in the batch, and its request's slot.
-        rows = np.repeat(np.arange(len(causal_lens)), causal_lens)
-        offsets = np.arange(len(rows)) - np.repeat(
-            np.cumsum(causal_lens) - causal_lens, causal_lens
-        )
+        rows, offsets = spread(starts_of(causal_lens))
         tokens_np = input_batch.query_start_loc_np[rows] + offsets
         tokens, slots = to_device(
             np.stack([tokens_np, input_batch.idx_mapping_np[rows]]), self.device

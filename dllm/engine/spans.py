@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dllm.attention.ragged import starts_of
+
 
 class Sequences(NamedTuple):
     """A batch as attention takes it: S sequences in the order of their tokens.
@@ -73,7 +75,7 @@ class Sequences(NamedTuple):
         rows, lengths, ends, flags = np.array(parts, dtype=np.int32).T
         return Sequences(
             row_of=rows.astype(np.int64),
-            query_start_loc=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
+            query_start_loc=starts_of(lengths).astype(np.int32),
             seq_lens=ends.copy(),
             is_causal=flags.copy(),
             images=found or None,
@@ -129,7 +131,7 @@ class Spans:
         kept = lens > 0
         return Sequences(
             row_of=row_of[kept],
-            query_start_loc=np.concatenate(([0], np.cumsum(lens[kept]))).astype(np.int32),
+            query_start_loc=starts_of(lens[kept]).astype(np.int32),
             seq_lens=ends[kept].astype(np.int32),
             is_causal=is_causal[kept],
         )

@@ -7,6 +7,11 @@ import numpy as np
 import torch
 
 
+def starts_of(lens: np.ndarray) -> np.ndarray:
+    """Where spans of these lengths start, and the last one ends: [2, 3] gives [0, 2, 5]."""
+    return np.concatenate(([0], np.cumsum(lens)))
+
+
 def spread(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the row of every element, and its offset in that row's span.
 
