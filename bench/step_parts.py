@@ -148,6 +148,7 @@ def step_functions(llm: Any) -> list[Named]:
             (runner.model, "_logits", HEAD),  # the sampler calls it for one tile after the other
             (runner.model_state, "_condition", FORWARD),
             # The denoise loop prepares inputs inside of the sampler.
+            (runner.sampler.loop.forward_of.__self__, "_canvases_alone", ENGINE),
             (runner.model_state, "canvas_attention", ENGINE),
             (runner.model_state, "canvas_inputs", ENGINE),
             (runner.sampler.loop, "goes_on", SAMPLER),

@@ -33,9 +33,8 @@ def maybe_compile(
         return function
     # Compiled code belongs to a code object. Another engine of this process has other FIXED
     # arguments, so each gets a copy of its own.
-    compiled = torch.compile(
-        _copy(function), dynamic=True, options={"guard_filter_fn": _guards_to_check}
-    )
+    options: dict[str, Any] = {"guard_filter_fn": _guards_to_check, "size_asserts": False}
+    compiled = torch.compile(_copy(function), dynamic=True, options=options)
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -43,6 +42,16 @@ def maybe_compile(
         return (function if len(rows) == 1 else compiled)(*args, **kwargs)
 
     return call
+
+
+def of_fixed_size(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The tensor, marked: its sizes, or that of ``dim``, are constants of compiled code.
+
+    Before each call, compiled code reads all sizes that it does not know, one by one: 2 us each.
+    Two that are equal when it is compiled would count as the same one, which a constant does not.
+    """
+    torch._dynamo.mark_static(tensor, dim)
+    return tensor
 
 
 def _copy(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

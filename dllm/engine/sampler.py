@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from dllm.engine import pending
 from dllm.engine.algorithm import Denoised, DenoisingAlgorithm
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.compilation import maybe_compile
+from dllm.engine.compilation import maybe_compile, of_fixed_size
 from dllm.engine.edits import LogitEdits
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.grammars import CanvasGrammars, Written
@@ -240,7 +240,14 @@ class DiffusionSampler:
         logits = self.edits.apply_(logits, tile.rows, self.state, tile.edits)
         logits, texts = self._constrain_(logits, ids, tile)
         denoised = self._denoise_rows(
-            logits, ids, texts.chosen, tile.rows, self.state, self.algorithm, tile.filters, cap
+            of_fixed_size(logits, 1),
+            ids,
+            texts.chosen,
+            tile.rows,
+            self.state,
+            self.algorithm,
+            tile.filters,
+            cap,
         )
         soft = self._soft_embeddings(logits, denoised, tile, cap)
         decided_scores = self.logprobs.of_decided(logits, denoised, tile)

@@ -35,6 +35,7 @@ import torch
 
 from dllm.engine.algorithm import Canvases, DenoisingAlgorithm
 from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.compilation import of_fixed_size
 from dllm.engine.thoughts import ABSENT, Thought, Thoughts
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
@@ -63,7 +64,7 @@ class CanvasState:
         self.spare_slot = num_slots
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device)
+            return of_fixed_size(torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device))
 
         self.canvas = zeros(canvas_length, dtype=torch.int64)
         self.argmax_canvas = zeros(canvas_length, dtype=torch.int64)
@@ -118,14 +119,14 @@ class CanvasState:
             name: self._column(f"thought_{name}").fill_(value) for name, value in NO_THOUGHT.items()
         }
         self._first_begin = self.thought["begin"]
-        self.thought["begin"] = self._first_begin.clone()
+        self.thought["begin"] = of_fixed_size(self._first_begin.clone())
 
     def _column(self, name: str) -> torch.Tensor:
         """A field of all records: ``[slots]``, or ``[slots, length]``."""
         dtype, offset = self._layout.fields[name][:2]  # type: ignore[index]
         part = self._records.view(torch.uint8)[:, offset : offset + dtype.itemsize]
         column = part.view(getattr(torch, dtype.base.name))
-        return column if dtype.shape else column[:, 0]
+        return of_fixed_size(column if dtype.shape else column[:, 0])
 
     def reset(
         self,
