@@ -145,7 +145,10 @@ def problems(rows: Rows) -> list[str]:
 
 
 def contestant_table(rows: Rows) -> str:
-    """One line a contestant, with its tokens/s at each load."""
+    """One line a contestant, with its tokens/s at each load.
+
+    Tokens a step: of a pass with canvases, or of a step that verified drafts.
+    """
     loads = list(grouped(rows, "concurrency"))
     lines = []
     for name in names_of(rows):
@@ -155,5 +158,8 @@ def contestant_table(rows: Rows) -> str:
             for column in ("num_correct", "num_requests")
         )
         speeds = [spread(here, "tokens_per_s", 0) for here in found]
-        lines.append([f"`{name}`", *speeds, f"{right} / {asked}"])
-    return markdown(["", *(f"{load} at once" for (load,) in loads), "right answers"], lines)
+        drafted = middle(of(rows, name), "acceptance_length")
+        steps = drafted if drafted != "-" else middle(of(rows, name), "tokens_per_pass")
+        lines.append([f"`{name}`", *speeds, steps, f"{right} / {asked}"])
+    heads = ["", *(f"{load} at once" for (load,) in loads), "tokens a step", "right answers"]
+    return markdown(heads, lines)
