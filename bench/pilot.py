@@ -12,7 +12,7 @@ pilot gains is less than the noise of a served figure.
     adaptive     the policy, which learns from prompt to prompt; its own blocks have trained width
     oracle       the best width of each prompt
 
-Written to --results: pilot.csv, one row a pilot. Cells that --minutes leave no time for have none.
+Written to --results: --file, one row a pilot. Cells that --minutes leave no time for have none.
 """
 
 import argparse
@@ -47,15 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     adaptive = adaptive_value(heldout, options.costs)
     end = time.monotonic() + 60 * options.minutes
     rows: list[Row] = []
-    for label, radius, hidden, reads in product(options.labels, RADII, HIDDEN, READS):
+    path = options.results / options.file
+    for label, radius, hidden, reads in product(options.labels, options.radii, HIDDEN, READS):
         chosen = {"label": label, "radius": radius, "hidden_size": hidden, "reads": reads}
         of_all = {"steps": options.steps, "threads": options.threads}
         settings = PilotTraining.from_mapping(chosen | of_all)
         progress(f"{label}, radius {radius}, hidden {hidden}, {reads}")
         found = {} if time.monotonic() > end else cell(trials.within(radius), settings, options)
         rows.append(row_of(settings, found, adaptive, len(heldout.tokens)))
-        publish(options.results / FILE, rows)
-    print(f"{table(read_csv(options.results / FILE))}\n\n{options.results / FILE}")
+        publish(path, rows)
+    print(f"{table(read_csv(path))}\n\n{path}")
     return 0
 
 
@@ -119,6 +120,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="--out of `dllm train pilot`")
     parser.add_argument("--costs", type=float, nargs=3, required=True, metavar="MS")
+    parser.add_argument("--file", default=FILE, help=f"in --results ({FILE})")
+    parser.add_argument("--radii", type=int, nargs="+", default=RADII)
     parser.add_argument("--labels", nargs="+", choices=LABELS, default=LABELS[:1])
     parser.add_argument("--minutes", type=float, default=60, help="no cell begins later")
     parser.add_argument("--steps", type=int, default=PilotTraining.steps, help="of a training")
