@@ -3,11 +3,13 @@
 What is checked is always the same: no canvas gets stuck, and what is emitted is a text.
 """
 
+import functools
 import itertools
 import json
 import os
 import random
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -16,7 +18,7 @@ import pytest
 import torch
 import xgrammar
 
-from dllm.engine.algorithm import Canvases
+from dllm.engine.algorithm import Canvases, Denoised
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.grammars import HostGrammars, Written
 from dllm.grammar.automaton import Unsupported
@@ -73,59 +75,71 @@ def settings_of(block_size: int, rng: random.Random) -> Any:
 
 
 class Denoising:
-    """One canvas behind ``start`` tokens of a sequence, until it has converged."""
+    """One canvas behind ``start`` tokens of a sequence, until it has converged.
 
-    def __init__(self, asked: Asked, state: int, start: int) -> None:
-        settings = asked.family.settings
-        block = settings.block_size
+    With ``seeds``, a canvas of each, for ``denoise``.
+    """
+
+    def __init__(self, asked: Asked, state: int, start: int, seeds: Sequence[int] = ()) -> None:
+        settings, seeds = asked.family.settings, seeds or [asked.seed]
+        block, count = settings.block_size, len(seeds)
         self.asked, self.state, self.width = asked, state, block - start % block
+        of, place = torch.arange(count), torch.arange(self.width)
         self.rows = CanvasRows(
-            slots=torch.zeros(1, dtype=torch.int64),
-            widths=torch.tensor([self.width]),
-            starts=torch.tensor([start]),
-            seq_lens=torch.tensor([start + self.width]),
-            row_of=torch.zeros(self.width, dtype=torch.int64),
-            place=torch.arange(self.width),
-            padded=torch.arange(block).clamp(max=self.width - 1)[None],
+            slots=torch.zeros_like(of),
+            widths=torch.full_like(of, self.width),
+            starts=torch.full_like(of, start),
+            seq_lens=torch.full_like(of, start + self.width),
+            row_of=of.repeat_interleave(self.width),
+            place=place.repeat(count),
+            padded=of[:, None] * self.width + torch.arange(block).clamp(max=self.width - 1),
         )
         is_stop = torch.zeros(1, VOCAB, dtype=torch.bool)
         is_stop[0, STOP] = True
         self.canvases = Canvases(
-            ids=torch.full((self.width,), MASK),
-            seeds=torch.tensor([asked.seed]),
-            steps_done=torch.zeros(1, dtype=torch.int64),
-            argmax_canvas=torch.zeros(1, block, dtype=torch.int64),
-            chosen=torch.full((self.width,), NO_TOKEN),
-            temperature=torch.tensor([asked.temperature or 1.0]),
-            is_greedy=torch.tensor([asked.temperature is None]),
+            ids=torch.full((count * self.width,), MASK),
+            seeds=torch.tensor(seeds),
+            steps_done=torch.zeros_like(of),
+            argmax_canvas=torch.zeros(count, block, dtype=torch.int64),
+            chosen=torch.full((count * self.width,), NO_TOKEN),
+            temperature=torch.full((count,), asked.temperature or 1.0),
+            is_greedy=torch.full((count,), asked.temperature is None),
             is_stop=is_stop,
-            held=torch.full((1, block), NO_TOKEN),
+            held=torch.full((count, block), NO_TOKEN),
             parameters={
-                one.name: torch.tensor([_number(settings, one)]) for one in settings.parameters
+                one.name: torch.tensor([_number(settings, one)] * count)
+                for one in settings.parameters
             },
-            step_state={"post_steps": torch.zeros(1, dtype=torch.int32)},
+            step_state={"post_steps": torch.zeros(count, dtype=torch.int32)},
         )
         self.filters = None
         if asked.filters:
-            top_k, top_p, min_p = (torch.tensor([value] * self.width) for value in asked.filters)
+            top_k, top_p, min_p = (
+                torch.tensor([value] * count * self.width) for value in asked.filters
+            )
             self.filters = RowFilters(top_k.int(), top_p.float(), min_p.float())
 
-    def step(self, logits: torch.Tensor) -> Step:
-        """One step by the code that serves; ``logits`` ``[width, VOCAB]`` are not changed."""
+    def denoise(self, logits: torch.Tensor) -> tuple[Written, Denoised]:
+        """One step by the code that serves, each canvas with the logits ``[width, VOCAB]``."""
         family, rows = self.asked.family, self.rows
         slot = SlotGrammar(_Unpacked(self.asked.canvas), self.state, self.asked.end)  # type: ignore[arg-type]
-        before, masked = self.canvases, logits.clone()
+        before, count = self.canvases, len(self.rows.widths)
+        masked = logits.repeat(count, 1)
         written = HostGrammars.write_(
             None,  # type: ignore[arg-type]
             masked,
             lambda part: family.scores_of_texts(masked, rows, before, self.filters, part),
             rows,
-            [(0, 0, slot)],
+            [(row, row * self.width, slot) for row in range(count)],
         )
         chosen = before._replace(chosen=written.chosen)
-        done = family.denoise(masked, rows, chosen, self.filters)
+        return written, family.denoise(masked, rows, chosen, self.filters)
+
+    def step(self, logits: torch.Tensor) -> Step:
+        """One step of the only canvas; ``logits`` are not changed."""
+        written, done = self.denoise(logits)
         canvas = done.canvas[0, : self.width]
-        self.canvases = before._replace(
+        self.canvases = self.canvases._replace(
             ids=canvas, steps_done=done.steps_done, step_state=done.step_state
         )
         emitted = done.argmax_canvas[0, : self.width].tolist() if done.converged else None
@@ -204,11 +218,16 @@ def test_every_step_writes_the_best_text_through_what_stays() -> None:
 # --- random cases, judged by xgrammar's matcher and jsonschema ------------------------------------
 
 
+@functools.cache
+def known_grammar(name: str) -> tuple[Table, Any, dict[str, Any] | None]:
+    kind, text = GRAMMARS[name]
+    return *table(kind, text, most_states=400), json.loads(text) if kind == "json" else None
+
+
 def random_grammar(rng: random.Random) -> tuple[Table, Any, dict[str, Any] | None]:
     """(a table, xgrammar's compiled grammar, the schema if it is one)."""
     if rng.random() < 0.5:
-        kind, text = GRAMMARS[rng.choice([*GRAMMARS])]
-        return *table(kind, text, most_states=400), json.loads(text) if kind == "json" else None
+        return known_grammar(rng.choice([*GRAMMARS]))
     while True:
         schema = random_schema(rng)
         try:
@@ -315,11 +334,12 @@ def test_one_token_is_drawn_from_its_distribution() -> None:
     logits[1, STOP] = 0.0
     for filters, kept in ((None, [0, 1, 2, 3]), ((2, 1.0, 0.0), [1, 3])):
         counts = np.zeros(4)
-        for seed in range(4000):
-            asked = Asked(family, canvas, end=4, temperature=0.8, seed=seed, filters=filters)
-            step = Denoising(asked, 0, 2).step(logits)
-            assert step.emitted is not None and step.emitted[1] == STOP
-            counts[step.emitted[0]] += 1
+        asked = Asked(family, canvas, end=4, temperature=0.8, filters=filters)
+        for low in range(0, 4000, 100):
+            _, done = Denoising(asked, 0, 2, range(low, low + 100)).denoise(logits)
+            first, second = done.argmax_canvas[:, :2].T
+            assert done.converged.all() and (second == STOP).all()
+            counts += np.bincount(first, minlength=4)
         probs = np.zeros(4)
         probs[kept] = np.exp(logits[0, kept].double().numpy() / 0.8)
         probs /= probs.sum()
