@@ -137,6 +137,12 @@ def remote_code(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def install(files: dict[str, str], folder: Path) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 @pytest.fixture(scope="module")
 def outcome(
     qwen3: Path,
@@ -144,16 +150,14 @@ def outcome(
     checkpoint: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], dict[str, Any]]:
-    """What Qwen3 answers in a process that is set up in one of the five ways."""
+    """What Qwen3 answers in a process that is set up in one of the four ways."""
     from tests.support import family_checkpoints  # not in the process, where it would load ours
 
     @functools.cache
     def run(setup: str) -> dict[str, Any]:
         beside = tmp_path_factory.mktemp("beside")
-        files = A_PROCESSOR if setup == "cpu runtime" else INSTALLED.get(setup, {})
-        for name, text in files.items():
-            (beside / name).parent.mkdir(exist_ok=True)
-            (beside / name).write_text(text)
+        install(INSTALLED.get(setup, {}), beside)
+        install(A_PROCESSOR, beside / "later")
         environment = QUIET_ENGINE | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_PLUGINS": "" if setup == "no plugin" else None,
@@ -162,7 +166,8 @@ def outcome(
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
         masked = family_checkpoints.write(beside / "masked", family_checkpoints.SDAR)
-        arguments = (setup, str(qwen3), str(checkpoint()), str(masked), str(remote_code))
+        models = qwen3, checkpoint(), masked, remote_code
+        arguments = (setup, *map(str, models), str(beside / "later"))
         finished = run_python("-m", __name__, *arguments, environment=environment)
         return printed_json(finished) | {"log": finished.stdout}
 
@@ -240,13 +245,14 @@ def test_where_the_plugin_does_not_fit_ours_is_refused(outcome, setup, asked):
 @pytest.mark.parametrize("case", CASES)
 def test_the_cpu_runtime_gives_the_tokens_of_vllms_own_runner(outcome, case):
     """Model Runner V2 without Triton, opted into with `worker_cls`."""
-    ours, vllms = outcome("cpu runtime"), outcome("no plugin")
+    ours, vllms = outcome("beside ours")["cpu runtime"], outcome("no plugin")
     assert ours["runner"] != vllms["runner"]
     assert ours["tokens"][case] == vllms["tokens"][case]
 
 
 def test_the_cpu_runtime_gives_the_logprobs_of_vllms_own_runner(outcome):
-    ours, vllms = (outcome(it)["logprobs"] for it in ("cpu runtime", "no plugin"))
+    ours = outcome("beside ours")["cpu runtime"]["logprobs"]
+    vllms = outcome("no plugin")["logprobs"]
     for kind in ("prompt", "output"):
         assert [[sorted(place) for place in row] for row in ours[kind]] == [
             [sorted(place) for place in row] for row in vllms[kind]
@@ -257,7 +263,7 @@ def test_the_cpu_runtime_gives_the_logprobs_of_vllms_own_runner(outcome):
 
 
 def test_the_cpu_runtime_samples_by_seed(outcome):
-    tokens = outcome("cpu runtime")["tokens"]
+    tokens = outcome("beside ours")["cpu runtime"]["tokens"]
     assert tokens["seed 5"] == tokens["seed 5 again"]
     assert tokens["seed 5"] != tokens["seed 6"]
     assert tokens["seed 5"] != tokens["greedy"]
@@ -265,8 +271,9 @@ def test_the_cpu_runtime_samples_by_seed(outcome):
 
 def test_a_package_with_a_logits_processor_works_beside_ours(outcome):
     """An autoregressive model has it applied; a canvas has not, and the log says so once."""
-    result = outcome("cpu runtime")
-    assert result["tokens"]["processor"] == [[77] * GREEDY["max_tokens"]] * len(CONTEXTS)
+    result = outcome("beside ours")
+    tokens = result["cpu runtime"]["tokens"]["processor"]
+    assert tokens == [[77] * GREEDY["max_tokens"]] * len(CONTEXTS)
     assert result["canvas"] == 4
     assert result["log"].count("the logits processor theirs:OnlyToken is not applied") == 1
 
@@ -283,35 +290,42 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def main(setup: str, qwen3: str, diffusion: str, masked: str, remote_code: str) -> None:
+def main(
+    setup: str, qwen3: str, diffusion: str, masked: str, remote_code: str, processor: str
+) -> None:
     """Print, as JSON, what Qwen3 answers in this process."""
     from vllm import LLM, EngineArgs, SamplingParams
 
     first = EngineArgs(qwen3, **OPTIONS).create_engine_config()
-    options, cases, canvas = dict(OPTIONS), CASES | DRAWN, []
-    if setup in ("beside ours", "cpu runtime"):
-        ours = LLM(diffusion, **options)
+    cases, canvas = CASES | DRAWN, []
+    if setup == "beside ours":
+        sys.path.append(processor)  # it is installed, as far as ours can see
+        ours = LLM(diffusion, **OPTIONS)
         answer = ours.generate(
             {"prompt_token_ids": CONTEXTS[0]},
             SamplingParams(max_tokens=4, ignore_eos=True),
             use_tqdm=False,
         )
         canvas = answer[0].outputs[0].token_ids
-    if setup == "cpu runtime":
-        options["worker_cls"] = CPU_WORKER
-        cases |= PROCESSED
+        sys.path.remove(processor)
     result = {
         "canvas": len(canvas),
         "config": [str(first), repr(first.scheduler_config)],
         "refused": refusals(qwen3, diffusion, masked) if setup in INSTALLED else {},
     }
     if setup != "a namesake":
-        result |= answers(LLM(qwen3, **options), GREEDY_ONLY if setup in INSTALLED else cases)
+        plain = LLM(qwen3, **OPTIONS)  # kept: its end would be that of the others
+        result |= answers(plain, GREEDY_ONLY if setup in INSTALLED else cases)
+    if setup == "beside ours":
+        sys.path.append(processor)
+        opted = LLM(qwen3, **OPTIONS, worker_cls=CPU_WORKER)
+        result["cpu runtime"] = answers(opted, cases | PROCESSED)
     result["read"] = {name: read(f"{remote_code}/{name}") for name in REMOTE_CODE}
-    result["servers"] = {
-        name: outcome_of(lambda name=name: configured(f"{remote_code}/{name}"))
-        for name in REMOTE_CODE
-    }
+    if setup in ("no plugin", "beside ours"):
+        result["servers"] = {
+            name: outcome_of(lambda name=name: configured(f"{remote_code}/{name}"))
+            for name in REMOTE_CODE
+        }
     result["loaded"] = sorted(name for name in sys.modules if name.startswith("dllm"))
     print(json.dumps(result))
 
