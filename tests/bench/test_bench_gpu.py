@@ -21,6 +21,7 @@ from bench.gpu.report import report
 from bench.gpu.weights import SHARE, STD, fill
 from dllm.settings.vllm_names import cli_args
 from tests.support.patience import HANG_S
+from tests.support.process import printed_json, run_python
 
 
 @pytest.fixture
@@ -57,18 +58,9 @@ def test_matrices_are_normal_and_norms_and_scalars_are_one() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["ours", "built-in"])
-def test_with_these_weights_rows_choose_many_experts(name: str, tmp_path: Path) -> None:
+def test_with_these_weights_rows_choose_many_experts(name: str) -> None:
     """With vLLM's own dummy weights all rows of the last layer choose the same four."""
-    found = {}
-    for weights in ("fill", "vllm"):
-        ran = subprocess.run(
-            [sys.executable, "-m", "tests.support.experts_probe", name, weights],
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
-        assert ran.returncode == 0, ran.stderr[-3000:]
-        found[weights] = json.loads(ran.stdout.splitlines()[-1])
+    found = printed_json(run_python("-m", "tests.support.experts_probe", name))
     assert found["vllm"] == 4 and found["fill"] > 16
 
 

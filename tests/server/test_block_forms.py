@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -124,10 +125,14 @@ FORMS = {
 @pytest.mark.parametrize("served", SERVERS, ids=IDS, indirect=True)
 def test_every_answer_has_its_form(served):
     server, name, block = served
+    free_answers: dict[tuple[str, str], tuple[list[str], float]] = {}  # many forms ask the same
     for title, form in FORMS.items():
         drawn = (q for q in questions([form.family], "heldout", 4 * NUM) if form.word in q.prompt)
         asked = list(islice(drawn, NUM))
-        texts, free_steps = answers(server, block, asked, {})
+        kind = form.family, form.word
+        if kind not in free_answers:
+            free_answers[kind] = answers(server, block, asked, {})
+        texts, free_steps = free_answers[kind]
         free = sum(q.is_correct(text) for q, text in zip(asked, texts, strict=True))
         texts, steps = answers(server, block, asked, form.body)
         right = sum(form.judged(q, text) for q, text in zip(asked, texts, strict=True))
@@ -169,8 +174,9 @@ TOKENIZER = Tokenizer.from_file(str(CHECKPOINTS / "tiny-sdar" / "tokenizer.json"
 @pytest.mark.parametrize("served", SERVERS[:2], ids=IDS[:2], indirect=True)
 def test_holes_that_fit_their_block_are_found(served):
     counts: Counter[str] = Counter()
-    for question in questions(FAMILIES, "heldout", 20):
-        counts.update(filled(served, question))
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(partial(filled, served), questions(FAMILIES, "heldout", 20)):
+            counts.update(found)
     print(f"\n{served.name}: {dict(counts)}")
     # Trained models are sometimes wrong; a broken search finds few.
     assert counts["found"] > 0.9 * counts["fits"] > 0

@@ -12,8 +12,8 @@ from tests.support.server_harness import CANVAS, MODEL, VOCAB_SIZE, Server
 
 pytest_plugins = ["tests.support.server_harness"]
 
-BATCH = 5  # bodies at once, and good requests beside them
-SHORT, LONG = 150, 2000  # bodies
+# Bodies, and how many of them are sent at once, with good requests beside them.
+SHORT, LONG = (150, 5), (2000, 10)
 JSON = "application/json"
 
 texts = st.one_of(
@@ -248,7 +248,7 @@ def requests(draw: st.DrawFn) -> Sent:
     return Sent(path, data, draw(st.sampled_from([JSON] * 18 + ["text/plain", "junk"])))
 
 
-def fuzz(server: Server, num_bodies: int, derandomize: bool) -> None:
+def fuzz(server: Server, num_bodies: int, at_once: int, derandomize: bool) -> None:
     def good_tokens(body: dict[str, Any]) -> Any:
         reply = server.post("/v1/completions", body)
         assert reply.status == 200, reply.text
@@ -259,16 +259,16 @@ def fuzz(server: Server, num_bodies: int, derandomize: bool) -> None:
     statuses: list[int] = []
 
     @settings(
-        max_examples=num_bodies // BATCH,
+        max_examples=num_bodies // at_once,
         derandomize=derandomize,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.lists(requests(), min_size=BATCH, max_size=BATCH))
+    @given(st.lists(requests(), min_size=at_once, max_size=at_once))
     def nobody_is_disturbed(batch: list[Sent]) -> None:
         log_size = server.log.stat().st_size
-        with ThreadPoolExecutor(BATCH + len(GOOD)) as pool:
+        with ThreadPoolExecutor(at_once + len(GOOD)) as pool:
             behind = [pool.submit(server.post, *one) for one in batch]
             assert list(pool.map(good_tokens, GOOD)) == alone
             replies = [reply.result() for reply in behind]
@@ -309,9 +309,9 @@ def is_of_vllm(data: bytes) -> bool:
 
 
 def test_generated_bodies_disturb_nobody(server):
-    fuzz(server, SHORT, derandomize=True)
+    fuzz(server, *SHORT, derandomize=True)
 
 
 @pytest.mark.nightly
 def test_many_generated_bodies_disturb_nobody(server):
-    fuzz(server, LONG, derandomize=False)
+    fuzz(server, *LONG, derandomize=False)

@@ -1,6 +1,6 @@
 """How many of 32 experts the rows of a canvas choose in the last layer, with dummy weights.
 
-python -m tests.support.experts_probe ours|built-in fill|vllm      # prints the number
+python -m tests.support.experts_probe ours|built-in     # with vLLM's weights, then with ours
 """
 
 import json
@@ -10,16 +10,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-NAME, WEIGHTS = sys.argv[1:3]
-os.environ["DLLM_DISABLE"] = "1" if NAME == "built-in" else "0"
+os.environ["DLLM_DISABLE"] = "1" if sys.argv[1] == "built-in" else "0"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
-from vllm.model_executor.models import gemma4  # noqa: E402
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.model_executor.models import gemma4
 
-from bench.gpu import engine  # noqa: E402
-from bench.gpu.weights import compute_with_dummy_weights  # noqa: E402
-from bench.toys import tiny  # noqa: E402
+from bench.gpu import engine
+from bench.gpu.weights import compute_with_dummy_weights
+from bench.toys import tiny
 
 LAYERS = 30
 TOP_K = 4
@@ -47,6 +46,7 @@ def config() -> dict[str, Any]:
 
 def main() -> None:
     chosen: list[int] = []
+    found: dict[str, int] = {}
     route = gemma4.Gemma4Router.forward
 
     def forward(self: Any, x: Any) -> Any:
@@ -55,26 +55,31 @@ def main() -> None:
         return logits
 
     gemma4.Gemma4Router.forward = forward
-    if WEIGHTS == "fill":
-        compute_with_dummy_weights()
     made = config()
     with tempfile.TemporaryDirectory() as folder:
         engine.write_model(Path(folder) / "model", is_toy=True)
         (Path(folder) / "model/config.json").write_text(json.dumps(made))
-        llm = LLM(
-            str(Path(folder) / "model"),
-            load_format="dummy",
-            enforce_eager=True,
-            max_model_len=512,
-            max_num_seqs=2,
-            kv_cache_memory_bytes=64 << 20,
-            dtype="bfloat16",
-            language_model_only=True,
-        )
-        chosen.clear()
-        params = SamplingParams(max_tokens=32, ignore_eos=True, detokenize=False)
-        llm.generate([TokensPrompt(prompt_token_ids=list(range(20, 52)))], params, use_tqdm=False)
-    print(chosen[-1], flush=True)
+        engines = []  # a dropped one would end the process groups of the other
+        for weights in ("vllm", "fill"):
+            if weights == "fill":
+                compute_with_dummy_weights()
+            llm = LLM(
+                str(Path(folder) / "model"),
+                load_format="dummy",
+                enforce_eager=True,
+                max_model_len=512,
+                max_num_seqs=2,
+                kv_cache_memory_bytes=64 << 20,
+                dtype="bfloat16",
+                language_model_only=True,
+            )
+            engines.append(llm)
+            chosen.clear()
+            params = SamplingParams(max_tokens=32, ignore_eos=True, detokenize=False)
+            prompt = TokensPrompt(prompt_token_ids=list(range(20, 52)))
+            llm.generate([prompt], params, use_tqdm=False)
+            found[weights] = chosen[-1]
+    print(json.dumps(found), flush=True)
     os._exit(0)
 
 

@@ -5,6 +5,7 @@ A schema is compiled as a request's is. Texts are sampled from its automaton, by
 """
 
 import functools
+import itertools
 import json
 import random
 import re
@@ -121,29 +122,36 @@ class Sampler:
             if text is not None:
                 yield text
 
-    def _moves_of(self, state: int) -> list[tuple[int, Sequence[int]]]:
-        """(state behind, the bytes that lead there), for each kind of bytes."""
-        row = self._table.next[state]
-        return [
-            (int(to), self._bytes_of[kind])
-            for kind, to in enumerate(row)
-            if to >= 0 and self._bytes_of[kind]
+    def _moves_of(
+        self, state: int, mode: str, is_over: bool
+    ) -> tuple[list[tuple[int, Sequence[int]]], list[float]]:
+        """(state behind, the bytes that are drawn from) of each kind of bytes; sums of weights.
+
+        is_over: those that lead to the end on the shortest way alone.
+        """
+        left, row = self._table.left, self._table.next[state].tolist()
+        moves = [
+            (to, each) for kind, to in enumerate(row) if to >= 0 and (each := self._bytes_of[kind])
         ]
+        if is_over and moves:
+            nearest = min(left[to] for to, _ in moves)
+            moves = [move for move in moves if left[move[0]] == nearest]
+        sums = list(itertools.accumulate(self._weight(mode, each) for _, each in moves))
+        if mode == "likely":
+            moves = [
+                (to, [one for one in each if one in self._likely] or each) for to, each in moves
+            ]
+        return moves, sums
 
     def _walk(self, mode: str, budget: int) -> bytes | None:
-        state, text, left = 0, bytearray(), self._table.left
+        state, text = 0, bytearray()
         while len(text) < LONGEST:
-            moves = self._moves(state)
             is_over = len(text) >= budget
+            moves, sums = self._moves(state, mode, is_over)
             if self._table.accepts[state] and (is_over or not moves or self._random.random() < 0.3):
                 return bytes(text)
-            if is_over:
-                nearest = min(left[to] for to, _ in moves)
-                moves = [move for move in moves if left[move[0]] == nearest]
-            weights = [self._weight(mode, each) for _, each in moves]
-            state, each = self._random.choices(moves, weights)[0]
-            likely = [byte for byte in each if byte in self._likely]
-            text.append(self._random.choice(likely if likely and mode == "likely" else each))
+            state, each = self._random.choices(moves, cum_weights=sums)[0]
+            text.append(self._random.choice(each))
         return None
 
     def _weight(self, mode: str, each: Sequence[int]) -> float:
