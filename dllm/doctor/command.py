@@ -257,8 +257,9 @@ def _model(served: argparse.Namespace) -> Iterator[Finding]:
         arguments = AsyncEngineArgs.from_cli_args(served)
         config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM's and pydantic's errors have no common class
-        reasons = _in_a_line(error), missing_folder(served.model)
-        yield Finding("model", "fail", "; ".join(filter(None, reasons)))
+        hint = missing_folder(served.model)
+        if_folder = f"; if a folder was meant: {hint}" if hint else ""
+        yield Finding("model", "fail", f"{_in_a_line(error)}{if_folder}")
         return
     yield Finding("model", "ok", _served(config))
     try:
