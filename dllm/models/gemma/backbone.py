@@ -24,7 +24,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 
 from dllm.attention.cpu_fp8_cache import write_rounded
 from dllm.attention.layers import use_anchored_window
-from dllm.engine.compilation import maybe_compile
+from dllm.engine.compilation import maybe_compile, of_fixed_size
 from dllm.engine.logit_rows import LogitRows, Logits, RawLogits, rows_at_once
 from dllm.models import quantized, settings_of
 from dllm.models.gemma.algorithm import EntropyBound
@@ -215,7 +215,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
             return hidden_states.new_empty(0, self.logits_processor.vocab_size, dtype=torch.float32)
         logits = self.logits_processor(self.lm_head, hidden_states)
         assert logits is not None, "every rank samples, so every rank gathers the logits"
-        return self._softcap(logits, self.final_logit_softcapping)
+        return self._softcap(of_fixed_size(logits, 1), self.final_logit_softcapping)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint with one copy of the shared weights, or with two equal copies.
