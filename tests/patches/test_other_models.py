@@ -232,7 +232,7 @@ def test_where_the_plugin_does_not_fit_other_models_are_left_alone(outcome, setu
         assert there["runner"] == alone["runner"]
         assert there["tokens"] == {"greedy": alone["tokens"]["greedy"]}
     patching = [name for name in there["loaded"] if name.startswith("dllm.patches.")]
-    assert patching == ["dllm.patches.neighbours"]
+    assert patching == ["dllm.patches.neighbours", "dllm.patches.replace"]
 
 
 @pytest.mark.parametrize("setup", INSTALLED)
