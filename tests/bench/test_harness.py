@@ -134,7 +134,8 @@ def run_recipe(url: str, model: str, folder: Path, gen_kwargs: str) -> Mapping[s
     command += ["--include_path", str(folder / "tasks"), "--tasks", ",".join(TASKS)]
     environment = {"PYTHONPATH": f"{ROOT}:{HARNESS}", "HF_HUB_OFFLINE": "1"}
     environment["HF_DATASETS_CACHE"] = str(folder / "cache")
-    run_python(*command, "--output_path", str(folder / "out"), environment=environment)
+    ran = run_python(*command, "--output_path", str(folder / "out"), environment=environment)
+    assert "|n-shot|" in ran.stdout  # a table with heads
     (written,) = (folder / "out").rglob("results_*.json")
     found = json.loads(written.read_text())
     assert {name: n["effective"] for name, n in found["n-samples"].items()} == dict.fromkeys(
