@@ -259,7 +259,7 @@ def _model(served: argparse.Namespace) -> Iterator[Finding]:
     except Exception as error:  # vLLM's and pydantic's errors have no common class
         hint = missing_folder(served.model)
         if_folder = f"; if a folder was meant: {hint}" if hint else ""
-        yield Finding("model", "fail", f"{_in_a_line(error)}{if_folder}")
+        yield Finding("model", "fail", f"{served.model}: {_in_a_line(error)}{if_folder}")
         return
     yield Finding("model", "ok", _served(config))
     try:
