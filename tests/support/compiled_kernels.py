@@ -19,6 +19,7 @@ from typing import Any
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
@@ -32,7 +33,7 @@ class Compiled:
     ahead, how many groups of loads are still under way while it computes; 0 means that computing
     begins when everything has arrived. loads: load instructions of global memory, asynchronous ones
     included. barriers: of all threads of a program. instructions: of a thread, in machine code;
-    each counts once, also in a loop; None where they are not counted.
+    each counts once, also in a loop.
     """
 
     registers: int
@@ -43,7 +44,7 @@ class Compiled:
     waits: tuple[int, ...]
     loads: int
     barriers: int
-    instructions: int | None
+    instructions: int
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,15 @@ class Variant:
         """The kernel's name."""
         return str(self.kernel.fn.__name__)
 
-    def compiled(self, arch: int, counts_instructions: bool) -> Compiled:
+    def compiled(self, arch: int) -> Compiled:
         """Compile and assemble for a GPU, for instance 90. Raises if either step fails."""
         result = triton.compile(
             ASTSource(self.kernel, self.signature, self.constants, self.attributes),
             target=GPUTarget("cuda", arch, 32),
             options={"num_warps": self.num_warps, "num_stages": self.num_stages},
         )
-        ptx, ttgir, cubin = (result.asm[name] for name in ("ptx", "ttgir", "cubin"))
-        registers, spilled = _memory(cubin)
+        ptx, ttgir = result.asm["ptx"], result.asm["ttgir"]
+        registers, spilled = _assembled(ptx, arch)
         return Compiled(
             registers=registers,
             spilled=spilled,
@@ -81,32 +82,32 @@ class Variant:
             waits=_waits_in_loops(ttgir),
             loads=len(re.findall(r"\b(?:ld\.global|cp\.async\.c[ag]|cp\.async\.bulk)", ptx)),
             barriers=len(re.findall(r"\bbar(?:rier)?\.(?:cta\.)?sync", ptx)),
-            instructions=_instructions(cubin) if counts_instructions else None,
+            instructions=_instructions(result.asm["cubin"]),
         )
 
 
-def _memory(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of a thread in memory: what did not fit into registers."""
-    text = _dumped(cubin, knobs.nvidia.cuobjdump.path, "-res-usage")
-    found = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
-    assert found, text
-    return int(found[0][0]), sum(int(stack) + int(local) for _, stack, local in found)
+def _assembled(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers of a thread, and bytes of a thread that did not fit into them."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}"]
+        command += [file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers, log
+    return int(registers[1]), sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
 
 
 def _instructions(cubin: bytes) -> int:
     """Of a kernel's machine code, without those that only fill space or end it."""
-    text = _dumped(cubin, knobs.nvidia.nvdisasm.path)
-    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", text)
-    return sum(name not in ("NOP", "BRA") for name in names)
-
-
-def _dumped(cubin: bytes, *command: str) -> str:
-    """What a program prints about machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        dump = subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
-    return dump.stdout
+        command = [knobs.nvidia.nvdisasm.path, file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", text)
+    return sum(name not in ("NOP", "BRA") for name in names)
 
 
 def _matrix_instruction(ptx: str) -> str:

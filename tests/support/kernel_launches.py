@@ -194,8 +194,6 @@ def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
 
 # --- what is compiled ----------------------------------------------------------------------------
 
-# Labels of what has to be few instructions: kernels that read all logits.
-COUNTED = ("statistics", "raw")
 ODD = Layer("odd", 6, 2, 80, 100, is_anchored=True)
 ODD_TILES = TileConfig(64, 32, 4, 2, max_splits=4, block_v=64)
 
@@ -272,7 +270,7 @@ def compiled(arch: int) -> list[dict[str, Any]]:
                 if key not in seen:
                     seen.add(key)
                     about = {"group": group, "label": label, "kernel": variant.name}
-                    found.append(about | asdict(variant.compiled(arch, label in COUNTED)))
+                    found.append(about | asdict(variant.compiled(arch)))
     return found
 
 
