@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,8 +27,6 @@ def main(argv: Sequence[str]) -> int:
     from dllm.quantize.job import prepare
 
     _, args = prepare(argv)
-    # sys.exit unwinds through subprocess.run, which ends the process that does the work.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with appearing(args.out) as made, tempfile.TemporaryDirectory() as directory:
         python = find_python(args.python)
         print(f"{args.model} -> {args.out} ({args.scheme})", flush=True)
@@ -38,13 +36,39 @@ def main(argv: Sequence[str]) -> int:
         environment = os.environ | {"PYTHONPATH": directory, "PYTHONUNBUFFERED": "1"}
         end = argv.index("--") if "--" in argv else len(argv)
         given = [*argv[:end], "--out", str(made), *argv[end:]]
-        status = subprocess.run(
-            [python, "-m", "dllm.quantize.make", *given], env=environment
-        ).returncode
+        status = run_until_terminated([python, "-m", "dllm.quantize.make", *given], environment)
         if status != OK:
             sys.exit(status)
     print(f"{args.out} is ready: `dllm check-quant {args.out} --against {args.model}`")
     return OK
+
+
+def run_until_terminated(command: Sequence[str | Path], environment: Mapping[str, str]) -> int:
+    """The exit status of a process, which SIGTERM ends, also while it is being started.
+
+    An exception in a signal's handler would leave a process behind that ``Popen`` has begun to
+    start.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+    is_terminated = False
+
+    def terminate(*_: object) -> None:
+        nonlocal is_terminated
+        is_terminated = True
+        for process in running:
+            process.kill()
+
+    signal.signal(signal.SIGTERM, terminate)
+    with subprocess.Popen(command, env=environment) as process:
+        running.append(process)
+        try:
+            if is_terminated:
+                process.kill()
+            status = process.wait()
+        except BaseException:  # Ctrl-C
+            process.kill()
+            raise
+    return 128 + signal.SIGTERM if is_terminated else status
 
 
 @contextmanager

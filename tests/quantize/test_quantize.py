@@ -6,6 +6,7 @@ import re
 import resource
 import select
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -423,6 +424,28 @@ def test_the_work_stops_when_the_command_is_terminated(source: Path, tmp_path: P
         assert pipe.read() == ""  # returns once no process holds the other end
         assert running.wait() == 143
     assert not list(tmp_path.glob("out*"))
+
+
+def test_the_work_stops_when_the_command_is_terminated_while_it_starts(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    class Terminated(subprocess.Popen):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(command.subprocess, "Popen", Terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            command.main([str(source), *fake_worker(tmp_path, "exec sleep 600")])
+        assert started[0].poll() == -signal.SIGKILL
+    finally:
+        started[0].kill()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_packages_of_the_environment_fit_each_other() -> None:
