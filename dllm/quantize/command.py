@@ -13,6 +13,7 @@ from dllm.quantize.arguments import parser
 from dllm.settings.command import OK, CommandError
 
 ROOT = Path(__file__).resolve().parents[2]
+TERMINATED = 128 + signal.SIGTERM  # exit status
 # What `make setup-quant` makes; the second is written last, when the environment is complete.
 PYTHON, READY = ROOT / ".venv-quant/bin/python", ROOT / ".venv-quant/.locked"
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str]) -> int:
     from dllm.quantize.job import prepare
 
     _, args = prepare(argv)
+    # What was begun is cleared away; a running process is ended by ``status_of``.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with appearing(args.out) as made, tempfile.TemporaryDirectory() as directory:
         python = find_python(args.python)
         print(f"{args.model} -> {args.out} ({args.scheme})", flush=True)
@@ -36,18 +39,21 @@ def main(argv: Sequence[str]) -> int:
         environment = os.environ | {"PYTHONPATH": directory, "PYTHONUNBUFFERED": "1"}
         end = argv.index("--") if "--" in argv else len(argv)
         given = [*argv[:end], "--out", str(made), *argv[end:]]
-        status = run_until_terminated([python, "-m", "dllm.quantize.make", *given], environment)
+        status = status_of([python, "-m", "dllm.quantize.make", *given], environment)
         if status != OK:
             sys.exit(status)
     print(f"{args.out} is ready: `dllm check-quant {args.out} --against {args.model}`")
     return OK
 
 
-def run_until_terminated(command: Sequence[str | Path], environment: Mapping[str, str]) -> int:
+def status_of(command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> int:
     """The exit status of a process, which SIGTERM ends, also while it is being started.
 
-    An exception in a signal's handler would leave a process behind that ``Popen`` has begun to
-    start.
+    The handler raises nothing: an exception would leave a process behind that ``Popen`` has begun
+    to start.
+
+    Raises:
+        SystemExit: SIGTERM came, and the process has ended.
     """
     running: list[subprocess.Popen[bytes]] = []
     is_terminated = False
@@ -58,17 +64,22 @@ def run_until_terminated(command: Sequence[str | Path], environment: Mapping[str
         for process in running:
             process.kill()
 
-    signal.signal(signal.SIGTERM, terminate)
-    with subprocess.Popen(command, env=environment) as process:
-        running.append(process)
-        try:
-            if is_terminated:
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with subprocess.Popen(command, env=environment) as process:
+            running.append(process)
+            try:
+                if is_terminated:
+                    process.kill()
+                status = process.wait()
+            except BaseException:  # Ctrl-C
                 process.kill()
-            status = process.wait()
-        except BaseException:  # Ctrl-C
-            process.kill()
-            raise
-    return 128 + signal.SIGTERM if is_terminated else status
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if is_terminated:
+        sys.exit(TERMINATED)
+    return status
 
 
 @contextmanager
@@ -110,7 +121,7 @@ def find_python(given: Path | None) -> Path:
         return PYTHON
     if (ROOT / "Makefile").is_file():
         print("Making LLM Compressor's environment (once): make setup-quant", flush=True)
-        if subprocess.run(["make", "-C", str(ROOT), "setup-quant"]).returncode == 0:
+        if status_of(["make", "-C", str(ROOT), "setup-quant"]) == OK:
             return PYTHON
         raise CommandError(
             f"`make setup-quant` failed; run it in {ROOT} to see why, or name an interpreter that "

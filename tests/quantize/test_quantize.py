@@ -426,6 +426,19 @@ def test_the_work_stops_when_the_command_is_terminated(source: Path, tmp_path: P
     assert not list(tmp_path.glob("out*"))
 
 
+def test_nothing_is_left_where_the_command_is_terminated_before_the_work(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_python", lambda _: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            command.main([str(source), *fake_worker(tmp_path, "exit 0")])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_the_work_stops_when_the_command_is_terminated_while_it_starts(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
