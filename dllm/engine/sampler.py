@@ -239,15 +239,9 @@ class DiffusionSampler:
 
         logits = self.edits.apply_(logits, tile.rows, self.state, tile.edits)
         logits, texts = self._constrain_(logits, ids, tile)
+        logits = of_fixed_size(logits, 1)
         denoised = self._denoise_rows(
-            of_fixed_size(logits, 1),
-            ids,
-            texts.chosen,
-            tile.rows,
-            self.state,
-            self.algorithm,
-            tile.filters,
-            cap,
+            logits, ids, texts.chosen, tile.rows, self.state, self.algorithm, tile.filters, cap
         )
         soft = self._soft_embeddings(logits, denoised, tile, cap)
         decided_scores = self.logprobs.of_decided(logits, denoised, tile)
