@@ -118,7 +118,9 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "drafting": Section(DRAFTER, "python -m bench.drafter", drafter.tables),
     "passes": Section("passes.csv", "python -m bench.drafter --passes 2 4", drafter.tables),
     "pilot": pilot.SECTION,
-    "pilot-smollm2": Section("pilot_smollm2.csv", pilot.SECTION.command, pilot.table),
+    "pilot-smollm2": Section(
+        "pilot_smollm2.csv", f"{pilot.SECTION.command} --file pilot_smollm2.csv", pilot.table
+    ),
     "smollm2": Section(SMOLLM2, "python -m bench.drafter", drafter.tables),
     "remote": remote.SECTION,
     "decisions": decisions.SECTION,

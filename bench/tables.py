@@ -152,14 +152,15 @@ def contestant_table(rows: Rows) -> str:
     loads = list(grouped(rows, "concurrency"))
     lines = []
     for name in names_of(rows):
-        found = [[row for row in of(rows, name) if (row["concurrency"],) == load] for load in loads]
+        own = of(rows, name)
+        found = [[row for row in own if (row["concurrency"],) == load] for load in loads]
         right, asked = (
             sum(int(row[column]) for here in found for row in here)
             for column in ("num_correct", "num_requests")
         )
         speeds = [spread(here, "tokens_per_s", 0) for here in found]
-        drafted = middle(of(rows, name), "acceptance_length")
-        steps = drafted if drafted != "-" else middle(of(rows, name), "tokens_per_pass")
+        drafted = middle(own, "acceptance_length")
+        steps = drafted if drafted != "-" else middle(own, "tokens_per_pass")
         lines.append([f"`{name}`", *speeds, steps, f"{right} / {asked}"])
     heads = ["", *(f"{load} at once" for (load,) in loads), "tokens a step", "right answers"]
     return markdown(heads, lines)
