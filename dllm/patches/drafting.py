@@ -235,7 +235,8 @@ def why_steps_wait(vllm_config: Any) -> str | None:
     own = DRAFTING_SCHEDULER if scheduler.async_scheduling is False else ASYNC_DRAFTING_SCHEDULER
     is_other = scheduler.scheduler_cls not in (None, own)
     executor = Executor.get_class(vllm_config)
-    whys = {  # vLLM sees the last two, too, but when the scheduler has been chosen
+    # vLLM has a check of its own for the last two, but runs it when the scheduler has been chosen.
+    whys = {
         "a model that drafts for itself chooses widths behind each step": (
             drafts_itself(speculative)
         ),
