@@ -33,7 +33,7 @@ class Compiled:
     ahead, how many groups of loads are still under way while it computes; 0 means that computing
     begins when everything has arrived. loads: load instructions of global memory, asynchronous ones
     included. barriers: of all threads of a program. instructions: of a thread, in machine code;
-    each counts once, also in a loop.
+    each counts once, also in a loop; None where they are not counted.
     """
 
     registers: int
@@ -44,7 +44,7 @@ class Compiled:
     waits: tuple[int, ...]
     loads: int
     barriers: int
-    instructions: int
+    instructions: int | None
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,11 @@ class Variant:
         """The kernel's name."""
         return str(self.kernel.fn.__name__)
 
-    def compiled(self, arch: int) -> Compiled:
-        """Compile and assemble for a GPU, for instance 90. Raises if either step fails."""
+    def compiled(self, arch: int, counts_instructions: bool) -> Compiled:
+        """Compile and assemble for a GPU, for instance 90. Raises if either step fails.
+
+        To count instructions takes as long as to compile.
+        """
         result = triton.compile(
             ASTSource(self.kernel, self.signature, self.constants, self.attributes),
             target=GPUTarget("cuda", arch, 32),
@@ -82,7 +85,7 @@ class Variant:
             waits=_waits_in_loops(ttgir),
             loads=len(re.findall(r"\b(?:ld\.global|cp\.async\.c[ag]|cp\.async\.bulk)", ptx)),
             barriers=len(re.findall(r"\bbar(?:rier)?\.(?:cta\.)?sync", ptx)),
-            instructions=_instructions(result.asm["cubin"]),
+            instructions=_instructions(result.asm["cubin"]) if counts_instructions else None,
         )
 
 

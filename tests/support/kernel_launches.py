@@ -257,6 +257,10 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
     return groups
 
 
+# Label and kernel: those whose instructions are counted, because they run for every token.
+COUNTED = {("statistics", "_tile_kernel"), ("raw", "_tile_kernel")}
+
+
 def compiled(arch: int) -> list[dict[str, Any]]:
     """What became of each kernel, in the order of the launches; none twice, but among branches."""
     seen: set[tuple[bool, str, str]] = set()
@@ -270,7 +274,8 @@ def compiled(arch: int) -> list[dict[str, Any]]:
                 if key not in seen:
                     seen.add(key)
                     about = {"group": group, "label": label, "kernel": variant.name}
-                    found.append(about | asdict(variant.compiled(arch)))
+                    is_counted = (label, variant.name) in COUNTED
+                    found.append(about | asdict(variant.compiled(arch, is_counted)))
     return found
 
 
