@@ -265,11 +265,20 @@ def lower_text(kind: str, text: str) -> str:
         return rewritten(text)
     if kind not in ("json", "structural_tag"):
         return text
+    given = read_json(text)
+    return json.dumps(lower(given) if kind == "json" else _lower_tag(given))
+
+
+def read_json(text: str) -> Any:
+    """What the text of a schema or a structural tag says.
+
+    Raises:
+        Unsupported: it is no JSON.
+    """
     try:
-        given = json.loads(text, parse_constant=_no_json)
+        return json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError) as error:
         raise Unsupported("The grammar is no valid JSON. Correct it.") from error
-    return json.dumps(lower(given) if kind == "json" else _lower_tag(given))
 
 
 def _no_json(text: str) -> Any:
