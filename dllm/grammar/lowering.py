@@ -171,8 +171,8 @@ def _number(lowering: Lowering, flat: Flat) -> Schema | None:
 
 def _has_digits(node: Schema) -> bool:
     """Whether a number that xgrammar writes, with NUM_DIGITS behind the point, is in bounds."""
-    low = decimal.Decimal(node["minimum"] if "minimum" in node else node["exclusiveMinimum"])
-    high = decimal.Decimal(node["maximum"] if "maximum" in node else node["exclusiveMaximum"])
+    low = decimal.Decimal(str(node["minimum"] if "minimum" in node else node["exclusiveMinimum"]))
+    high = decimal.Decimal(str(node["maximum"] if "maximum" in node else node["exclusiveMaximum"]))
     step = decimal.Decimal(1).scaleb(-NUM_DIGITS)
     with decimal.localcontext(prec=400):
         first = (low / step).to_integral_value(decimal.ROUND_CEILING) * step
