@@ -217,15 +217,21 @@ def _compile(
         return compiler.compile_json_schema(text, any_whitespace=any_whitespace, separators=between)
     if kind == "structural_tag":
         given = json.loads(text)
-        if "structures" not in given:
+        if not isinstance(given, dict) or "structures" not in given:
             return compiler.compile_structural_tag(text)
-        tags = [
-            xgrammar.StructuralTagItem(
-                begin=tag["begin"], schema=json.dumps(tag["schema"]), end=tag["end"]
-            )
-            for tag in given["structures"]
-        ]
-        return compiler.compile_structural_tag(tags, given["triggers"])
+        try:
+            tags = [
+                xgrammar.StructuralTagItem(
+                    begin=tag["begin"], schema=json.dumps(tag["schema"]), end=tag["end"]
+                )
+                for tag in given["structures"]
+            ]
+            return compiler.compile_structural_tag(tags, given["triggers"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unsupported(
+                "The structural tag has no 'triggers' (texts) and 'structures' (of 'begin', "
+                "'schema' and 'end'). Correct it."
+            ) from error
     if kind == "regex":
         return compiler.compile_regex(text)
     return compiler.compile_lark(text) if kind == "lark" else compiler.compile_grammar(text)

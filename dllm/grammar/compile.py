@@ -26,6 +26,7 @@ import prometheus_client
 from cachetools import LRUCache
 
 from dllm.grammar.children import Children
+from dllm.grammar.lowering import read_json
 from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import MOST_STATES
 from dllm.grammar.vocabulary import Vocabulary
@@ -191,7 +192,7 @@ class Grammars:
             children = self._children = self._children or _children_of(tuple(tokens.words))
         spoken = ""
         if spec.kind == "structural_tag":
-            tag = json.loads(spec.text)
+            tag = read_json(spec.text)
             spoken = "\n".join(_spoken(tag))
             refuse_marks(tag, spoken)
         unnamed = {token for token, name in tokens.names.items() if name not in spoken}

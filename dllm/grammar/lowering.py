@@ -171,8 +171,8 @@ def _number(lowering: Lowering, flat: Flat) -> Schema | None:
 
 def _has_digits(node: Schema) -> bool:
     """Whether a number that xgrammar writes, with NUM_DIGITS behind the point, is in bounds."""
-    low = decimal.Decimal(node["minimum"] if "minimum" in node else node["exclusiveMinimum"])
-    high = decimal.Decimal(node["maximum"] if "maximum" in node else node["exclusiveMaximum"])
+    low = decimal.Decimal(str(node["minimum"] if "minimum" in node else node["exclusiveMinimum"]))
+    high = decimal.Decimal(str(node["maximum"] if "maximum" in node else node["exclusiveMaximum"]))
     step = decimal.Decimal(1).scaleb(-NUM_DIGITS)
     with decimal.localcontext(prec=400):
         first = (low / step).to_integral_value(decimal.ROUND_CEILING) * step
@@ -265,11 +265,20 @@ def lower_text(kind: str, text: str) -> str:
         return rewritten(text)
     if kind not in ("json", "structural_tag"):
         return text
+    given = read_json(text)
+    return json.dumps(lower(given) if kind == "json" else _lower_tag(given))
+
+
+def read_json(text: str) -> Any:
+    """What the text of a schema or a structural tag says.
+
+    Raises:
+        Unsupported: it is no JSON.
+    """
     try:
-        given = json.loads(text, parse_constant=_no_json)
+        return json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError) as error:
         raise Unsupported("The grammar is no valid JSON. Correct it.") from error
-    return json.dumps(lower(given) if kind == "json" else _lower_tag(given))
 
 
 def _no_json(text: str) -> Any:

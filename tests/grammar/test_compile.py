@@ -248,6 +248,15 @@ MARKED = {
         ),
         (Spec("json", json.dumps({"enum": SCATTERED})), "limit of states, 4096"),
         (Spec("structural_tag", json.dumps(MARKED)), "has a mark of calls"),
+        (Spec("structural_tag", "{"), "no valid JSON"),
+        (Spec("structural_tag", "3"), "xgrammar does not"),
+        *(
+            (
+                Spec("structural_tag", json.dumps({"structures": tags, "triggers": triggers})),
+                "no 'tri",
+            )
+            for tags, triggers in [(3, []), ([{"begin": "a"}], ["a"]), ([], 3), (["a"], ["a"])]
+        ),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else value.kind,
 )

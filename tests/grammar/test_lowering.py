@@ -29,6 +29,8 @@ def are_accepted(schema, texts) -> list[bool]:
         # A keyword without a type speaks of its own type, beside all others.
         ({"minLength": 2}, ['"ab"', "1", "null"], ['"a"']),
         ({"minimum": 3}, ["3", '"x"'], ["2"]),
+        # 0.1 means what it says, not the binary number next to it.
+        ({"type": "number", "minimum": 0.1, "maximum": 0.1}, ["0.1"], ["0.2", "0.100001"]),
         ({"pattern": "^a+$"}, ['"aa"', "[]"], ['"b"']),
         # Values, as far as their neighbours allow them.
         ({"type": "string", "const": "5"}, ['"5"'], ["5"]),
