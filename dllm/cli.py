@@ -59,8 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dllm {name} is the same as dllm {ALIASES[name]}", file=sys.stderr)
         name = ALIASES[name]
     if name not in COMMANDS:
-        hint = did_you_mean(name, list(COMMANDS))
-        print(f"dllm: no command {name!r}{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
+        below = [each for each in COMMANDS if each.startswith(f"{name} ")]
+        hint = "" if below else did_you_mean(name, list(COMMANDS))
+        allowed = ", ".join(below or COMMANDS)
+        print(f"dllm: no command {name!r}{hint}; allowed: {allowed}.", file=sys.stderr)
         return MISUSED
     try:
         status: int = importlib.import_module(COMMANDS[name][0]).main(rest)

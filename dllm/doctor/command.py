@@ -257,9 +257,8 @@ def _model(served: argparse.Namespace) -> Iterator[Finding]:
         arguments = AsyncEngineArgs.from_cli_args(served)
         config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM's and pydantic's errors have no common class
-        hint = missing_folder(served.model)
-        if_folder = f"; if a folder was meant: {hint}" if hint else ""
-        yield Finding("model", "fail", f"{served.model}: {_in_a_line(error)}{if_folder}")
+        text = f"{served.model}: {_in_a_line(error)}{_what_to_do(served.model, error)}"
+        yield Finding("model", "fail", text)
         return
     yield Finding("model", "ok", _served(config))
     try:
@@ -269,6 +268,16 @@ def _model(served: argparse.Namespace) -> Iterator[Finding]:
     if torch.cuda.is_available() and config.scheduler_config.scheduler_cls in SCHEDULERS:
         yield from _attention(config)
         yield from _kernels(config)
+
+
+def _what_to_do(model: str, error: Exception) -> str:
+    """What is added to an error about a model; the hub's own names an argument of Python."""
+    text = ""
+    if isinstance(error, OSError) and not Path(model).exists():
+        fetch = f"HF_HUB_OFFLINE=0 hf download {model}"
+        text = f" It is not on this machine: `{fetch}`, or give a folder."
+    hint = missing_folder(model)
+    return f"{text} If a folder was meant: {hint}" if hint else text
 
 
 def _served(config: Any) -> str:

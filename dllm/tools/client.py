@@ -97,8 +97,8 @@ def explained(url: str) -> Iterator[None]:
     except openai.APIConnectionError as error:
         reason = error.__cause__ or error
         raise CommandError(
-            f"no server answers at {url} ({reason}). Start one with `make serve`, or give its "
-            "address with --base-url."
+            f"no server answers at {url} ({reason}). Start one (in a checkout: `make serve`), "
+            "or give its address with --base-url."
         ) from None
     except openai.AuthenticationError:
         raise CommandError(

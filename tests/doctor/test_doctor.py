@@ -78,6 +78,7 @@ def test_a_model_of_the_hub_that_is_not_here(capsys, monkeypatch, tmp_path, port
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     status, found = doctor(capsys, "nobody/no-such-model", "--port", port)
     assert status == 1 and found["model"][0] == "fail"
+    assert "HF_HUB_OFFLINE=0 hf download nobody/no-such-model`, or" in found["model"][1]
     assert ("did you mean 'such-a-model'" in found["model"][1]) == beside
 
 

@@ -47,6 +47,15 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "no command 'evla' (did you mean 'eval'?)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("behind", [[], ["--help"]])
+def test_the_first_word_of_two_names_those_behind_it(
+    behind: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *behind]) == 2
+    expected = "dllm: no command 'train'; allowed: train drafter, train pilot.\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_the_former_name_of_a_command_works_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
