@@ -218,6 +218,7 @@ def allow_product_of_no_rows() -> None:
         return theirs(x, packed_weight, n, bias)
 
 
+@functools.cache  # vLLM looks for them in every module of the process
 def register_cpu_kernels() -> None:
     """Replace Model Runner V2's Triton kernels in this worker's process by ``dllm.cpu``."""
     from vllm.triton_utils.dispatcher import register_kernels

@@ -110,7 +110,7 @@ def test_random_arrivals_and_aborts_in_small_budgets(model, seed):
     aborted = set(draw.sample(range(9), 2))
     # Where the context ends, the last block is cut, and each of its tokens sees fewer.
     twin = model.engine(max_model_len=CONTEXT)
-    expected = [twin.quiet_run(*one).tokens for one in requests]
+    expected = [run.tokens for run in runs_of(twin, requests)]
     arrivals = sorted(draw.randint(0, 30) for _ in requests)
     names: list[str] = []
     finished: dict[str, Any] = {}

@@ -168,7 +168,7 @@ def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypat
         if not is_gemma:
             one.structured_outputs = StructuredOutputsParams(regex="([a-f]-){61}[0-9]")
     contexts = [prompt(60 if is_gemma else 160, salt=salt) for salt in range(4)]
-    expected = [engine.generate([one], [of])[0] for one, of in zip(contexts, asked, strict=True)]
+    expected = engine.generate(contexts, asked)
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
     with tight.one_pass_a_step():  # so that it happens in the middle of canvases
         assert tight.generate(contexts, asked) == expected

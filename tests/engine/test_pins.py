@@ -58,15 +58,15 @@ def test_held_pins_are_emitted_and_seen_in_every_step(model, temperature):
     pins, size, engine = pins_of(model), model.size, model.engine()
     unlikely = {token: -50.0 for token in pins.values()}
     for extra in [{}, *WAYS.get(model.name, [])]:
-        for tail in (0, 1, size - 1):
-            context = prompt(size + tail)
-            how = {"temperature": temperature, "seed": 3, "logit_bias": unlikely}
-            sampling = model.params(4, extra_args=held(pins, **extra), **how)
-            with engine.watch() as seen:
-                (tokens,) = engine.generate([context], sampling)
-            assert {place: tokens[place] for place in pins} == pins, (extra, tail)
-            (steps,) = seen.values()
-            assert_seen(pins, steps, context)
+        contexts = [prompt(size + tail) for tail in (0, 1, size - 1)]
+        how = {"temperature": temperature, "seed": 3, "logit_bias": unlikely}
+        sampling = model.params(4, extra_args=held(pins, **extra), **how)
+        with engine.watch() as seen:
+            outputs = engine.outputs(contexts, sampling)
+        for context, output in zip(contexts, outputs, strict=True):
+            tokens = output.outputs[0].token_ids
+            assert {place: tokens[place] for place in pins} == pins, (extra, len(context))
+            assert_seen(pins, seen[output.request_id], context)
 
 
 def test_hints_among_noise_are_seen_in_every_step_and_may_be_overruled(engine):
@@ -190,7 +190,8 @@ def test_held_pins_survive_preemption_in_the_middle_of_a_block(of_blocks, monkey
     extra = held(pins, diffusion_threshold=1.0)
     sampling = of_blocks.params(128 / of_blocks.size, extra_args=extra)
     contexts = [prompt(157 + salt, salt=salt) for salt in range(4)]
-    expected = [engine.quiet_run(context, sampling).tokens for context in contexts]
+    engine.reset_prefix_cache()
+    expected = engine.generate(contexts, sampling)
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
     with tight.one_pass_a_step(), tight.watch() as seen:
         assert tight.generate(contexts, sampling) == expected

@@ -10,13 +10,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_loop import switched
 from tests.engine.test_parity import prompt
 from tests.support.async_engine import rows_taken
-from tests.support.engine_harness import TIGHT, Engine, assert_same_runs, blocks_of
+from tests.support.engine_harness import TIGHT, Engine, Run, assert_same_runs, blocks_of
 from tests.support.engine_models import SIZES, Model
 from tests.support.grammar_paths import as_on_a_gpu
 
@@ -46,17 +46,29 @@ def ours(model: Model, is_async: bool) -> Engine:
 # --- batches, passes, interruptions --------------------------------------------------------------
 
 
-def test_requests_at_different_points_of_one_batch_do_not_disturb_each_other(quiet, ours, model):
-    size = model.size
-    contexts = [prompt(n, salt=n) for n in (1, size, 2 * size + 1, 3 * size - 1, 5, 130)]
+def requests_at_different_points(model: Model) -> tuple[list[list[int]], list[SamplingParams]]:
+    lengths = (1, model.size, 2 * model.size + 1, 3 * model.size - 1, 5, 130)
     sampling = [
-        model.params(1 + at % 3, seed=at, temperature=float(at % 2)) for at in range(len(contexts))
+        model.params(1 + at % 3, seed=at, temperature=float(at % 2)) for at in range(len(lengths))
     ]
+    return [prompt(n, salt=n) for n in lengths], sampling
+
+
+@pytest.fixture(scope="module")
+def alone(quiet: Engine, model: Model) -> list[Run]:
+    """Each of these requests by itself, a pass an engine step."""
     with quiet.one_pass_a_step():
-        expected = [quiet.quiet_run(*pair) for pair in zip(contexts, sampling, strict=True)]
+        pairs = zip(*requests_at_different_points(model), strict=True)
+        return [quiet.quiet_run(*pair) for pair in pairs]
+
+
+def test_requests_at_different_points_of_one_batch_do_not_disturb_each_other(
+    quiet, ours, model, alone
+):
+    contexts, sampling = requests_at_different_points(model)
     ours.reset_prefix_cache()
-    assert_same_runs(ours.runs(contexts, sampling), expected)
-    assert_same_runs([quiet.quiet_run(contexts[2], sampling[2])], [expected[2]])
+    assert_same_runs(ours.runs(contexts, sampling), alone)
+    assert_same_runs([quiet.quiet_run(contexts[2], sampling[2])], [alone[2]])
 
 
 def test_the_separate_twins_are_identical_and_take_more_passes(quiet, model, monkeypatch):
@@ -74,14 +86,21 @@ def test_the_separate_twins_are_identical_and_take_more_passes(quiet, model, mon
     assert passes == [passes[0], passes[0] + num_commits, passes[0] + 1]
 
 
-def test_preempted_requests_resume_with_the_same_tokens(quiet, model, is_async, monkeypatch):
+LONG_CONTEXTS = [prompt(65 + salt, salt=salt) for salt in range(4)]
+
+
+@pytest.fixture(scope="module")
+def long_answers(quiet: Engine, model: Model) -> list[list[int]]:
+    """Of four requests that need more pages than there are."""
+    params = model.params(128 / model.size)
+    return [quiet.quiet_run(context, params).tokens for context in LONG_CONTEXTS]
+
+
+def test_preempted_requests_resume_with_the_same_tokens(model, is_async, long_answers, monkeypatch):
     pages = 24 if model.name == "gemma" else 10 if is_async else 14
     tight = model.engine(is_async, **TIGHT | {"num_gpu_blocks_override": pages})
-    contexts = [prompt(65 + salt, salt=salt) for salt in range(4)]
-    params = model.params(128 / model.size)
-    expected = [quiet.quiet_run(context, params).tokens for context in contexts]
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    assert tight.generate(contexts, params) == expected
+    assert tight.generate(LONG_CONTEXTS, model.params(128 / model.size)) == long_answers
     assert preempted, "the cache was large enough for everybody"
 
 

@@ -86,9 +86,9 @@ def test_without_a_budget_or_a_thought_nothing_is_held(model):
     free = asked(model, None, logit_bias=FOR_EVER)
     bound = asked(model, 3, logit_bias=FOR_EVER)
     beyond = asked(model, 10**9, logit_bias=FOR_EVER)
-    expected = [engine.generate([context], free)[0] for context in contexts]
-    assert [engine.generate([context], beyond)[0] for context in contexts] == expected
-    assert [engine.generate([context], bound)[0] for context in contexts[1:]] == expected[1:]
+    expected = engine.generate(contexts, free)
+    assert engine.generate(contexts, beyond) == expected
+    assert engine.generate(contexts[1:], bound) == expected[1:]
     assert all(not ends_of(tokens) for tokens in expected)
 
 
@@ -122,7 +122,7 @@ def test_preemption_changes_no_token(model, monkeypatch):
     engine, tight = engine_of(model), engine_of(model, **TIGHT | few)
     contexts = [[*prompt(60 if is_gemma else 157, salt=at), START, 41] for at in range(4)]
     many = [asked(model, b, blocks, logit_bias=FOR_EVER, seed=b) for b in (3, 33, 65, 120)]
-    expected = [engine.generate([one], how)[0] for one, how in zip(contexts, many, strict=True)]
+    expected = engine.generate(contexts, many)
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
     with tight.one_pass_a_step():
         assert tight.generate(contexts, many) == expected

@@ -19,9 +19,11 @@ from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_
 from tests.engine.test_engine import scheduler_watch
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK
-from tests.support.masked_pass import logits_of
+from tests.support.masked_pass import logits_of, logits_of_all
 
 LENGTH, THRESHOLD = 32, 0.9
+# A step holds a canvas of each of its requests; a long prompt is read in two.
+OPTIONS = dict(max_num_seqs=12, max_num_batched_tokens=384, long_prefill_token_threshold=128)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def path(family: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(path: Path) -> Engine:
-    return get_engine(path, max_num_batched_tokens=128)
+    return get_engine(path, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -46,31 +48,49 @@ def prompts() -> list[list[int]]:
     return [torch.randint(20, 800, (n,), generator=draw).tolist() for n in lengths]
 
 
+def batches() -> list[list[list[int]]]:
+    """All prompts, the long ones apart: the loop pads a batch to its longest."""
+    return [prompts()[:32], prompts()[32:]]
+
+
 def generate(
-    model: Ministral3ForCausalLM, prompt: list[int], threshold: float, is_causal: bool = False
-) -> list[int]:
-    """Two canvases of masks: those that are sure get their token, and the surest in any case.
+    model: Ministral3ForCausalLM,
+    prompts: list[list[int]],
+    threshold: float,
+    is_causal: bool = False,
+) -> list[list[int]]:
+    """Two canvases of masks behind each prompt, all prompts in one batch.
 
     is_causal: the first token of a canvas is that of the causal pass in front of it.
     """
-    ids = list(prompt)
+    rows = [list(prompt) for prompt in prompts]
     for _ in range(2):
-        start = len(ids)
-        first = MASK
+        starts = [len(ids) for ids in rows]
+        firsts = [MASK] * len(rows)
         if is_causal:
-            behind = logits_of(model, ids, start)[-1]
-            behind[MASK] = -torch.inf
-            first = int(behind.argmax())
-        ids += [first, *[MASK] * (LENGTH - 1)]
-        while MASK in ids[start:]:
-            logits = logits_of(model, ids, start)
-            logits[:, MASK] = -torch.inf
-            masks = [at for at in range(start, len(ids)) if ids[at] == MASK]
-            p, tokens = logits[masks].softmax(dim=-1).max(dim=-1)
-            for i, at in enumerate(masks):
-                if p[i] >= threshold or i == int(p.argmax()):
-                    ids[at] = int(tokens[i])
-    return ids[len(prompt) :]
+            for row, logits in enumerate(logits_of_all(model, rows, starts)):
+                logits[-1, MASK] = -torch.inf
+                firsts[row] = int(logits[-1].argmax())
+        for ids, first in zip(rows, firsts, strict=True):
+            ids += [first, *[MASK] * (LENGTH - 1)]
+        while left := [row for row, ids in enumerate(rows) if MASK in ids]:
+            ids_left = [rows[row] for row in left]
+            found = logits_of_all(model, ids_left, [starts[row] for row in left])
+            for ids, logits in zip(ids_left, found, strict=True):
+                replace_masks(ids, logits, threshold)
+    return [ids[len(prompt) :] for ids, prompt in zip(rows, prompts, strict=True)]
+
+
+def replace_masks(ids: list[int], logits: torch.Tensor, threshold: float) -> None:
+    """Masks that are sure get their token, and the surest in any case."""
+    logits[:, MASK] = -torch.inf
+    masks = [at for at, token in enumerate(ids) if token == MASK]
+    p, tokens = logits[masks].softmax(dim=-1).max(dim=-1)
+    is_sure = p >= threshold
+    is_sure[p.argmax()] = True
+    for at, token, is_replaced in zip(masks, tokens.tolist(), is_sure.tolist(), strict=True):
+        if is_replaced:
+            ids[at] = token
 
 
 def served(engine: Engine, prompts: list[list[int]], **extra: Any) -> list[list[int]]:
@@ -79,24 +99,23 @@ def served(engine: Engine, prompts: list[list[int]], **extra: Any) -> list[list[
 
 
 def test_tokens_are_those_of_the_loop(engine: Engine, model: Ministral3ForCausalLM) -> None:
-    for prompt, tokens in zip(prompts(), served(engine, prompts()), strict=True):
-        assert tokens == generate(model, prompt, THRESHOLD), len(prompt)
+    for some in batches():
+        assert served(engine, some) == generate(model, some, THRESHOLD)
 
 
 @pytest.fixture(scope="module")
 def causal(path: Path) -> Engine:
     """As Hugging Face's loop begins a canvas."""
-    options = {"override_generation_config": {"first_token": "causal"}}
-    return get_engine(path, max_num_batched_tokens=128, **options)
+    return get_engine(path, override_generation_config={"first_token": "causal"}, **OPTIONS)
 
 
 def test_a_canvas_may_begin_with_the_causal_passs_token(
     causal: Engine, engine: Engine, model: Ministral3ForCausalLM
 ) -> None:
-    found = served(causal, prompts())
-    for prompt, tokens in zip(prompts(), found, strict=True):
-        assert tokens == generate(model, prompt, THRESHOLD, is_causal=True), len(prompt)
-    assert found != served(engine, prompts())
+    for some in batches():
+        found = served(causal, some)
+        assert found == generate(model, some, THRESHOLD, is_causal=True)
+        assert found != served(engine, some)
 
 
 def test_a_canvas_that_begins_so_takes_a_pass_more(causal: Engine, monkeypatch) -> None:
@@ -125,7 +144,7 @@ def test_first_tokens_follow_from_the_seed_and_a_grammar_begins_with_masks(causa
 def test_a_request_has_its_own_threshold(engine: Engine, model: Ministral3ForCausalLM) -> None:
     some = prompts()[::7]
     found = served(engine, some, diffusion_threshold=0.3)
-    assert found == [generate(model, prompt, 0.3) for prompt in some]
+    assert found == generate(model, some, 0.3)
     assert found != served(engine, some)
 
 
@@ -152,8 +171,8 @@ def test_the_reference_of_quantization_and_evaluation_is_this_loop(
     some = prompts()[::11]
     found = generate_blocks(model, some, DecodingRule.of_checkpoint(path), 2 * LENGTH)
     rule = DecodingRule.of_checkpoint(path)
-    for prompt, answer in zip(some, found.answers, strict=True):
-        expected = generate(model, prompt, THRESHOLD)
+    loops = generate(model, some, THRESHOLD)
+    for expected, answer in zip(loops, found.answers, strict=True):
         stop = next((i for i, token in enumerate(expected) if token in rule.stop_ids), 2 * LENGTH)
         assert answer[: stop + 1] == expected[: stop + 1]
 

@@ -1,5 +1,6 @@
 """An in-process vLLM engine whose denoise steps can be watched."""
 
+import functools
 import gc
 import itertools
 import os
@@ -21,7 +22,17 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import registry
+from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import RequestOutputKind
+
+# Once a process: vLLM searches every module, which takes longer than the rest of an engine's start.
+CpuPlatform.register_triton_kernel_overrides = staticmethod(
+    functools.cache(CpuPlatform.register_triton_kernel_overrides)
+)
+# vLLM looks at a model class in another process, so that a GPU is opened by none but the engine.
+# That process imports everything again.
+registry._run_in_subprocess = lambda look: look()
 
 Adapters = Sequence[LoRARequest | None]  # of each prompt
 
