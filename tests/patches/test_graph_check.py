@@ -1,6 +1,6 @@
 """Which CUDA graphs serve when some of them are wrong.
 
-``tests/attention/test_attention_backend.py`` compares those of real engines.
+``tests/attention/test_backend_engines.py`` compares those of real engines.
 """
 
 from itertools import chain

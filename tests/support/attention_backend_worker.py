@@ -5,7 +5,7 @@
 JOBS is JSON: for each engine a name, and the arguments of ``run``, or of ``run_drafts`` where a
 drafter is named. OUTPUT gets what they return.
 
-``test_attention_backend.py`` starts it as a process of its own, because ``TRITON_INTERPRET=1`` has
+``test_backend_engines.py`` starts it as a process of its own, because ``TRITON_INTERPRET=1`` has
 to be set before triton is imported. vLLM's CPU platform knows one backend only; here it returns
 ours. So metadata builder, implementation and cache layout are those of a CUDA server.
 """
