@@ -16,13 +16,14 @@ from tests.support.process import run_python
 pytestmark = pytest.mark.slow
 
 # How many tests pass at least, in the interpreter. Some look into it, and are skipped on a GPU.
-SUITES = {
-    "tests/attention/attention_kernel_suite.py": 130,
+ATTENTION = {"tests/attention/attention_kernel_suite.py": 130}
+OTHERS = {
     "tests/drafter/context_kernel_suite.py": 34,
     "tests/grammar/kernel_suite.py": 22,
     "tests/ops/row_stats_kernel_suite.py": 45,
     "tests/ops/tile_product_kernel_suite.py": 26,
 }
+SUITES = ATTENTION | OTHERS
 CHECKS = {"tests/engine/kernel_check_suite.py": 23}
 NUM_OF_THE_INTERPRETER = 5
 
@@ -38,8 +39,10 @@ def num_passed(*suites: str, interpret: str | None) -> int:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suites run compiled on this machine")
-def test_suites_in_the_interpreter() -> None:
-    suites = SUITES | CHECKS
+@pytest.mark.parametrize(
+    "suites", [ATTENTION, pytest.param(OTHERS | CHECKS, marks=pytest.mark.nightly)]
+)
+def test_suites_in_the_interpreter(suites: dict[str, int]) -> None:
     assert num_passed(*suites, interpret="1") >= sum(suites.values())
 
 

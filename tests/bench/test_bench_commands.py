@@ -53,6 +53,7 @@ def shared(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, .
     return asked
 
 
+@pytest.mark.nightly
 def test_serve(
     shared: list[tuple[Any, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,8 +91,7 @@ class Pair:
         return self.drafting.runner.speculator
 
 
-# The first start with a model class takes vLLM a process of its own, which looks at the class.
-NIGHTLY = "mtp", "eagle3, sampled", "dspark, sampled"
+NIGHTLY = "mtp", "lilicorr", "dspark", "eagle3, sampled", "dspark, sampled"
 
 
 def params_of(names: Iterable[str]) -> list[Any]:

@@ -21,8 +21,6 @@ from tests.support.family_checkpoints import write
 from tests.support.quant_checkpoints import write_quantized
 
 FAMILIES = ["gemma", *CONFIGS]
-# Others have layers of these: the same names, the same fused matrices.
-DAILY = ("gemma", "sdar", "a2d-qwen2", "llada2")
 WITH_ADAPTERS = dict(enable_lora=True, max_loras=2, max_cpu_loras=4)
 # Ids that every vocabulary has.
 CONTEXTS = [[one * salt % 500 for one in range(1, 1 + salt)] for salt in (71, 22, 131, 43)]
@@ -89,10 +87,7 @@ def case(
     return make
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name not in DAILY)) for name in FAMILIES],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_is_its_merged_weights_beside_others_in_a_batch(
     family: str, case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:

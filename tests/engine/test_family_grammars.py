@@ -55,12 +55,8 @@ BESIDE: list[dict[str, Any]] = [
 ]
 
 
-# LLaDA2 and Nemotron fill in masks with SDAR's code, and their longer canvases take eight times as
-# long, so they run nightly. Edits and random grammars: tests/models/test_unmasking_grammars.py.
-LONG = [pytest.param(name, marks=pytest.mark.nightly) for name in ("llada2", "nemotron")]
-
-
-@pytest.fixture(scope="module", params=["gemma", "sdar", *LONG])
+# Edits and random grammars: tests/models/test_unmasking_grammars.py.
+@pytest.fixture(scope="module", params=["gemma", "sdar", "llada2", "nemotron"])
 def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
     return model_named(request.param)
 

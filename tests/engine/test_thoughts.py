@@ -36,10 +36,7 @@ def thinking(
     return of
 
 
-@pytest.fixture(
-    scope="module",
-    params=["gemma", "sdar", "llada2", pytest.param("nemotron", marks=pytest.mark.nightly)],
-)
+@pytest.fixture(scope="module", params=["gemma", "sdar", "llada2", "nemotron"])
 def model(request: pytest.FixtureRequest, thinking: Callable[[str], Model]) -> Model:
     return thinking(request.param)
 

@@ -88,6 +88,7 @@ def answer(server: Server, prompt: list[int]) -> list[int]:
     return tokens
 
 
+@pytest.mark.nightly
 def test_one_worker_is_killed_and_another_hangs_in_the_middle_of_200_requests(
     prompts, expected, workers, tmp_path
 ):
