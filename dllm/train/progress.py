@@ -65,6 +65,6 @@ def train_shown(run: Run) -> None:
         f"{processor(run.device)}",
         flush=True,
     )
-    with progress("calibrate", run.settings.steps, run.step) as shown:
+    with progress("train", run.settings.steps, run.step) as shown:
         for _ in run.run():
             shown.advance(note=f"loss {run.loss:.3f}  {run.learner.summary()}")

@@ -199,7 +199,7 @@ def test_the_command_writes_a_checkpoint_and_resumes(target_path, files, capsys)
     assert calibrate(target_path, files) == 0
     printed = capsys.readouterr().out
     # Without a terminal: a line for the first step, and one for the last.
-    assert "calibrate: 1/4, " in printed and "calibrate: 4/4, " in printed
+    assert "train: 1/4, " in printed and "train: 4/4, " in printed
     model = files / "run/model"
     shown = re.search(r"parameters, ([\d.]+) MB in bf16; ([\d.]+) ms a pass of 4 pos", printed)
     written = (model / "model.safetensors").stat().st_size
