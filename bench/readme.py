@@ -83,8 +83,9 @@ def comparison(results: Path) -> str:
         return "Not measured yet: `make bench`."
     header = ["ours", "beside", *(f"{load} at once" for load in LOADS), "commit"]
     table = markdown(header, [cells(line, files[line.file]) for line in lines])
-    first = files[lines[0].file][0]
-    return f"{table}\n\n{first['machine']}, {first['versions']}."
+    first = [files[line.file][0] for line in lines]
+    machines = " or ".join(dict.fromkeys(row["machine"] for row in first))
+    return f"{table}\n\n{machines}, {first[0]['versions']}."
 
 
 def cells(line: Line, rows: Rows) -> list[str]:
