@@ -381,7 +381,7 @@ def _number(row: dict[str, str] | None, decimals: int) -> str:
     return f"{value}{unit} [{low} .. {high}]" if low else f"{value}{unit}"
 
 
-SECTION = Section("soak.csv", "python -m bench.soak", tables)  # of docs/reliability.md
+SECTION = Section("soak.csv", "python -m bench.soak", tables)  # of docs/soak.md
 
 
 if __name__ == "__main__":
