@@ -147,7 +147,7 @@ def test_others_go_on_while_a_grammar_is_compiled(client, server):
     asking = threading.Thread(target=ask)
     asking.start()
     answered = 0
-    while not done.wait(0.5):  # asked at once again, others would leave the compiler no processor
+    while not done.wait(0.5):  # without a pause, the compiler would get no processor
         assert tokens(complete(client, prompt(20), max_tokens=32)) == expected
         answered += 1
     asking.join()
