@@ -24,8 +24,8 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
-# `make test` asks what all families are asked of two: DiffusionGemma, and SDAR, whose code these
-# share. Their longer canvases take eight times as long.
+# What all families are asked, `make test` asks DiffusionGemma and SDAR alone. These families share
+# SDAR's code, and most have longer canvases, which take longer.
 NIGHTLY = {"sdar-moe", "a2d-qwen3", "a2d-qwen2", "stable-diffcoder", "llada2", "nemotron"}
 
 

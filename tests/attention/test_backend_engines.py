@@ -66,6 +66,11 @@ def runs(checkpoint, family, tmp_path_factory):
     return torch.load(output)
 
 
+def found(run):
+    """What a job has generated."""
+    return [Run(*pair) for pair in zip(run["tokens"], run["logits"], strict=True)]
+
+
 def test_generations_equal_hugging_face(runs):
     run = runs["gemma"]
     model = hf_reference.load_hf(run["checkpoint"])
@@ -139,11 +144,6 @@ def test_flash_attention_reads_no_page_in_front_of_a_window(name, runs):
     for window, _, sequences in run["flash_calls"]:
         lengths[window] |= {seq_len for rows, _, seq_len in sequences if rows == CANVAS}
     assert max(lengths[None]) > 3 * 16 > max(lengths[WINDOW]) >= WINDOW + CANVAS - 1
-
-
-def found(run):
-    """What a job has generated."""
-    return [Run(*pair) for pair in zip(run["tokens"], run["logits"], strict=True)]
 
 
 @pytest.mark.parametrize("name", ["graphs", "asynchronous graphs"])
