@@ -1,4 +1,4 @@
-"""vLLM's backbones of SDAR and LLaDA2 compute what transformers' do, in every denoise step."""
+"""vLLM's backbones of families with masks compute what transformers' do, in every denoise step."""
 
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from tests.support.family_checkpoints import (
     A2D_QWEN2,
     A2D_QWEN3,
     LLADA2,
+    NEMOTRON,
     SDAR,
     SDAR_MOE,
     STABLE_DIFFCODER,
@@ -34,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "a2d-0.6b": A2D_QWEN3,
     "a2d-0.5b": A2D_QWEN2,
     "diffcoder": STABLE_DIFFCODER,
+    "nemotron-32": NEMOTRON,
 }
 
 
@@ -58,7 +60,7 @@ def test_logits_of_every_denoise_step(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model", KINDS[kind], seed=3)
     model = load_model(path)
     rule = DecodingRule.of_checkpoint(path)
-    size = rule.block_size
+    size = rule.canvas_length
     engine = get_engine(path, max_num_batched_tokens=4 * size + 64)
     generator = torch.Generator().manual_seed(0)
     lengths = (1, size - 1, size, 2 * size + 3, 150)

@@ -2,7 +2,7 @@
 
 Prompts and finished canvases are seen causally, and a canvas sees itself whole, wherever it starts.
 The loop computes the whole sequence in every step, under a 4-D mask. Positions go far beyond those
-at which the scaling of queries and YaRN begin.
+at which the scaling of queries and YaRN begin. ``test_backbones`` has the logits of every step.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_
 from tests.engine.test_engine import scheduler_watch
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK
-from tests.support.masked_pass import logits_of, logits_of_all
+from tests.support.masked_pass import decoded, logits_of, sure
 
 LENGTH, THRESHOLD = 32, 0.9
 # A step holds a canvas of each of its requests; a long prompt is read in two.
@@ -53,44 +53,15 @@ def batches() -> list[list[list[int]]]:
     return [prompts()[:32], prompts()[32:]]
 
 
-def generate(
+def looped(
     model: Ministral3ForCausalLM,
     prompts: list[list[int]],
-    threshold: float,
-    is_causal: bool = False,
+    threshold: float = THRESHOLD,
+    **options: Any,
 ) -> list[list[int]]:
-    """Two canvases of masks behind each prompt, all prompts in one batch.
-
-    is_causal: the first token of a canvas is that of the causal pass in front of it.
-    """
-    rows = [list(prompt) for prompt in prompts]
-    for _ in range(2):
-        starts = [len(ids) for ids in rows]
-        firsts = [MASK] * len(rows)
-        if is_causal:
-            for row, logits in enumerate(logits_of_all(model, rows, starts)):
-                logits[-1, MASK] = -torch.inf
-                firsts[row] = int(logits[-1].argmax())
-        for ids, first in zip(rows, firsts, strict=True):
-            ids += [first, *[MASK] * (LENGTH - 1)]
-        while left := [row for row, ids in enumerate(rows) if MASK in ids]:
-            ids_left = [rows[row] for row in left]
-            found = logits_of_all(model, ids_left, [starts[row] for row in left])
-            for ids, logits in zip(ids_left, found, strict=True):
-                replace_masks(ids, logits, threshold)
-    return [ids[len(prompt) :] for ids, prompt in zip(rows, prompts, strict=True)]
-
-
-def replace_masks(ids: list[int], logits: torch.Tensor, threshold: float) -> None:
-    """Masks that are sure get their token, and the surest in any case."""
-    logits[:, MASK] = -torch.inf
-    masks = [at for at, token in enumerate(ids) if token == MASK]
-    p, tokens = logits[masks].softmax(dim=-1).max(dim=-1)
-    is_sure = p >= threshold
-    is_sure[p.argmax()] = True
-    for at, token, is_replaced in zip(masks, tokens.tolist(), is_sure.tolist(), strict=True):
-        if is_replaced:
-            ids[at] = token
+    """The tokens of two canvases behind each prompt."""
+    answers = decoded(model, prompts, LENGTH, MASK, sure(threshold), **options)
+    return [answer.tokens for answer in answers]
 
 
 def served(engine: Engine, prompts: list[list[int]], **extra: Any) -> list[list[int]]:
@@ -100,7 +71,7 @@ def served(engine: Engine, prompts: list[list[int]], **extra: Any) -> list[list[
 
 def test_tokens_are_those_of_the_loop(engine: Engine, model: Ministral3ForCausalLM) -> None:
     for some in batches():
-        assert served(engine, some) == generate(model, some, THRESHOLD)
+        assert served(engine, some) == looped(model, some)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +85,7 @@ def test_a_canvas_may_begin_with_the_causal_passs_token(
 ) -> None:
     for some in batches():
         found = served(causal, some)
-        assert found == generate(model, some, THRESHOLD, is_causal=True)
+        assert found == looped(model, some, begins_causally=True)
         assert found != served(engine, some)
 
 
@@ -144,25 +115,8 @@ def test_first_tokens_follow_from_the_seed_and_a_grammar_begins_with_masks(causa
 def test_a_request_has_its_own_threshold(engine: Engine, model: Ministral3ForCausalLM) -> None:
     some = prompts()[::7]
     found = served(engine, some, diffusion_threshold=0.3)
-    assert found == generate(model, some, 0.3)
+    assert found == looped(model, some, 0.3)
     assert found != served(engine, some)
-
-
-def test_logits_of_every_denoise_step(engine: Engine, model: Ministral3ForCausalLM) -> None:
-    params = SamplingParams(max_tokens=2 * LENGTH, temperature=0, ignore_eos=True)
-    with engine.watch(keep_logits=True) as watched:
-        outputs = engine.outputs(prompts()[::9], params)
-    for prompt, output in zip(prompts()[::9], outputs, strict=True):
-        ids = prompt + list(output.outputs[0].token_ids)
-        steps = watched[output.request_id]
-        assert {step.canvas_start - len(prompt) for step in steps} == {0, LENGTH}
-        for step in steps:
-            start = step.canvas_start
-            theirs = logits_of(model, ids[:start] + step.canvas, start)[start:]
-            is_token = torch.arange(theirs.shape[1]) != MASK  # served as -inf
-            difference = (step.logits - theirs)[:, is_token].abs().max()
-            # fp32 sums in another order; a row too many or too few is above 1e-2.
-            assert float(difference / theirs.abs().max()) < 1e-4
 
 
 def test_the_reference_of_quantization_and_evaluation_is_this_loop(
@@ -171,7 +125,7 @@ def test_the_reference_of_quantization_and_evaluation_is_this_loop(
     some = prompts()[::11]
     found = generate_blocks(model, some, DecodingRule.of_checkpoint(path), 2 * LENGTH)
     rule = DecodingRule.of_checkpoint(path)
-    loops = generate(model, some, THRESHOLD)
+    loops = looped(model, some)
     for expected, answer in zip(loops, found.answers, strict=True):
         stop = next((i for i, token in enumerate(expected) if token in rule.stop_ids), 2 * LENGTH)
         assert answer[: stop + 1] == expected[: stop + 1]

@@ -5,85 +5,40 @@ written after the references: ``BD3LMSampler`` of ZHZisZZ/dllm, and ``generate_b
 Stable-DiffCoder's remote code. They compute the whole sequence in every step, under a 4-D mask.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 from vllm import SamplingParams
 
+from dllm.models.unmasking.reference import load_model
 from tests.support import family_checkpoints as families
 from tests.support.engine_harness import Engine, get_engine
-
-# Which of the masks with these probabilities get their token in a step; the argument behind them is
-# the number of steps before it.
-Choose = Callable[[torch.Tensor, int], list[int]]
-
-
-def surest(counts: list[int]) -> Choose:
-    """Tiny-A2D: so many of the surest in each step."""
-    return lambda p, step: p.argsort(descending=True, stable=True)[: counts[step]].tolist()
-
-
-def sure(threshold: float) -> Choose:
-    """Stable-DiffCoder: all that are sure, and the surest one in any case."""
-    return lambda p, step: [i for i in range(len(p)) if p[i] >= threshold or i == int(p.argmax())]
-
-
-class Answer(NamedTuple):
-    """Whole blocks behind a prompt, and the steps that they took."""
-
-    tokens: list[int]
-    steps: int
-
-
-@torch.no_grad()
-def generate(
-    model: PreTrainedModel, prompt: list[int], num_blocks: int, size: int, mask: int, choose: Choose
-) -> Answer:
-    """Greedy decoding in blocks of ``size`` tokens, which are counted from the first position."""
-    ids, steps = list(prompt), 0
-    for _ in range(num_blocks):
-        start, end = len(ids), (len(ids) // size + 1) * size
-        ids += [mask] * (end - start)
-        blocks = torch.ones(end // size, end // size).tril()
-        visible = torch.kron(blocks, torch.ones(size, size)).bool()
-        unseen = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
-        step = 0
-        while mask in ids[start:]:
-            logits = model(input_ids=torch.tensor([ids]), attention_mask=unseen).logits[0]
-            logits[:, mask] = -torch.inf
-            masks = [at for at in range(start, end) if ids[at] == mask]
-            p, tokens = logits[masks].softmax(dim=-1).max(dim=-1)
-            for chosen in choose(p, step):
-                ids[masks[chosen]] = int(tokens[chosen])
-            step += 1
-        steps += step
-    return Answer(ids[len(prompt) :], steps)
+from tests.support.masked_pass import Answer, Choose, decoded, sure, surest
 
 
 class Kind(NamedTuple):
     """A model, and how its reference decodes it."""
 
     config: dict[str, Any]
-    model: type[PreTrainedModel]
+    backbone: str
     size: int
     mask: int
     choose: Choose
     lengths: list[int]
 
 
+# Tiny-A2D: so many of the surest in each step. Stable-DiffCoder: all that are sure.
 ONE_BY_ONE = surest([1] * 32)
 # Tied, unlike the released one: embeddings of this size give probabilities around the threshold.
 DIFFCODER = families.STABLE_DIFFCODER | {"tie_word_embeddings": True}
 # Every length modulo 4; with blocks of 32 those around their ends.
 SHORT, LONG = [1, 2, 3, 4, 41, 42, 43, 44], [1, 17, 31, 32, 33, 64]
 KINDS = {
-    "a2d-0.6b": Kind(families.A2D_QWEN3, Qwen3ForCausalLM, 32, families.MASK, ONE_BY_ONE, LONG),
-    "a2d-0.5b": Kind(families.A2D_QWEN2, Qwen2ForCausalLM, 32, families.MASK, ONE_BY_ONE, LONG),
-    "diffcoder": Kind(DIFFCODER, LlamaForCausalLM, 4, 5, sure(0.95), SHORT),
+    "a2d-0.6b": Kind(families.A2D_QWEN3, "Qwen3", 32, families.MASK, ONE_BY_ONE, LONG),
+    "a2d-0.5b": Kind(families.A2D_QWEN2, "Qwen2", 32, families.MASK, ONE_BY_ONE, LONG),
+    "diffcoder": Kind(DIFFCODER, "Llama", 4, 5, sure(0.95), SHORT),
 }
 
 
@@ -94,20 +49,15 @@ class Pair:
         families.write(path, kind.config)
         self.kind = kind
         self.engine: Engine = get_engine(path, max_num_batched_tokens=256)
-        fields = {**kind.config, "model_type": kind.model.config_class.model_type}
-        self.model = kind.model.from_pretrained(
-            path,
-            config=kind.model.config_class(**fields),
-            dtype=torch.float32,
-            attn_implementation="eager",
-        ).eval()
+        self.model = load_model(path)
+        assert type(self.model).__name__ == f"{kind.backbone}ForCausalLM"
         draw = torch.Generator().manual_seed(kind.size)
         self.prompts = [torch.randint(20, 800, (n,), generator=draw).tolist() for n in kind.lengths]
 
     def expected(self, prompt: list[int], choose: Choose | None = None) -> Answer:
         """Two blocks behind the prompt; the first may be the rest of the prompt's last block."""
-        kind = self.kind
-        return generate(self.model, prompt, 2, kind.size, kind.mask, choose or kind.choose)
+        size, mask, own = self.kind.size, self.kind.mask, self.kind.choose
+        return decoded(self.model, [prompt], size, mask, choose or own, block_size=size)[0]
 
     def served(self, prompt: list[int], **extra: Any) -> list[int]:
         """The same number of tokens; ``extra`` are arguments of the request."""
