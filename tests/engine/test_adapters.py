@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -15,7 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.patches.cpu_worker import padded_size
 from tests.support.adapters import asked, merged, projections, write_adapter
-from tests.support.engine_harness import Engine, assert_same_runs, get_engine
+from tests.support.engine_harness import Engine, assert_same_runs, get_engine, relative_error
 from tests.support.family_checkpoints import FAMILIES as CONFIGS
 from tests.support.family_checkpoints import write
 from tests.support.quant_checkpoints import write_quantized
@@ -61,12 +60,6 @@ def rows_of_passes(engine: Engine) -> Iterator[list[tuple[int, int]]]:
         hook.remove()
 
 
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    is_out = theirs == -torch.inf
-    ours, theirs = ours.masked_fill(is_out, 0), theirs.masked_fill(is_out, 0)
-    return float((ours - theirs).abs().max() / theirs.abs().max())
-
-
 @pytest.fixture(scope="module")
 def case(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -105,7 +98,7 @@ def test_an_adapter_is_its_merged_weights_beside_others_in_a_batch(
     of_each = [get_engine(path).runs(CONTEXTS, GREEDY) for path in (its.base, *its.merged)]
     expected = [of_each[which][row] for row, which in enumerate((0, 1, 2, 1))]
     assert all(of_each[0][row].tokens != expected[row].tokens for row in (1, 2, 3))
-    firsts = [difference(run.logits[:WIDTH], other.logits[:WIDTH])
+    firsts = [relative_error(run.logits[:WIDTH], other.logits[:WIDTH])
               for run, other in zip(runs, expected, strict=True)]  # fmt: skip
     assert firsts[0] == 0 and max(firsts) < TOLERANCE, firsts
     assert_same_runs(runs, expected)

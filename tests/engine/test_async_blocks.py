@@ -16,12 +16,7 @@ from dllm.engine import step_rows
 from tests.engine.test_async_engine import started_run
 from tests.engine.test_blocks import prompt
 from tests.support.async_engine import rows_taken
-from tests.support.engine_harness import (
-    RUN_TOLERANCE,
-    Engine,
-    Run,
-    assert_same_runs,
-)
+from tests.support.engine_harness import RUN_TOLERANCE, Engine, Run, assert_same_runs
 from tests.support.engine_models import BLOCKS, Model, model_of
 
 pytestmark = pytest.mark.slow

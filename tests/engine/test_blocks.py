@@ -16,11 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from dllm.patches import configure
 from tests.engine.test_engine import scheduled_spans, scheduler_watch
 from tests.support import family_checkpoints
-from tests.support.engine_harness import (
-    RUN_TOLERANCE,
-    Engine,
-    assert_same_runs,
-)
+from tests.support.engine_harness import RUN_TOLERANCE, Engine, assert_same_runs
 from tests.support.engine_models import BLOCKS, Model, model_of
 
 MASK = family_checkpoints.MASK
@@ -47,9 +43,8 @@ def engine(model: Model) -> Engine:
 def test_a_canvas_is_the_rest_of_its_block_and_tails_are_computed_with_it(engine, model):
     size = model.size
     length = 2 * size + 3
-    with engine.watch() as watched, engine.one_pass_a_step():
-        engine.generate([prompt(length)], model.params(blocks=2))
-    (steps,) = watched.values()
+    with engine.one_pass_a_step():
+        _, steps = engine.denoised(prompt(length), model.params(blocks=2))
     assert all(len(step.canvas) == size - step.canvas_start % size for step in steps)
     starts = list(dict.fromkeys(step.canvas_start for step in steps))
     assert starts == [length, 3 * size, 4 * size]
@@ -161,9 +156,7 @@ def test_top_k_of_one_samples_what_greedy_samples(engine, model):
     first = model.params(blocks=1, temperature=1.0, top_k=1, extra_args=extra)
     run = engine.quiet_run(context, first)
     # Every mask is equally sure, so they are replaced from left to right, by the likeliest token.
-    with engine.watch(keep_logits=True) as watched:
-        engine.generate([context], first)
-    (steps,) = watched.values()
+    _, steps = engine.denoised(context, first)
     for step, following in itertools.pairwise(steps):
         if following.canvas_start != step.canvas_start:
             continue
@@ -257,9 +250,7 @@ def test_a_request_chooses_sdars_strategy(tmp_path_factory):
         ("low_confidence_dynamic", {"diffusion_threshold": 0.0}),
     ):
         params = model.params(1, extra_args={"diffusion_strategy": strategy} | extra)
-        with engine.watch(keep_logits=True) as watched:
-            engine.generate([prompt(8)], params)
-        (steps,) = watched.values()
+        _, steps = engine.denoised(prompt(8), params)
         orders[strategy] = [[token == MASK for token in step.canvas] for step in steps]
     assert orders["sequential"] == [[place >= 2 * step for place in range(8)] for step in range(4)]
     assert [sum(masks) for masks in orders["low_confidence_static"]] == [8, 6, 4, 2]

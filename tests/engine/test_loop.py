@@ -188,9 +188,8 @@ def test_the_kv_of_a_whole_page_of_prompt_is_that_of_a_prompt_alone(engine):
 
 
 def test_a_loop_ends_with_the_pass_in_which_a_canvas_converges(engine):
-    with switched(engine, UNBOUNDED), engine.watch() as watched, passes_of_steps(engine) as taken:
-        engine.generate([prompt(20)], params(blocks=3))
-    (steps,) = watched.values()
+    with switched(engine, UNBOUNDED), passes_of_steps(engine) as taken:
+        _, steps = engine.denoised(prompt(20), params(blocks=3))
     emitting = [i for i, step in enumerate(steps) if step.num_emitted]
     # One engine step a block, whose last pass emits.
     assert list(itertools.accumulate(taken)) == [i + 1 for i in emitting]

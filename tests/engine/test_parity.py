@@ -7,23 +7,19 @@ from vllm import SamplingParams
 
 from dllm.models.gemma import rule as denoise
 from tests.support import hf_reference
-from tests.support.engine_harness import blocks_of, get_engine
+from tests.support.engine_harness import blocks_of, get_engine, relative_error
 
 CANVAS, WINDOW = 32, 64
 # Contexts below, at and above (window - canvas), around the window, and three times above it.
 CONTEXTS = (1, 17, WINDOW - CANVAS, WINDOW - CANVAS + 1, WINDOW, WINDOW + 1, 3 * WINDOW + 5)
 # fp32 GEMMs of two libraries, four layers deep; 4e-6 was measured.
 RELATIVE_TOLERANCE = 1e-4
+ONE_TOKEN = SamplingParams(max_tokens=1, seed=5, ignore_eos=True)
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
     """Ordinary tokens, none of them special."""
     return [20 + (7 * i + salt + i * i // 5) % 450 for i in range(length)]
-
-
-def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest difference, in units of the largest logit."""
-    return float((ours - reference).abs().max() / reference.abs().max())
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +29,7 @@ def hf_model(checkpoint):
 
 def assert_steps_agree(engine, hf_model, context):
     """Two denoise steps: without self-conditioning, then with it."""
-    with engine.watch(keep_logits=True) as watched:
-        engine.generate([context], SamplingParams(max_tokens=1, seed=5, ignore_eos=True))
-    (steps,) = watched.values()
+    _, steps = engine.denoised(context, ONE_TOKEN)
     reference = hf_reference.one_step_logits(hf_model, context, steps[0].canvas)
     assert relative_error(steps[0].logits, reference) < RELATIVE_TOLERANCE
     config = engine.runner.model_state.algorithm.settings
@@ -69,9 +63,7 @@ def test_one_step_logits_of_the_dense_model(checkpoint):
 def test_three_blocks_are_token_identical_under_the_same_noise(engine, hf_model, context_len, seed):
     context = prompt(context_len, salt=seed % 11)
     params = SamplingParams(max_tokens=3 * CANVAS, seed=seed, ignore_eos=True)
-    with engine.watch() as watched:
-        (tokens,) = engine.generate([context], params)
-    (steps,) = watched.values()
+    tokens, steps = engine.denoised(context, params)
     reference = hf_reference.generate_with_noise(hf_model, context, num_blocks=3, seed=seed)
     assert tokens == reference.tokens
     assert blocks_of(steps) == reference.steps_per_block
@@ -104,9 +96,7 @@ def test_a_requests_own_schedule_is_the_references_with_these_values(engine, hf_
         sampling = SamplingParams(
             max_tokens=2 * CANVAS, seed=3, ignore_eos=True, extra_args=args, **given
         )
-        with engine.watch() as watched:
-            engine.generate([prompt(30)], sampling)
-        (steps,) = watched.values()
+        _, steps = engine.denoised(prompt(30), sampling)
         canvases.append([step.canvas for step in steps])
     reference = hf_reference.generate_with_noise(hf_model, prompt(30), 2, seed=3, **generation)
     assert canvases[1] == [canvas for block in reference.canvases for canvas in block]
@@ -131,9 +121,7 @@ def test_the_symmetric_window_departs_from_the_reference_beyond_window_minus_can
     errors = {}
     for context_len in (WINDOW - CANVAS, 3 * WINDOW):
         context = prompt(context_len)
-        with engine.watch(keep_logits=True) as watched:
-            engine.generate([context], SamplingParams(max_tokens=1, seed=5, ignore_eos=True))
-        (steps,) = watched.values()
+        _, steps = engine.denoised(context, ONE_TOKEN)
         reference = hf_reference.one_step_logits(hf_model, context, steps[0].canvas)
         errors[context_len] = relative_error(steps[0].logits, reference)
     assert errors[WINDOW - CANVAS] < RELATIVE_TOLERANCE

@@ -92,10 +92,8 @@ def test_a_hint_among_masks_stays_unless_it_is_edited(of_blocks):
         return
     extra = hint | {"diffusion_editing": 1, "diffusion_editing_threshold": 0.0}
     edited = of_blocks.params(2, logit_bias=unlikely, extra_args=extra)
-    with engine.watch() as seen:
-        (tokens,) = engine.generate([context], edited)
+    tokens, steps = engine.denoised(context, edited)
     assert not set(pins.values()) & set(tokens)
-    (steps,) = seen.values()
     has_hint = [step.canvas[1] == 40 for step in steps if step.canvas_start == len(context)]
     assert has_hint == [True] + [False] * (len(has_hint) - 1) and len(has_hint) > 1
 
@@ -107,9 +105,7 @@ def test_a_canvas_that_is_given_whole_takes_one_step(model):
         if not is_whole:
             del given[1]
         sampling = model.params(width / model.size, extra_args=held(given))
-        with engine.watch() as seen:
-            (tokens,) = engine.generate([prompt(model.size + 1)], sampling)
-        (steps,) = seen.values()
+        tokens, steps = engine.denoised(prompt(model.size + 1), sampling)
         assert {place: tokens[place] for place in given} == given and len(tokens) == width
         if is_whole or model.name != "gemma":  # a single mask takes one step, too
             assert len(steps) == 1

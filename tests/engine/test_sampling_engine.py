@@ -29,9 +29,7 @@ def watched(
 ) -> tuple[list[int], list[DenoiseStep]]:
     """The tokens of one request, and its denoise steps."""
     engine.reset_prefix_cache()
-    with engine.watch(keep_logits=True) as steps:
-        (tokens,) = engine.generate([context], sampling)
-    return tokens, next(iter(steps.values()))
+    return engine.denoised(context, sampling)
 
 
 def tokens_of(engine: Engine, context: Sequence[int], sampling: SamplingParams) -> list[int]:

@@ -276,7 +276,5 @@ def test_a_canvas_is_as_wide_as_a_request_asks(ours, model):
 def test_a_request_can_cap_its_denoise_steps(ours, model):
     extra = {"diffusion_max_steps": 2}
     extra |= {} if model.name == "gemma" else {"diffusion_threshold": 1.0}
-    with ours.watch() as watched:
-        ours.generate([prompt(model.size)], model.params(3, extra_args=extra))
-    (steps,) = watched.values()
+    _, steps = ours.denoised(prompt(model.size), model.params(3, extra_args=extra))
     assert blocks_of(steps) == [2, 2, 2]

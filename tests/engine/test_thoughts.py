@@ -70,9 +70,7 @@ def test_a_thought_without_end_ends_where_its_budget_does(model, temperature):
 def test_the_model_sees_the_end_from_the_first_step_on(model):
     engine, context = engine_of(model), [*prompt(model.size + 3), START]
     for budget in (1, model.size + 1):
-        with engine.watch() as seen:
-            (tokens,) = engine.generate([context], asked(model, budget, 3, logit_bias=FOR_EVER))
-        (steps,) = seen.values()
+        tokens, steps = engine.denoised(context, asked(model, budget, 3, logit_bias=FOR_EVER))
         assert tokens[budget] == END
         assert_seen({budget: END}, steps, context)
 

@@ -34,7 +34,9 @@ CpuPlatform.register_triton_kernel_overrides = staticmethod(
 # That process imports everything again.
 registry._run_in_subprocess = lambda look: look()
 
-Adapters = Sequence[LoRARequest | None]  # of each prompt
+Prompts = Sequence[Sequence[int]]
+Params = SamplingParams | Sequence[SamplingParams]  # of all prompts, or of each
+Adapters = Sequence[LoRARequest | None] | None  # of each prompt; None: no prompt has one
 
 
 @dataclass
@@ -46,6 +48,15 @@ class DenoiseStep:
     logits: torch.Tensor | None  # [width, vocab], the model's own
     canvas: list[int]  # the input of the pass
     num_emitted: int
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference of logits in units of the largest one; inf if other ones are -inf."""
+    is_out = theirs == -torch.inf
+    if not torch.equal(is_out, ours == -torch.inf):
+        return float("inf")
+    ours, theirs = (logits.masked_fill(is_out, 0) for logits in (ours, theirs))
+    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 @dataclass
@@ -60,17 +71,9 @@ class Run:
     logits: torch.Tensor  # [denoise steps * canvas width, vocab]
 
     def difference(self, other: "Run") -> float:
-        """Largest difference of the logits in units of the largest logit; inf for other tokens.
-
-        Tokens that a model excludes (-inf) have to be the same.
-        """
-        if self.tokens != other.tokens or self.logits.shape != other.logits.shape:
-            return float("inf")
-        is_out = self.logits == -torch.inf
-        if not torch.equal(is_out, other.logits == -torch.inf):
-            return float("inf")
-        ours, theirs = (run.logits.masked_fill(is_out, 0) for run in (self, other))
-        return float((ours - theirs).abs().max() / theirs.abs().max())
+        """``relative_error`` of the logits; inf for other tokens."""
+        is_same = self.tokens == other.tokens
+        return relative_error(self.logits, other.logits) if is_same else float("inf")
 
 
 # Small, because many engines are alive at once, and a cache is in memory from the start.
@@ -148,33 +151,20 @@ class Engine:
             self.loop.bound = bound
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        adapters: Adapters | None = None,
+        self, prompts: Prompts, params: Params, adapters: Adapters = None
     ) -> list[list[int]]:
         """Token ids of the first completion of each prompt."""
         outputs = self.outputs(prompts, params, adapters)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def outputs(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        adapters: Adapters | None = None,
-    ) -> list[Any]:
+    def outputs(self, prompts: Prompts, params: Params, adapters: Adapters = None) -> list[Any]:
         many = params if isinstance(params, Sequence) else [params] * len(prompts)
         adapters = adapters or [None] * len(prompts)
         ids = [self.add(*one) for one in zip(prompts, many, adapters, strict=True)]
         finished = self.run()
         return [finished[req_id] for req_id in ids]
 
-    def runs(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        adapters: Adapters | None = None,
-    ) -> list[Run]:
+    def runs(self, prompts: Prompts, params: Params, adapters: Adapters = None) -> list[Run]:
         """Generate, watching every denoise step."""
         with self.watch(keep_logits=True) as watched:
             outputs = self.outputs(prompts, params, adapters)
@@ -185,6 +175,15 @@ class Engine:
             )
             for output in outputs
         ]
+
+    def denoised(
+        self, prompt: Sequence[int], params: SamplingParams
+    ) -> tuple[list[int], list[DenoiseStep]]:
+        """Run one request: its tokens, and its denoise steps."""
+        with self.watch(keep_logits=True) as watched:
+            (tokens,) = self.generate([prompt], params)
+        (steps,) = watched.values()
+        return tokens, steps
 
     def quiet_run(self, prompt: Sequence[int], params: SamplingParams) -> Run:
         """Run one request alone, with an empty prefix cache."""
