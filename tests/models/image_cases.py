@@ -9,26 +9,25 @@ from transformers.models.gemma4 import Gemma4Processor
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.test_parity import CANVAS, RELATIVE_TOLERANCE, WINDOW, prompt, relative_error
-from tests.models.test_images import VISION, picture
+from tests.engine.test_parity import CANVAS, RELATIVE_TOLERANCE, WINDOW, prompt
+from tests.models.test_images import WITH_TOWER, picture
 from tests.patches.test_admission import MESSAGES, parse_chat
 from tests.support import hf_reference
 from tests.support.async_engine import get_async_engine
 from tests.support.edited import edited
-from tests.support.engine_harness import Engine, get_engine
+from tests.support.engine_harness import Engine, get_engine, relative_error
 
 IMAGE_TOKEN = 8
 PLACEHOLDER = [IMAGE_TOKEN]
 ONE_CHUNK = 256  # tokens
+OPTIONS = dict(max_num_batched_tokens=ONE_CHUNK, block_size=16)
 
 
 @pytest.fixture(scope="module", params=["vision", None], ids=["bidirectional", "causal"])
 def served(request, checkpoint):
     """An engine, the reference and its processor; images see all of themselves, or do not."""
-    path = checkpoint(
-        vision_config=VISION, use_bidirectional_attention=request.param, image_processor=True
-    )
-    engine = get_engine(path, max_num_batched_tokens=ONE_CHUNK, block_size=16)
+    path = checkpoint(**WITH_TOWER | {"use_bidirectional_attention": request.param})
+    engine = get_engine(path, **OPTIONS)
     return engine, hf_reference.load_hf(path), Gemma4Processor.from_pretrained(path)
 
 
@@ -175,11 +174,8 @@ def test_text_and_images_share_a_batch(served):
 
 def test_asynchronous_scheduling_changes_nothing(checkpoint):
     """In no denoise step of two blocks; an image inside a chunk, and at the end of one."""
-    path = checkpoint(
-        vision_config=VISION, use_bidirectional_attention="vision", image_processor=True
-    )
-    options = {"max_num_batched_tokens": ONE_CHUNK, "block_size": 16}
-    engines = [start(path, **options) for start in (get_engine, get_async_engine)]
+    path = checkpoint(**WITH_TOWER)
+    engines = [start(path, **OPTIONS) for start in (get_engine, get_async_engine)]
     for ids in (PROMPTS["in the middle"], PROMPTS["across a chunk's end"]):
         runs = []
         for engine in engines:
@@ -209,8 +205,7 @@ def test_a_checkpoint_without_images_serves_text_and_says_so(checkpoint, served,
     ],
 )
 def test_a_missing_tensor_of_the_tower_stops_the_start(checkpoint, tmp_path, name):
-    source = checkpoint(vision_config=VISION, image_processor=True)
-    path = edited(source, tmp_path / "edited", lambda weights: weights.pop(name))
+    path = edited(checkpoint(**WITH_TOWER), tmp_path / "edited", lambda weights: weights.pop(name))
     with pytest.raises(ValueError, match=f"the checkpoint misses {name}\\. "):
         Engine(path, max_num_batched_tokens=ONE_CHUNK)
 
@@ -231,11 +226,8 @@ def test_the_triton_kernel_shows_images_what_the_cpu_kernel_does(checkpoint):
     """
     from tests.support import attention_backend_worker
 
-    path = checkpoint(
-        vision_config=VISION, use_bidirectional_attention="vision", image_processor=True
-    )
-    options = {"max_num_batched_tokens": ONE_CHUNK, "block_size": 16}
-    options["hf_overrides"] = {"canvas_window": "anchored"}
+    path = checkpoint(**WITH_TOWER)
+    options = OPTIONS | {"hf_overrides": {"canvas_window": "anchored"}}
     on_cpu = get_engine(path, **options)
     attention_backend_worker.serve_with_triton_kernel()
     ours = get_engine(path, attention_config={"backend": "CUSTOM"}, **options)

@@ -31,6 +31,7 @@ VISION = tiny_config()["vision_config"] | {
     "default_output_length": 70,
     "position_embedding_size": 140,
 }
+WITH_TOWER = dict(vision_config=VISION, use_bidirectional_attention="vision", image_processor=True)
 
 needs_torchvision = pytest.mark.skipif(
     not TORCHVISION.exists() and importlib.util.find_spec("torchvision") is None,
@@ -71,12 +72,9 @@ def test_the_cases(chosen: str, interpret: str) -> None:
 @pytest.fixture(scope="module")
 def image_server(checkpoint, tmp_path_factory):
     """A server of a checkpoint with a tower, in an environment with torchvision."""
-    path = checkpoint(
-        vision_config=VISION, use_bidirectional_attention="vision", image_processor=True
-    )
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", path_with_torchvision())
-        running = Server(path, tmp_path_factory.mktemp("server") / "log", FLAGS)
+        running = Server(checkpoint(**WITH_TOWER), tmp_path_factory.mktemp("server") / "log", FLAGS)
     with running:
         running.wait_until_ready()
         yield running
