@@ -18,6 +18,7 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm.patches import configure
+from tests.support.calls import calls_of
 from tests.support.captured_graphs import Graph
 
 
@@ -155,12 +156,8 @@ def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
     from dllm.attention import backend
 
     config = server()
-    sizes = []
-    allocate = torch.Tensor.new_empty
     monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
-    monkeypatch.setattr(
-        torch.Tensor, "new_empty", lambda *a, **k: sizes.append(a[1]) or allocate(*a, **k)
-    )
+    allocated = calls_of(monkeypatch, torch.Tensor, "new_empty")
     layer = backend.CanvasAttentionImpl(16, 512, 1.0, 2)
     query, output = torch.zeros(9, 16, 512, dtype=torch.bfloat16), torch.ones(9, 16, 512)
     layer.forward(None, query, None, None, None, None, output)
@@ -169,6 +166,7 @@ def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
     backend.CanvasAttentionImpl(16, 512, 1.0, 2).forward(
         None, query, None, None, None, None, output
     )
+    sizes = [given[1] for given, _ in allocated]
     assert sizes[0] > 512 * 16 * 512 and sizes[1] == 0
 
 

@@ -53,11 +53,8 @@ def rows_of_passes(engine: Engine) -> Iterator[list[tuple[int, int]]]:
     def note(model: Any, args: Any, inputs: dict[str, Any]) -> None:
         rows.append((int(layers.prefill_metadata[1].sum()), len(inputs["positions"])))
 
-    hook = engine.runner.model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with engine.runner.model.register_forward_pre_hook(note, with_kwargs=True):
         yield rows
-    finally:
-        hook.remove()
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,11 @@ from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.model_state import DiffusionModelState
 from dllm.engine.warm_up import warm_up
 from dllm.models.gemma import step
-from dllm.ops.dispatch import row_stats
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_loop import REQUESTS, params, passes_of_steps, switched
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine, rows_taken
+from tests.support.calls import calls_of
 from tests.support.engine_harness import RUN_TOLERANCE, Engine, Run, assert_same_runs
 
 pytestmark = pytest.mark.slow
@@ -54,17 +54,12 @@ def test_tokens_and_logits_are_those_of_the_synchronous_twin(engine, ours):
 
 def test_nobody_reads_the_rows_of_deferred_commits(ours, monkeypatch):
     """And those of all canvases are read."""
-    rows: Counter[bool] = Counter()
-
-    def spy(logits: torch.Tensor, *given: Any) -> Any:
-        rows.update(given[4].tolist())  # are_read
-        return row_stats(logits, *given)
-
-    monkeypatch.setattr(step, "row_stats", spy)
+    calls = calls_of(monkeypatch, step, "row_stats")
     contexts = [prompt(40), prompt(9, salt=3)]
     of_whole_canvases = SamplingParams(max_tokens=3 * CANVAS, seed=1, ignore_eos=True)
     with rows_taken() as taken:
         ours.runs(contexts, [of_whole_canvases] * 2)
+    rows = Counter(is_read for given, _ in calls for is_read in given[5].tolist())
     assert rows[False] == taken["deferred commit"] * CANVAS > 0
     assert rows[True] == taken["canvas"] * CANVAS
 

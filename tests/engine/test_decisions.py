@@ -21,6 +21,7 @@ from dllm.settings.request import LEAST_ROWS, RequestOptions
 from dllm.settings.vllm_names import question_types
 from tests.support import family_checkpoints, hf_reference
 from tests.support.async_engine import get_async_engine
+from tests.support.calls import calls_of
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.masked_pass import logits_of
 
@@ -223,24 +224,17 @@ def test_reads_within_the_budget_take_one_step_of_the_engine(engine):
 
 
 def test_only_the_rows_of_labels_have_logits(engine, monkeypatch):
-    counts: list[int] = []
     engine.reset_prefix_cache()
-    model = engine.runner.model
-    compute = model.compute_logits
-
-    def counted(hidden: torch.Tensor) -> Any:
-        counts.append(len(hidden))
-        return compute(hidden)
-
-    monkeypatch.setattr(model, "compute_logits", counted)
+    computed = calls_of(monkeypatch, engine.runner.model, "compute_logits")
     few = Reads(engine, samples=1).ask(QUESTIONS)
     labels = [Reads(engine).labels_of(asked).num_rows for asked in QUESTIONS]
-    assert sum(counts) == sum(max(LEAST_ROWS, num_rows) for num_rows in labels) < WIDTH * 3
+    num_computed = sum(len(hidden) for (hidden,), _ in computed)
+    assert num_computed == sum(max(LEAST_ROWS, num_rows) for num_rows in labels) < WIDTH * 3
     monkeypatch.setattr(request, "LEAST_ROWS", WIDTH)
-    counts.clear()
+    computed.clear()
     engine.reset_prefix_cache()
     every = Reads(engine, samples=1).ask(QUESTIONS)
-    assert sum(counts) == WIDTH * 3
+    assert sum(len(hidden) for (hidden,), _ in computed) == WIDTH * 3
     assert every == few
 
 

@@ -16,6 +16,7 @@ from dllm.patches import cpu_worker
 from dllm.patches.cpu_worker import padded_size, return_free_memory
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
+from tests.support.calls import calls_of
 from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, assert_same_runs, get_engine
 
 # Below the size from which glibc asks the system for each block of memory.
@@ -41,17 +42,8 @@ def params(
 
 
 def scheduler_watch(monkeypatch, engine, name):
-    """Record the calls of one scheduler method."""
-    calls = []
-    method = getattr(engine.scheduler, name)
-
-    def spy(*args, **kwargs):
-        result = method(*args, **kwargs)
-        calls.append((args, result))
-        return result
-
-    monkeypatch.setattr(engine.scheduler, name, spy)
-    return calls
+    """The calls of one scheduler method."""
+    return calls_of(monkeypatch, engine.scheduler, name)
 
 
 def scheduled_spans(outputs) -> list[tuple[int, int, int]]:

@@ -16,6 +16,7 @@ from dllm.models.unmasking.rule import STRATEGIES
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_grammars import KINDS, params, shortest_text, text_of
 from tests.engine.test_parity import CANVAS, prompt
+from tests.support.calls import calls_of
 from tests.support.engine_harness import TIGHT, assert_same_runs
 from tests.support.engine_models import Model
 from tests.support.grammar_paths import as_on_a_gpu
@@ -210,8 +211,7 @@ def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
     contexts = [prompt(15, salt=seed) for seed in range(len(asked))]
     expected = engine.generate(contexts, asked)
     state, on_device = engine.runner.model_state, as_on_a_gpu(engine, monkeypatch)
-    written, write = [], TablePool._write
-    monkeypatch.setattr(TablePool, "_write", lambda *given: written.append(1) or write(*given))
+    written = calls_of(monkeypatch, TablePool, "_write")
     memory = {name: part.data_ptr() for name, part in tensors_of(on_device)}
     few = slice(state.max_num_reqs)
     for _ in range(2):

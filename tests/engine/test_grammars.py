@@ -27,6 +27,7 @@ from dllm.grammar.viterbi import Canvas
 from dllm.patches.grammars import _begin
 from dllm.settings.request import with_grammar
 from tests.engine.test_parity import CANVAS, prompt
+from tests.support.calls import calls_of
 from tests.support.engine_harness import blocks_of
 from tests.support.grammar_paths import as_on_a_gpu
 
@@ -112,27 +113,18 @@ def test_xgrammar_is_asked_by_the_process_that_compiles_alone(engine, monkeypatc
 
 def test_every_block_is_checked_before_it_is_served(engine, monkeypatch):
     """A block that is no text would end its request with an error, and not be served."""
-    accept, answers = StructuredOutputManager.accept_tokens, []
-
-    def spy(self: Any, request: Any, tokens: list[int]) -> bool:
-        answers.append(accept(self, request, tokens))
-        return answers[-1]
-
-    monkeypatch.setattr(StructuredOutputManager, "accept_tokens", spy)
+    answers = calls_of(monkeypatch, StructuredOutputManager, "accept_tokens")
     engine.outputs([prompt(10)], params("json"))
-    assert answers and all(answers)
+    assert answers and all(is_accepted for _, is_accepted in answers)
     # If the worker wrote what it liked:
     monkeypatch.setattr(HostGrammars, "prepare", lambda *args: None)
     (output,) = engine.outputs([prompt(10)], params("json"))
-    assert output.outputs[0].finish_reason == "error" and answers[-1] is False
+    assert output.outputs[0].finish_reason == "error" and answers[-1][1] is False
 
 
 def test_both_ways_through_a_canvas_are_taken(engine, monkeypatch):
     """Noise is searched; a canvas that the model writes right is only read."""
-    search, best_path = Canvas._search, Canvas.best_path
-    searched, solved = [], []
-    monkeypatch.setattr(Canvas, "_search", lambda *args: (searched.append(1), search(*args))[1])
-    monkeypatch.setattr(Canvas, "best_path", lambda *args: (solved.append(1), best_path(*args))[1])
+    searched, solved = (calls_of(monkeypatch, Canvas, name) for name in ("_search", "best_path"))
     engine.outputs([prompt(10)], params("json"))
     assert searched
     searched.clear()

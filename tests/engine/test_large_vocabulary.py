@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from dllm.ops import soft_embedding
 from dllm.ops.dispatch import SMALLEST_VOCABULARY
 from tests.engine.test_parity import CANVAS, prompt
+from tests.support.calls import calls_of
 from tests.support.engine_harness import assert_same_runs, get_engine
 
 VOCAB = SMALLEST_VOCABULARY + 1000
@@ -38,9 +39,7 @@ def engines(checkpoint):
 
 def test_sparse_and_exact_soft_embeddings_generate_the_same(engines, monkeypatch):
     """In fp32 what is left out is 2^-24 of the probability: nothing against rounding."""
-    bags = []
-    bag = soft_embedding._bag
-    monkeypatch.setattr(soft_embedding, "_bag", lambda *args: bags.append(args) or bag(*args))
+    bags = calls_of(monkeypatch, soft_embedding, "_bag")
     sparse = engines["sparse"].runs(CONTEXTS, requests())
     assert bags
     bags.clear()

@@ -1,6 +1,5 @@
 """Logits in tiles of whole canvases: the same tokens and logprobs, in less memory."""
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from dllm.engine.step_rows import num_rejected
 from dllm.settings.server import PluginOptions
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
+from tests.support.calls import calls_of
 from tests.support.engine_harness import get_engine
 
 
@@ -71,13 +71,9 @@ def test_tiles_change_nothing(engine, checkpoint, monkeypatch, get):
     ours, limit = get(checkpoint(), max_num_batched_tokens=256), CANVAS + 13
     monkeypatch.setattr(ours.runner.model, "_rows_at_once", limit)
     monkeypatch.setattr(ours.runner.sampler, "_rows_at_once", limit)
-    seen = []
-    at = LogitRows.__getitem__
-    monkeypatch.setattr(
-        LogitRows, "__getitem__", lambda logits, rows: seen.append(rows) or at(logits, rows)
-    )
+    seen = calls_of(monkeypatch, LogitRows, "__getitem__")
     tiled = ours.outputs(*requests())
-    sizes = {rows.stop - rows.start for rows in seen}
+    sizes = {rows.stop - rows.start for (_, rows), _ in seen}
     assert max(sizes) <= limit and len(sizes) > 1
     for a, b in zip(whole, tiled, strict=True):
         assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
@@ -110,19 +106,13 @@ def test_raw_logits_change_nothing(checkpoint, monkeypatch, get, limit):
     if limit is not None:
         monkeypatch.setattr(ours.runner.model, "_rows_at_once", limit)
         monkeypatch.setattr(ours.runner.sampler, "_rows_at_once", limit)
-    kinds: Counter[type] = Counter()
-    step = DiffusionSampler._denoise_tile
-    monkeypatch.setattr(
-        DiffusionSampler,
-        "_denoise_tile",
-        lambda self, logits, tile: kinds.update([type(logits)]) or step(self, logits, tile),
-    )
+    steps = calls_of(monkeypatch, DiffusionSampler, "_denoise_tile")
     monkeypatch.setattr(ours.runner.model_state, "_reads_raw_logits", True)
     ours.reset_prefix_cache()
     found = [ours.outputs(contexts[:3], plain)]
-    assert set(kinds) == {RawLogits}
+    assert {type(logits) for (_, logits, _), _ in steps} == {RawLogits}
     found.append(ours.outputs(contexts, sampling))
-    assert kinds[torch.Tensor]  # while a request edits
+    assert torch.Tensor in {type(logits) for (_, logits, _), _ in steps}  # while a request edits
     for whole, raw in zip(outputs, found, strict=True):
         assert [a.outputs[0].token_ids for a in raw] == [b.outputs[0].token_ids for b in whole]
         for a, b in zip(raw, whole, strict=True):

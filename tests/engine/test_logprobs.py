@@ -21,6 +21,7 @@ from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.logprobs import BlockLogprobs, KeptScores, joined
 from dllm.engine.steps import StepRecord, Tile
 from dllm.patches.cpu import register_cpu_kernels
+from tests.support.calls import calls_of
 
 VOCAB, SLOTS, CANVAS = 20, 4, 5
 WIDTHS = [5, 0, 3, 5]
@@ -112,16 +113,10 @@ def test_the_workspace_changes_nothing(monkeypatch):
     """Rows by rows, so that no copy of all the logits exists."""
     blocks = Blocks()
     at_once = blocks.of(4, 0, 3, 5)
-    sizes = []
-    scores = blocks.logprobs._scores
-    monkeypatch.setattr(
-        blocks.logprobs,
-        "_scores",
-        lambda logits, *others: (sizes.append(len(logits)), scores(logits, *others))[1],
-    )
+    scored = calls_of(monkeypatch, blocks.logprobs, "_scores")
     monkeypatch.setattr(logprobs, "WORKSPACE_LOGITS", 5 * VOCAB)
     in_parts = blocks.of(4, 0, 3, 5)
-    assert sizes == [5, 4]
+    assert [len(logits) for (logits, *_), _ in scored] == [5, 4]
     for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
         assert torch.equal(getattr(in_parts, name), getattr(at_once, name))
     assert in_parts.cu_num_generated_tokens == at_once.cu_num_generated_tokens == [0, 4, 4, 4]

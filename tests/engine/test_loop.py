@@ -16,6 +16,7 @@ from dllm.engine.loop import DenoiseLoop
 from dllm.settings.server import PluginOptions
 from tests.engine.test_engine import page_contents, params, scheduled_spans, scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
+from tests.support.calls import calls_of
 from tests.support.engine_harness import RUN_TOLERANCE, Engine, assert_same_runs, get_engine
 
 UNBOUNDED = 10**9
@@ -31,19 +32,13 @@ def switched(
     The loop's clock moves by a second with every pass.
     """
     loop, scheduler = engine.loop, engine.scheduler
-    names = ((loop, "bound"), (loop, "clock"))
-    names += ((scheduler, "_overlaps_first_step"), (scheduler, "_separate_commit"))
-    before = [getattr(owner, name) for owner, name in names]
-    # An engine step of n passes reads the clock n times, and once at its start.
-    values = (passes if passes > 1 else 0, itertools.count().__next__)
-    values += (first_step == "overlapped", commit == "separate")
-    try:
-        for (owner, name), value in zip(names, values, strict=True):
-            setattr(owner, name, value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "bound", passes if passes > 1 else 0)
+        # An engine step of n passes reads the clock n times, and once at its start.
+        patch.setattr(loop, "clock", itertools.count().__next__)
+        patch.setattr(scheduler, "_overlaps_first_step", first_step == "overlapped")
+        patch.setattr(scheduler, "_separate_commit", commit == "separate")
         yield
-    finally:
-        for (owner, name), value in zip(names, before, strict=True):
-            setattr(owner, name, value)
 
 
 @contextmanager
@@ -59,11 +54,9 @@ def passes_of_steps(engine: Engine) -> Iterator[list[int]]:
             taken.append(self.loop.num_passes)
         return output
 
-    sampler.__call__ = spy
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "__call__", spy)
         yield taken
-    finally:
-        sampler.__call__ = call
 
 
 # --- exactness -----------------------------------------------------------------------------------
@@ -109,11 +102,7 @@ def test_tokens_and_logits_do_not_depend_on_the_switches(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU draws one in each denoise step")
 def test_on_a_cpu_a_canvas_is_drawn_when_one_begins(engine, monkeypatch):
     """Behind the prompt and behind each block, and in no other denoise step."""
-    sampler, begun = engine.runner.sampler, []
-    begin = sampler._begin_rows
-    monkeypatch.setattr(
-        sampler, "_begin_rows", lambda slots, *others: (begun.append(slots), begin(slots, *others))
-    )
+    begun = calls_of(monkeypatch, engine.runner.sampler, "_begin_rows")
     with passes_of_steps(engine) as taken:
         engine.quiet_run(prompt(20), params(blocks=3, seed=3))
     assert len(begun) == 1 + 3 < sum(taken)

@@ -22,6 +22,7 @@ from dllm.engine.warm_up import canvas_batch, serve_made_up, warm_up
 from dllm.patches import gpu_worker
 from dllm.patches.worker import Records
 from dllm.settings.request import LEAST_ROWS
+from tests.support.calls import calls_of
 from tests.support.engine_harness import Engine, Run, assert_same_runs, get_engine
 from tests.support.patience import HANG_S
 from tests.support.process import ROOT, printed_json, run_python
@@ -54,20 +55,13 @@ def test_memory_is_profiled_with_as_many_canvases_as_a_step_holds(
     loop = engine.runner.sampler.loop
     loop.begin_engine_step(allows_more_passes=True)  # as an engine step before may have
     monkeypatch.setattr(loop, "goes_on", lambda emitted: pytest.fail("the step is repeated"))
-    of_blocks, scored = engine.runner.sampler.logprobs.of_blocks, []
-
-    def spy(*args):
-        result = of_blocks(*args)
-        scored.append(result)
-        return result
-
-    monkeypatch.setattr(engine.runner.sampler.logprobs, "_is_async", True)  # scores all canvases
-    monkeypatch.setattr(engine.runner.sampler.logprobs, "of_blocks", spy)
-    num_reqs = engine.runner.max_num_reqs
+    logprobs, num_reqs = engine.runner.sampler.logprobs, engine.runner.max_num_reqs
+    monkeypatch.setattr(logprobs, "_is_async", True)  # scores all canvases
+    scored = calls_of(monkeypatch, logprobs, "of_blocks")
     with sampled(engine) as batches:
         engine.runner.profile_run()
     assert batches == [[CANVAS] * num_reqs]
-    (largest,) = scored  # as many logprobs as --max-logprobs allows, and the token's own
+    ((_, largest),) = scored  # as many logprobs as --max-logprobs allows, and the token's own
     assert largest.logprobs.shape == (num_reqs * CANVAS, 21)
     assert (engine.runner.sampler.sampling_states.num_logprobs[:num_reqs] == -1).all()
 

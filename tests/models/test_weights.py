@@ -22,6 +22,7 @@ from dllm.models.gemma.weights import (
 )
 from dllm.models.quantized import finite
 from tests.engine.test_parity import CANVAS, prompt
+from tests.support.calls import calls_of
 from tests.support.edited import WEIGHTS, edited, with_fields
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.watched_device import DeviceWatch, off_device, on_device
@@ -109,22 +110,12 @@ def test_every_difference_is_noticed(change):
 # --- which weights are compared -------------------------------------------------------------------
 
 
-@pytest.fixture
-def digested(monkeypatch) -> list[int]:
-    """Numbers of elements of the tensors that are read for comparison, in order."""
-    read = []
-    digest = weights_module._digest
-    monkeypatch.setattr(
-        weights_module, "_digest", lambda tensor: read.append(tensor.numel()) or digest(tensor)
-    )
-    return read
-
-
 TWICE = {f"{half}norm.weight": torch.ones(7) for half in (DECODER, ENCODER)}
 ONCE = {f"{DECODER}up.weight": torch.ones(5), f"{ENCODER}down.weight": torch.ones(3)}
 
 
-def test_only_weights_that_come_twice_are_read_for_comparison(digested):
+def test_only_weights_that_come_twice_are_read_for_comparison(monkeypatch):
+    digests = calls_of(monkeypatch, weights_module, "_digest")
     weights = TWICE | ONCE | {"lm_head.weight": torch.ones(2)}
     pairs = list(merge_shared_copies(weights.items(), LayerScalars(LAYERS), weights))
     assert [name for name, _ in pairs][:4] == [
@@ -133,7 +124,7 @@ def test_only_weights_that_come_twice_are_read_for_comparison(digested):
         f"{DECODER}down.weight",
         "lm_head.weight",
     ]
-    assert digested == [7, 7]
+    assert [tensor.numel() for (tensor,), _ in digests] == [7, 7]
 
 
 def test_a_second_copy_that_was_not_announced_is_refused():

@@ -10,6 +10,7 @@ from dllm.ops import dispatch, noise, row_stats_cpu
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters, _Histogram, cutoffs
 from dllm.ops.row_stats import RowStats, reference_row_stats, tile_width
+from tests.support.calls import calls_of
 from tests.support.watched_device import DeviceWatch, off_device, on_device
 
 ENTROPY_TOLERANCE = 2e-5  # nats; fp32 over up to 1e3 terms
@@ -299,9 +300,7 @@ def test_compiled_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cutoffs_are_searched_only_where_a_row_is_filtered(
     num_filtered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searched = []
-    search = lambda *given: searched.append(1) or cutoffs(*given)  # noqa: E731
-    monkeypatch.setattr(dispatch, "cutoffs", search)
+    searched = calls_of(monkeypatch, dispatch, "cutoffs")
     logits, off = torch.randn(3, 50), torch.tensor([50, 50, 50])
     filters = RowFilters(off.clone(), torch.ones(3), torch.zeros(3))
     filters.top_k[:num_filtered] = 2

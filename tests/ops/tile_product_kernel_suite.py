@@ -20,6 +20,7 @@ from dllm.ops.tile_product import least_mass, tile_product
 from dllm.ops.tile_product_gpu import ProductTiles, num_parts, tile_product_kernels
 from tests.ops.test_row_stats import keys_for
 from tests.ops.test_soft_embedding import rows_of_every_kind, table
+from tests.support.calls import calls_of
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
 
 speed_up()
@@ -97,17 +98,13 @@ def test_the_product_takes_the_steps_of_the_tiles_that_are_kept(
 ) -> None:
     """Half of the rows are sure, and fill a group of their own, wherever they stand."""
     vocab = 8192
-    counted = []
-    plan = tile_product_gpu.tiles_of_groups
-    monkeypatch.setattr(
-        tile_product_gpu, "tiles_of_groups", lambda used: counted.append(plan(used)) or counted[-1]
-    )
+    plans = calls_of(monkeypatch, tile_product_gpu, "tiles_of_groups")
     logits = make_logits(32, vocab, "settled", "cpu")
     logits[::2] = torch.randn(16, vocab, generator=torch.Generator().manual_seed(0)) * 0.1
     weight = table(vocab, torch.bfloat16)
     cut = ProductTiles(16, 32, 2, 4, 2048)
     assert_close(*both(logits, Shard(weight, 0, vocab), 2**-8, cut), weight)
-    ((_, counts),) = counted
+    ((_, (_, counts)),) = plans
     assert counts[0] == 128 and counts[1] <= 3 * 16
 
 
@@ -132,11 +129,7 @@ def test_rows_without_a_distribution_take_no_steps(
     num_read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as those that nobody reads, wherever they stand in the batch."""
-    counted = []
-    plan = tile_product_gpu.tiles_of_groups
-    monkeypatch.setattr(
-        tile_product_gpu, "tiles_of_groups", lambda used: counted.append(plan(used)) or counted[-1]
-    )
+    plans = calls_of(monkeypatch, tile_product_gpu, "tiles_of_groups")
     logits, weight = torch.randn(48, VOCAB) * 0.1, table(VOCAB)
     t = torch.linspace(0.4, 0.8, 48)
     stats = statistics(logits, t)
@@ -151,7 +144,7 @@ def test_rows_without_a_distribution_take_no_steps(
     given = logits.to(DEVICE), t.to(DEVICE), moved, Shard(weight.to(DEVICE), 0, VOCAB)
     ours = tile_product_kernels(*given, 2**-9, CUT).cpu()
     assert_close(ours, tile_product(logits, t, stats, Shard(weight, 0, VOCAB), 2**-9), weight)
-    ((_, counts),) = counted
+    ((_, (_, counts)),) = plans
     assert counts.tolist() == [16 if num_read else 0, 0, 0]
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -127,13 +128,8 @@ def make_policy(kind: str, engine: Engine) -> WidthPolicy:
 @contextmanager
 def policy_of(engine: Engine, policy: WidthPolicy) -> Iterator[WidthPolicy]:
     """Let another policy choose the widths of an engine. Enter and leave between requests."""
-    speculator = engine.runner.speculator
-    before = speculator.policy, speculator._trims
-    speculator.policy, speculator._trims = policy, True
-    try:
+    with mock.patch.multiple(engine.runner.speculator, policy=policy, _trims=True):
         yield policy
-    finally:
-        speculator.policy, speculator._trims = before
 
 
 def unused_drafts(engine: Engine, given: list[int]) -> Counts:
@@ -141,19 +137,12 @@ def unused_drafts(engine: Engine, given: list[int]) -> Counts:
 
     No step of it has drafts that anybody can use. vLLM then asks for none, from 0.33 on.
     """
-    speculator, asked = engine.runner.speculator, []
-
-    def spy(*args: Any, **options: Any) -> torch.Tensor:
-        asked.append(options["num_speculative_tokens"])
-        return propose(*args, **options)
-
+    speculator = engine.runner.speculator
     engine.scheduler._counts.take()  # without statistics nobody else does
     speculator._counts.take()
-    propose, speculator.propose = speculator.propose, spy
-    try:
+    with mock.patch.object(speculator, "propose", wraps=speculator.propose) as propose:
         engine.generate([given], greedy(1))
-    finally:
-        del speculator.propose
+    asked = [call.kwargs["num_speculative_tokens"] for call in propose.call_args_list]
     num_chunks = -(-len(given) // engine.scheduler.max_num_scheduled_tokens)
     expected = speculator.num_speculative_steps if vllm_names.is_0_32() else 0
     assert asked == [expected] * num_chunks and num_chunks > 1
@@ -194,13 +183,11 @@ def watch_drafts(engine: Engine) -> Iterator[list[Draft]]:
                 seen.append(Draft(tokens, drafts[row].tolist(), of_row))
         return drafts
 
-    type(speculator)._follow = spy  # type: ignore[method-assign]
-    speculator.model.compute_logits = spy_logits
-    try:
+    with (
+        mock.patch.object(type(speculator), "_follow", spy),
+        mock.patch.object(speculator.model, "compute_logits", spy_logits),
+    ):
         yield seen
-    finally:
-        type(speculator)._follow = draft_behind  # type: ignore[method-assign]
-        del speculator.model.compute_logits
 
 
 @contextmanager
@@ -216,11 +203,8 @@ def watch_context(engine: Engine) -> Iterator[dict[int, torch.Tensor]]:
                 states[int(positions[row])] = hidden[row].clone()
         store(hidden, positions, slots)
 
-    model.precompute_and_store_context_kv = spy
-    try:
+    with mock.patch.object(model, "precompute_and_store_context_kv", spy):
         yield states
-    finally:
-        del model.precompute_and_store_context_kv
 
 
 def assert_drafts(

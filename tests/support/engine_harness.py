@@ -6,10 +6,11 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -141,14 +142,9 @@ class Engine:
     def loop(self) -> Any:
         return self.runner.model_state.loop
 
-    @contextmanager
-    def one_pass_a_step(self) -> Iterator[None]:
+    def one_pass_a_step(self) -> AbstractContextManager[Any]:
         """The same engine with ``denoise_loop_ms`` 0, so that ``step`` is a single pass."""
-        bound, self.loop.bound = self.loop.bound, 0
-        try:
-            yield
-        finally:
-            self.loop.bound = bound
+        return mock.patch.object(self.loop, "bound", 0)
 
     def generate(
         self, prompts: Prompts, params: Params, adapters: Adapters = None
@@ -255,11 +251,8 @@ class Engine:
                 )
             return output
 
-        kind.__call__, kind._denoise_batch = spy_step, spy_pass
-        try:
+        with mock.patch.multiple(kind, __call__=spy_step, _denoise_batch=spy_pass):
             yield steps
-        finally:
-            kind.__call__, kind._denoise_batch = call, denoise
 
 
 MOST_ENGINES = 16  # in memory; each takes 40 MB and more
