@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +22,7 @@ from transformers import DynamicCache
 from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSampler
 
-import dllm.ops.noise
+from dllm.ops import noise
 from dllm.ops.row_stats import drawn_tokens, tiles_of
 
 
@@ -38,10 +37,10 @@ class HFGeneration:
     probs: list[list[Tensor]] = field(default_factory=list, compare=False)
 
 
-def load_hf(path: str | Path, attention: str = "eager") -> DiffusionGemmaForBlockDiffusion:
+def load_hf(path: str | Path) -> DiffusionGemmaForBlockDiffusion:
     """The reference model of a checkpoint, in fp32, ready to be called."""
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=attention
+        path, dtype=torch.float32, attn_implementation="eager"
     )
     return model.eval()
 
@@ -74,11 +73,10 @@ def generate_with_noise(
     prompt_ids: Sequence[int],
     num_blocks: int,
     seed: int,
-    noise: ModuleType = dllm.ops.noise,
     stop_at_eos: bool = False,
     **generation: Any,
 ) -> HFGeneration:
-    """Hugging Face's `generate` for one prompt, drawing from `noise` under `seed`.
+    """Hugging Face's `generate` for one prompt, drawing from our noise under `seed`.
 
     generation: `max_denoising_steps`, `t_min`, `t_max`, `stability_threshold`,
     `confidence_threshold`, `sampler_config`, as `generate` takes them; what is not given comes
@@ -88,7 +86,7 @@ def generate_with_noise(
     if not stop_at_eos:
         generation["eos_token_id"] = None
     canvas_length = model.config.canvas_length
-    with _patched(model, noise, seed) as source:
+    with _patched(model, seed) as source:
         output = model.generate(
             torch.tensor([list(prompt_ids)]),
             max_new_tokens=num_blocks * canvas_length,
@@ -101,13 +99,12 @@ def generate_with_noise(
 
 
 class _NoiseSource:
-    """Makes the random numbers that Hugging Face's loop asks for, with `noise`.
+    """Makes the random numbers that Hugging Face's loop asks for, with `dllm.ops.noise`.
 
     They depend on where the loop is: the canvas start, and how many steps are done.
     """
 
-    def __init__(self, noise: ModuleType, seed: int) -> None:
-        self.noise = noise
+    def __init__(self, seed: int) -> None:
         self.seed = seed
         self.canvas_start = 0
         self.in_step = False
@@ -127,29 +124,26 @@ class _NoiseSource:
         return seed, start, step
 
     def tokens(self, width: int, vocab_size: int) -> Tensor:
-        renoise, initial = self.noise.STREAM_RENOISE, self.noise.STREAM_INITIAL_CANVAS
-        stream = renoise if self.in_step else initial
-        return self.noise.random_tokens(*self._place(), width, vocab_size, stream)
+        stream = noise.STREAM_RENOISE if self.in_step else noise.STREAM_INITIAL_CANVAS
+        return noise.random_tokens(*self._place(), width, vocab_size, stream)
 
     def sample(self, probs: Tensor) -> Tensor:
         """One token a row, drawn as by `row_stats`: probs [C, V] to [C, 1]."""
         self.probs[-1].append(probs)
         width = len(probs)
-        keys = self.noise.row_keys(*self._place(), width, self.noise.STREAM_GUMBEL)[0]
+        keys = noise.row_keys(*self._place(), width, noise.STREAM_GUMBEL)[0]
         logits = tiles_of(torch.log(probs))
         peak, temperature = torch.zeros(width), torch.ones(width)
         return drawn_tokens(logits, logits.exp().sum(-1), peak, temperature, keys)[:, None]
 
 
 @contextmanager
-def _patched(
-    model: DiffusionGemmaForBlockDiffusion, noise: ModuleType, seed: int
-) -> Iterator[_NoiseSource]:
+def _patched(model: DiffusionGemmaForBlockDiffusion, seed: int) -> Iterator[_NoiseSource]:
     """Replace the random numbers of `model.generate`.
 
     Two more methods are wrapped to know where the loop is.
     """
-    source = _NoiseSource(noise, seed)
+    source = _NoiseSource(seed)
     prepare, step = model._prepare_denoiser_inputs, model._denoising_step
 
     def prepare_denoiser_inputs(decoder_attention_mask: Tensor, **kwargs: Any) -> tuple:
