@@ -64,6 +64,11 @@ BLOCKS = (
 WINDOWS = [None, Window("symmetric", 8), Window("anchored", 8)]
 
 
+def case_of(*spans_and_sizes: Any, **sizes: Any) -> Case:
+    """A `Case` on the device of this suite; the arguments are those of a `CaseSpec`."""
+    return make_case(CaseSpec(*spans_and_sizes, **sizes, device=DEVICE))
+
+
 def plan_of(case: Case, config: TileConfig | None = TINY) -> AttentionPlan:
     """The plan with these tiles; None: those of the table."""
     shape = batch_shape(case.query, case.cache, case.batch)
@@ -154,11 +159,8 @@ DTYPES = [
 def test_every_dtype_and_row_kind(
     dtype: torch.dtype, cache_dtype: torch.dtype | None, window: Window | None
 ) -> None:
-    spec = CaseSpec(
-        MIXED, dtype=dtype, cache_dtype=cache_dtype, window=window,
-        padding_tokens=3, padding_seqs=2, device=DEVICE,
-    )  # fmt: skip
-    case = make_case(spec)
+    dtypes = dict(dtype=dtype, cache_dtype=cache_dtype)
+    case = case_of(MIXED, window=window, padding_tokens=3, padding_seqs=2, **dtypes)
     out, plan = run(case)
     assert plan.is_split == (window is None)
     assert (max(splits(case, plan)) > 1) == (window is None)
@@ -170,7 +172,7 @@ def test_every_dtype_and_row_kind(
 def test_contexts_around_the_window(kind: str, context: int) -> None:
     """W = 26: below, at and above W - 1 - canvas, W - 1 and W, where the kinds start to differ."""
     spans = ((15, context, CAUSAL), (15, context, 0), (15, context, 7))
-    case = make_case(CaseSpec(spans, window=Window(kind, 26), num_heads=2, device=DEVICE))
+    case = case_of(spans, window=Window(kind, 26), num_heads=2)
     check(case, run(case)[0])
 
 
@@ -184,11 +186,8 @@ def test_windows_that_are_split(kind: str, size: int, page_size: int) -> None:
     """
     window = Window(kind, size)
     spans = ((33, 61, 0), (30, 150, CAUSAL), (21, 43, 13), (1, 95, 0), (9, 0, 0))
-    spec = CaseSpec(
-        spans, num_kv_heads=1, num_heads=2, page_size=page_size, window=window,
-        padding_tokens=2, padding_seqs=1, device=DEVICE,
-    )  # fmt: skip
-    case = make_case(spec)
+    sizes = dict(page_size=page_size, padding_tokens=2, padding_seqs=1)
+    case = case_of(spans, num_kv_heads=1, num_heads=2, window=window, **sizes)
     out, plan = run(case)
     parts = splits(case, plan)
     assert max(parts) == min(3, -(-(size + 32) // 32))
@@ -203,11 +202,9 @@ def test_windows_that_are_split(kind: str, size: int, page_size: int) -> None:
 def test_dtypes_of_windows_that_are_split(
     kind: str, dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> None:
-    spec = CaseSpec(
-        ((7, 70, 0), (9, 90, 5), (5, 80, CAUSAL)), num_kv_heads=1, num_heads=2, dtype=dtype,
-        cache_dtype=cache_dtype, window=Window(kind, 40), device=DEVICE,
-    )  # fmt: skip
-    out, plan = run(case := make_case(spec))
+    spans, window = ((7, 70, 0), (9, 90, 5), (5, 80, CAUSAL)), Window(kind, 40)
+    case = case_of(spans, 2, 1, dtype=dtype, cache_dtype=cache_dtype, window=window)
+    out, plan = run(case)
     assert min(splits(case, plan)) > 1
     check(case, out)
 
@@ -217,7 +214,7 @@ def test_dtypes_of_windows_that_are_split(
 def test_canvases_wider_than_the_window(kind: str, size: int) -> None:
     """Here both edges of a symmetric row lie inside the canvas."""
     spans = ((15, 9, 0), (15, 2, 4), (40, 0, 0))
-    case = make_case(CaseSpec(spans, window=Window(kind, size), num_heads=2, device=DEVICE))
+    case = case_of(spans, window=Window(kind, size), num_heads=2)
     check(case, run(case)[0])
 
 
@@ -228,18 +225,15 @@ def test_canvases_wider_than_the_window(kind: str, size: int) -> None:
 )
 def test_blocks(dtype: torch.dtype, cache_dtype: torch.dtype | None, block_size: int) -> None:
     """Heads that see their own block: of every kind, also where blocks and pages do not match."""
-    spec = CaseSpec(
-        (*BLOCKS, *MIXED), num_heads=2, num_kv_heads=1, dtype=dtype, cache_dtype=cache_dtype,
-        block_size=block_size, padding_tokens=3, padding_seqs=2, device=DEVICE,
-    )  # fmt: skip
-    out, plan = run(case := make_case(spec))
+    sizes = dict(block_size=block_size, padding_tokens=3, padding_seqs=2)
+    case = case_of((*BLOCKS, *MIXED), 2, 1, dtype=dtype, cache_dtype=cache_dtype, **sizes)
+    out, plan = run(case)
     assert max(splits(case, plan)) > 1
     check(case, out)
 
 
 def test_blocks_with_the_committed_tiles() -> None:
-    spec = CaseSpec(BLOCKS, num_heads=8, head_size=128, block_size=32, dtype=torch.bfloat16)
-    case = make_case(dataclasses.replace(spec, device=DEVICE))
+    case = case_of(BLOCKS, num_heads=8, head_size=128, block_size=32, dtype=torch.bfloat16)
     check(case, run(case, config=None)[0])
 
 
@@ -275,8 +269,8 @@ def test_only_visible_tiles_are_taken_and_only_edges_masked(
 
     monkeypatch.setattr(kernel_module, "attend", spy)
     spans = ((20, 110, CAUSAL), (20, 110, 0), (20, 110, 9), (20, 110, IMAGE))
-    spec = CaseSpec(spans, 4, 2, head_size=16, window=window, block_size=block_size)
-    _, plan = run(case := make_case(spec), UNSPLIT)
+    case = case_of(spans, 4, 2, head_size=16, window=window, block_size=block_size)
+    _, plan = run(case, UNSPLIT)
     assert (plan.block_m, plan.config.block_n) == (16, 32)
     expected = []
     for span in case.spans:
@@ -300,8 +294,7 @@ def test_a_row_tile_loads_nothing_that_its_rows_do_not_see(
     block_size = 1
     if isinstance(window, int):
         window, block_size = None, window
-    spec = CaseSpec(((20, 60, split),), window=window, block_size=block_size, device=DEVICE)
-    case = make_case(spec)
+    case = case_of(((20, 60, split),), window=window, block_size=block_size)
     tiles = [
         (index, *tile)
         for index, span in enumerate(case.spans)
@@ -324,13 +317,12 @@ def test_a_row_tile_loads_nothing_that_its_rows_do_not_see(
 def test_page_sizes(page_size: int) -> None:
     """Below, equal to and above the tile of 32 keys; dividing it or not; canvases cross pages."""
     spans = ((20, 55, 0), (33, 14, 20), (1, 0, 0))
-    check(case := make_case(CaseSpec(spans, page_size=page_size, device=DEVICE)), run(case)[0])
+    check(case := case_of(spans, page_size=page_size), run(case)[0])
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (14, 2), (4, 4)])
 def test_groups_that_are_no_power_of_two(num_heads: int, num_kv_heads: int) -> None:
-    spec = CaseSpec(MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, device=DEVICE)
-    check(case := make_case(spec), run(case, UNSPLIT)[0])
+    check(case := case_of(MIXED, num_heads, num_kv_heads), run(case, UNSPLIT)[0])
 
 
 @pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256, 512])
@@ -338,15 +330,15 @@ def test_groups_that_are_no_power_of_two(num_heads: int, num_kv_heads: int) -> N
 def test_head_sizes_with_the_committed_tiles(head_size: int, dtype: torch.dtype) -> None:
     spans = ((20, 130, 0), (9, 5, CAUSAL), (12, 100, 6))
     window = Window("anchored", 64) if head_size == 256 else None
-    spec = CaseSpec(spans, head_size=head_size, dtype=dtype, window=window, device=DEVICE)
-    out, plan = run(case := make_case(spec), config=None)
+    case = case_of(spans, head_size=head_size, dtype=dtype, window=window)
+    out, plan = run(case, config=None)
     assert plan.value_blocks == (2 if head_size == 512 else 1)
     check(case, out)
 
 
 def test_columns_of_a_head_shared_by_programs_while_split() -> None:
     config = dataclasses.replace(TINY, block_v=16)
-    out, plan = run(case := make_case(CaseSpec(MIXED, head_size=40, device=DEVICE)), config)
+    out, plan = run(case := case_of(MIXED, head_size=40), config)
     assert plan.value_blocks == 3
     assert max(splits(case, plan)) > 1
     check(case, out)
@@ -354,12 +346,11 @@ def test_columns_of_a_head_shared_by_programs_while_split() -> None:
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_soft_cap(window: Window | None) -> None:
-    spec = CaseSpec(MIXED, 2, 1, logit_softcap=1.5, window=window, device=DEVICE)
-    check(case := make_case(spec), run(case, UNSPLIT)[0])
+    check(case := case_of(MIXED, 2, 1, logit_softcap=1.5, window=window), run(case, UNSPLIT)[0])
 
 
 def test_splitting_changes_nothing_but_rounding() -> None:
-    case = make_case(CaseSpec(MIXED, 2, 1, padding_tokens=1, padding_seqs=1, device=DEVICE))
+    case = case_of(MIXED, 2, 1, padding_tokens=1, padding_seqs=1)
     split, plan = run(case, TINY)
     whole, whole_plan = run(case, UNSPLIT)
     assert plan.is_split
@@ -369,7 +360,7 @@ def test_splitting_changes_nothing_but_rounding() -> None:
 
 def test_a_sequence_longer_than_the_host_believes_writes_nowhere_else() -> None:
     """With this bound no sequence is split, and there is no workspace."""
-    case = make_case(CaseSpec(((5, 120, 0), (4, 90, CAUSAL)), device=DEVICE))
+    case = case_of(((5, 120, 0), (4, 90, CAUSAL)))
     short = dataclasses.replace(case, batch=dataclasses.replace(case.batch, max_seq_len=32))
     plan = plan_of(short)
     assert not plan.is_split and min(splits(case, plan_of(case))) > 1
@@ -381,7 +372,7 @@ def test_a_sequence_longer_than_the_host_believes_writes_nowhere_else() -> None:
 
 def test_who_computes_the_parts_does_not_change_a_bit() -> None:
     """One program for all parts or one for each; workspace by token or by sequence."""
-    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    case = case_of(MIXED)
     shape = batch_shape(case.query, case.cache, case.batch)
     plan = plan_of(case)
     assert (plan.split_programs, plan.partial_rows_per_seq) == (plan.max_splits, 0)
@@ -401,8 +392,7 @@ def test_who_computes_the_parts_does_not_change_a_bit() -> None:
 
 @pytest.mark.parametrize("window", [None, Window("anchored", 40), Window("symmetric", 90)], ids=str)
 def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch(window: Window | None) -> None:
-    spec = CaseSpec(MIXED, 2, 1, window=window, padding_tokens=5, padding_seqs=3, device=DEVICE)
-    case = make_case(spec)
+    case = case_of(MIXED, 2, 1, window=window, padding_tokens=5, padding_seqs=3)
     together, _ = run(case)
     again, _ = run(case)
     assert torch.equal(together.nan_to_num(7), again.nan_to_num(7)), "not deterministic"
@@ -421,7 +411,7 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch(window: Window | 
 def test_a_drafter_that_shortens_seq_len() -> None:
     """Bidirectional rows see the shorter sequence; causal rows at negative positions nothing."""
     spans = ((16, 30, 0), (16, -5, 0), (16, -13, 0), (8, -3, CAUSAL))
-    case = make_case(CaseSpec(spans, num_heads=8, num_kv_heads=2, device=DEVICE))
+    case = case_of(spans, num_heads=8, num_kv_heads=2)
     out, _ = run(case)
     check(case, out)
     assert (rows_of(case, out, 3)[:3] == 0).all()
@@ -431,8 +421,7 @@ def test_a_drafter_that_shortens_seq_len() -> None:
 def test_drafter_shapes(num_rows: int) -> None:
     """A few rows over long contexts of different lengths, with the committed tiles."""
     spans = ((num_rows, 1100, 0), (num_rows, 3, 0), (num_rows, 0, 0), (num_rows, 257, 0))
-    spec = CaseSpec(spans, num_heads=8, num_kv_heads=2, head_size=128, device=DEVICE)
-    case = make_case(dataclasses.replace(spec, dtype=torch.bfloat16))
+    case = case_of(spans, 8, 2, head_size=128, dtype=torch.bfloat16)
     out, plan = run(case, config=None)
     assert plan.block_m == max(16, num_rows * 4)
     assert splits(case, plan)[0] == 2
@@ -440,7 +429,7 @@ def test_drafter_shapes(num_rows: int) -> None:
 
 
 def test_padding_tokens_after_a_sequence_that_is_split() -> None:
-    case = make_case(CaseSpec(((3, 5, 0), (4, 90, 0)), padding_tokens=3, device=DEVICE))
+    case = case_of(((3, 5, 0), (4, 90, 0)), padding_tokens=3)
     out, plan = run(case)
     assert splits(case, plan) == [1, 3]
     check(case, out)
@@ -450,18 +439,18 @@ def test_padding_tokens_after_a_sequence_that_is_split() -> None:
 
 def test_empty_batches() -> None:
     """No sequence; only padded ones; tokens that belong to padding."""
-    case = make_case(CaseSpec((), padding_seqs=2, padding_tokens=4, device=DEVICE))
+    case = case_of((), padding_seqs=2, padding_tokens=4)
     check(case, run(case)[0])
-    nothing = make_case(CaseSpec((), device=DEVICE))
+    nothing = case_of(())
     check(nothing, run(nothing)[0])
-    padded = make_case(CaseSpec(((4, -4, 0), (3, 5, 0)), device=DEVICE))
+    padded = case_of(((4, -4, 0), (3, 5, 0)))
     check(padded, run(padded)[0])
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "vllm"])
 def test_cache_layouts(layout: str) -> None:
     """[pages, 2, ...], and vLLM 0.32's [pages, heads, slots, K and V]."""
-    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    case = case_of(MIXED)
     key, value = case.cache.key, case.cache.value
     if layout == "interleaved":
         both = torch.stack((key, value), dim=1)
@@ -475,7 +464,7 @@ def test_cache_layouts(layout: str) -> None:
 
 
 def test_a_query_that_is_a_view_of_a_fused_projection() -> None:
-    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    case = case_of(MIXED)
     fused = torch.cat((case.query, torch.full_like(case.query, float("nan"))), dim=1)
     view = fused[:, : case.query.shape[1]]
     check(case, run(dataclasses.replace(case, query=view), UNSPLIT)[0])
@@ -502,12 +491,11 @@ def test_random_batches(
     spans: list[tuple[int, int, int]], window: Window | None, head_size: int,
     heads: tuple[int, int], page_size: int, config: TileConfig, block_size: int, seed: int,
 ) -> None:  # fmt: skip
-    spec = CaseSpec(
-        tuple(spans), heads[0], heads[1], head_size, page_size, window=window, seed=seed,
+    case = case_of(
+        tuple(spans), *heads, head_size, page_size, window=window, seed=seed,
         block_size=block_size if window is None else 1,
-        padding_tokens=seed % 3, padding_seqs=seed % 2, device=DEVICE,
+        padding_tokens=seed % 3, padding_seqs=seed % 2,
     )  # fmt: skip
-    case = make_case(spec)
     check(case, run(case, config)[0])
 
 
@@ -561,7 +549,7 @@ def test_what_was_written_is_what_attention_reads() -> None:
     cache_key = torch.full((9, page_size, heads, head_size), float("nan"), device=DEVICE)
     cache = PagedKV(cache_key, cache_key.clone())
     tables = torch.tensor([[3, 1, 8, 0, 5], *[[7, 2, 4, -1, -1]] * 2], dtype=torch.int32)
-    case = make_case(CaseSpec(((6, 14, 0), (9, 0, 4)), num_kv_heads=heads, device=DEVICE))
+    case = case_of(((6, 14, 0), (9, 0, 4)), num_kv_heads=heads)
     for index, span in enumerate(spans):
         pages = case.batch.block_tables[index].cpu()
         pos = torch.arange(span.seq_len)
@@ -662,10 +650,8 @@ def test_a_sequence_without_pages_in_front_of_its_window_is_the_same(
     size: int, page_size: int
 ) -> None:
     """Causal sequences, canvases, an image, padding."""
-    case = make_case(
-        CaseSpec(MIXED, window=Window("symmetric", size), page_size=page_size, padding_seqs=1,
-                 device=DEVICE)
-    )  # fmt: skip
+    window = Window("symmetric", size)
+    case = case_of(MIXED, window=window, page_size=page_size, padding_seqs=1)
     batch = dataclasses.replace(case.batch, max_seq_len=int(case.batch.seq_lens.max()))
     num_seqs = batch.num_seqs
     sizes = size, page_size, num_seqs, batch.max_query_len
@@ -694,7 +680,7 @@ def test_a_sequence_without_pages_in_front_of_its_window_is_the_same(
 def test_two_calls_serve_an_anchored_layer(dtype: torch.dtype) -> None:
     """The first writes all rows, but reads one key of a canvas; the second leaves causal rows."""
     window = Window("anchored", 8)
-    case = make_case(CaseSpec(MIXED, window=window, dtype=dtype, padding_seqs=1, device=DEVICE))
+    case = case_of(MIXED, window=window, dtype=dtype, padding_seqs=1)
     asked = case.batch, BOTH_KINDS, [CAUSAL_ROWS], case.batch.max_query_len
     flash, own = calls_of(*asked)
     assert (flash.is_flash, own.is_flash) == (True, False)
