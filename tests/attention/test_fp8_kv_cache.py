@@ -9,13 +9,7 @@ from dllm.attention.cpu_fp8_cache import nearest
 from tests.engine.test_parity import prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import get_engine
-from tests.support.quant_reference import (
-    PASSES_APART,
-    Fp8Cache,
-    Lockstep,
-    Recording,
-    relative,
-)
+from tests.support.quant_reference import PASSES_APART, Fp8Cache, Lockstep, Recording, relative
 
 ONE_BLOCK = SamplingParams(max_tokens=1, seed=5, ignore_eos=True)
 

@@ -82,9 +82,7 @@ class Server:
     longest_chunk: int
     first_step: str
     commit: str
-    reset: (
-        int | None
-    )  # the engine step before which all pages are dropped, also those of running requests
+    reset: int | None  # the engine step before which the pages of all requests are dropped
     block_size: int = 1
 
 
@@ -317,12 +315,7 @@ def assert_same_tokens(ours: Simulation, twin: Simulation) -> None:
             assert mine[:length] == theirs[:length]
 
 
-generated = settings(
-    max_examples=600,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-)
+generated = settings(max_examples=600, derandomize=True, database=None, phases=[Phase.generate])
 
 
 @pytest.mark.parametrize("block_sizes", [(1,), (2, 4)])

@@ -6,16 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.cpu_kernel_cases import (
-    Case,
-    case,
-    f32,
-    i32,
-    i64,
-    poisoned,
-    random_logits,
-    spans,
-)
+from tests.support.cpu_kernel_cases import Case, case, f32, i32, i64, poisoned, random_logits, spans
 
 SEEDS = [7, -1, 2**62 + 12345, 0, 2**31, -(2**63)]
 VOCAB = 70

@@ -9,14 +9,7 @@ NAMES = ["a", "b", "name", "long key", 'q"', "é", "n-1"]
 COUNT = {"type": "integer", "minimum": 0, "maximum": 4}
 NUMBER = {"type": "number", "minimum": -1000, "maximum": 1000}
 PATTERNS = [
-    "^[0-9]{3}$",
-    "^(ab)+$",
-    '"',
-    "^[^,]+$",
-    "a|b",
-    r"^\w+\s?\d*$",
-    "^[A-Z]:\\\\$",
-    "x{2,4}",
+    *("^[0-9]{3}$", "^(ab)+$", '"', "^[^,]+$", "a|b", r"^\w+\s?\d*$", "^[A-Z]:\\\\$", "x{2,4}"),
 ]
 FORMATS = ["date", "time", "date-time", "email", "ipv4", "ipv6", "uuid", "hostname"]
 TYPES = ["string", "integer", "number", "boolean", "null", "array", "object"]
