@@ -6,10 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dllm.attention.inputs import AttentionOptions
 from dllm.attention.masks import QuerySpan
 from dllm.attention.reference import dense_attention, dense_mask, paged_attention
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Torch's own, with logits scaled by 0.3: [rows, heads, size]."""
+    heads_first = (part.transpose(0, 1)[None] for part in (query, key, value))
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        *heads_first, attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    return attended[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("values", [(7, 12, True), (7, 12, False), (7, 12, False, 2)], ids=str)
@@ -19,14 +29,7 @@ def test_dense_attention_is_softmax_attention(values: tuple[Any, ...], window: i
     span = QuerySpan(*values)
     query, key, value = torch.randn(7, 6, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
     got = dense_attention(query, key, value, span, AttentionOptions(0.3, window))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
-        attn_mask=dense_mask(span, window),
-        scale=0.3,
-        enable_gqa=True,
-    )[0].transpose(0, 1)
+    expected = torch_attention(query, key, value, dense_mask(span, window))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -36,13 +39,7 @@ def test_a_head_of_blocks_is_block_causal_attention() -> None:
     query, key, value = torch.randn(8, 2, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
     got = dense_attention(query, key, value, span, AttentionOptions(0.3, block_size=4))
     block = torch.arange(12) // 4
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
-        attn_mask=block[None, :] <= block[4:, None],
-        scale=0.3,
-    )[0].transpose(0, 1)
+    expected = torch_attention(query, key, value, block[None, :] <= block[4:, None])
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
