@@ -90,12 +90,21 @@ def test_without_the_kv_rollback_runs_differ(engine, checkpoint, monkeypatch):
 # --- key-value cache -----------------------------------------------------------------------------
 
 
-def page_contents(engine, layer_group: int, page: int) -> list[torch.Tensor]:
-    """The raw contents of one page, for every layer of a KV cache group."""
-    names = engine.runner.kv_cache_config.kv_cache_groups[layer_group].layer_names
-    context = engine.runner.vllm_config.compilation_config.static_forward_context
-    caches = [context[name].kv_cache for name in names]
-    return [cache[page].clone() for cache in caches]
+def first_pages(engine) -> list[int]:
+    """The first page of the only request, of each KV cache group."""
+    (slot,) = engine.runner.req_states.req_id_to_index.values()
+    return [int(table.gpu[slot, 0]) for table in engine.runner.block_tables.block_tables]
+
+
+def page_contents(engine, pages: Sequence[int] | None = None) -> list[torch.Tensor]:
+    """The raw contents of a page of each KV cache group, for every layer; by default the first."""
+    layers = engine.runner.vllm_config.compilation_config.static_forward_context
+    groups = engine.runner.kv_cache_config.kv_cache_groups
+    return [
+        layers[name].kv_cache[page].clone()
+        for group, page in zip(groups, pages or first_pages(engine), strict=True)
+        for name in group.layer_names
+    ]
 
 
 def test_the_kv_of_generated_blocks_equals_that_of_the_same_tokens_prefilled(engine):
@@ -109,19 +118,12 @@ def test_the_kv_of_generated_blocks_equals_that_of_the_same_tokens_prefilled(eng
         engine.reset_prefix_cache()
         ids = context if tokens is None else context + tokens[: 3 * CANVAS]
         req_id = engine.add(ids, sampling if tokens is None else params(blocks=1))
-        finished = {}
-        first_pages = None
+        finished, pages = {}, None
         while engine.llm.llm_engine.has_unfinished_requests():
             finished |= {output.request_id: output for output in engine.step()}
-            slot = next(iter(engine.runner.req_states.req_id_to_index.values()))
-            tables = engine.runner.block_tables.block_tables
-            first_pages = first_pages or [int(table.gpu[slot, 0]) for table in tables]
+            pages = pages or first_pages(engine)
         tokens = tokens or list(finished[req_id].outputs[0].token_ids)
-        contents[name] = [
-            layer
-            for group, page_id in enumerate(first_pages)
-            for layer in page_contents(engine, group, page_id)
-        ]
+        contents[name] = page_contents(engine, pages)
     assert len(contents["generated"]) == 4  # layers
     for generated, prefilled in zip(contents["generated"], contents["prefilled"], strict=True):
         torch.testing.assert_close(generated, prefilled, rtol=1e-4, atol=1e-4)

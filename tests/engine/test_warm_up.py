@@ -92,10 +92,8 @@ class Warmed:
 def warmed(engine: Engine) -> Warmed:
     found, runner, running = Warmed(), engine.runner, []
     worker, sampler = engine.core.model_executor.driver_worker.worker, runner.sampler
-    scorer, grammars = runner.prompt_logprobs_worker, type(sampler.grammars)
-    store, of_blocks, write = sampler._store_rows, sampler.logprobs.of_blocks, grammars.write_
-    of_prompt = scorer.compute_prompt_logprobs
     sample, get_output = runner.sample_tokens, AsyncOutput.get_output
+    of_blocks = sampler.logprobs.of_blocks
 
     def execute_model(scheduled: Any) -> Any:
         assert not running
@@ -110,36 +108,26 @@ def warmed(engine: Engine) -> Warmed:
         running.remove(output)
         return get_output(output)
 
-    def spy_store(num_emitted, step, rows, *others):
-        found.emitted.append(num_emitted[rows.widths > 0].tolist())
-        return store(num_emitted, step, rows, *others)
-
     def spy_blocks(record):
         scored = of_blocks(record)
         if sampler.logprobs.are_wanted(record.tile.batch):
             found.scores.append(0 if scored is None else len(scored.logprobs))
         return scored
 
-    def spy_prompt(*args):
-        scored = of_prompt(*args)
-        found.prompts += len(scored)
-        return scored
-
-    def spy_write(*args: Any) -> Written:
-        found.written.append(write(*args))
-        return found.written[-1]
-
     # An aborted request of another test leaves with the next step, which is not ours to take.
     found.requests.append(dict(runner.req_states.req_id_to_index))
     with pytest.MonkeyPatch.context() as patch, sampled(engine) as found.batches:
         patch.setattr(runner, "sample_tokens", sample_tokens)
         patch.setattr(AsyncOutput, "get_output", wait)
-        patch.setattr(sampler, "_store_rows", spy_store)
         patch.setattr(sampler.logprobs, "of_blocks", spy_blocks)
-        patch.setattr(scorer, "compute_prompt_logprobs", spy_prompt)
-        patch.setattr(grammars, "write_", spy_write)
+        stored = calls_of(patch, sampler, "_store_rows")
+        prompts = calls_of(patch, runner.prompt_logprobs_worker, "compute_prompt_logprobs")
+        written = calls_of(patch, type(sampler.grammars), "write_")
         warm_up(runner, execute_model)
     assert not running
+    found.emitted = [emitted[rows.widths > 0].tolist() for (emitted, _, rows, *_), _ in stored]
+    found.prompts = sum(len(scored) for _, scored in prompts)
+    found.written = [result for _, result in written]
     found.requests.append(dict(runner.req_states.req_id_to_index))
     return found
 
