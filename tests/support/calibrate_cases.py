@@ -76,11 +76,7 @@ def new_drafter(**overrides: Any) -> Drafter:
 
 
 def calibration(
-    target: Target,
-    samples: list[Sample],
-    out: Path,
-    settings: DrafterTraining,
-    **overrides: Any,
+    target: Target, samples: list[Sample], out: Path, settings: DrafterTraining, **overrides: Any
 ) -> Run:
     """A run on these samples, which are the held-out ones, too."""
     out.mkdir(exist_ok=True)

@@ -29,11 +29,7 @@ KINDS: dict[str, tuple[int, int, dict[str, object]]] = {  # requests, prompt tok
     "top_k": (1, 20, {"top_k": 3}),
     "top_p": (2, 20, {"top_p": 0.5}),
     "min_p": (3, 20, {"min_p": 0.1}),
-    "a filtered canvas of one": (
-        1,
-        20,
-        {"top_k": 3, "extra_args": {"diffusion_canvas_length": 1}},
-    ),
+    "a filtered canvas": (1, 20, {"top_k": 3, "extra_args": {"diffusion_canvas_length": 1}}),
     "logprobs": (1, 20, {"logprobs": 2}),
     "n": (1, 20, {"n": 2}),
 }

@@ -86,11 +86,7 @@ def report(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def choices(config: Any) -> dict[str, Any]:
-    compilation, scheduler, cache = (
-        config.compilation_config,
-        config.scheduler_config,
-        config.cache_config,
-    )
+    compilation, scheduler = config.compilation_config, config.scheduler_config
     return {
         "attention": getattr(config.attention_config.backend, "name", None),
         "flash_attn_version": config.attention_config.flash_attn_version,
@@ -99,8 +95,8 @@ def choices(config: Any) -> dict[str, Any]:
         "worker": config.parallel_config.worker_cls,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "cache_dtype": cache.cache_dtype,
-        "page_size": cache.block_size,
+        "cache_dtype": config.cache_config.cache_dtype,
+        "page_size": config.cache_config.block_size,
         "quantization": config.model_config.quantization,
         "graph_mode": compilation.cudagraph_mode.name,
         "graph_sizes": compilation.cudagraph_capture_sizes,
