@@ -1,5 +1,6 @@
 """LoRA adapters: an adapter is its merged weights, in every family and in any batch."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,18 +62,14 @@ def rows_of_passes(engine: Engine) -> Iterator[list[tuple[int, int]]]:
 def case(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Case]:
-    made: dict[str, Case] = {}
-
+    @functools.cache
     def make(family: str) -> Case:
-        if family not in made:
-            path = tmp_path_factory.mktemp(family)
-            base = checkpoint() if family == "gemma" else write(path / "base", CONFIGS[family])
-            shapes = projections(base)
-            adapters = [write_adapter(path / name, shapes, seed) for seed, name in enumerate("ab")]
-            made[family] = Case(
-                base, adapters, [merged(base, one, path / f"{one.name}-merged") for one in adapters]
-            )
-        return made[family]
+        path = tmp_path_factory.mktemp(family)
+        base = checkpoint() if family == "gemma" else write(path / "base", CONFIGS[family])
+        shapes = projections(base)
+        adapters = [write_adapter(path / name, shapes, seed) for seed, name in enumerate("ab")]
+        whole = [merged(base, one, path / f"{one.name}-merged") for one in adapters]
+        return Case(base, adapters, whole)
 
     return make
 
@@ -85,9 +82,7 @@ def test_an_adapter_is_its_merged_weights_beside_others_in_a_batch(
     its = case(family)
     first, second = its.requests()
     for engine in (its.engine(), *map(get_engine, (its.base, *its.merged))):
-        monkeypatch.setattr(
-            engine.loop, "bound", 1e9
-        )  # as many passes an engine step as there can be
+        monkeypatch.setattr(engine.loop, "bound", 1e9)  # as many passes a step as there can be
     with rows_of_passes(its.engine()) as rows:
         runs = its.engine().runs(CONTEXTS, GREEDY, [None, first, second, first])
     assert all(num_rows in (mapped, padded_size(mapped)) for mapped, num_rows in rows)

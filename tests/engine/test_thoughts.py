@@ -4,7 +4,9 @@ Also where a model would never end a thought by itself.
 """
 
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,29 +18,52 @@ from tests.engine.test_sampling_engine import assert_seen
 from tests.support.engine_harness import TIGHT
 from tests.support.engine_models import Model
 from tests.support.grammar_paths import as_on_a_gpu
-from tests.support.thinking import END, PARSER, START, ends_of, full_thoughts, with_thoughts
 
+# Tokens that no random model needs, under the names of vLLM's reasoning parser PARSER.
+PARSER = "deepseek_r1"
+START, END = 7, 8
+NAMES = {'"<|image>"': '"<think>"', '"<|image|>"': '"</think>"'}
 FOR_EVER = {START: -100.0, END: -100.0}  # the model begins and ends no thought
 ENDS_AND_BEGINS = {START: 9.0, END: 9.0}  # again and again
 
 
-@pytest.fixture(scope="module")
-def thinking(
-    model_named: Callable[[str], Model], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Model]:
-    made: dict[str, Model] = {}
-
-    def of(name: str) -> Model:
-        if name not in made:
-            made[name] = with_thoughts(model_named(name), tmp_path_factory.mktemp("thoughts"))
-        return made[name]
-
-    return of
-
-
 @pytest.fixture(scope="module", params=["gemma", "sdar", "llada2", "nemotron"])
-def model(request: pytest.FixtureRequest, thinking: Callable[[str], Model]) -> Model:
-    return thinking(request.param)
+def model(
+    request: pytest.FixtureRequest,
+    model_named: Callable[[str], Model],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Model:
+    """With these names in its tokenizer."""
+    plain, path = model_named(request.param), tmp_path_factory.mktemp("thoughts") / "model"
+    shutil.copytree(plain.path, path)
+    text = (path / "tokenizer.json").read_text()
+    for name, new in NAMES.items():
+        assert name in text
+        text = text.replace(name, new)
+    (path / "tokenizer.json").write_text(text)
+    return replace(plain, path=path)
+
+
+def full_thoughts(context: Sequence[int], answer: Sequence[int], budget: int) -> list[int]:
+    """Where a thought of the answer has as many tokens as its budget, read from left to right.
+
+    Raises:
+        AssertionError: a thought goes on there.
+    """
+    begin, full = None, []
+    for place, token in enumerate([*context, *answer], -len(context)):
+        if place >= 0 and begin is not None and place - begin >= budget:
+            assert token == END, (place, budget, answer)
+            full.append(place)
+        if token == START:
+            begin = place + 1
+        elif token == END:
+            begin = None
+    return full
+
+
+def ends_of(answer: Sequence[int]) -> list[int]:
+    return [place for place, token in enumerate(answer) if token == END]
 
 
 def engine_of(model: Model, **options: Any) -> Any:
