@@ -247,16 +247,13 @@ def test_an_arriving_request_ends_the_loop():
 def test_the_engine_core_tells_the_loop_of_its_queue(engine, monkeypatch):
     """The core's own loop is not run: only what happens before it."""
     core = SimpleNamespace(input_queue=queue.Queue(), model_executor=engine.core.model_executor)
-    before = engine.loop.has_arrived
-    try:
-        # It reads `self` as EngineCoreProc does, and fails at the first thing that `core` lacks.
-        with pytest.raises(AttributeError):
-            EngineCoreProc.run_busy_loop(core)
-        assert not engine.loop.has_arrived()
-        core.input_queue.put("a message")
-        assert engine.loop.has_arrived()
-    finally:
-        engine.loop.has_arrived = before
+    monkeypatch.setattr(engine.loop, "has_arrived", None)  # is put back
+    # It reads `self` as EngineCoreProc does, and fails at the first thing that `core` lacks.
+    with pytest.raises(AttributeError):
+        EngineCoreProc.run_busy_loop(core)
+    assert not engine.loop.has_arrived()
+    core.input_queue.put("a message")
+    assert engine.loop.has_arrived()
     with pytest.raises(AttributeError):  # a worker in another process
         EngineCoreProc.run_busy_loop(SimpleNamespace(model_executor=SimpleNamespace()))
 

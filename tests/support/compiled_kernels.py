@@ -14,7 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import triton
 from triton import knobs
@@ -141,20 +143,14 @@ def _waits_in_loops(ttgir: str) -> tuple[int, ...]:
     return tuple(waits)
 
 
-class _NoDevice:
+def _no_device(arch: int) -> Any:
     """What Triton asks its driver at a launch, for a GPU that is not there."""
-
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
+    target = GPUTarget("cuda", arch, 32)
+    return SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+    )
 
 
 @contextmanager
@@ -171,10 +167,6 @@ def recorded() -> Iterator[list[Variant]]:
         )  # fmt: skip
         return True  # nothing to compile, nothing to run
 
-    before, driver._active = driver._active, _NoDevice(90)  # type: ignore[assignment]
-    try:
-        with knobs.runtime.scope():
-            knobs.runtime.jit_cache_hook = record
-            yield launches
-    finally:
-        driver._active = before
+    with mock.patch.object(driver, "_active", _no_device(90)), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = record
+        yield launches

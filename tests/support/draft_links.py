@@ -45,13 +45,11 @@ def serving(address: Address, keys: Keys | None = None) -> Iterator[Server]:
         server.close()
 
 
-@contextlib.contextmanager
-def linked(address: Address, keys: Keys | None = None, max_rows: int = 8) -> Iterator[Link]:
-    link = Link(str(address), dialer(address, keys, reply_bytes(max_rows)), HANG_S, Counts())
-    try:
-        yield link
-    finally:
-        link.close()
+def linked(
+    address: Address, keys: Keys | None = None, max_rows: int = 8
+) -> contextlib.closing[Link]:
+    dial = dialer(address, keys, reply_bytes(max_rows))
+    return contextlib.closing(Link(str(address), dial, HANG_S, Counts()))
 
 
 def count(link: Link, what: str) -> float:
