@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.diffusion_gemma import modeling_diffusion_gemma
 from vllm import SamplingParams
 from vllm import _custom_ops as ops
 
@@ -9,8 +10,9 @@ from dllm.attention.cpu_fp8_cache import nearest
 from tests.engine.test_parity import prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import get_engine
-from tests.support.quant_reference import PASSES_APART, Fp8Cache, Lockstep, Recording, relative
+from tests.support.quant_reference import PASSES_APART, Lockstep, Recording, relative
 
+EAGER = modeling_diffusion_gemma.eager_attention_forward
 ONE_BLOCK = SamplingParams(max_tokens=1, seed=5, ignore_eos=True)
 
 # vLLM's own refusal elsewhere names the two; there is nothing for us to add.
@@ -50,22 +52,25 @@ def test_the_cache_holds_the_nearest_values(name, fp8, dtype, scale):
     assert not torch.equal(write(values), expected), "vLLM rounds now: nearest() can go"
 
 
+def in_e4m3(module, query, key, value, *args, **kwargs):
+    """The reference's attention, which sees keys and values rounded to E4M3 at scale 1."""
+    key, value = (part.to(torch.float8_e4m3fn).to(part.dtype) for part in (key, value))
+    return EAGER(module, query, key, value, *args, **kwargs)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("context_len", [40, 150])  # within the window, and beyond it
-def test_attention_sees_keys_and_values_in_e4m3(checkpoint, context_len):
+def test_attention_sees_keys_and_values_in_e4m3(checkpoint, context_len, monkeypatch):
     """In lockstep with Hugging Face, whose attention sees them rounded, or not."""
-    engine = get_engine(
-        checkpoint(),
-        max_num_batched_tokens=256,
-        kv_cache_dtype="fp8",
-        additional_config=PASSES_APART,
-    )
+    options = dict(kv_cache_dtype="fp8", additional_config=PASSES_APART)
+    engine = get_engine(checkpoint(), max_num_batched_tokens=256, **options)
     context = prompt(context_len)
     recording = Recording(engine.runner.model)
     _, (step, *_) = engine.denoised(context, ONE_BLOCK)
     recording.stop()
     lockstep = Lockstep(hf := hf_reference.load_hf(checkpoint()), recording)
-    with Fp8Cache():
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_diffusion_gemma, "eager_attention_forward", in_e4m3)
         logits = hf_reference.one_step_logits(hf, context, step.canvas)
     rounded = attended(lockstep)
     hf_reference.one_step_logits(hf, context, step.canvas)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from transformers.models.diffusion_gemma import modeling_diffusion_gemma
 
 from dllm.patches.cpu_worker import padded_size
 from tests.support import hf_reference
@@ -94,25 +93,6 @@ def rounding_of(parts: dict[str, torch.Tensor]) -> Rounding:
 
 def _in_numpy(rounding: Callable[[np.ndarray], np.ndarray]) -> Rounding:
     return lambda values: torch.from_numpy(rounding(values.detach().numpy())).to(values.dtype)
-
-
-class Fp8Cache:
-    """In its ``with`` block the reference's attention rounds keys and values to E4M3, scale 1."""
-
-    def __enter__(self) -> None:
-        self._forward = modeling_diffusion_gemma.eager_attention_forward
-
-        def forward(module, query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
-            key, value = (
-                torch.from_numpy(naive.rounded(t.detach().numpy(), naive.FP8)).to(t.dtype)
-                for t in (key, value)
-            )
-            return self._forward(module, query, key, value, *args, **kwargs)
-
-        modeling_diffusion_gemma.eager_attention_forward = forward
-
-    def __exit__(self, *exception: object) -> None:
-        modeling_diffusion_gemma.eager_attention_forward = self._forward
 
 
 # A server whose passes are those of Hugging Face's model: the prompt alone, and then canvases.
