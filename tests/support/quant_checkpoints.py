@@ -113,22 +113,12 @@ def quantize(weight: torch.Tensor, scheme: str, divisor: float) -> Tensors:
 def dequantize(parts: Tensors) -> torch.Tensor:
     """The weight that the tensors of one linear layer stand for: [out, in] fp32."""
     if "weight_packed" not in parts:
-        stored = parts["weight"]
-        if stored.dtype == torch.int8:
-            values = stored.double().numpy()
-        else:
-            values = _fp8_values(stored)
-        return torch.from_numpy(values * parts["weight_scale"].double().numpy()).float()
+        return (parts["weight"].float().double() * parts["weight_scale"].double()).float()
     packed = parts["weight_packed"].numpy()
     codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(packed.shape[0], -1)
     values = naive.FP4[codes & 7] * np.where(codes & 8, -1.0, 1.0)
-    step = _fp8_values(parts["weight_scale"]) / parts["weight_global_scale"].double().numpy()
-    return torch.from_numpy(values * np.repeat(step, 16, axis=1)).float()
-
-
-def _fp8_values(tensor: torch.Tensor) -> np.ndarray:
-    codes = tensor.view(torch.uint8).numpy()
-    return naive.FP8[codes & 127] * np.where(codes & 128, -1.0, 1.0)
+    step = parts["weight_scale"].float().double() / parts["weight_global_scale"].double()
+    return (torch.from_numpy(values) * step.repeat_interleave(16, dim=1)).float()
 
 
 def split_experts(tensors: Tensors) -> Tensors:
