@@ -4,7 +4,7 @@ import functools
 import gc
 import itertools
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -280,7 +280,5 @@ def get_engine(model: str | Path, **options: Any) -> Engine:
 
 def blocks_of(steps: Sequence[DenoiseStep]) -> list[int]:
     """How many denoise steps each block took, in order."""
-    counts: dict[int, int] = {}
-    for step in steps:
-        counts[step.canvas_start] = counts.get(step.canvas_start, 0) + 1
+    counts = Counter(step.canvas_start for step in steps)
     return [counts[start] for start in sorted(counts)]
