@@ -2,7 +2,7 @@
 
 Triton reads ``TRITON_INTERPRET`` when it is first imported, and vLLM must not find it set in the
 servers that other tests start. So the suites get a process of their own, and are not collected
-here. By hand: ``TRITON_INTERPRET=1 pytest --noconftest tests/attention/attention_kernel_suite.py``.
+here. By hand: ``TRITON_INTERPRET=1 pytest --noconftest SUITE``, without the variable on a GPU.
 """
 
 import importlib.util

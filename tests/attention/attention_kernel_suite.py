@@ -1,9 +1,5 @@
 """The attention kernels against the reference; tests/test_kernel_suites.py runs this.
 
-By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/attention/attention_kernel_suite.py` without
-a GPU, the same without the variable on one. It has to be set before Triton is imported, so this is
-not collected with the other tests.
-
 Tolerances, element by element. Let u be the unit roundoff of the query's dtype (2^-8 for bf16,
 2^-11 for fp16) and a = sum(p |v|), which the reference computes too. The kernel rounds two things:
 every probability, which moves the output by at most u a, and the output o itself, by at most u |o|.

@@ -1,7 +1,4 @@
-"""Kernels beside their definitions, right and wrong ones; tests/test_kernel_suites.py runs this.
-
-By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/engine/kernel_check_suite.py` without a GPU.
-"""
+"""Kernels beside their definitions, right and wrong ones; tests/test_kernel_suites.py runs this."""
 
 import pytest
 import torch

@@ -1,8 +1,5 @@
 """The kernels of canvases under grammars; tests/test_kernel_suites.py runs this.
 
-By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/grammar/kernel_suite.py` without a GPU, the
-same without the variable on one.
-
 Everything is compared bit for bit with the search on a CPU, `dllm/grammar/viterbi`.
 """
 

@@ -1,8 +1,5 @@
 """The kernels of row statistics; tests/test_kernel_suites.py runs this.
 
-By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/ops/row_stats_kernel_suite.py` without a
-GPU, the same without the variable on one.
-
 Compared with the CPU version, which test_row_stats.py holds to float64: the same argmax, sample and
 kept tokens; entropies and probabilities within the rounding of fp32 sums in another order.
 """

@@ -1,8 +1,4 @@
-"""The kernels that skip tiles of the vocabulary; tests/test_kernel_suites.py runs this.
-
-By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/ops/tile_product_kernel_suite.py` without a
-GPU, the same without the variable on one.
-"""
+"""The kernels that skip tiles of the vocabulary; tests/test_kernel_suites.py runs this."""
 
 from __future__ import annotations
 
