@@ -1,6 +1,7 @@
 """New weights in a running engine, as a trainer sends them, and what sleep leaves of a model."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,21 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from dllm.patches.cpu_worker import CanvasCPUWorker
 from dllm.patches.gpu_worker import LoadedTensors
 from tests.engine.test_blocks import prompt
-from tests.support import file_transfer  # noqa: F401  registers it
-from tests.support.edited import edited
+from tests.support.edited import WEIGHTS, edited
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import FAMILIES, write
 from tests.support.quant_checkpoints import write_quantized
@@ -27,6 +37,44 @@ OPTIONS: dict[str, Any] = dict(
 )
 # Ids that every vocabulary has.
 CONTEXTS = [[one % 500 for one in prompt(length, salt=length)] for length in (70, 21, 130)]
+
+
+@dataclass
+class Folder(WeightTransferUpdateInfo):
+    folder: str
+
+
+class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, Folder]):
+    """A way for weights into a running engine of a CPU, in place of NCCL: tensors of files.
+
+    The steps are those of vLLM's NCCL engine, which loads each tensor that it received on its own.
+    """
+
+    init_info_cls, update_info_cls = WeightTransferInitInfo, Folder
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Nothing has to be connected."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, str]) -> None:
+        """Without vLLM's synchronization of an accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Folder) -> None:
+        for path in Path(update_info.folder).glob("*.safetensors"):
+            for named in load_file(path).items():
+                self.model.load_weights([named])
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+WeightTransferEngineFactory.register_engine("file", FileTransfer)
 
 
 def answers(engine: Engine) -> list[list[int]]:
@@ -88,7 +136,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(
     first, second = two(kind)
     engine = get_engine(first, **OPTIONS)
     before = answers(engine)
-    names = load_file(second / "model.safetensors")
+    names = load_file(second / WEIGHTS)
     (part,) = (name for name in names if name.endswith("1.mlp.up_proj.weight"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(RuntimeError, match="Cannot find any model weights"):
