@@ -18,7 +18,7 @@ import pytest
 import torch
 import xgrammar
 
-from dllm.engine.algorithm import Canvases, Denoised
+from dllm.engine.algorithm import Denoised
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.grammars import HostGrammars, Written
 from dllm.grammar.automaton import Unsupported
@@ -31,6 +31,7 @@ from dllm.models.unmasking.rule import STRATEGIES
 from dllm.models.unmasking.step import Unmasking
 from dllm.ops.filters import RowFilters
 from dllm.settings.denoising import NO_TOKEN
+from tests.models.test_unmasking_step import fresh_canvases
 from tests.support.grammars import GRAMMARS, PADDING, STOP, WORDS, random_schema, table
 
 MASK, VOCAB = len(WORDS), len(WORDS) + 1
@@ -94,24 +95,8 @@ class Denoising:
             place=place.repeat(count),
             padded=of[:, None] * self.width + torch.arange(block).clamp(max=self.width - 1),
         )
-        is_stop = torch.zeros(1, VOCAB, dtype=torch.bool)
-        is_stop[0, STOP] = True
-        self.canvases = Canvases(
-            ids=torch.full((count * self.width,), MASK),
-            seeds=torch.tensor(seeds),
-            steps_done=torch.zeros_like(of),
-            argmax_canvas=torch.zeros(count, block, dtype=torch.int64),
-            chosen=torch.full((count * self.width,), NO_TOKEN),
-            temperature=torch.full((count,), asked.temperature or 1.0),
-            is_greedy=torch.full((count,), asked.temperature is None),
-            is_stop=is_stop,
-            held=torch.full((count, block), NO_TOKEN),
-            parameters={
-                one.name: torch.tensor([_number(settings, one)] * count)
-                for one in settings.parameters
-            },
-            step_state={"post_steps": torch.zeros(count, dtype=torch.int32)},
-        )
+        self.canvases = fresh_canvases(seeds, asked.temperature, settings, self.width)
+        self.canvases.is_stop[:, STOP] = True
         self.filters = None
         if asked.filters:
             top_k, top_p, min_p = (
@@ -152,11 +137,6 @@ class Denoising:
 
 class _Unpacked(NamedTuple):
     canvas: Canvas
-
-
-def _number(settings: Any, parameter: Any) -> Any:
-    value = getattr(settings, parameter.setting)
-    return parameter.allowed.names.index(value) if isinstance(value, str) else value
 
 
 # --- every step, against all texts of a small grammar --------------------------------------------

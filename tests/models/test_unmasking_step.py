@@ -1,5 +1,7 @@
 """From logits to a proposal: which distribution tokens are drawn from, and how sure they are."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -10,6 +12,7 @@ from dllm.engine.algorithm import Canvases
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.models.llada2.settings import LLaDA2Settings
 from dllm.models.sdar.settings import SDARSettings
+from dllm.models.unmasking.settings import UnmaskingSettings
 from dllm.models.unmasking.step import Unmasking
 from dllm.ops.filters import RowFilters
 from dllm.settings.denoising import NO_TOKEN
@@ -59,21 +62,26 @@ def test_a_mode_that_there_is_not_is_refused() -> None:
             RequestOptions.read(asked, settings)
 
 
-def canvases(count: int, temperature: float, is_greedy: bool = False) -> Canvases:
+def fresh_canvases(
+    seeds: Sequence[int],
+    temperature: float | None = None,
+    settings: UnmaskingSettings = SETTINGS,
+    width: int = BLOCK,
+) -> Canvases:
+    """A canvas of masks for each seed; without a temperature they are greedy."""
+    count = len(seeds)
+    numbers = RequestOptions.read(SamplingParams(), settings).parameters
     return Canvases(
-        ids=torch.full((count * BLOCK,), MASK),
-        seeds=torch.arange(count),
+        ids=torch.full((count * width,), settings.mask_token_id),
+        seeds=torch.tensor(seeds),
         steps_done=torch.zeros(count, dtype=torch.int64),
-        argmax_canvas=torch.zeros(count, BLOCK, dtype=torch.int64),
-        chosen=torch.full((count * BLOCK,), NO_TOKEN),
-        temperature=torch.full((count,), temperature),
-        is_greedy=torch.full((count,), is_greedy),
-        is_stop=torch.zeros(count, VOCAB, dtype=torch.bool),
-        held=torch.full((count, BLOCK), -1),
-        parameters={
-            name: torch.full((count,), number)
-            for name, number in RequestOptions.read(SamplingParams(), SETTINGS).parameters.items()
-        },
+        argmax_canvas=torch.zeros(count, settings.block_size, dtype=torch.int64),
+        chosen=torch.full((count * width,), NO_TOKEN),
+        temperature=torch.full((count,), temperature or 1.0),
+        is_greedy=torch.full((count,), temperature is None),
+        is_stop=torch.zeros(count, settings.vocab_size, dtype=torch.bool),
+        held=torch.full((count, settings.block_size), NO_TOKEN),
+        parameters={name: torch.full((count,), number) for name, number in numbers.items()},
         step_state={"post_steps": torch.zeros(count, dtype=torch.int32)},
     )
 
@@ -103,9 +111,8 @@ def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p:
     count = 4000
     logits = random_logits(count)
     rows = CanvasRows.whole(torch.full((count,), 16), BLOCK)
-    proposal, _, _ = FAMILY.proposed(
-        logits, rows, canvases(count, temperature), filters(count, top_k, top_p)
-    )
+    canvases = fresh_canvases(range(count), temperature)
+    proposal, _, _ = FAMILY.proposed(logits, rows, canvases, filters(count, top_k, top_p))
     reference = pipeline.scheduler(BLOCK, BLOCK)
     scaled = logits[:BLOCK] / temperature
     kept = reference._top_p_filtering(reference._top_k_filtering(scaled, top_k), top_p)
@@ -121,14 +128,14 @@ def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p:
 def test_a_greedy_request_takes_the_likeliest_token_at_temperature_one() -> None:
     logits = random_logits(2)
     rows = CanvasRows.whole(torch.tensor([16, 24]), BLOCK)
-    proposal, _, _ = FAMILY.proposed(logits, rows, canvases(2, 1.0, is_greedy=True), None)
+    proposal, _, _ = FAMILY.proposed(logits, rows, fresh_canvases(range(2)), None)
     confidence, token = logits.softmax(-1).max(-1)
     assert torch.equal(proposal.token.flatten(), token)
     torch.testing.assert_close(proposal.confidence.flatten(), confidence)
 
 
 def test_the_mask_is_never_proposed_and_a_canvas_fills_up() -> None:
-    state = canvases(1, 1.0)
+    state = fresh_canvases([0], 1.0)
     rows = CanvasRows.whole(torch.tensor([16]), BLOCK)
     num_masks = [BLOCK]
     assert (FAMILY.fresh_canvas(state.seeds, rows.seq_lens) == MASK).all()
