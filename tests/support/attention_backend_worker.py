@@ -13,8 +13,6 @@ ours. So metadata builder, implementation and cache layout are those of a CUDA s
 import json
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -47,26 +45,11 @@ def serve_with_triton_kernel() -> None:
     CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
 
 
-def run(
-    checkpoint: str,
-    page_size: int = 16,
-    num_tokens: int = 24,
-    flash: bool = False,
-    graphs: list[int] | None = None,
-    is_async: bool = False,
-    is_graph_wrong: bool = False,
-) -> dict[str, Any]:
-    """The tokens, the logits of every step and the calls of our kernel of two requests.
-
-    With ``flash`` kernels are chosen as on an H200 for a 16-bit model; in the place of
-    FlashAttention our kernel runs, and what it is given is noted apart. With ``graphs``, which are
-    numbers of tokens, batches of canvases alone are full graphs. ``is_async``: with asynchronous
-    scheduling. Without, and with graphs, canvases are always alone, and repeated as often as
-    possible.
-    ``is_graph_wrong``: a replay does nothing, when the server tests its graphs.
-    """
+def run(flash: bool = False, **job: Any) -> dict[str, Any]:
+    """``run_requests``. With ``flash`` kernels are chosen as on an H200 for a 16-bit model; in the
+    place of FlashAttention our kernel runs, and what it is given is noted apart."""
     with mock.patch.multiple(backend, **_like_hopper()) if flash else nullcontext():
-        return _run(checkpoint, page_size, num_tokens, graphs, is_async, is_graph_wrong)
+        return run_requests(**job)
 
 
 def _like_hopper() -> dict[str, Any]:
@@ -78,16 +61,22 @@ def _like_hopper() -> dict[str, Any]:
     return {"flash_kinds": hoppers_kinds, "flash_attention": backend.canvas_attention}
 
 
-def _run(
+def run_requests(
     checkpoint: str,
-    page_size: int,
-    num_tokens: int,
-    graphs: list[int] | None,
-    is_async: bool,
-    is_graph_wrong: bool,
+    page_size: int = 16,
+    num_tokens: int = 24,
+    graphs: list[int] | None = None,
+    is_async: bool = False,
+    is_graph_wrong: bool = False,
 ) -> dict[str, Any]:
-    is_repeated = bool(graphs) and not is_async
+    """The tokens, the logits of every step and the calls of our kernel of two requests.
 
+    With ``graphs``, which are numbers of tokens, batches of canvases alone are full graphs.
+    ``is_async``: with asynchronous scheduling. Without, and with graphs, canvases are always alone,
+    and repeated as often as possible.
+    ``is_graph_wrong``: a replay does nothing, when the server tests its graphs.
+    """
+    is_repeated = bool(graphs) and not is_async
     with asynchronous_platform() if is_async else nullcontext():
         engine = Engine(
             checkpoint,
@@ -111,17 +100,7 @@ def _run(
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
     calls: list[Any] = []
     flash_calls: list[Any] = []
-    checks: Counter[str] = Counter()
     attend = backend.canvas_attention
-
-    def counted(name: str) -> Callable[..., None]:
-        check = getattr(backend, name)
-
-        def count(*args: Any) -> None:
-            checks[name] += 1
-            check(*args)
-
-        return count
 
     def note(found: list[Any]) -> Any:
         def spy(query: Any, cache: Any, batch: Any, options: Any, out: Any) -> None:
@@ -133,18 +112,20 @@ def _run(
 
         return spy
 
-    replaced: dict[str, Any] = {name: counted(name) for name in ("check_inputs", "check_write")}
-    replaced |= {"canvas_attention": note(calls), "flash_attention": note(flash_calls)}
+    checks = {
+        name: mock.Mock(wraps=getattr(backend, name)) for name in ("check_inputs", "check_write")
+    }
+    attends = {"canvas_attention": note(calls), "flash_attention": note(flash_calls)}
     prompts = [[20 + 3 * i for i in range(37)], [400 - i for i in range(5)]]
     params = [SamplingParams(max_tokens=num_tokens, seed=n, ignore_eos=True) for n in (1, 2)]
-    with mock.patch.multiple(backend, **replaced):
+    with mock.patch.multiple(backend, **checks, **attends):
         runs = engine.runs(prompts, params)
     return {
         "checkpoint": checkpoint,
         "prompts": prompts,
         "tokens": [run.tokens for run in runs],
         "logits": [run.logits for run in runs],
-        "checks": dict(checks),
+        "checks": {name: check.call_count for name, check in checks.items()},
         "layers": sum(hasattr(layer, "kv_cache") for layer in layers.values()),
         "calls": calls,
         "flash_calls": flash_calls,
