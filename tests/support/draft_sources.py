@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
@@ -13,26 +12,16 @@ from tests.support.drafter_pairs import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
-    INTERMEDIATE,
-    KV_HEADS,
     MASK,
+    Draw,
     drafter_config,
+    layer_weights,
     random_drafter,
     write_drafter,
     write_target,
 )
 
 VOCAB = 512
-
-
-class Draw:
-    """Random weights, the same in every run."""
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(5)
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator) * 0.2
 
 
 def write_dflash_2(path: Path) -> Path:
@@ -119,23 +108,6 @@ def write_dspark(path: Path) -> Path:
     return write_drafter(path, config, weights)
 
 
-def _layer(draw: Draw, name: str, inputs: int) -> dict[str, torch.Tensor]:
-    """Attention, whose input has ``inputs`` numbers a token, and feed-forward."""
-    heads, kv_heads = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    attention, mlp = name + "self_attn.", name + "mlp."
-    norms = "input_layernorm", "post_attention_layernorm"
-    return {
-        attention + "q_proj.weight": draw(heads, inputs),
-        attention + "k_proj.weight": draw(kv_heads, inputs),
-        attention + "v_proj.weight": draw(kv_heads, inputs),
-        attention + "o_proj.weight": draw(HIDDEN, heads),
-        mlp + "gate_proj.weight": draw(INTERMEDIATE, HIDDEN),
-        mlp + "up_proj.weight": draw(INTERMEDIATE, HIDDEN),
-        mlp + "down_proj.weight": draw(HIDDEN, INTERMEDIATE),
-        **{f"{name}{norm}.weight": 1 + draw(HIDDEN) for norm in norms},
-    }
-
-
 def write_eagle_3(path: Path) -> Path:
     """A layer that reads three of the target's layers and its own output."""
     draw = Draw()
@@ -145,8 +117,9 @@ def write_eagle_3(path: Path) -> Path:
         "lm_head.weight": draw(VOCAB, HIDDEN),
         "embed_tokens.weight": draw(VOCAB, HIDDEN),
         "midlayer.hidden_norm.weight": 1 + draw(HIDDEN),
-        **_layer(draw, "midlayer.", 2 * HIDDEN),
     }
+    layer = layer_weights(draw, "midlayer.", 2 * HIDDEN)
+    weights |= {name: tensor for name, tensor in layer.items() if "_norm" not in name}
     config = drafter_config(
         architectures=["LlamaForCausalLMEagle3"],
         model_type="llama",

@@ -114,35 +114,46 @@ def speculators_config(**overrides: Any) -> dict[str, Any]:
     } | overrides
 
 
+class Draw:
+    """Random weights, the same in every run."""
+
+    def __init__(self, seed: int = 5, scale: float = 0.2) -> None:
+        self._generator, self._scale = torch.Generator().manual_seed(seed), scale
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator) * self._scale
+
+
+def layer_weights(draw: Draw, prefix: str, inputs: int = HIDDEN) -> dict[str, torch.Tensor]:
+    """Attention, whose input has ``inputs`` numbers a token, feed-forward and norms."""
+    heads, kv_heads = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    shapes = {
+        "self_attn.q_proj": (heads, inputs),
+        "self_attn.k_proj": (kv_heads, inputs),
+        "self_attn.v_proj": (kv_heads, inputs),
+        "self_attn.o_proj": (HIDDEN, heads),
+        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+    }
+    norms = {
+        "self_attn.q_norm": HEAD_DIM,
+        "self_attn.k_norm": HEAD_DIM,
+        "input_layernorm": HIDDEN,
+        "post_attention_layernorm": HIDDEN,
+    }
+    weights = {f"{prefix}{name}.weight": draw(*shape) for name, shape in shapes.items()}
+    return weights | {f"{prefix}{name}.weight": 1 + draw(size) for name, size in norms.items()}
+
+
 def random_drafter(seed: int = 1, layers: int = 2, features: int = 2) -> dict[str, torch.Tensor]:
     """Random weights of a drafter, under the names of z-lab's format."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * 0.3
-
+    draw = Draw(seed, 0.3)
     weights = {"fc.weight": draw(HIDDEN, features * HIDDEN)}
     for name in ("hidden_norm", "norm"):
         weights[f"{name}.weight"] = 1 + draw(HIDDEN)
     for index in range(layers):
-        prefix = f"layers.{index}."
-        for name, rows, columns in (
-            ("self_attn.q_proj", HEADS * HEAD_DIM, HIDDEN),
-            ("self_attn.k_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-            ("self_attn.v_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-            ("self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM),
-            ("mlp.gate_proj", INTERMEDIATE, HIDDEN),
-            ("mlp.up_proj", INTERMEDIATE, HIDDEN),
-            ("mlp.down_proj", HIDDEN, INTERMEDIATE),
-        ):
-            weights[f"{prefix}{name}.weight"] = draw(rows, columns)
-        for name, size in (
-            ("self_attn.q_norm", HEAD_DIM),
-            ("self_attn.k_norm", HEAD_DIM),
-            ("input_layernorm", HIDDEN),
-            ("post_attention_layernorm", HIDDEN),
-        ):
-            weights[f"{prefix}{name}.weight"] = 1 + draw(size)
+        weights |= layer_weights(draw, f"layers.{index}.")
     return weights
 
 
