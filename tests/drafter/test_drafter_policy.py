@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -261,6 +262,14 @@ class Traffic:
         self.num_tokens += self.num_rows + int(accepted.sum())
         return self._choose()
 
+    def steps(self, count: int, conditional: np.ndarray) -> np.ndarray:
+        """``[count, rows]``: the widths chosen in so many steps."""
+        return np.array([self.step(conditional) for _ in range(count)])
+
+    @property
+    def is_drafting(self) -> bool:
+        return self.policy.is_drafting
+
     def _choose(self) -> np.ndarray:
         self.last = self.late = np.zeros(self.num_rows, dtype=int)
         self.drafted.append(self.policy.wants_drafts(self.slots))
@@ -290,43 +299,42 @@ def adaptive(num_rows: int, **options) -> AdaptiveWidth:
     return AdaptiveWidth(N, num_rows, reads_confidence=False, clock=Clock(), **options)
 
 
+def served(num_rows: int, policy: AdaptiveWidth | None = None, **times: float) -> Traffic:
+    """Traffic of so many requests, which have arrived."""
+    traffic = Traffic(policy or adaptive(num_rows), num_rows, **times)
+    traffic.arrive()
+    return traffic
+
+
 GOOD, BAD = np.full(N, 0.9), np.full(N, 0.05)
 DEADLINE_MS = 50.0
 
 
 def test_drafting_stops_where_it_does_not_pay_and_is_taken_up_again():
-    policy = adaptive(1)
-    traffic = Traffic(policy, 1)
-    traffic.arrive()
-    widths = [int(traffic.step(BAD)[0]) for _ in range(100)]
+    traffic = served(1)
+    widths = traffic.steps(100, BAD)
     assert widths[0] > 0
-    assert not policy.is_drafting and widths[-1] == 0
+    assert not traffic.is_drafting and widths[-1] == 0
     traffic.arrive()
-    widths = [int(traffic.step(GOOD)[0]) for _ in range(1000)]
-    assert policy.is_drafting and widths[-1] == N
+    widths = traffic.steps(1000, GOOD)
+    assert traffic.is_drafting and widths[-1] == N
 
 
 def test_a_drafter_with_other_weights_is_tried_at_once():
-    policy = adaptive(1)
-    traffic = Traffic(policy, 1)
-    traffic.arrive()
-    for _ in range(1000):
-        traffic.step(BAD)
-    assert not policy.is_drafting
-    policy.forget_drafter()
-    widths = [int(traffic.step(GOOD)[0]) for _ in range(20)]
+    traffic = served(1)
+    traffic.steps(1000, BAD)
+    assert not traffic.is_drafting
+    traffic.policy.forget_drafter()
+    widths = traffic.steps(20, GOOD)
     assert all(traffic.drafted[-20 : -20 + FIRST_TRIAL - 1]) and np.median(widths) == N
 
 
 @pytest.mark.parametrize("conditional", [np.zeros(N), np.ones(N)])
 def test_trials_become_rare_while_they_change_nothing(conditional):
     """Where drafts are never kept, trials draft; where they always are, trials do not."""
-    policy = adaptive(1)
-    traffic = Traffic(policy, 1)
-    traffic.arrive()
-    for _ in range(5000):
-        traffic.step(conditional)
-    usual = policy.is_drafting
+    traffic = served(1)
+    traffic.steps(5000, conditional)
+    usual = traffic.is_drafting
     assert usual is bool(conditional.any())
     trials = np.flatnonzero(np.array(traffic.drafted[1000:]) != usual)
     assert (np.diff(trials) == LAST_TRIAL).all() and len(trials) >= 30
@@ -335,27 +343,21 @@ def test_trials_become_rare_while_they_change_nothing(conditional):
 
 def test_after_hard_traffic_a_full_batch_drafts_again():
     """However much is known of the hard traffic, trials of a few requests each outweigh it."""
-    policy = adaptive(32)
-    traffic = Traffic(policy, 32, plain_ms=3.0, drafting_ms=4.0, per_draft_ms=5 / 160)
-    traffic.arrive()
-    for _ in range(1000):
-        traffic.step(BAD)
+    traffic = served(32, plain_ms=3.0, drafting_ms=4.0, per_draft_ms=5 / 160)
+    traffic.steps(1000, BAD)
     assert sum(traffic.drafted[500:]) <= 10
-    easy = np.array([traffic.step(GOOD).sum() for _ in range(8 * LAST_TRIAL)])
-    assert policy.is_drafting and np.median(easy[-50:]) > 32
+    easy = traffic.steps(8 * LAST_TRIAL, GOOD).sum(axis=1)
+    assert traffic.is_drafting and np.median(easy[-50:]) > 32
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_where_texts_become_easy_drafting_is_taken_up_soon(num_rows):
     """Behind one trial that pays the next ones are near."""
-    policy = adaptive(num_rows)
-    traffic = Traffic(policy, num_rows, plain_ms=3.0, drafting_ms=4.0, per_draft_ms=0.02)
-    traffic.arrive()
-    for _ in range(1000):
-        traffic.step(BAD)
-    assert not policy.is_drafting
+    traffic = served(num_rows, plain_ms=3.0, drafting_ms=4.0, per_draft_ms=0.02)
+    traffic.steps(1000, BAD)
+    assert not traffic.is_drafting
     num_steps = 0
-    while not policy.is_drafting and num_steps < 1000:
+    while not traffic.is_drafting and num_steps < 1000:
         traffic.step(GOOD)
         num_steps += 1
     assert num_steps <= 2 * LAST_TRIAL
@@ -364,16 +366,14 @@ def test_where_texts_become_easy_drafting_is_taken_up_soon(num_rows):
 def test_behind_a_trial_that_paid_but_waited_the_next_is_far():
     """As far as WAITING_SHARE asks: waits stay a small share of the time."""
     policy = adaptive(1, hysteresis=9.0)  # one trial is not enough to draft again
-    traffic = Traffic(policy, 1, plain_ms=10.0, per_draft_ms=0.1, reply_ms=5.0)
-    traffic.arrive()
-    for _ in range(500):
-        traffic.step(BAD)
-    assert not policy.is_drafting
+    traffic = served(1, policy, plain_ms=10.0, per_draft_ms=0.1, reply_ms=5.0)
+    traffic.steps(500, BAD)
+    assert not traffic.is_drafting
     num_waits = len(traffic.waits_ms)
     while len(traffic.waits_ms) == num_waits:
         traffic.step(np.ones(N))
     traffic.step(np.ones(N))  # verifies the trial's drafts
-    assert not policy.is_drafting
+    assert not traffic.is_drafting
     num_steps, num_waits = 1, len(traffic.waits_ms)
     while len(traffic.waits_ms) == num_waits:
         traffic.step(BAD)
@@ -383,12 +383,9 @@ def test_behind_a_trial_that_paid_but_waited_the_next_is_far():
 
 def test_drafting_of_which_nothing_is_verified_is_stopped():
     """A draft pass that costs less than the margin, and drafts that cost more than they earn."""
-    policy = adaptive(1)
-    traffic = Traffic(policy, 1, plain_ms=10.0, drafting_ms=10.1, per_draft_ms=4.0)
-    traffic.arrive()
-    for _ in range(100):
-        traffic.step(BAD)
-    assert not policy.is_drafting
+    traffic = served(1, plain_ms=10.0, drafting_ms=10.1, per_draft_ms=4.0)
+    traffic.steps(100, BAD)
+    assert not traffic.is_drafting
 
 
 def test_unsure_drafts_are_not_taken_for_average_ones():
@@ -416,10 +413,7 @@ def test_a_hopeless_request_is_tried_again_in_time():
 
 
 def test_a_trial_verifies_one_request_that_was_tried_least():
-    policy = adaptive(4)
-    traffic = Traffic(policy, 4)
-    traffic.arrive()
-    chosen = [traffic.step(np.zeros(N)) for _ in range(3000)]
+    chosen = served(4).steps(3000, np.zeros(N))
     trials = [widths for widths in chosen[200:] if widths.any()]
     assert trials and all(sorted(widths) == [0, 0, 0, N] for widths in trials)
     assert len({int(widths.argmax()) for widths in trials[:4]}) > 1
@@ -430,8 +424,7 @@ def test_between_start_and_stop_there_is_a_margin(is_drafting, monkeypatch):
     """Where neither is better by a fifth, both go on; beyond that they change places."""
     policy = adaptive(1, hysteresis=0.2)
     policy.costs = FixedCosts(N, plain=10.0, drafting=15.0, per_block=2.5)
-    traffic = Traffic(policy, 1)
-    traffic.arrive()
+    traffic = served(1, policy)
     policy.is_drafting = is_drafting
     first = 0.55  # of one draft: (1 + 0.55) / 15.5 is as much as 1 / 10
     monkeypatch.setattr(
@@ -456,43 +449,35 @@ def test_a_worker_that_is_of_no_use_costs_three_percent(
     reply_ms, conditional, num_rows, answer_steps
 ):
     """Whether its drafts are wrong or late: from two seconds of traffic on."""
-    policy = adaptive(num_rows)
-    traffic = Traffic(policy, num_rows, plain_ms=3.0, per_draft_ms=0.1, reply_ms=reply_ms)
-    traffic.arrive()
-    began = None
+    traffic = served(num_rows, plain_ms=3.0, per_draft_ms=0.1, reply_ms=reply_ms)
+    clock, began = traffic.policy.clock, None
     for step in range(4000):
         if step and step % answer_steps == 0:  # their prompts take a step, which gives a token, too
-            policy.clock.now += 3.0 / 1e3
+            clock.now += 3.0 / 1e3
             traffic.num_tokens += num_rows
             traffic.arrive()
         traffic.step(conditional)
-        if began is None and policy.clock.now >= 2.0:
-            began, before = policy.clock.now, traffic.num_tokens
+        if began is None and clock.now >= 2.0:
+            began, before = clock.now, traffic.num_tokens
             traffic.waits_ms.clear()
-    ms = 1e3 * (policy.clock.now - began)
+    ms = 1e3 * (clock.now - began)
     assert 3.0 * (traffic.num_tokens - before) / num_rows >= 0.97 * ms
     # Nobody waits longer than all drafts are worth, each as much as a step; times are known by now.
     assert max(traffic.waits_ms) <= 1.1 * N * 3.0
 
 
 def test_a_slow_worker_that_becomes_quick_is_used():
-    policy = adaptive(1)
-    traffic = Traffic(policy, 1, plain_ms=3.0, per_draft_ms=0.1, reply_ms=float("inf"))
-    traffic.arrive()
-    for _ in range(2000):
-        traffic.step(GOOD)
-    assert not policy.is_drafting
+    traffic = served(1, plain_ms=3.0, per_draft_ms=0.1, reply_ms=float("inf"))
+    traffic.steps(2000, GOOD)
+    assert not traffic.is_drafting
     traffic.reply_ms = 1.0
-    widths = [int(traffic.step(GOOD)[0]) for _ in range(2000)]
-    assert policy.is_drafting and np.median(widths[-100:]) == N
+    widths = traffic.steps(2000, GOOD)
+    assert traffic.is_drafting and np.median(widths[-100:]) == N
 
 
 def test_widths_differ_between_requests():
-    policy = adaptive(2)
-    traffic = Traffic(policy, 2, plain_ms=11.0, drafting_ms=12.0, per_draft_ms=2.0)
-    traffic.arrive()
-    rates = np.stack([np.full(N, 0.97), np.full(N, 0.3)])
-    widths = np.array([traffic.step(rates) for _ in range(60)])
+    traffic = served(2, plain_ms=11.0, drafting_ms=12.0, per_draft_ms=2.0)
+    widths = traffic.steps(60, np.stack([np.full(N, 0.97), np.full(N, 0.3)]))
     assert widths[20:, 0].mean() > widths[20:, 1].mean() + 2
 
 
@@ -522,11 +507,8 @@ def test_another_request_in_a_slot_is_an_average_one():
 )
 def test_what_steps_really_cost_decides(plain_ms, drafting_ms, pays):
     """Drafts are kept half of the time, which the first guess of the costs takes for a gain."""
-    policy = adaptive(1)
-    traffic = Traffic(policy, 1, plain_ms=plain_ms, drafting_ms=drafting_ms, per_draft_ms=0.1)
-    traffic.arrive()
-    for _ in range(1000):
-        traffic.step(np.full(N, 0.5))
+    traffic = served(1, plain_ms=plain_ms, drafting_ms=drafting_ms, per_draft_ms=0.1)
+    traffic.steps(1000, np.full(N, 0.5))
     share = np.mean(traffic.drafted[500:])
     assert share > 0.9 if pays else share < 0.1
 
@@ -538,15 +520,13 @@ def test_an_idle_server_is_not_a_slow_one():
     for _ in range(20):
         policy.clock.now += 60.0
         traffic.arrive()
-        for _ in range(20):
-            traffic.step(GOOD)
+        traffic.steps(20, GOOD)
     assert policy.costs.drafting(1)[N] == pytest.approx(15 + 0.5 * N, rel=0.1)
 
 
 def test_short_answers_stop_the_drafting_that_is_worth_nothing():
     """Every draft is kept, but the first one ends the answer: `accepted` does not count it."""
-    policy = adaptive(1)
-    traffic = Traffic(policy, 1)
+    traffic = Traffic(adaptive(1), 1)
     for _ in range(100):
         traffic.arrive()
         traffic.step(np.zeros(N))
@@ -555,32 +535,23 @@ def test_short_answers_stop_the_drafting_that_is_worth_nothing():
     # Then long answers arrive, and their trials show it.
     for _ in range(40):
         traffic.arrive()
-        for _ in range(20):
-            traffic.step(GOOD)
+        traffic.steps(20, GOOD)
     assert np.mean(traffic.drafted[-200:]) > 0.9
 
 
 def test_a_drafting_step_costs_little_python(monkeypatch):
     """Of steps of the same kind one in four is timed; so are all trials, which are of another."""
-    policy = adaptive(1)
-    counted = {"timed": [], "sorted": 0}
-    monkeypatch.setattr(policy.costs, "observe", lambda *step: counted["timed"].append(step[2]))
-    best = policy._best_widths
-
-    def sort(*arguments, **options):
-        counted["sorted"] += 1
-        return best(*arguments, **options)
-
-    monkeypatch.setattr(policy, "_best_widths", sort)
-    traffic = Traffic(policy, 1)
-    traffic.arrive()
-    for _ in range(400):
-        traffic.step(np.ones(N))
+    policy, timed = adaptive(1), []
+    monkeypatch.setattr(policy.costs, "observe", lambda *step: timed.append(step[2]))
+    choose = Mock(wraps=policy._best_widths)
+    monkeypatch.setattr(policy, "_best_widths", choose)
+    traffic = served(1, policy)
+    traffic.steps(400, np.ones(N))
     num_trials = traffic.drafted.count(False)
-    assert num_trials and counted["timed"].count(False) == num_trials
+    assert num_trials and timed.count(False) == num_trials
     # Widths are chosen in each step that drafts, and what it depends on is decided in few.
-    assert len(counted["timed"]) <= 400 / TIMED_ONE_IN + 2 * num_trials
-    assert counted["sorted"] <= 400 * (1 + 1 / TIMED_ONE_IN) + 2 * num_trials
+    assert len(timed) <= 400 / TIMED_ONE_IN + 2 * num_trials
+    assert choose.call_count <= 400 * (1 + 1 / TIMED_ONE_IN) + 2 * num_trials
 
 
 # --- a drafter that always runs -------------------------------------------------------------------
@@ -592,8 +563,7 @@ def test_where_the_drafter_always_runs_whole_steps_are_timed(monkeypatch):
     policy.may_skip = False
     timed: list[tuple[int, bool, float]] = []
     monkeypatch.setattr(policy.costs, "observe", lambda num_rows, *observed: timed.append(observed))
-    traffic = Traffic(policy, 4)
-    traffic.arrive()
+    traffic = served(4, policy)
     for _ in range(100):
         traffic.step(np.full(N, 1e-4))
         assert traffic.drafted[-1] or not traffic.last.any()
@@ -611,8 +581,7 @@ def test_a_pass_that_is_made_in_any_case_costs_nothing(may_skip):
     """
     policy = adaptive(4)
     policy.may_skip = may_skip
-    traffic, num_verifying = Traffic(policy, 4), []
-    traffic.arrive()
+    traffic, num_verifying = served(4, policy), []
     for _ in range(400):
         num_verifying.append(bool(traffic.step(np.full(N, 0.2)).any()))
         assert traffic.drafted[-1] or not num_verifying[-1]

@@ -195,11 +195,12 @@ class Texts(Traffic):
     looked_up = 0
     confidence = np.zeros((1, N))
 
-    def step_of(self, conditional: np.ndarray, matches: int, right: bool) -> None:
-        """A step in which a match of so many tokens is found, whose tokens are right or wrong."""
+    def steps_of(self, count: int, conditional: np.ndarray, matches: int, right: bool) -> None:
+        """Steps in which a match of so many tokens is found, whose tokens are right or wrong."""
         confidence = (matches + np.arange(N)) / (matches + np.arange(N) + 4)
         self.confidence = np.broadcast_to(confidence * (matches > 0), (1, N))
-        self.step(np.ones(N) * right if self.policy._looked_up else conditional)
+        for _ in range(count):
+            self.step(np.ones(N) * right if self.policy._looked_up else conditional)
 
     def _choose(self) -> np.ndarray:
         if not self.policy.wants_lookup(self.slots, self.confidence):
@@ -220,42 +221,35 @@ def texts() -> Texts:
 
 def test_long_matches_are_verified_where_the_drafter_does_not_pay():
     traffic = texts()
-    for _ in range(100):
-        traffic.step_of(BAD, 0, False)
-    assert not traffic.policy.is_drafting and traffic.looked_up == 0
-    for _ in range(100):
-        traffic.step_of(BAD, 12, True)
+    traffic.steps_of(100, BAD, 0, False)
+    assert not traffic.is_drafting and traffic.looked_up == 0
+    traffic.steps_of(100, BAD, 12, True)
     assert traffic.looked_up > 90
-    assert not traffic.policy.is_drafting  # what was looked up says nothing of the drafter
+    assert not traffic.is_drafting  # what was looked up says nothing of the drafter
 
 
 def test_matches_that_do_not_go_on_are_given_up_and_tried_for_other_requests():
     traffic, drafter = texts(), np.full(N, 0.5)
-    for _ in range(300):
-        traffic.step_of(drafter, 12, False)
+    traffic.steps_of(300, drafter, 12, False)
     before = traffic.looked_up
     assert 1 <= before < 75  # a wrong draft costs a twentieth of a step
     traffic.arrive()
-    for _ in range(300):
-        traffic.step_of(drafter, 12, True)
+    traffic.steps_of(300, drafter, 12, True)
     assert traffic.looked_up > before + 200
 
 
 def test_a_good_drafter_is_not_displaced_by_short_matches():
     traffic = texts()
-    for _ in range(200):
-        traffic.step_of(np.full(N, 0.95), 1, False)
+    traffic.steps_of(200, np.full(N, 0.95), 1, False)
     assert traffic.looked_up < 10
 
 
 def test_the_drafter_is_tried_again_while_texts_repeat_themselves():
     traffic = texts()
-    for _ in range(100):
-        traffic.step_of(BAD, 0, False)
-    assert not traffic.policy.is_drafting
-    for _ in range(300):
-        traffic.step_of(np.full(N, 0.95), 12, True)
-    assert traffic.policy.is_drafting and traffic.looked_up > 200
+    traffic.steps_of(100, BAD, 0, False)
+    assert not traffic.is_drafting
+    traffic.steps_of(300, np.full(N, 0.95), 12, True)
+    assert traffic.is_drafting and traffic.looked_up > 200
 
 
 def test_lookups_with_another_policy_are_refused():
