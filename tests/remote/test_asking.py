@@ -3,8 +3,6 @@
 The text is right in every test: ``finish`` checks it.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -14,17 +12,10 @@ from dllm.remote import client as asking
 from dllm.remote.client import MAX_RESETS, DraftRequest, choose
 from dllm.remote.link import RECONNECT_S, State
 from tests.support.oracle import VOCAB, plain
-from tests.support.remote_harness import Clock, Net, Target, link_to, worker
+from tests.support.remote_harness import Clock, Net, Target, link_to, simulated, worker
 
 STEP_S, DEADLINE_S = 0.01, 0.05
 NUM_TOKENS = 200
-
-
-def simulated(**options: Any) -> tuple[Target, Net]:
-    """A target that asks one worker, whose drafts are right, and what is between them."""
-    clock = Clock()
-    net = Net(worker(clock), clock)
-    return Target([net], clock, **options), net
 
 
 def begin(target: Target, count: int = 2, num_tokens: int = NUM_TOKENS, first: int = 0) -> None:
@@ -89,17 +80,16 @@ def test_what_is_told_is_what_is_new():
 
 def test_a_step_behind_which_no_draft_is_of_use_is_a_plain_one(monkeypatch):
     """Others take as long without their wait."""
-    clock, timed = Clock(), []
-    policy = adaptive(clock)
-    monkeypatch.setattr(policy.costs, "observe", lambda *step: timed.append(step[-2:]))
-    target = Target([Net(worker(clock), clock)], clock, policy=policy)
-    drafter = target.drafter
+    target, _ = simulated(policy=adaptive)
+    drafter, timed = target.drafter, []
+    costs = drafter.policy.costs
+    monkeypatch.setattr(costs, "observe", lambda *step: timed.append(step[-2:]))
     for want in (4, 0, 4, 4):
         in_prompt, none = np.array([False]), np.array([0])
         drafter.follow({"a": DraftRequest([1, 2, 1, 2], want)}, in_prompt, none, none)
         _, (drafts,) = drafter.take()
         assert bool(drafts) == bool(want)
-        clock.now += STEP_S
+        target.clock.now += STEP_S
     waited = 1e3 * target.counts["drafting_seconds", ""]
     assert [drafted for drafted, _ in timed] == [True, False, False, True, False]
     for drafted, ms in timed:
@@ -130,11 +120,9 @@ def test_a_killed_worker_costs_no_step_more_than_its_time():
     """The connection breaks, which is seen at once."""
     target, net = simulated()
     begin(target)
-    for _ in range(5):
-        target.step()
+    target.step(5)
     net.kill()
-    for _ in range(10):
-        target.step()
+    target.step(10)
     assert max(target.steps[5:]) < STEP_S + 1e-9
     assert target.widths[7:15] == [0] * 8
     net.restart(worker(target.clock))
@@ -149,11 +137,9 @@ def test_a_killed_worker_costs_no_step_more_than_its_time():
 def test_a_hung_worker_costs_one_deadline():
     target, net = simulated(deadline_s=DEADLINE_S)
     begin(target, num_tokens=2000)
-    for _ in range(5):
-        target.step()
+    target.step(5)
     net.is_hung = True
-    for _ in range(50):
-        target.step()
+    target.step(50)
     late = [step for step in target.steps[5:] if step > STEP_S + 1e-9]
     assert late == pytest.approx([STEP_S + DEADLINE_S])
     assert target.links[0].is_out and target.count("misses") == 1
@@ -174,9 +160,8 @@ def test_a_hung_worker_costs_one_deadline():
 )
 def test_a_worker_without_use_is_given_up_by_the_policy(delay_s, draft_s):
     """The second one's model is too slow: it answers in time, before its draft has begun."""
-    clock = Clock()
-    net = Net(worker(clock), clock, delay_s=delay_s, draft_s=draft_s)
-    target = Target([net], clock, deadline_s=DEADLINE_S, policy=adaptive(clock))
+    between = {"delay_s": delay_s, "draft_s": draft_s}
+    target, _ = simulated(between=between, deadline_s=DEADLINE_S, policy=adaptive)
     begin(target, 1, 5000)
     finish(target, 5000)
     waited = sum(target.steps) - STEP_S * len(target.steps)
@@ -187,9 +172,7 @@ def test_a_worker_without_use_is_given_up_by_the_policy(delay_s, draft_s):
 
 @pytest.mark.parametrize("full", [0.0, 0.1])
 def test_delay_jitter_and_asks_that_cannot_be_sent(full):
-    clock = Clock()
-    net = Net(worker(clock, 0.8), clock, delay_s=0.002, jitter_s=0.02, full=full)
-    target = Target([net], clock)
+    target, _ = simulated(0.8, between={"delay_s": 0.002, "jitter_s": 0.02, "full": full})
     begin(target, 6)
     finish(target)
     assert target.count("drafts") > 100
@@ -210,9 +193,7 @@ def test_aborted_requests_leave_nothing_behind():
 
 def run_ahead(alpha: float, ahead: int) -> list[float]:
     """Seconds that steps with a request behind its prompt waited; a draft takes 1 ms."""
-    clock = Clock()
-    net = Net(worker(clock, alpha, ahead=ahead), clock, draft_s=0.001)
-    target = Target([net], clock)
+    target, _ = simulated(alpha, ahead, {"draft_s": 0.001})
     begin(target, 1, 3000)
     finish(target, 3000)
     return [step - STEP_S for step in target.steps[2:-5]]  # at the end fewer are asked for
@@ -282,14 +263,12 @@ def test_sessions_of_a_worker_that_fails_move_to_another(how):
     nets = pool(clock, 2)
     target = Target(nets, clock, num_slots=8)
     begin(target, 8, 2000)
-    for _ in range(5):
-        target.step()
+    target.step(5)
     if how == "killed":
         nets[0].kill()
     else:
         nets[0].is_hung = True
-    for _ in range(10):
-        target.step()
+    target.step(10)
     assert target.widths[-1] == 8 * 4  # the other one drafts for all
     assert target.counts["remote_moves", ""] > 0
     assert max(target.steps[-5:]) < 2 * STEP_S
@@ -314,8 +293,7 @@ def test_no_more_is_asked_for_than_a_fixed_width():
 
 def test_waiting_that_costs_more_than_it_gains_is_given_up_before_a_trial():
     """A step says what one without the wait would have taken."""
-    clock = Clock()
-    target = Target([Net(worker(clock), clock, draft_s=0.02)], clock, policy=adaptive(clock))
+    target, _ = simulated(between={"draft_s": 0.02}, policy=adaptive)
     target.drafter.policy._until_trial = 10**6
     begin(target, 1, 500)
     while target.drafter.policy.is_drafting:
@@ -325,19 +303,14 @@ def test_waiting_that_costs_more_than_it_gains_is_given_up_before_a_trial():
 
 
 def test_a_deadline_is_what_the_drafts_are_worth():
-    clock = Clock()
-    net = Net(worker(clock), clock)
-    policy = adaptive(clock)
-    target = Target([net], clock, policy=policy, deadline_s=10.0, per_draft_s=0.0005)
+    target, net = simulated(policy=adaptive, deadline_s=10.0, per_draft_s=0.0005)
     begin(target, 1, 4000)
-    while len(target.steps) < 100:
-        target.step()
+    target.step(100)
     # 4 right drafts save 4 steps of 10 ms, and verifying them costs 2 ms. Estimates are noisy.
-    worth_ms = policy.worth_ms(np.zeros(1, dtype=np.int64))
+    worth_ms = target.drafter.policy.worth_ms(np.zeros(1, dtype=np.int64))
     assert 20 < worth_ms < 45
     net.is_hung = True
-    for _ in range(5):
-        target.step()
+    target.step(5)
     late = [1e3 * step for step in target.steps[100:] if step > 1.5 * STEP_S]
     assert late and max(late) < 12 + 45  # not the 10 s that it may wait
     net.is_hung = False

@@ -67,8 +67,7 @@ class Simulated:
 def test_sessions_of_a_worker_that_leaves_the_list_go_to_others():
     simulated = Simulated(FIRST, SECOND)
     simulated.begin(*range(8))
-    for _ in range(5):
-        simulated.target.step()
+    simulated.target.step(5)
     assert simulated.homes == {FIRST, SECOND}
     simulated.list(SECOND)
     assert not simulated.nets[FIRST].is_open
@@ -95,8 +94,7 @@ def test_sessions_stay_where_they_are_when_a_worker_comes_and_new_ones_use_it():
 def test_a_request_that_ended_at_a_worker_that_left_is_told_to_nobody():
     simulated = Simulated(FIRST)
     simulated.begin(0)
-    for _ in range(3):
-        simulated.target.step()
+    simulated.target.step(3)
     simulated.target.abort("0")
     simulated.target.client.keep([])  # to be told with the next batch
     num_asks = len(simulated.nets[FIRST].sent)

@@ -20,7 +20,7 @@ from tests.support.clock import Clock
 from tests.support.draft_links import ANSWER, TCP, ask, linked, serving, until
 from tests.support.oracle import VOCAB
 from tests.support.patience import HANG_S
-from tests.support.remote_harness import Net, Target, link_to, worker
+from tests.support.remote_harness import Net, link_to, simulated, worker
 
 DEADLINE_S = 0.05
 BATCH = DraftBatch(1, 1000, [Delta(1, 0, [1, 2, 3], 1)])
@@ -80,13 +80,12 @@ def test_each_state_that_lasts_is_logged_once(said):
 
 def test_tokens_that_the_other_side_lacks_are_named_on_both(said):
     """Once each: nothing else shows that two models have not the same tokenizer."""
-    clock = Clock()
-    target = Target([Net(worker(clock), clock)], clock)
+    target, _ = simulated()
     target.client._vocab_size = 3
     target.add("few", [1, 2], 40)
     target.run()
     assert target.count("refused") > 1 and not target.count("drafts")
-    clock.now += EVERY_S
+    target.clock.now += EVERY_S
     target.links[0].receive()
     target.client._vocab_size = VOCAB
     target.add("many", [VOCAB + 7, 3], 40)

@@ -12,7 +12,7 @@ from dllm.remote.client import DraftRequest, Session
 from dllm.remote.wire import Delta, Draft, DraftBatch, Reply, frame, read_batch, read_reply
 from dllm.remote.worker import DraftSession
 from tests.support.oracle import VOCAB, plain
-from tests.support.remote_harness import Clock, Net, Target, worker
+from tests.support.remote_harness import Clock, Net, Target, simulated, worker
 
 NUM_MUTATED = 10_000
 NUMBER, LENGTH = st.integers(0, 2**63 - 1), st.integers(0, wire.MAX_INT32)
@@ -100,10 +100,8 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 def test_mutated_asks_do_no_harm(monkeypatch):
     """No crash, nothing that grows, and the drafts of another target are as before."""
     monkeypatch.setattr(drafting, "MAX_SESSIONS", 20)
-    rng, clock = random.Random(0), Clock()
-    drafter = worker(clock)
-    net = Net(drafter, clock)
-    target = Target([net], clock)
+    rng, (target, net) = random.Random(0), simulated()
+    drafter = net.worker
     target.add("honest", [1, 2, 3], 5 * NUM_MUTATED // 50)
     num_read = 0
     for number in range(NUM_MUTATED):

@@ -5,7 +5,7 @@ and take no time.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,8 +191,12 @@ class Target:
     def abort(self, name: str) -> None:
         del self.requests[name]
 
-    def step(self) -> None:
-        """One step of all requests, and the drafts of the next one."""
+    def step(self, count: int = 1) -> None:
+        """So many steps of all requests, each with the drafts of the next one."""
+        for _ in range(count):
+            self._step()
+
+    def _step(self) -> None:
         start = self.clock.now
         verified = {name: len(each.drafts) for name, each in self.requests.items()}
         self.widths.append(sum(verified.values()))
@@ -234,3 +238,19 @@ class Target:
 def worker(clock: Clock, alpha: float = 1.0, ahead: int = 0) -> DraftWorker:
     """A worker with an oracle."""
     return DraftWorker(Oracle(alpha), ahead, clock)
+
+
+def simulated(
+    alpha: float = 1.0, ahead: int = 0, between: Mapping[str, float] | None = None, **options: Any
+) -> tuple[Target, Net]:
+    """A target that asks one worker, and what is between them.
+
+    Args:
+        between: of ``Net``.
+        options: of ``Target``; its policy may be a function that makes one of the clock.
+    """
+    clock = Clock()
+    net = Net(worker(clock, alpha, ahead), clock, **(between or {}))
+    if callable(policy := options.get("policy")):
+        options["policy"] = policy(clock)
+    return Target([net], clock, **options), net
