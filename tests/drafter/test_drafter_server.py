@@ -6,18 +6,11 @@ import pytest
 
 from tests.support.dashboard import named_by_row, served
 from tests.support.drafter_pairs import write_drafter, write_target
-from tests.support.server_harness import ENVIRONMENT, Server
+from tests.support.server_harness import COMMON_FLAGS, ENVIRONMENT, MODEL, Server
 
 pytestmark = pytest.mark.slow
 
 NUM_DRAFTS, WIDTH = 3, 2
-FLAGS = (
-    "--dtype=float32",
-    "--enforce-eager",
-    "--max-model-len=256",
-    "--max-num-seqs=4",
-    "--max-num-batched-tokens=128",
-)
 
 
 def metrics(server: Server) -> dict[str, float]:
@@ -33,7 +26,8 @@ def test_metrics_of_drafting(tmp_path):
     target, drafter = write_target(tmp_path / "target"), write_drafter(tmp_path / "drafter")
     assert ENVIRONMENT["TORCHDYNAMO_DISABLE"] == "1"
     flags = (
-        *FLAGS,
+        *COMMON_FLAGS,
+        "--max-num-batched-tokens=128",
         "--speculative-config",
         f'{{"method": "dflash", "model": "{drafter}", "num_speculative_tokens": {NUM_DRAFTS}}}',
         "--additional-config",
@@ -42,8 +36,7 @@ def test_metrics_of_drafting(tmp_path):
     with Server(target, tmp_path / "log", flags) as server:
         server.wait_until_ready()
         body = {"prompt": [20, 21, 22], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
-        body["model"] = str(target)
-        assert server.post("/v1/completions", body).status == 200
+        server.ask("/v1/completions", {"model": MODEL} | body)
         found = metrics(server)
         assert named_by_row()["Drafts"] <= served(server.get("/metrics").text)
     passes = found["draft_passes_total"]

@@ -82,10 +82,8 @@ def workers(tmp_path) -> Iterator[list[WorkerProcess]]:
 
 def answer(server: Server, prompt: list[int]) -> list[int]:
     body = {"model": str(TARGET), "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
-    reply = server.post("/v1/completions", body | {"ignore_eos": True, "return_token_ids": True})
-    assert reply.status == 200, reply.text
-    tokens: list[int] = json.loads(reply.text)["choices"][0]["token_ids"]
-    return tokens
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    return server.ask("/v1/completions", body)["choices"][0]["token_ids"]
 
 
 @pytest.mark.nightly

@@ -20,7 +20,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench.toys.suite import FAMILIES, Question, questions
-from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, serving
+from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, ask_chat, serving
 
 pytest_plugins = ["tests.support.sdar_server"]
 
@@ -148,13 +148,8 @@ def answers(
     """(greedy answers, denoise steps a block)."""
 
     def one(question: Question) -> tuple[str, int]:
-        completion = server.client().chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": question.prompt}],
-            max_tokens=96,
-            temperature=0,
-            extra_body=body,
-        )
+        options = {"max_tokens": 96, "temperature": 0, "extra_body": body}
+        completion = ask_chat(server.client(), question.prompt, **options)
         start = completion.usage.prompt_tokens
         end = start + completion.usage.completion_tokens
         return completion.choices[0].message.content or "", -(-end // block) - start // block
@@ -192,7 +187,7 @@ def filled(served: Served, question: Question) -> list[str]:
     if first == 0 or TOKENIZER.encode(suffix, add_special_tokens=False).ids != ids[last:]:
         return ["short, or not spelled the same way"]
     asked = {"model": MODEL, "messages": [{"role": "user", "content": question.prompt}]}
-    prompt = json.loads(server.post("/tokenize", asked).text)["tokens"] + ids[:first]
+    prompt = server.ask("/tokenize", asked)["tokens"] + ids[:first]
     # Hole, suffix and the token that ends the answer.
     seen = ["fits"] if len(ids) - first + 1 <= block - len(prompt) % block else ["does not fit"]
     try:

@@ -7,7 +7,7 @@ import openai
 import pytest
 from vllm import SamplingParams
 
-from tests.support.server_harness import CANVAS, MAX_NUM_BATCHED_TOKENS, MODEL
+from tests.support.server_harness import CANVAS, MAX_NUM_BATCHED_TOKENS, MODEL, ask_chat
 
 pytestmark = pytest.mark.slow
 
@@ -24,16 +24,15 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 def split(options: dict[str, Any]) -> dict[str, Any]:
     """Random weights say end-of-sequence at any time: it is ignored unless a test is about it."""
     extra = {"return_token_ids": True, "ignore_eos": True} | options.pop("extra_body", {})
-    return {"model": MODEL, "max_tokens": BLOCKS, "seed": 1} | options | {"extra_body": extra}
+    return {"max_tokens": BLOCKS, "seed": 1} | options | {"extra_body": extra}
 
 
 def complete(client: openai.OpenAI, text: Any = "Sort these numbers", **options: Any) -> Any:
-    return client.completions.create(prompt=text, **split(options))
+    return client.completions.create(model=MODEL, prompt=text, **split(options))
 
 
 def chat(client: openai.OpenAI, text: str = "Sort these numbers", **options: Any) -> Any:
-    messages = [{"role": "user", "content": text}]
-    return client.chat.completions.create(messages=messages, **split(options))
+    return ask_chat(client, text, **split(options))
 
 
 def tokens(completion: Any) -> list[int]:

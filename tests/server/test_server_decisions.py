@@ -1,7 +1,6 @@
 """Typed decisions through a real server, asked by OpenAI's SDK as it is."""
 
 import asyncio
-import json
 from typing import Any
 
 import openai
@@ -243,9 +242,7 @@ def test_another_model_is_not_found(client):
 
 
 def test_vllm_s_own_route_takes_the_same_strategy(server):
-    reply = server.post("/v1/systemone", SYSTEMONE)
-    assert reply.status == 200, reply.text
-    answers = json.loads(reply.text)["answers"]
+    answers = server.ask("/v1/systemone", SYSTEMONE)["answers"]
     (asked,) = decide(server.client(), [PREDICATE]).answers
     assert answers["p"]["noul"] == asked.probability
     assert len(answers["c"]["probabilities"]) == 40

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from bench.toys.suite import questions
-from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, serving
+from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, ask_chat, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
@@ -33,9 +33,7 @@ def server(decoding: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def ask(client: openai.OpenAI, question: str, **options: Any) -> Any:
-    messages = [{"role": "user", "content": question}]
-    options = {"max_tokens": 100, "temperature": 0} | options
-    return client.chat.completions.create(model=MODEL, messages=messages, **options)
+    return ask_chat(client, question, **({"max_tokens": 100, "temperature": 0} | options))
 
 
 def answers(server: Server) -> list[str]:

@@ -1,6 +1,5 @@
 """`vllm serve` of a model with blocks, through the real OpenAI client."""
 
-import json
 import select
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -121,8 +120,7 @@ def test_texts_are_scored(server: Server) -> None:
     body = {"prompt": "Sort these numbers", "text": "1 2 3 and some more of them"}
     bodies = [body, body | {"samples": 1}, body | {"places": [4, 0]}, body | {"seed": 1}]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        replies = list(pool.map(partial(server.post, "/v1/scores"), 2 * bodies))
-    answers = [json.loads(reply.text) for reply in replies]
+        answers = list(pool.map(partial(server.ask, "/v1/scores"), 2 * bodies))
     estimate, single, places, other = answers[:4]
     assert answers[4:] == answers[:4]
     assert estimate["samples"] == 8 and estimate["standard_error"] > 0 > estimate["elbo"]

@@ -250,9 +250,7 @@ def requests(draw: st.DrawFn) -> Sent:
 
 def fuzz(server: Server, num_bodies: int, at_once: int, derandomize: bool) -> None:
     def good_tokens(body: dict[str, Any]) -> Any:
-        reply = server.post("/v1/completions", body)
-        assert reply.status == 200, reply.text
-        return json.loads(reply.text)["choices"][0]["token_ids"]
+        return server.ask("/v1/completions", body)["choices"][0]["token_ids"]
 
     alone = [good_tokens(body) for body in GOOD]
     log_before = server.log.stat().st_size

@@ -1,7 +1,5 @@
 """Pins by text and fill in the middle through a real server."""
 
-import json
-
 import openai
 import pytest
 
@@ -16,7 +14,7 @@ HOLD = {"vllm_xargs": {"diffusion_pin_mode": "hold"}}
 
 def tokenize(server: Server, text: str) -> list[int]:
     body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
-    return json.loads(server.post("/tokenize", body).text)["tokens"]
+    return server.ask("/tokenize", body)["tokens"]
 
 
 def filled(client: openai.OpenAI, suffix: str = " and go", **options):

@@ -11,7 +11,7 @@ import pytest
 
 from bench.toys.suite import question
 from tests.support.adapters import write_adapter
-from tests.support.server_harness import CHECKPOINTS, MODEL, Server
+from tests.support.server_harness import CHECKPOINTS, MODEL, Server, ask_chat
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +26,7 @@ def client(sdar_server: Server) -> openai.OpenAI:
 # --- structured outputs and tool calls ------------------------------------------------------------
 # That every answer is valid, and what is refused: tests/engine/test_family_grammars.py.
 
-ASK: Any = [
-    {
-        "role": "user",
-        "content": "Write name, age and city as JSON: Lou is 28 and lives in Baku.",
-    }
-]
+ASK = "Write name, age and city as JSON: Lou is 28 and lives in Baku."
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}},
@@ -53,8 +48,9 @@ class Person(pydantic.BaseModel):
 
 
 def test_a_form_that_the_model_knows_has_the_right_answer(client):
+    messages: Any = [{"role": "user", "content": ASK}]
     answer = client.chat.completions.parse(
-        model=MODEL, messages=ASK, response_format=Person, max_tokens=120, temperature=0
+        model=MODEL, messages=messages, response_format=Person, max_tokens=120, temperature=0
     )
     assert answer.choices[0].message.parsed == Person(name="Lou", age=28, city="Baku")
 
@@ -64,15 +60,8 @@ def test_a_form_that_the_model_knows_has_the_right_answer(client):
 )
 def test_a_required_tool_is_called_as_its_schema_says(client, choice):
     for seed in range(12):
-        answer = client.chat.completions.create(
-            model=MODEL,
-            messages=ASK,
-            max_tokens=120,
-            tools=[TOOL],
-            tool_choice=choice,
-            seed=seed,
-            temperature=(0.0, 0.7, 1.0, 2.0)[seed % 4],
-        )
+        sampling = {"seed": seed, "temperature": (0.0, 0.7, 1.0, 2.0)[seed % 4]}
+        answer = ask_chat(client, ASK, max_tokens=120, tools=[TOOL], tool_choice=choice, **sampling)
         (call, *_) = answer.choices[0].message.tool_calls
         assert call.function.name == "weather"
         jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
@@ -85,8 +74,7 @@ ASKED = question("reverse", "heldout", 0)
 
 
 def ask(client: openai.OpenAI, model: str, **options: Any) -> Any:
-    messages: Any = [{"role": "user", "content": ASKED.prompt}]
-    return client.chat.completions.create(model=model, messages=messages, max_tokens=64, **options)
+    return ask_chat(client, ASKED.prompt, model=model, max_tokens=64, **options)
 
 
 def text(answer: Any) -> str:
@@ -108,10 +96,8 @@ def test_a_decision_reads_the_canvas_of_its_adapter(sdar_server):
     asked = {"type": "choice", "instructions": "Who has more?", "choices": choices}
     body = {"input": ASKED.prompt, "questions": [asked]}
     names = (MODEL, "signed")
-    replies = [sdar_server.post("/v1/decisions", body | {"model": name}) for name in names]
-    assert [reply.status for reply in replies] == [200, 200]
-    plain, adapted = (json.loads(reply.text)["answers"] for reply in replies)
-    assert plain != adapted
+    replies = [sdar_server.ask("/v1/decisions", body | {"model": name}) for name in names]
+    assert replies[0]["answers"] != replies[1]["answers"]
 
 
 def test_many_options_are_answered_behind_an_input_of_any_length(sdar_server):
@@ -122,9 +108,7 @@ def test_many_options_are_answered_behind_an_input_of_any_length(sdar_server):
         for length in range(32)
     ]
     body = {"model": MODEL, "input": "Ann has 34.", "questions": questions}
-    reply = sdar_server.post("/v1/decisions", body)
-    assert reply.status == 200, reply.text
-    assert len(json.loads(reply.text)["answers"]) == 32
+    assert len(sdar_server.ask("/v1/decisions", body)["answers"]) == 32
 
 
 def test_adapters_come_and_go_and_a_wrong_one_is_refused(

@@ -8,21 +8,14 @@ import anthropic
 import pytest
 
 from tests.support.edited import edited
-from tests.support.server_harness import CHECKPOINTS, MODEL, Server, serving
+from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, serving
 
 START, END, STOPS = 17, 18, (1, 6)
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 MESSAGES = [{"role": "user", "content": "What is 3 + 5?"}]
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ENDED = "dllm:thoughts_ended_by_budget_total"
-FLAGS = (
-    f"--served-model-name={MODEL}",
-    "--dtype=float32",
-    "--enforce-eager",
-    "--max-model-len=2048",
-    "--max-num-seqs=4",
-    "--reasoning-parser=gemma4",
-)
+FLAGS = (*COMMON_FLAGS, "--max-model-len=2048", "--reasoning-parser=gemma4")
 
 pytestmark = pytest.mark.slow
 
@@ -43,13 +36,6 @@ def chat(**options: Any) -> dict[str, Any]:
     return common | THINK | {"return_token_ids": True} | options
 
 
-def choices(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    reply = server.post(path, body)
-    assert reply.status == 200, reply.text
-    found: list[dict[str, Any]] = json.loads(reply.text)["choices"]
-    return found
-
-
 def num_thoughts(tokens: list[int]) -> int:
     """Tokens of the only thought that was ended, with which the answer begins."""
     assert tokens[0] == START and tokens.count(END) == 1
@@ -59,7 +45,7 @@ def num_thoughts(tokens: list[int]) -> int:
 @pytest.mark.parametrize("budget", [0, 1, 20, 40, 100])
 def test_a_chat_thinks_as_much_as_its_budget(server, budget):
     before = server.metrics(ENDED)
-    (choice,) = choices(server, CHAT, chat(thinking_token_budget=budget))
+    (choice,) = server.ask(CHAT, chat(thinking_token_budget=budget))["choices"]
     assert num_thoughts(choice["token_ids"]) == budget
     assert choice["message"]["content"].strip()
     assert server.metrics(ENDED) == [sum(before) + 1]
@@ -67,20 +53,20 @@ def test_a_chat_thinks_as_much_as_its_budget(server, budget):
 
 def test_without_a_budget_there_is_no_answer(server):
     for given in ({}, {"thinking_token_budget": None}, {"thinking_token_budget": -1}):
-        (choice,) = choices(server, CHAT, chat(**given))
+        (choice,) = server.ask(CHAT, chat(**given))["choices"]
         assert END not in choice["token_ids"] and not choice["message"]["content"]
 
 
 def test_thoughts_that_the_template_turns_off_have_no_end(server):
     """The prompt holds an empty thought."""
     asked = chat(chat_template_kwargs={"enable_thinking": False}, thinking_token_budget=5)
-    (choice,) = choices(server, CHAT, asked | {"logit_bias": {str(START): -100}})
+    (choice,) = server.ask(CHAT, asked | {"logit_bias": {str(START): -100}})["choices"]
     assert END not in choice["token_ids"] and choice["message"]["content"]
 
 
 def test_samples_and_logprobs(server):
     asked = chat(thinking_token_budget=37, n=2, logprobs=True, top_logprobs=1, temperature=1.0)
-    for choice in choices(server, CHAT, asked):
+    for choice in server.ask(CHAT, asked)["choices"]:
         assert num_thoughts(choice["token_ids"]) == 37
         assert all(one["logprob"] > -9999 for one in choice["logprobs"]["content"])
 
@@ -88,7 +74,7 @@ def test_samples_and_logprobs(server):
 @pytest.mark.parametrize("budget", [33, 1])  # 1: the word "thought" alone, which no answer shows
 def test_a_stream_has_the_same_thought_and_answer(server, budget):
     asked = chat(thinking_token_budget=budget)
-    (choice,) = choices(server, CHAT, asked)
+    (choice,) = server.ask(CHAT, asked)["choices"]
     thought, answer, tokens = "", "", []
     given = {key: asked[key] for key in (*THINK, "thinking_token_budget", "return_token_ids")}
     stream = server.client().chat.completions.create(
@@ -113,7 +99,8 @@ def test_a_grammar_begins_behind_the_budget(server):
     }
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
     for budget in (3, 40):
-        (choice,) = choices(server, CHAT, chat(response_format=form, thinking_token_budget=budget))
+        asked = chat(response_format=form, thinking_token_budget=budget)
+        (choice,) = server.ask(CHAT, asked)["choices"]
         assert choice["token_ids"].index(END) == budget  # the token that starts it counts here
         assert 0 <= json.loads(choice["message"]["content"])["sum"] <= 99
         assert choice["finish_reason"] == "stop"
@@ -122,9 +109,9 @@ def test_a_grammar_begins_behind_the_budget(server):
 def test_completions_and_responses(server):
     prompt = "<bos><|channel>thought\n1 2 3"
     asked = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "return_token_ids": True}
-    (free,) = choices(server, COMPLETIONS, asked)
+    (free,) = server.ask(COMPLETIONS, asked)["choices"]
     assert END not in free["token_ids"]
-    (bound,) = choices(server, COMPLETIONS, asked | {"thinking_token_budget": 40})
+    (bound,) = server.ask(COMPLETIONS, asked | {"thinking_token_budget": 40})["choices"]
     given = len(bound["prompt_token_ids"]) - bound["prompt_token_ids"].index(START) - 1
     assert bound["token_ids"].index(END) == 40 - given  # what the prompt thinks counts
     answer = server.client().responses.create(
@@ -155,8 +142,8 @@ def test_anthropics_client_gets_a_thought_of_its_budget_and_an_answer(server, is
     assert [block.type for block in message.content] == ["thinking", "text"]
     thought, answer = message.content
     assert thought.thinking and answer.text.strip()
-    tokenized = server.post("/tokenize", {"model": MODEL, "prompt": thought.thinking})
-    assert 0 < json.loads(tokenized.text)["count"] <= 1024 + 1  # with a <bos>
+    tokenized = server.ask("/tokenize", {"model": MODEL, "prompt": thought.thinking})
+    assert 0 < tokenized["count"] <= 1024 + 1  # with a <bos>
     assert sum(server.metrics(ENDED)) == before + 1
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from bench.toys.chat import TOOLS
 from bench.toys.suite import Question, questions
-from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, serving
+from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, ask_chat, serving
 
 PARSERS = {"gemma": "gemma4", "hermes": "hermes"}
 MARKS = {"gemma": (12, 13, 16), "hermes": (701, 702)}  # around calls, and Gemma's strings
@@ -60,9 +60,9 @@ def ask(client: openai.OpenAI, item: Question, **options: Any) -> Any:
     assert item.chat is not None
     thinking = options.pop("thinking", False)
     fields = {"return_token_ids": True, "thinking_token_budget": options.pop("budget", None)}
-    return client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": item.prompt}],
+    return ask_chat(
+        client,
+        item.prompt,
         tools=[STRICT[name] for name in item.chat.tools],
         max_tokens=MAX_TOKENS,
         seed=1,
@@ -93,15 +93,8 @@ def test_a_required_call_is_a_call_that_the_schema_allows(client, style, thinkin
 def test_a_named_tool_is_called_whatever_the_question(client, style, name):
     item = asked(style, is_listed=True)[0]
     choice = {"type": "function", "function": {"name": name}}
-    listed = [STRICT[tool] for tool in TOOLS]
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": item.prompt}],
-        tools=listed,
-        tool_choice=choice,
-        max_tokens=MAX_TOKENS,
-        seed=1,
-    )
+    options = {"tools": [*STRICT.values()], "tool_choice": choice, "max_tokens": MAX_TOKENS}
+    answer = ask_chat(client, item.prompt, seed=1, **options)
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == name and check(call)
 
@@ -152,18 +145,12 @@ def test_json_behind_a_thought(client):
         "required": ["name", "adult"],
         "additionalProperties": False,
     }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
     for seed in range(4):
-        answer = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "Write name and adult as JSON: Ann is 33."}],
-            max_tokens=90,
-            seed=seed,
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "person", "schema": schema},
-            },
-            extra_body={"chat_template_kwargs": {"enable_thinking": True}},
-        )
+        question = "Write name and adult as JSON: Ann is 33."
+        options = {"max_tokens": 90, "seed": seed, "response_format": form}
+        answer = ask_chat(client, question, extra_body=thinks, **options)
         message = answer.choices[0].message
         assert message.reasoning
         jsonschema.validate(json.loads(message.content), schema)
@@ -242,12 +229,7 @@ def test_a_schema_that_cannot_be_held_to_is_refused(client, what):
     if what == "large":
         schema = {"type": "object", "properties": {"a": {"enum": ["x" * 60_000, "y" * 80_000]}}}
     function = {"name": "odd", "strict": True, "parameters": schema}
+    tools = [{"type": "function", "function": function}]
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "x"}],
-            tools=[{"type": "function", "function": function}],
-            tool_choice="required",
-            max_tokens=20,
-        )
+        ask_chat(client, "x", tools=tools, tool_choice="required", max_tokens=20)
     assert refused.value.param == "tools"

@@ -176,6 +176,12 @@ class Server:
         except urllib.error.HTTPError as error:
             return Reply(error.code, error.read().decode(errors="replace"))
 
+    def ask(self, path: str, body: Any) -> Any:
+        """The JSON that a request gets which is served."""
+        reply = self.post(path, body)
+        assert reply.status == 200, reply.text
+        return json.loads(reply.text)
+
     def get(self, path: str) -> Reply:
         with urllib.request.urlopen(self.url + path, timeout=HANG_S) as response:
             return Reply(response.status, response.read().decode())
@@ -236,6 +242,12 @@ def server(
 @pytest.fixture(scope="session")
 def client(server: Server) -> openai.OpenAI:
     return server.client()
+
+
+def ask_chat(client: openai.OpenAI, text: str, model: str = MODEL, **options: Any) -> Any:
+    """The answer to a question of the user, or the stream of it."""
+    messages: Any = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model=model, messages=messages, **options)
 
 
 # Variables that engine_harness and tests set for this process, and a server must not inherit.
