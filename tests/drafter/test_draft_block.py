@@ -32,18 +32,12 @@ from tests.support.drafter_pairs import (
     repeating_config,
     repeating_drafter,
     write_drafter,
-    write_repeating_target,
 )
 from tests.support.drafter_reference import ReferenceDrafter
 from tests.support.engine_harness import Engine
 
 NUM_DRAFTS, TRAINED, STEPS = 6, 4, 4
 RTOL = 1e-4  # fp32, sums in another order
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_repeating_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

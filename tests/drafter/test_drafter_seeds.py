@@ -16,10 +16,6 @@ from tests.support.drafter_harness import (
     plain_engine,
     policy_of,
 )
-from tests.support.drafter_pairs import (
-    write_repeating_drafter,
-    write_repeating_target,
-)
 from tests.support.engine_harness import Engine
 
 NUM_DRAFTS = 5
@@ -32,32 +28,21 @@ SAMPLED = [
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_repeating_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def plain(target) -> list[list[int]]:
     engine = plain_engine(target, skip_tokenizer_init=True)
     return engine.generate(PROMPTS, SAMPLED)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A drafter."""
-    return write_repeating_drafter(tmp_path_factory.mktemp("drafter"))
-
-
-def drafting(target: Path, folder: Path, method: str) -> Engine:
+def drafting(target: Path, drafter: Path, method: str) -> Engine:
     """The engine with this ``draft_sample_method``."""
     speculative = {"draft_sample_method": method}
     options = dict(skip_tokenizer_init=True, speculative=speculative)
-    return drafting_engine(target, folder, NUM_DRAFTS, **options)
+    return drafting_engine(target, drafter, NUM_DRAFTS, **options)
 
 
 @pytest.fixture(scope="module", params=METHODS)
-def engine(request, target, folder) -> Engine:
-    return drafting(target, folder, request.param)
+def engine(request, target, drafter) -> Engine:
+    return drafting(target, drafter, request.param)
 
 
 @pytest.mark.parametrize("kind", ["5", "0", "random", "adaptive", "pilot"])
@@ -96,11 +81,11 @@ class Watching(FixedWidth):
         self.accepted += step.accepted.sum()
 
 
-def test_sampled_drafts_are_kept_more_often_than_likeliest_ones(target, folder):
+def test_sampled_drafts_are_kept_more_often_than_likeliest_ones(target, drafter):
     """At temperature 2 the likeliest token is not likely."""
     rates = {}
     for method in METHODS:
-        engine = drafting(target, folder, method)
+        engine = drafting(target, drafter, method)
         with policy_of(engine, Watching(NUM_DRAFTS)) as seen:
             params = [greedy(60, temperature=2.0, seed=seed) for seed in range(16)]
             engine.generate(PROMPTS * 4, params)

@@ -20,10 +20,6 @@ from tests.support.drafter_harness import (
     policy_of,
     unused_drafts,
 )
-from tests.support.drafter_pairs import (
-    write_repeating_drafter,
-    write_repeating_target,
-)
 
 N = 5
 
@@ -82,21 +78,10 @@ def test_confidence_grows_with_the_match_and_is_0_where_the_answer_ends():
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_repeating_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def engine(target, tmp_path_factory):
-    folder = write_repeating_drafter(tmp_path_factory.mktemp("drafter"))
+def engine(target, drafter):
     return drafting_engine(
-        target, folder, N, {"policy": "adaptive", "prompt_lookup": True}, skip_tokenizer_init=True
+        target, drafter, N, {"policy": "adaptive", "prompt_lookup": True}, skip_tokenizer_init=True
     )
-
-
-@pytest.fixture(scope="module")
-def plain(target):
-    return plain_engine(target, skip_tokenizer_init=True)
 
 
 class Any(AdaptiveWidth):
@@ -155,15 +140,14 @@ def test_lookups_without_a_drafter_give_the_text_of_plain_decoding(target, plain
     assert sum(steps) > len(steps) / 2 and len(steps) < 30
 
 
-def test_prompts_in_chunks_preemptions_and_the_models_end(target, tmp_path):
+def test_prompts_in_chunks_preemptions_and_the_models_end(target, drafter):
     """Few pages, short limits: slots change hands while texts are looked up."""
-    folder = write_repeating_drafter(tmp_path)
     limits = dict(max_model_len=160, num_gpu_blocks_override=12, skip_tokenizer_init=True)
     asked = [[1 + i % 3 for i in range(length)] for length in (100, 3, 150, 40, 90, 7)]
     params = [greedy(160 - len(prompt), ignore_eos=True) for prompt in asked]
     plain = plain_engine(target, **limits)
     options = {"policy": "adaptive", "prompt_lookup": True}
-    engine = drafting_engine(target, folder, N, options, **limits)
+    engine = drafting_engine(target, drafter, N, options, **limits)
     with policy_of(engine, Any()):
         assert engine.generate(asked, params) == plain.generate(asked, params)
 

@@ -1,6 +1,5 @@
 """Rejection sampling of drafts: every token has the target's distribution."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +9,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from dllm.drafter.verification import RatioSampler, ratio_test
-from tests.support.drafter_harness import (
-    drafting_engine,
-    greedy,
-    make_policy,
-    plain_engine,
-    policy_of,
-)
-from tests.support.drafter_pairs import (
-    SMALL_VOCAB,
-    write_repeating_drafter,
-    write_repeating_target,
-)
+from tests.support.drafter_harness import drafting_engine, greedy, make_policy, policy_of
+from tests.support.drafter_pairs import SMALL_VOCAB
 from tests.support.engine_harness import Engine
 
 VOCAB, NUM_DRAFTS = 6, 2
@@ -143,23 +132,12 @@ PROMPT, HEAT, NUM_ANSWERS = [5, 6, 7], 2.0, 1200
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Path:
-    return write_repeating_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def engine(target, tmp_path_factory) -> Engine:
-    drafter = write_repeating_drafter(tmp_path_factory.mktemp("drafter"))
+def engine(target, drafter) -> Engine:
     options = {"verification": "rejection", "policy": "adaptive", "prompt_lookup": True}
     speculative = {"draft_sample_method": "probabilistic"}
     return drafting_engine(
         target, drafter, NUM_DRAFTS, options, skip_tokenizer_init=True, speculative=speculative
     )
-
-
-@pytest.fixture(scope="module")
-def plain(target) -> Engine:
-    return plain_engine(target, skip_tokenizer_init=True)
 
 
 def test_greedy_text_is_that_of_plain_decoding(engine, plain):
