@@ -1,4 +1,4 @@
-"""A pair that several files share: its drafts are mostly right. Others write targets of their own."""
+"""A pair whose drafts are mostly right, which several files share; others write their own."""
 
 from pathlib import Path
 from typing import Any

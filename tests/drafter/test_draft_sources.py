@@ -1,6 +1,6 @@
 """vLLM's own speculators under our steering: the text is plain decoding's, for every source."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,30 +61,31 @@ def folders(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("sources")
 
 
-def target_of(folders: Path, name: str) -> Path:
-    write = SOURCES[name].write_target
+def written(folders: Path, write: Callable[[Path], Path]) -> Path:
     path = folders / write.__name__
     return path if path.exists() else write(path)
+
+
+def target_of(folders: Path, name: str) -> Path:
+    return written(folders, SOURCES[name].write_target)
+
+
+def engine_with(folders: Path, name: str, options: dict[str, Any], **more: Any) -> Engine:
+    """An engine with a draft source."""
+    source, target = SOURCES[name], target_of(folders, name)
+    drafter = target if source.write_drafter is None else written(folders, source.write_drafter)
+    speculative = {"method": source.method} | source.more
+    return drafting_engine(target, drafter, N, options, speculative=speculative, **more)
 
 
 class Pair:
     """A target, plain and with a draft source."""
 
     def __init__(self, folders: Path, name: str) -> None:
-        source = SOURCES[name]
-        self.name, self.target = name, target_of(folders, name)
-        drafter = self.target
-        if source.write_drafter is not None:
-            drafter = source.write_drafter(folders / name)
-        self.plain = plain_engine(self.target)
-        self.drafting = drafting_engine(
-            self.target,
-            drafter,
-            N,
-            {"policy": "adaptive", "prompt_lookup": True},
-            speculative={"method": source.method} | source.more,
-            **TIGHT,
-        )
+        self.name = name
+        self.plain = plain_engine(target_of(folders, name))
+        options = {"policy": "adaptive", "prompt_lookup": True}
+        self.drafting = engine_with(folders, name, options, **TIGHT)
 
     @property
     def speculator(self) -> Any:
@@ -280,25 +281,14 @@ def widths_of(steps: Iterable[SchedulerOutput]) -> set[int]:
     "name",
     ["draft_model, sampled", pytest.param("eagle3", marks=pytest.mark.nightly), "dflash 2"],
 )
-def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(
-    folders, tmp_path, monkeypatch, name
-):
+def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(folders, monkeypatch, name):
     """Prompts in chunks, preemptions, random widths and none; the policy learns what happened."""
-    source, target = SOURCES[name], target_of(folders, name)
-    write = source.write_drafter
     with asynchronous_platform():
-        engine = drafting_engine(
-            target,
-            target if write is None else write(tmp_path),
-            N,
-            {"policy": "adaptive"},
-            speculative={"method": source.method} | source.more,
-            async_scheduling=True,
-            **TIGHT,
-        )
+        options = {"policy": "adaptive"}
+        engine = engine_with(folders, name, options, async_scheduling=True, **TIGHT)
     assert type(engine.scheduler) is AsyncDraftingScheduler
     assert isinstance(engine.scheduler.width_policy, AdaptiveWidth)
-    plain = plain_engine(target)
+    plain = plain_engine(target_of(folders, name))
     preempted = scheduler_watch(monkeypatch, engine, "_preempt_request")
     adaptive = make_policy("adaptive", engine)
     adaptive.reads_confidence = False
@@ -324,7 +314,7 @@ def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(
     with chosen_ahead(engine, told):
         engine.generate(PROMPTS, greedy(40, stop_token_ids=[last]))
     assert set(waits) == {None}
-    if write is None:  # a target that drafts for itself
+    if SOURCES[name].write_drafter is None:  # a target that drafts for itself
         no_ends = torch.zeros(0, dtype=torch.int64)
         monkeypatch.setattr(engine.runner.speculator, "_end_ids", no_ends)
         with policy_of(engine, Watching(N)) as seen, chosen_ahead(engine, FixedWidth(N)):
@@ -340,21 +330,15 @@ def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(
 @pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.nightly)])
 def test_what_a_source_reads_of_the_target_is_recorded(folders, tmp_path, name):
     """Also of tokens that were drafted, and not of those that were rejected."""
-    target, folder = target_of(folders, name), tmp_path / "buffer"
-    engine = drafting_engine(
-        target,
-        SOURCES[name].write_drafter(tmp_path / "drafter"),
-        N,
-        {"policy": "adaptive", "record": str(folder)},
-        speculative={"method": SOURCES[name].method},
-    )
+    folder = tmp_path / "buffer"
+    engine = engine_with(folders, name, {"policy": "adaptive", "record": str(folder)})
     with policy_of(engine, make_policy("random", engine)):
         texts = engine.generate(PROMPTS, greedy(20))
     engine.runner.speculator._recorder.close()
     found = {sample.tokens: sample for sample in read_shards(folder)}
     (layers,) = recorded_layers(folder)
     assert layers == {"eagle3": (0, 1, 2), "dspark": (1, 3)}[name]
-    model = Target(target, "cpu")
+    model = Target(target_of(folders, name), "cpu")
     model.model.float()
     for given, text in zip(PROMPTS, texts, strict=True):
         sample = found[(*given, *text)]

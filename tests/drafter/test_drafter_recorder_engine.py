@@ -16,7 +16,7 @@ from dllm.patches.contract import CPU_WORKER
 from dllm.settings.drafting import DrafterOptions
 from dllm.train.export import read_checkpoint
 from dllm.train.target import Target
-from tests.support.drafter_harness import LIMITS, greedy, plain_engine
+from tests.support.drafter_harness import LIMITS, drafting_engine, greedy, plain_engine
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.toy_prompts import encode_prompt
 
@@ -110,29 +110,18 @@ def test_what_cannot_be_recorded_is_refused_at_start(tmp_path, options, message)
 
 def test_layers_are_refused_beside_a_drafter(tmp_path):
     drafter = TARGET.parent / "tiny-drafter"
-    speculative = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": 3}
     given = {"record": str(tmp_path), "record_layers": LAYERS}
     with pytest.raises(ValueError, match=r"record_layers = \[.*it is for recording"):
-        get_engine(
-            TARGET,
-            speculative_config=speculative,
-            additional_config={"dllm": {"drafter": given}},
-            **LIMITS,
-        )
+        drafting_engine(TARGET, drafter, 3, given)
 
 
 def test_another_drafter_and_another_worker_are_refused(tmp_path):
     given = {"record": str(tmp_path), "record_layers": LAYERS}
     options = dict(additional_config={"dllm": {"drafter": given}}, **LIMITS)
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    without_layers = {"dllm": {"drafter": {"record": str(tmp_path)}}}
+    alone = {"additional_config": {"dllm": {"drafter": {"record": str(tmp_path)}}}}
     with pytest.raises(ValueError, match="method = 'ngram' with"):
-        get_engine(
-            TARGET,
-            speculative_config=ngram,
-            worker_cls=CPU_WORKER,
-            **options | {"additional_config": without_layers},
-        )
+        get_engine(TARGET, speculative_config=ngram, worker_cls=CPU_WORKER, **options | alone)
     with pytest.raises(ValueError, match="recording needs dllm"):
         get_engine(TARGET, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", **options)
 
