@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -287,20 +288,14 @@ def test_without_drafts_the_context_is_stored_and_the_drafter_does_not_run(windo
     engine, *_ = windowed
     engine.reset_prefix_cache()
     speculator = engine.runner.speculator
-    passes, stored = [], []
-    generate, store = speculator._generate_draft, speculator.model.precompute_and_store_context_kv
-    monkeypatch.setattr(
-        speculator, "_generate_draft", lambda *a, **k: (passes.append(a), generate(*a, **k))
-    )
-    monkeypatch.setattr(
-        speculator.model,
-        "precompute_and_store_context_kv",
-        lambda *a: (stored.append(a), store(*a)),
-    )
+    generate = Mock(wraps=speculator._generate_draft)
+    store = Mock(wraps=speculator.model.precompute_and_store_context_kv)
+    monkeypatch.setattr(speculator, "_generate_draft", generate)
+    monkeypatch.setattr(speculator.model, "precompute_and_store_context_kv", store)
     with policy_of(engine, FixedWidth(NUM_DRAFTS, 0)):
         engine.generate([prompt(30)], greedy(10))
-    assert not passes
-    assert sum(len(positions) for _, positions, _ in stored) == 30 + 9
+    assert not generate.called
+    assert sum(len(call.args[1]) for call in store.call_args_list) == 30 + 9  # positions
 
 
 @pytest.mark.parametrize("kind", ["0", "random"])

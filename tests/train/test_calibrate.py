@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -77,21 +78,13 @@ def test_positions_that_are_shown_are_not_learned(target, tmp_path, monkeypatch)
     run = calibration(
         target, random_samples(target, 5), tmp_path, small_settings(revealed_share=1.0)
     )
-    learner, seen = run.learner, []
-    forward, losses = learner.model.forward, learner_module.losses
-
-    def spy_forward(features, embeds, anchors):
-        seen.append(embeds)
-        return forward(features, embeds, anchors)
-
-    def spy_losses(hidden, head, labels):
-        seen.append(labels)
-        return losses(hidden, head, labels)
-
-    monkeypatch.setattr(learner.model, "forward", spy_forward)
-    monkeypatch.setattr(learner_module, "losses", spy_losses)
+    learner = run.learner
+    forward, losses = Mock(wraps=learner.model.forward), Mock(wraps=learner_module.losses)
+    monkeypatch.setattr(learner.model, "forward", forward)
+    monkeypatch.setattr(learner_module, "losses", losses)
     learner.loss(0)
-    embeds, labels = seen
+    (passed,), (scored,) = forward.call_args_list, losses.call_args_list
+    embeds, labels = passed.args[1], scored.args[2]
     mask = learner.embedding[learner.drafter.read.mask_token_id]
     is_mask = (embeds[:, :, 1:] == mask).all(-1)
     assert is_mask.any(-1).all() and not is_mask.all()

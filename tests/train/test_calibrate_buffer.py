@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,15 +64,10 @@ def test_a_buffer_trains_without_the_targets_layers(hollow, target, tmp_path):
 
 
 def test_of_one_file_only_three_tensors_are_read(target_path, target, monkeypatch):
-    read, names = target_embeddings._read, []
-
-    def noted(path: Path, files: dict[str, str], name: str) -> torch.Tensor:
-        names.append(name)
-        return read(path, files, name)
-
-    monkeypatch.setattr(target_embeddings, "_read", noted)
+    read = Mock(wraps=target_embeddings._read)
+    monkeypatch.setattr(target_embeddings, "_read", read)
     assert_same(TargetEmbeddingsAndHead.read(target_path, "cpu"), target)
-    assert sorted(names) == sorted(ENDS)
+    assert sorted(call.args[2] for call in read.call_args_list) == sorted(ENDS)
 
 
 def test_a_tied_head_is_the_embedding():
