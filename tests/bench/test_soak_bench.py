@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from bench import soak, soak_load
 from bench.soak import CALM, EVERYTHING, RUDELY, Campaign
@@ -89,16 +90,9 @@ def campaign(answer, monkeypatch, num_requests):
     async def run():
         app = web.Application()
         app.router.add_post("/v1/{rest:.*}", reply)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]
-        try:
-            seconds = num_requests / clock.REQUESTS_PER_S
-            await found.run(f"http://127.0.0.1:{port}", os.getpid(), seconds)
-        finally:
-            await runner.cleanup()
+        seconds = num_requests / clock.REQUESTS_PER_S
+        async with TestServer(app) as server:
+            await found.run(str(server.make_url("/")), os.getpid(), seconds)
 
     asyncio.run(run())
     return found

@@ -21,6 +21,7 @@ class Stub:
         reply: makes the text of an answer from the messages of a request.
         num_tokens: completion tokens that every answer reports.
         passes: forward passes that the metrics count for every answer; None: no such metrics.
+        page: the metrics, if they are others.
         status: HTTP status of chat requests; anything but 200 is an error.
         complete: makes the answer to a body that is sent to /v1/completions or /v1/decisions.
         requests: bodies of the chat requests so far.
@@ -32,6 +33,7 @@ class Stub:
     loaded_from: str | None = None
     num_tokens: int = 10
     passes: int | None = None
+    page: str | None = None
     key: str | None = None
     status: int = 200
     complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -40,6 +42,8 @@ class Stub:
 
     def metrics(self) -> str:
         """The metrics page. One name only starts like a real one, and must not be counted."""
+        if self.page is not None:
+            return self.page
         if self.passes is None:
             return "vllm:num_requests_running 0\n"
         passes = self.passes * len(self.requests)

@@ -1,9 +1,7 @@
 """The planner against a simulation that draws every draft, and by hand; and its command."""
 
-import http.server
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +11,7 @@ import pytest
 from dllm.cli import main
 from dllm.settings.command import FAILED, OK
 from dllm.tools.plan import gains, kv_bytes_of
+from tests.support.chat_stub import Stub, serve
 
 ALPHAS = (0.9, 0.7, 0.8, 0.5, 0.6)  # given the drafts before
 
@@ -132,22 +131,9 @@ def test_what_cannot_be_planned_is_refused(said, flags, capsys):
 
 @contextmanager
 def serving(text: str) -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/metrics"
-    finally:
-        server.shutdown()
-        server.server_close()
+    """The address of a server's metrics, which are this text."""
+    with serve(Stub(str, page=text)) as stub:
+        yield f"{stub.url}/metrics"
 
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
