@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import CacheConfig, ModelConfig
+from vllm.config import CacheConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
@@ -16,6 +16,7 @@ from dllm.models import FAMILIES, REFUSED, settings_of
 from dllm.patches import configure
 from tests.support import family_checkpoints
 from tests.support.engine_harness import Engine
+from tests.support.family_checkpoints import LLADA2, MASK, NEMOTRON, SDAR, STABLE_DIFFCODER, write
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,18 +31,23 @@ def written(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+def configured(path: Path, **flags: Any) -> VllmConfig:
+    """The configuration of a server of this model."""
+    return EngineArgs(str(path), **flags).create_engine_config()
+
+
 @pytest.mark.parametrize("name", ["SDAR", "SDAR_MOE", "LLADA2"])
-def test_a_family_is_read_without_remote_code(name: str, tmp_path: Path) -> None:
+def test_a_family_is_read_without_remote_code(name, tmp_path):
     fields = getattr(family_checkpoints, name)
     config = get_config(written(tmp_path, fields), trust_remote_code=False)
     assert config.canvas_length == config.block_size == fields["block_size"]
-    assert config.mask_token_id == family_checkpoints.MASK
+    assert config.mask_token_id == MASK
     assert config.architectures[0] in FAMILIES
     assert config.rope_parameters["rope_theta"] == fields["rope_theta"]
 
 
-def test_what_a_released_llada2_leaves_out_has_the_released_models_value(tmp_path: Path) -> None:
-    fields = dict(family_checkpoints.LLADA2, vocab_size=157184)
+def test_what_a_released_llada2_leaves_out_has_the_released_models_value(tmp_path):
+    fields = dict(LLADA2, vocab_size=157184)
     for name in ("block_size", "mask_token_id", "score_function", "n_group", "topk_group"):
         del fields[name]
     config = get_config(written(tmp_path, fields), trust_remote_code=False)
@@ -50,14 +56,11 @@ def test_what_a_released_llada2_leaves_out_has_the_released_models_value(tmp_pat
 
 
 @pytest.mark.parametrize("model_type", sorted(REFUSED))
-def test_other_diffusion_models_are_refused_with_the_reason(
-    model_type: str, tmp_path: Path
-) -> None:
-    path = written(tmp_path, dict(family_checkpoints.SDAR, model_type=model_type))
+def test_other_diffusion_models_are_refused_with_the_reason(model_type, tmp_path):
+    path = written(tmp_path, SDAR | {"model_type": model_type})
     for trusts in (False, True):
-        arguments = EngineArgs(str(path), trust_remote_code=trusts)
         with pytest.raises(ValueError, match=f"'{model_type}' is not served: in .* Allowed: the a"):
-            arguments.create_engine_config()
+            configured(path, trust_remote_code=trusts)
 
 
 @pytest.mark.parametrize(
@@ -72,18 +75,16 @@ def test_other_diffusion_models_are_refused_with_the_reason(
     ],
 )
 def test_a_checkpoint_that_cannot_be_served_stops_the_server_at_start(
-    name: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+    name, changes, message, tmp_path
+):
     fields = getattr(family_checkpoints, name) | changes
-    path = family_checkpoints.write(tmp_path / "model", fields | {"vocab_size": 832})
+    path = write(tmp_path / "model", fields | {"vocab_size": 832})
     with pytest.raises(ValueError, match=message):
         Engine(path)
 
 
-def test_a_block_size_may_come_from_the_command_line(tmp_path: Path) -> None:
-    path = family_checkpoints.write(
-        tmp_path / "model", family_checkpoints.SDAR | {"block_size": None}
-    )
+def test_a_block_size_may_come_from_the_command_line(tmp_path):
+    path = write(tmp_path / "model", SDAR | {"block_size": None})
     config = ModelConfig(str(path), hf_overrides={"block_size": 8})
     assert config.is_diffusion and config.hf_config.canvas_length == 8
 
@@ -93,10 +94,9 @@ def test_a_block_size_may_come_from_the_command_line(tmp_path: Path) -> None:
     [({}, 32), ({"canvas_length": 16}, 16), ({"canvas_length": None}, None)],
 )
 def test_the_length_of_a_nemotrons_canvas_may_come_from_the_command_line(
-    overrides: dict[str, Any], length: int | None, tmp_path: Path
-) -> None:
-    path = family_checkpoints.write(tmp_path / "model", family_checkpoints.NEMOTRON)
-    config = EngineArgs(str(path), hf_overrides=overrides).create_engine_config()
+    overrides, length, tmp_path
+):
+    config = configured(write(tmp_path / "model", NEMOTRON), hf_overrides=overrides)
     assert config.model_config.is_diffusion == (length is not None)
     assert getattr(config.diffusion_config, "canvas_length", None) == length
 
@@ -106,8 +106,8 @@ def test_the_length_of_a_nemotrons_canvas_may_come_from_the_command_line(
     [("A2D_QWEN3", 32, 151669), ("A2D_QWEN2", 32, 151665), ("STABLE_DIFFCODER", 4, 5)],
 )
 def test_what_a_config_does_not_say_of_blocks_has_the_released_models_value(
-    name: str, block_size: int, mask_token_id: int, tmp_path: Path
-) -> None:
+    name, block_size, mask_token_id, tmp_path
+):
     fields = dict(getattr(family_checkpoints, name), vocab_size=151936)
     fields.pop("mask_token_id", None)
     path = str(written(tmp_path, fields))
@@ -119,36 +119,32 @@ def test_what_a_config_does_not_say_of_blocks_has_the_released_models_value(
         assert pickle.loads(pickle.dumps(config.hf_config)).canvas_length == expected
 
 
-def test_a_llama_is_a_stable_diffcoder_only_if_it_says_so(tmp_path: Path) -> None:
+def test_a_llama_is_a_stable_diffcoder_only_if_it_says_so(tmp_path):
     """An older upload has Llama's architecture, and the flag says what it is."""
-    llama = family_checkpoints.STABLE_DIFFCODER | {"architectures": ["LlamaForCausalLM"]}
+    llama = STABLE_DIFFCODER | {"architectures": ["LlamaForCausalLM"]}
     path = str(written(tmp_path, llama))
-    diffcoder = {"architectures": family_checkpoints.STABLE_DIFFCODER["architectures"]}
+    diffcoder = {"architectures": STABLE_DIFFCODER["architectures"]}
     for overrides, length in (({}, None), (diffcoder, 4), ({}, None)):
         config = ModelConfig(path, skip_tokenizer_init=True, hf_overrides=overrides)
         assert getattr(config.hf_config, "canvas_length", None) == length
         assert config.is_diffusion == bool(length)
 
 
-def test_a_tiny_a2d_without_blocks_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_tiny_a2d_without_blocks_is_refused_by_its_name(tmp_path):
     fields = family_checkpoints.A2D_QWEN3
-    path = family_checkpoints.write(tmp_path / "Qwen3-0.6B-diffusion-mdlm-v0.1", fields)
+    path = write(tmp_path / "Qwen3-0.6B-diffusion-mdlm-v0.1", fields)
     with pytest.raises(ValueError, match="mdlm was trained without blocks"):
-        EngineArgs(str(path)).create_engine_config()
+        configured(path)
 
 
 @pytest.mark.parametrize(("block_size", "page"), [(4, 128), (32, 128), (24, 384)])
-def test_pages_of_the_cache_hold_whole_blocks(block_size: int, page: int, tmp_path: Path) -> None:
-    fields = family_checkpoints.SDAR | {"block_size": block_size}
-    path = family_checkpoints.write(tmp_path / "model", fields)
-    config = EngineArgs(str(path)).create_engine_config()
-    assert config.cache_config.block_size == page  # 128 is vLLM's default on a CPU
+def test_pages_of_the_cache_hold_whole_blocks(block_size, page, tmp_path):
+    path = write(tmp_path / "model", SDAR | {"block_size": block_size})
+    assert configured(path).cache_config.block_size == page  # 128 is vLLM's default on a CPU
 
 
 @pytest.mark.parametrize(("block_size", "page"), [(1, 64), (32, 64), (24, 192)])
-def test_pages_on_a_gpu_hold_whole_tiles_and_blocks(
-    block_size: int, page: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_on_a_gpu_hold_whole_tiles_and_blocks(block_size, page, monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     cache = CacheConfig()
     configure._choose_pages(cache, block_size)
@@ -182,21 +178,17 @@ def test_pages_on_a_gpu_hold_whole_tiles_and_blocks(
     ],
     ids=str,
 )
-def test_flags_that_do_not_fit_the_blocks(
-    flags: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    fields = family_checkpoints.SDAR | {"block_size": 24}
-    path = family_checkpoints.write(tmp_path / "model", fields)
+def test_flags_that_do_not_fit_the_blocks(flags, message, tmp_path):
+    path = write(tmp_path / "model", SDAR | {"block_size": 24})
     with pytest.raises(ValueError, match=message):
-        EngineArgs(str(path), **flags).create_engine_config()
+        configured(path, **flags)
 
 
-def test_a_servers_mode_sets_what_is_not_set_by_itself(tmp_path: Path) -> None:
-    path = family_checkpoints.write(tmp_path / "model", family_checkpoints.LLADA2)
+def test_a_servers_mode_sets_what_is_not_set_by_itself(tmp_path):
+    path = write(tmp_path / "model", LLADA2)
 
     def served(**generation: Any) -> tuple[float, ...]:
-        flags = {"override_generation_config": generation}
-        found = settings_of(EngineArgs(str(path), **flags).create_engine_config())
+        found = settings_of(configured(path, override_generation_config=generation))
         return found.threshold, found.editing, found.editing_threshold, found.max_post_steps
 
     assert served() == served(mode="plain") == (0.95, 0, 0.5, 16)
