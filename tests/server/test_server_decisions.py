@@ -151,6 +151,10 @@ def nested(depth: int) -> Any:
     return data
 
 
+def of_choices(*values: Any) -> dict[str, Any]:
+    return {"questions": [CHOICE | {"choices": [{"value": value} for value in values]}]}
+
+
 def of_user(part: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": [part]}]}
 
@@ -159,19 +163,10 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 REFUSED = {
     "no questions": ({"questions": []}, "questions"),
     "401 questions": ({"questions": [PREDICATE] * 401}, "questions"),
-    "one choice": ({"questions": [CHOICE | {"choices": [{"value": "a"}]}]}, "questions.0"),
-    "256 choices": (
-        {"questions": [CHOICE | {"choices": [{"value": str(i)} for i in range(256)]}]},
-        "questions.0",
-    ),
-    "a choice twice": (
-        {"questions": [CHOICE | {"choices": [{"value": "a"}] * 2}]},
-        "questions.0.choice.choices",
-    ),
-    "a number as choice": (
-        {"questions": [CHOICE | {"choices": [{"value": 1}, {"value": "a"}]}]},
-        "questions.0",
-    ),
+    "one choice": (of_choices("a"), "questions.0"),
+    "256 choices": (of_choices(*map(str, range(256))), "questions.0"),
+    "a choice twice": (of_choices("a", "a"), "questions.0.choice.choices"),
+    "a number as choice": (of_choices(1, "a"), "questions.0"),
     "one level": ({"questions": [SCORE | {"levels": [{"label": "a"}]}]}, "questions.0"),
     "another type": ({"questions": [{"type": "vote", "instructions": ""}]}, "questions.0"),
     "an unknown field": ({"stream": True}, "stream"),
@@ -187,7 +182,7 @@ REFUSED = {
         "questions.0.predicate.name",
     ),
     "half of a surrogate pair as choice": (
-        {"questions": [CHOICE | {"choices": [{"value": "\ud800"}, {"value": "a"}]}]},
+        of_choices("\ud800", "a"),
         "questions.0.choice.choices.0.value",
     ),
     "half of a surrogate pair in JSON": (
@@ -209,14 +204,7 @@ REFUSED = {
     ),
     "a refusal of the user": (of_user({"type": "refusal", "refusal": "no"}), "input"),
     "a long input": ({"input": "1 " * MAX_MODEL_LEN}, "input"),
-    "a long option": (
-        {
-            "questions": [
-                CHOICE | {"choices": [{"value": "ab" * CANVAS + str(i)} for i in range(255)]}
-            ]
-        },
-        "questions",
-    ),
+    "a long option": (of_choices(*("ab" * CANVAS + str(i) for i in range(255))), "questions"),
     "much work": ({"input": "a" * 25_000, "questions": [PREDICATE] * 400}, "questions"),
 }
 

@@ -1,15 +1,22 @@
 """Pins by text and fill in the middle through a real server."""
 
+from typing import Any
+
 import openai
 import pytest
 
 from tests.server.test_server import chat, complete
-from tests.server.test_server_stream import CHAT, read
+from tests.server.test_server_stream import ANTHROPIC, CHAT, CHATS, COMPLETIONS, RESPONSES, read
 from tests.support.server_harness import CANVAS, MODEL, Server
 
 pytest_plugins = ["tests.support.server_harness"]
 
 HOLD = {"vllm_xargs": {"diffusion_pin_mode": "hold"}}
+BESIDE = {"vllm_xargs": {"diffusion_pin_at": [2]}}
+
+
+def pin(at: int, token: int = 5) -> dict[str, Any]:
+    return {"diffusion_pins": [{"at": at, "ids": [token]}]}
 
 
 def tokenize(server: Server, text: str) -> list[int]:
@@ -39,11 +46,8 @@ def test_texts_are_pinned_in_every_block(server, client, ask):
 
 
 def test_pins_are_seen_in_the_stream(client):
-    pins = [{"at": 2, "ids": [40, 41]}]
-    extra = {
-        "diffusion_pins": pins,
-        "vllm_xargs": HOLD["vllm_xargs"] | {"diffusion_stream": "canvas"},
-    }
+    xargs = HOLD["vllm_xargs"] | {"diffusion_stream": "canvas"}
+    extra = {"diffusion_pins": [{"at": 2, "ids": [40, 41]}], "vllm_xargs": xargs}
     seen = read(complete(client, max_tokens=CANVAS, stream=True, extra_body=extra))
     assert all(canvas["ids"][2:4] == [40, 41] for canvas in seen.canvases[0])
     assert all(canvas["entropy"][2:4] == [0, 0] for canvas in seen.canvases[0])
@@ -52,30 +56,14 @@ def test_pins_are_seen_in_the_stream(client):
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/v1/chat/completions", {"diffusion_pins": [{"at": 1}]}, "allowed: a list of"),
+        (CHATS, {"diffusion_pins": [{"at": 1}]}, "allowed: a list of"),
+        (CHATS, pin(1) | BESIDE, "diffusion_pins beside diffusion_pin_at"),
+        (CHATS, pin(9) | {"max_tokens": 9} | HOLD, "max_tokens of at least 10"),
+        (RESPONSES, pin(1) | {"input": "hi"}, "diffusion_pins is not served here"),
+        (ANTHROPIC, pin(1) | {"max_tokens": 5}, "diffusion_pins is not served here"),
         (
-            "/v1/chat/completions",
-            {"diffusion_pins": [{"at": 1, "ids": [5]}], "vllm_xargs": {"diffusion_pin_at": [2]}},
-            "diffusion_pins beside diffusion_pin_at",
-        ),
-        (
-            "/v1/chat/completions",
-            {"diffusion_pins": [{"at": 9, "ids": [5]}], "max_tokens": 9} | HOLD,
-            "max_tokens of at least 10",
-        ),
-        (
-            "/v1/responses",
-            {"input": "hi", "diffusion_pins": [{"at": 1, "ids": [5]}]},
-            "diffusion_pins is not served here",
-        ),
-        (
-            "/v1/messages",
-            {"diffusion_pins": [{"at": 1, "ids": [5]}], "max_tokens": 5},
-            "diffusion_pins is not served here",
-        ),
-        (
-            "/v1/chat/completions",
-            {"diffusion_pins": [{"at": 4, "ids": [1]}], "min_tokens": 20} | HOLD,
+            CHATS,
+            pin(4, 1) | {"min_tokens": 20} | HOLD,
             "a pin at 4 that ends the answer, and min_tokens = 20",
         ),
     ],
@@ -162,7 +150,7 @@ def test_an_empty_suffix_is_none(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_hole_that_cannot_be_filled_is_refused(server, fields, message, stream):
     body = {"model": MODEL, "prompt": "Sort these", "suffix": " and go", "max_tokens": 6}
-    reply = server.post("/v1/completions", body | {"stream": stream} | fields)
+    reply = server.post(COMPLETIONS, body | {"stream": stream} | fields)
     assert reply.status == 400 and message in reply.message, reply
 
 
@@ -180,7 +168,7 @@ def test_a_client_that_leaves_ends_the_whole_search(server, client):
         "n": 16,
         "vllm_xargs": {"diffusion_confidence": 0},  # every canvas takes all of its steps
     }
-    connection = server.sent("/v1/completions", body)
+    connection = server.sent(COMPLETIONS, body)
     while server.metrics(FINISHED) == before:  # it is being served
         assert server.is_healthy()
     connection.close()
@@ -190,7 +178,7 @@ def test_a_client_that_leaves_ends_the_whole_search(server, client):
 
 def test_widths_without_a_suffix_are_refused(server):
     body = {"model": MODEL, "prompt": "a", "vllm_xargs": {"diffusion_fill_widths": [1, 2]}}
-    reply = server.post("/v1/completions", body)
+    reply = server.post(COMPLETIONS, body)
     assert reply.status == 400 and "diffusion_fill_widths without suffix" in reply.message
 
 

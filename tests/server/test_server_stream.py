@@ -15,6 +15,8 @@ from tests.support.server_harness import CANVAS, MAX_WATCHERS, MODEL, Server
 
 pytest_plugins = ["tests.support.server_harness"]
 
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+RESPONSES, ANTHROPIC = "/v1/responses", "/v1/messages"
 BLOCKS = 3 * CANVAS
 FORMS = {"canvas": {"vllm_xargs": {"diffusion_stream": "canvas"}}, "text": {"diffusing": True}}
 CANVASES = FORMS["canvas"]
@@ -185,7 +187,7 @@ def open_slow(server: Server, max_tokens: int = 400) -> http.client.HTTPResponse
         "ignore_eos": True,
         "vllm_xargs": SLOW,
     }
-    return server.sent("/v1/completions", body).getresponse()
+    return server.sent(COMPLETIONS, body).getresponse()
 
 
 def test_a_watcher_that_leaves_ends_its_request(server, client):
@@ -290,7 +292,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT = {"model": MODEL, "messages": MESSAGES}
 RESPONSE = {"model": MODEL, "input": "hi"}
 MESSAGE = CHAT | {"max_tokens": 9}
-STREAM, TRACE = "diffusion_stream", "diffusion_trace"
+STREAM, EVERY, TRACE = "diffusion_stream", "diffusion_stream_every", "diffusion_trace"
 
 
 def streamed(**xargs: str) -> dict[str, Any]:
@@ -304,42 +306,32 @@ def traced(trace: Any = True) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "body", "parameter", "message"),
     [
-        ("/v1/chat/completions", CHAT | CANVASES, STREAM, "without"),
-        ("/v1/chat/completions", CHAT | FORMS["text"], STREAM, "without"),
-        ("/v1/completions", {"model": MODEL, "prompt": "hi"} | CANVASES, STREAM, "without"),
-        ("/v1/responses", RESPONSE | {"stream": True} | CANVASES, STREAM, "not served here"),
-        ("/v1/responses", RESPONSE | FORMS["text"], STREAM, "not served here"),
-        ("/v1/messages", MESSAGE | {"stream": True} | CANVASES, STREAM, "not served here"),
-        ("/v1/messages", MESSAGE | CANVASES, STREAM, "not served here"),
+        (CHATS, CHAT | CANVASES, STREAM, "without"),
+        (CHATS, CHAT | FORMS["text"], STREAM, "without"),
+        (COMPLETIONS, {"model": MODEL, "prompt": "hi"} | CANVASES, STREAM, "without"),
+        (RESPONSES, RESPONSE | {"stream": True} | CANVASES, STREAM, "not served here"),
+        (RESPONSES, RESPONSE | FORMS["text"], STREAM, "not served here"),
+        (ANTHROPIC, MESSAGE | {"stream": True} | CANVASES, STREAM, "not served here"),
+        (ANTHROPIC, MESSAGE | CANVASES, STREAM, "not served here"),
+        (f"{CHATS}/batch", CHAT | {"messages": [MESSAGES]} | CANVASES, STREAM, "not served here"),
         (
-            "/v1/chat/completions/batch",
-            CHAT | {"messages": [MESSAGES]} | CANVASES,
-            STREAM,
-            "not served here",
-        ),
-        (
-            "/v1/chat/completions",
+            CHATS,
             streamed(diffusion_stream="tokens"),
             STREAM,
             "= 'tokens'; allowed: one of canvas, text",
         ),
+        (CHATS, streamed(diffusion_stream_every="visit"), EVERY, "without diffusion_stream"),
         (
-            "/v1/chat/completions",
-            streamed(diffusion_stream_every="visit"),
-            "diffusion_stream_every",
-            "without diffusion_stream",
-        ),
-        (
-            "/v1/chat/completions",
+            CHATS,
             streamed(diffusion_stream="canvas", diffusion_stream_every="step"),
-            "diffusion_stream_every",
+            EVERY,
             "= 'step'; allowed: one of pass, visit",
         ),
-        ("/v1/responses", RESPONSE | traced(), TRACE, ""),
-        ("/v1/messages", MESSAGE | traced(), TRACE, ""),
-        ("/v1/completions", {"model": MODEL, "prompt": "a", "suffix": "b"} | traced(), TRACE, ""),
-        ("/v1/chat/completions", CHAT | traced(["entropies"]), TRACE, ""),
-        ("/v1/chat/completions", CHAT | traced(2), TRACE, ""),
+        (RESPONSES, RESPONSE | traced(), TRACE, ""),
+        (ANTHROPIC, MESSAGE | traced(), TRACE, ""),
+        (COMPLETIONS, {"model": MODEL, "prompt": "a", "suffix": "b"} | traced(), TRACE, ""),
+        (CHATS, CHAT | traced(["entropies"]), TRACE, ""),
+        (CHATS, CHAT | traced(2), TRACE, ""),
         ("/v1/scores", {"prompt": "a", "text": "b"}, "masks", ""),
     ],
 )
