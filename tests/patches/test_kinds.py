@@ -26,8 +26,12 @@ VLLMS = "vllm.v1.worker.cpu_worker.CPUWorker"
 NAMED = "vllm.v1.core.sched.scheduler.Scheduler"
 
 
-def drafts(method: str, model: str) -> dict[str, Any]:
-    return {"speculative_config": {"method": method, "model": model, "num_speculative_tokens": 3}}
+def drafts(method: str, **given: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "num_speculative_tokens": 3} | given}
+
+
+def dflash(**given: Any) -> dict[str, Any]:
+    return drafts("dflash", model=str(ROOT / "checkpoints/tiny-drafter"), **given)
 
 
 def options(**given: Any) -> dict[str, Any]:
@@ -42,20 +46,11 @@ def configured(model: str, **flags: Any) -> tuple[str, Any]:
     return config.parallel_config.worker_cls, config.scheduler_config.scheduler_cls
 
 
-DFLASH = drafts("dflash", str(ROOT / "checkpoints/tiny-drafter"))
-REMOTE = drafts("custom_class", SPECULATOR) | options(remote={"workers": ["/nowhere/w.sock"]})
+DFLASH, NGRAM = dflash(), drafts("ngram", prompt_lookup_max=3)
+REMOTE = drafts("custom_class", model=SPECULATOR)
+REMOTE |= options(remote={"workers": ["/nowhere/w.sock"]})
 BOTH = options(remote={"workers": ["/nowhere/w.sock"]}, drafter={"policy": "adaptive"})
-
-NGRAM = {
-    "speculative_config": {
-        "method": "ngram",
-        "prompt_lookup_max": 3,
-        "num_speculative_tokens": 3,
-    }
-}
-BLOCKWISE = {
-    "speculative_config": DFLASH["speculative_config"] | {"rejection_sample_method": "block"}
-}
+BLOCKWISE = dflash(rejection_sample_method="block")
 RECORD = options(drafter={"record": "/nowhere", "record_layers": [1]})
 
 
@@ -104,10 +99,10 @@ def test_worker_and_scheduler(model, flags, worker, scheduler):
         ),
         (
             "tiny-ar",
-            DFLASH | options(drafter={"verification": "rejection"}) | BLOCKWISE,
+            BLOCKWISE | options(drafter={"verification": "rejection"}),
             "'block'; allowed: 'standard': which drafts are kept is said by",
         ),
-        ("tiny-ar", drafts("custom_class", SELF_DRAFTER), "does not draft for itself"),
+        ("tiny-ar", drafts("custom_class", model=SELF_DRAFTER), "does not draft for itself"),
         ("tiny-ar", DFLASH | {"enable_lora": True}, "--enable-lora does not work with drafting"),
     ],
 )
@@ -117,16 +112,14 @@ def test_what_belongs_to_another_kind_is_refused(model, flags, message):
 
 
 def test_drafter_batches_that_are_not_padded_wait_for_each_step_with_vllm_0_32_alone():
-    speculative = DFLASH["speculative_config"] | {"disable_padded_drafter_batch": True}
     with asynchronous_platform():
-        _, scheduler = configured("tiny-ar", speculative_config=speculative)
+        _, scheduler = configured("tiny-ar", **dflash(disable_padded_drafter_batch=True))
     is_old = vllm_version().startswith("0.32.")
     assert scheduler == (DRAFTING_SCHEDULER if is_old else ASYNC_DRAFTING_SCHEDULER)
 
 
 def test_where_steps_are_scheduled_ahead_nobody_reads_how_likely_drafts_are():
-    speculative = DFLASH["speculative_config"] | {"use_local_argmax_reduction": True}
-    given = {"speculative_config": speculative} | options(drafter={"policy": "adaptive"})
+    given = dflash(use_local_argmax_reduction=True) | options(drafter={"policy": "adaptive"})
     with asynchronous_platform():
         assert configured("tiny-ar", **given) == (CPU_WORKER, ASYNC_DRAFTING_SCHEDULER)
         with pytest.raises(ValueError, match="use_local_argmax_reduction does not work"):
