@@ -282,7 +282,7 @@ def compiled(arch: int) -> list[dict[str, Any]]:
 def variants(num_batches: int = 200) -> dict[str, int]:
     """How many kernels of each name random batches of one server compile.
 
-    QuantDtype and lengths of sequences, tables and slices differ.
+    Numbers and lengths of sequences, tables and slices differ.
     """
     rng = random.Random(1)
     pages = shorter()
