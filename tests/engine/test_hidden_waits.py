@@ -236,8 +236,7 @@ def test_models_with_blocks_do_not_wait_either(model, passes, scored):  # noqa: 
 def test_the_number_of_operations_does_not_grow_with_the_batch(engine):
     """No Python loop over requests, in a pass and in what prepares it."""
     few, many = (
-        watched_run(engine, [(prompt(20), params(blocks=2))] * count, passes=1)
-        for count in (2, 4)
+        watched_run(engine, [(prompt(20), params(blocks=2))] * count, passes=1) for count in (2, 4)
     )
     assert set(few.passes) == set(many.passes)
     for hook in ("state.prepare_inputs", "state.prepare_attn", "sampler.apply_staged_writes"):
