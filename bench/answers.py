@@ -17,11 +17,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 from bench.context import ROOT, Row, command_line, progress, publish, reporting_failures
-from bench.servers import Server
+from bench.servers import READY_TIMEOUT_S, Server
 from bench.toys.served import ServedModel
 from bench.toys.suite import FAMILIES, questions
 from bench.workloads import ANSWER_TOKENS
@@ -61,19 +60,17 @@ SERVERS: dict[str, tuple[str, ...]] = {
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     options, flags = parse(arguments)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as folder:
         servers = []
         for name in options.servers:
             model, *own = SERVERS[name]
             given = [*FLAGS, *own, *flags]
-            server = Server(name, f"{MODELS}/{model}", folder / f"{name}.log", given)
-            servers.append(stack.enter_context(server))
+            server = Server(name, f"{MODELS}/{model}", Path(folder) / f"{name}.log", given)
+            server.ready_s = options.within
+            servers.append(server)
         with ThreadPoolExecutor(len(servers)) as pool:
-            rows = list(pool.map(ask, servers))
+            rows = list(pool.map(run, servers))
     publish(options.results / "answers.csv", rows)
-    for row in rows:
-        print(f"{row['server']:18} {row['right']} of {row['asked']} right", row["log"], sep="\n")
     return int(any(row["log"] or row["right"] < LEAST * row["asked"] for row in rows))
 
 
@@ -81,7 +78,20 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     """The options of this command, and flags that go to the servers."""
     parser = command_line(__doc__)
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument(
+        "--within", type=float, default=READY_TIMEOUT_S, help="seconds until a server is ready"
+    )
     return parser.parse_known_args(arguments)
+
+
+def run(server: Server) -> Row:
+    """Start a server, ask it, say what came of it, and stop it, whatever the others do."""
+    with server as running:
+        row = ask(running)
+        print(f"{row['server']:18} {row['right']} of {row['asked']} right", flush=True)
+        if row["log"]:
+            print(row["log"], flush=True)
+    return row
 
 
 def ask(server: Server) -> Row:
@@ -97,6 +107,9 @@ def ask(server: Server) -> Row:
         return row | {"log": str(error)}
     row["right"] = sum(one.is_correct(got.text) for one, got in zip(asked, answers, strict=True))
     said = server.log.read_text(errors="replace").splitlines()
+    for line in said:
+        if "graphs were compared" in line:
+            progress(f"{server.name}: {line}")
     return row | {"log": "\n".join(line for line in said if "wrong on this GPU" in line)}
 
 

@@ -62,6 +62,7 @@ class Server:
 
     process: "subprocess.Popen[bytes]"
     pipe: int | None = None  # of its input and output; None: it has no input, and its log is both
+    ready_s: float = READY_TIMEOUT_S  # it is ready after so long, or never
 
     def __init__(
         self,
@@ -101,9 +102,9 @@ class Server:
         """Wait until the server answers.
 
         Raises:
-            RuntimeError: it ended, or took more than ``READY_TIMEOUT_S``; with the end of its log.
+            RuntimeError: it ended, or took more than ``ready_s``; with the end of its log.
         """
-        deadline = time.monotonic() + READY_TIMEOUT_S
+        deadline = time.monotonic() + self.ready_s
         while time.monotonic() < deadline:
             if (code := self.process.poll()) is not None:
                 raise RuntimeError(f"{self.name} ended with code {code}:\n{tail(self.log)}")
@@ -113,7 +114,7 @@ class Server:
             except OSError:
                 time.sleep(0.5)
         raise RuntimeError(
-            f"{self.name} was not ready after {READY_TIMEOUT_S} s:\n{tail(self.log)}"
+            f"{self.name} was not ready after {self.ready_s:.0f} s:\n{tail(self.log)}"
         )
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:

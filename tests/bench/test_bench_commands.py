@@ -6,6 +6,7 @@ taken away from the commands, so that they share one. Nothing here looks at a sp
 
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -84,6 +85,25 @@ def test_answers(
     assert f"{row['right']} of {row['asked']} right" in capsys.readouterr().out
     monkeypatch.setattr(answers, "LEAST", 1.1)
     assert answers.main(options) == 1
+
+
+def test_answers_of_a_server_that_does_not_start(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The others' are known, and what a log says of CUDA graphs is printed."""
+    log = tmp_path / "log"
+    log.write_text("INFO dllm: CUDA graphs were compared with steps without\n")
+    monkeypatch.setattr(server, "log", log)
+    broken = Server("tiny-sdar", "no model", tmp_path / "broken")
+    monkeypatch.setattr(Server, "command", property(lambda self: [sys.executable, "-c", "1 / 0"]))
+    made = {"tiny-dllm": nullcontext(server), "tiny-sdar": broken}
+    monkeypatch.setattr(answers, "Server", lambda name, *given: made[name])
+    options = ["--servers", *made, "--results", str(tmp_path), "--within", "60"]
+    assert answers.main(options) == 1
+    right, none = read_csv(tmp_path / "answers.csv")
+    assert int(right["right"]) > 0 and not right["log"] and "ZeroDivisionError" in none["log"]
+    said = capsys.readouterr()
+    assert "ZeroDivisionError" in said.out and "ours: INFO dllm: CUDA graphs" in said.err
 
 
 @pytest.mark.nightly
