@@ -4,18 +4,18 @@
     python -m bench.gpu --toy           # all three at toy size, on any machine
 
     call  does
-    1     the bundled models in servers as a user starts them, and our drafter: held-out questions.
-          If they answer wrongly, again with full CUDA graphs alone, and then without graphs. Beside
-          them an engine of the 26B-A4B shape with our own attention kernel
-    2     ours and the built-in side by side, as they choose their kernels
-    3     what call 2 left; then ours with experts by Triton and an H100's table, with pages of 64
-          keys, and with the synchronous denoise loop in place of asynchronous scheduling; needs a
-          GPU of 130 GiB
+    1     the bundled models in servers as a user starts them, and our drafters: held-out questions.
+          If canvases are answered wrongly, again with full CUDA graphs alone, and then without
+          graphs. Beside them an engine of the 26B-A4B shape with our own attention kernel
+    2     ours and the built-in side by side, as they choose their kernels, and ours with the
+          synchronous denoise loop in place of asynchronous scheduling, which needs a GPU of 130 GiB
+    3     what call 2 left; then ours with experts by Triton and an H100's table
 
 Engines are processes that outlive a call: most of it is starting, and the next call waits for those
 that are not done. They are measured while nothing else computes. All have dummy weights, as
-``bench.gpu.weights`` makes them. Written to --out: answers as CSV, what each engine has found as
-JSON, logs of what failed, and report.txt. The exit status is 1 if an answer or an engine was wrong.
+``bench.gpu.weights`` makes them. Written to --out, in at most eight files: what servers answered,
+what each engine has found as JSON, failed.log, and report.txt. The exit status is 1 if an answer or
+an engine was wrong.
 """
 
 import importlib.util
@@ -41,12 +41,15 @@ CALLS = (1, 2, 3)
 READY, DONE = ("warm", "done"), ("done",)
 FAILED = "FAILED"  # the beginning of a stage
 FEW = ("tiny-dllm", "tiny-nemotron")
-MODELS = (*FEW, "tiny-sdar", "tiny-llada2", "self-speculation")
+MODELS = (*FEW, "tiny-sdar", "tiny-llada2")
+DRAFTING = ("tiny-drafter", "self-speculation")  # their targets have vLLM's own attention
 EAGER = "--enforce-eager"
 FULL_ALONE = "--compilation-config.mode 0 --compilation-config.cudagraph_mode FULL_DECODE_ONLY"
-# Also where vLLM's FlashAttention is missing. Drafts are on our kernel all the same.
+# vLLM would choose its FlashAttention even without its libraries, and end in the first pass.
+# Drafts of our drafter are on our kernel all the same.
 DRAFTER = "--attention-backend TRITON_ATTN"
-LARGE = 130 << 30  # bytes of a GPU that holds the engines of call 3
+LARGE = 130 << 30  # bytes of a GPU that holds three engines
+STOPPING_S = 45  # a server that is not ready says why, and is stopped
 LOOP = {"async_scheduling": False, "additional_config": {"dllm": {"denoise_loop_ms": 1000}}}
 
 
@@ -55,8 +58,15 @@ class Engine(NamedTuple):
 
     name: str
     llm: Mapping[str, Any] = {}
-    flags: Sequence[str] = ()
     environment: Mapping[str, str] = {}
+
+
+class Answers(NamedTuple):
+    """Arguments of ``bench.answers``."""
+
+    name: str
+    flags: str
+    servers: Sequence[str]
 
 
 class Lease:
@@ -85,7 +95,7 @@ class Lease:
                 continue
             self._file(one, ".json").unlink(missing_ok=True)
             command = [sys.executable, "-m", "bench.gpu.engine", one.name, str(self.folder)]
-            command += ["--llm", json.dumps(one.llm), *one.flags, *["--toy"] * self.is_toy]
+            command += ["--llm", json.dumps(one.llm), *["--toy"] * self.is_toy]
             with self._file(one, ".log").open("w") as log:
                 started = subprocess.Popen(
                     command,
@@ -114,35 +124,45 @@ class Lease:
         (self.folder / "go").touch()
         self.wait(seconds, DONE, *engines)
 
-    def answers(self, name: str, seconds: float, flags: str, servers: Sequence[str]) -> bool:
-        """Whether all of the servers answer rightly (``bench.answers``)."""
+    def answers(self, seconds: float, *asked: Answers) -> list[bool]:
+        """Whether all servers of each answer rightly (``bench.answers``); they start at once."""
+        end = time.monotonic() + seconds * self._patience
+        started = [self._ask(one, seconds * self._patience - STOPPING_S) for one in asked]
+        return [self._is_right(*pair, end) for pair in zip(asked, started, strict=True)]
+
+    def _ask(self, asked: Answers, seconds: float) -> "subprocess.Popen[bytes]":
+        name, flags, servers = asked
         if self.is_toy:
             flags, servers = EAGER, servers[:1]
-        results, log = self.folder / name, self.out / f"{name}.log"
-        command = [sys.executable, "-m", "bench.answers", "--results", str(results)]
-        command += [*shlex.split(flags), "--servers", *servers]
-        with log.open("w") as file:
-            process = subprocess.Popen(
+        command = [sys.executable, "-m", "bench.answers", "--results", str(self.folder / name)]
+        command += ["--within", str(seconds), *shlex.split(flags), "--servers", *servers]
+        with (self.out / f"{name}.log").open("w") as file:
+            return subprocess.Popen(
                 command, cwd=ROOT, env=self._environment, stdout=file, stderr=subprocess.STDOUT
             )
-        code = _end_of(process, seconds * self._patience)
-        progress(f"answers, {name}: exit status {code}")
+
+    def _is_right(self, asked: Answers, process: "subprocess.Popen[bytes]", end: float) -> bool:
+        code = _end_of(process, max(end - time.monotonic(), 0.0))
+        progress(f"answers, {asked.name}: exit status {code}")
+        log = self.out / f"{asked.name}.log"
         print(*log.read_text(errors="replace").splitlines()[-40:], sep="\n", flush=True)
-        if (results / "answers.csv").exists():
-            shutil.copy(results / "answers.csv", self.out / f"{name}.csv")
         return code == 0
 
     def finish(self) -> None:
         """Write and print what all engines have found."""
         states = {path.stem: path for path in sorted(self.folder.glob("*.json"))}
         found = {name: json.loads(path.read_text()) for name, path in states.items()}
+        failed: list[str] = []
         for name, path in states.items():
             shutil.copy(path, self.out)
-            log = path.with_suffix(".log")
-            text = log.read_text(errors="replace")
-            if found[name]["stage"].startswith(FAILED) or "wrong on this GPU" in text:
-                self.is_wrong = True
-                (self.out / log.name).write_text(text[-300_000:])
+            text = path.with_suffix(".log").read_text(errors="replace")
+            stage = found[name]["stage"]
+            is_over = stage != "done" and not self._runs(Engine(name))  # also by a signal
+            if stage.startswith(FAILED) or is_over or "wrong on this GPU" in text:
+                failed += [f"== {name}", text[-300_000:]]
+        if failed:
+            self.is_wrong = True
+            (self.out / "failed.log").write_text("\n".join(failed))
         text = report(found)
         (self.out / "report.txt").write_text(text)
         print(text, flush=True)
@@ -178,39 +198,41 @@ def first_call(lease: Lease) -> None:
     """Do graphs answer rightly, and does the large shape start?"""
     large = Engine("ours-triton", {"attention_backend": "CUSTOM"})
     lease.start(large)
-    if lease.answers("compiled", 170, "", MODELS):
-        lease.is_wrong |= not lease.answers("drafter", 75, DRAFTER, ("tiny-drafter",))
-    else:
-        lease.is_wrong = True
-        if not lease.answers("full-graphs", 75, FULL_ALONE, FEW):
-            lease.answers("eager", 60, EAGER, FEW)
+    right, drafts = lease.answers(
+        240, Answers("compiled", "", MODELS), Answers("drafting", DRAFTER, DRAFTING)
+    )
+    lease.is_wrong |= not (right and drafts)
+    if not right and not all(lease.answers(90, Answers("full-graphs", FULL_ALONE, FEW))):
+        lease.answers(75, Answers("eager", EAGER, FEW))
     lease.wait(60, READY, large)
     lease.measure(45, large)
 
 
 def second_call(lease: Lease) -> None:
-    """Ours beside the built-in."""
-    lease.start(*PAIR)
-    lease.wait(230, READY, *PAIR)
-    lease.measure(60, *PAIR)
+    """Ours beside the built-in, and with the loop beside them."""
+    engines = side_by_side(lease)
+    lease.start(*engines)
+    lease.wait(230, READY, *engines)
+    lease.measure(90, *engines)
 
 
 def third_call(lease: Lease) -> None:
-    """What is still open; then what could be faster, an engine each: 130 GiB in all."""
-    lease.measure(60, *PAIR)
-    if not lease.is_toy and torch.cuda.mem_get_info()[1] < LARGE:
-        progress("call 3 is left out: three engines of 25 GiB of weights do not fit this GPU.")
-        return
+    """What is still open; then what could be faster."""
+    lease.measure(60, *side_by_side(lease))
     tables = {"VLLM_TUNED_CONFIG_FOLDER": str(experts_tables(lease.folder / "experts"))}
     triton = {} if lease.is_toy else {"moe_backend": "triton"}  # which a CPU does not have
-    others = (
-        Engine("ours-experts-triton", triton, environment=tables),
-        Engine("ours-pages-of-64", flags=("--pages-of-64",)),
-        Engine("ours-loop", LOOP),
-    )
-    lease.start(*others)
-    lease.wait(170, READY, *others)
-    lease.measure(45, *others)
+    other = Engine("ours-experts-triton", triton, environment=tables)
+    lease.start(other)
+    lease.wait(170, READY, other)
+    lease.measure(45, other)
+
+
+def side_by_side(lease: Lease) -> tuple[Engine, ...]:
+    """The engines of call 2."""
+    if lease.is_toy or torch.cuda.mem_get_info()[1] >= LARGE:
+        return *PAIR, Engine("ours-loop", LOOP)
+    progress("ours-loop is left out: three engines of 25 GiB of weights do not fit this GPU.")
+    return PAIR
 
 
 PAIR = (Engine("ours"), Engine("built-in", environment=BUILTIN_ENVIRONMENT))

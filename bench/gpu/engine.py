@@ -1,6 +1,6 @@
 """One engine of the 26B-A4B shape, measured in turns with others when a file says so.
 
-    python -m bench.gpu.engine NAME FOLDER [--toy] [--llm JSON] [--pages-of-64]
+    python -m bench.gpu.engine NAME FOLDER [--toy] [--llm JSON]
 
 ``FOLDER/NAME.json`` is written anew at each stage: "stage"; "seconds" of each; "log", vLLM's lines
 about graphs and kernels; "ms", of blocks, by load; "kernels", by load: ms a block, calls and name
@@ -29,7 +29,7 @@ from bench.step_parts import generate_ms
 
 STEPS = 16
 PASSES = STEPS + 1
-LOADS, ROUNDS, BLOCKS = (1, 8), 5, 5
+LOADS, ROUNDS, BLOCKS = (1, 8), 3, 5
 MOST_KERNELS = 60
 # Lines of the log that say what was chosen, and what was found wrong.
 TOLD = ("dllm:", "MoE", "Fp8", "FlashAttention", "AttentionBackend", "CUDA graph", "took")
@@ -80,8 +80,6 @@ def measure(state: State, name: str, folder: Path, options: argparse.Namespace) 
 
     logging.getLogger("vllm").addHandler(Told(state))
     compute_with_dummy_weights()
-    if options.pages_of_64:
-        _take_pages_of_64()
     model, length = folder / f"model-{name}", 64 if options.toy else 1024
     canvas_length = write_model(model, is_toy=options.toy)
     state.reach("starting")
@@ -169,21 +167,12 @@ def turn(folder: Path) -> Iterator[None]:
     time.sleep(0.1)  # another one takes its turn
 
 
-def _take_pages_of_64() -> None:
-    """Full layers have pages of 128 keys; FlashAttention 4 loads those of 64 by TMA."""
-    from dllm.attention.backend import CanvasAttentionBackend
-
-    sizes: Any = staticmethod(lambda spec=None: [64])
-    CanvasAttentionBackend.get_supported_kernel_block_sizes = sizes  # type: ignore[method-assign]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM")
-    parser.add_argument("--pages-of-64", action="store_true")
     options = parser.parse_args()
     state = State(options.name, options.folder)
     try:
