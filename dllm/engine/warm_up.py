@@ -74,10 +74,11 @@ def serve_made_up(
 ) -> list[torch.Tensor]:
     """Serve requests, the same each time: passes of their prompts, canvases, and emitted blocks.
 
-    Prompts are longer where there are few requests, so that their keys are computed in parts. A
-    canvas may become one token alone, so that what follows does not depend on a rounding. Under
-    asynchronous scheduling a block is written in the place of its canvas; else it is the causal
-    span of the next one (``engine.spans``).
+    Prompts are longer where there are few requests, so that their keys are computed in parts, and
+    no multiples of a canvas, so that a CUDA graph of their tokens is padded. A canvas may become
+    one token alone, so that what follows does not depend on a rounding. Under asynchronous
+    scheduling a block is written in the place of its canvas; else it is the causal span of the next
+    one (``engine.spans``).
 
     Returns:
         The hidden states ``[requests, tokens, hidden]`` of as many of the three passes as the
@@ -95,6 +96,8 @@ def serve_made_up(
     behind = width if is_async else 2 * width
     room = min((runner.max_model_len - behind) // width, runner.max_num_tokens // width // num_reqs)
     prompt_len = max(1, min(room, max(1, 8 // num_reqs)) * width)
+    if runner.model_state.algorithm.settings.block_size == 1:  # else canvases begin with blocks
+        prompt_len -= min(3, prompt_len - 1)
     prompts = [[(n + i) % vocab_size for i in range(prompt_len)] for n in range(num_reqs)]
     return _CanvasRequests(prompts, params, width, is_async).serve(runner, execute_model)
 

@@ -2,7 +2,7 @@
 
 A graph that reads memory which a step has not written makes wrong tokens, not an error. Compared
 are prompts, canvases and emitted blocks: of one request, of two, and of as many as the largest full
-graph has. Not compared: graphs for adapters and images.
+graph has, in padded graphs, too. Not compared: graphs for adapters and images.
 """
 
 from itertools import chain, pairwise
@@ -45,8 +45,7 @@ def drop_wrong_graphs(runner: Any) -> None:
     is_parallel = config.parallel_config.data_parallel_size > 1
     if not right or is_parallel or not options_of(config).self_test:
         return
-    most = max((graph.num_reqs for graph in graphs if graph.cg_mode == FULL), default=1)
-    counts = sorted({1, 2, most})
+    counts = numbers_of_requests({graph.num_reqs for graph in graphs if graph.cg_mode == FULL})
 
     def allow(modes: set[CUDAGraphMode]) -> None:
         runner.cudagraph_manager._candidates = {
@@ -85,6 +84,19 @@ def drop_wrong_graphs(runner: Any) -> None:
         {name: float(f"{error:.2g}") for name, error in errors.items()},
         bound,
     )
+
+
+def numbers_of_requests(captured: set[int]) -> list[int]:
+    """How many made-up requests to serve at a time, ascending: so that one step is padded, too.
+
+    Args:
+        captured: for how many requests there are full graphs. Others take the next larger one.
+    """
+    counts = {1, 2, max(captured, default=1)}
+    padded = {count - 1 for count in captured} - captured - {0}
+    if padded and counts <= captured:
+        counts.add(min(padded))
+    return sorted(counts)
 
 
 def _is_rounding(mode: CUDAGraphMode, error: float, bound: float) -> bool:

@@ -209,7 +209,7 @@ def test_vllms_warm_up_ends_within_six_canvases(checkpoint) -> None:
 
 @pytest.mark.parametrize(
     ("max_model_len", "lengths"),
-    [(300, [1, 256]), (512, [1, 256]), (640, [1, 256, 512]), (768, [256, 256, 512])],
+    [(300, [1, 256]), (512, [1, 256]), (640, [1, 256, 512]), (768, [253, 256, 512])],
 )
 def test_made_up_requests_fit_a_short_model(checkpoint, max_model_len, lengths) -> None:
     """vLLM's table of pages has no room behind the longest request."""

@@ -117,6 +117,20 @@ def test_what_is_allowed_follows_from_what_rounding_changes(monkeypatch, noise, 
     assert told[1] == {"FULL": pytest.approx(error, rel=0.05)}
 
 
+@pytest.mark.parametrize(
+    ("captured", "counts"),
+    [
+        (set(), [1, 2]),
+        ({1}, [1, 2]),
+        ({4}, [1, 2, 4]),  # one and two are padded
+        ({1, 2, 3, 4}, [1, 2, 4]),  # nothing is padded
+        ({1, 2, 3, 4, 6, 8}, [1, 2, 5, 8]),
+    ],
+)
+def test_a_full_graph_is_compared_with_padding_where_there_is_any(captured, counts):
+    assert graph_check.numbers_of_requests(captured) == counts
+
+
 def test_rounding_is_seen_where_prompts_are_the_same():
     few, many = torch.ones(1, 8, 4), torch.ones(2, 4, 4)
     many[0, 2] *= 1.5
