@@ -296,6 +296,20 @@ def test_compiled_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
                 torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+def test_raw_logits_are_capped_in_a_compiled_step() -> None:
+    """As a step on a GPU is, where nobody needs whole rows: with their cap, and without filters."""
+    with torch._dynamo.config.patch(disable=False):
+        compiled = torch.compile(row_stats, dynamic=True, fullgraph=True)
+        for vocab_size in (512, 2500):
+            logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(2))
+            logits = (20 * logits).bfloat16()
+            given = logits, torch.linspace(0.4, 0.8, 6), keys_for(6), None, None, None, 30.0
+            ours, eager = compiled(*given), row_stats(*given)
+            assert torch.equal(ours.argmax, eager.argmax)
+            assert torch.equal(ours.sample, eager.sample)
+            torch.testing.assert_close(ours.entropy, eager.entropy, rtol=0, atol=ENTROPY_TOLERANCE)
+
+
 @pytest.mark.parametrize("num_filtered", [0, 1])
 def test_cutoffs_are_searched_only_where_a_row_is_filtered(
     num_filtered: int, monkeypatch: pytest.MonkeyPatch
