@@ -50,7 +50,14 @@ FULL_ALONE = "--compilation-config.mode 0 --compilation-config.cudagraph_mode FU
 DRAFTER = "--attention-backend TRITON_ATTN"
 LARGE = 130 << 30  # bytes of a GPU that holds three engines
 STOPPING_S = 45  # a server that is not ready says why, and is stopped
-LOOP = {"async_scheduling": False, "additional_config": {"dllm": {"denoise_loop_ms": 1000}}}
+# Passes of their own for prompts and emitted blocks: the loop replays the first pass of its engine
+# step only if that is a full graph, of canvases alone (``engine.loop``). Else it has no graph.
+LOOP = {
+    "async_scheduling": False,
+    "additional_config": {
+        "dllm": {"denoise_loop_ms": 1000, "commit": "separate", "first_step": "separate"}
+    },
+}
 
 
 class Engine(NamedTuple):

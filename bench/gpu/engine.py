@@ -8,8 +8,7 @@ of each; "error". Rounds begin when ``FOLDER/go`` exists, and no two engines of 
 the same time.
 
 ms of a block: wall time of five blocks less that of one, over four, with prompts in the prefix
-cache. A block takes 16 denoise steps, and a commit: PASSES. (In the synchronous loop the commit is
-within the next block's first pass: 16 passes.)
+cache. A block takes 16 denoise steps, and a commit: PASSES, in the synchronous loop, too.
 """
 
 import argparse
