@@ -24,7 +24,7 @@ OTHERS = {
     "tests/ops/tile_product_kernel_suite.py": 26,
 }
 SUITES = ATTENTION | OTHERS
-CHECKS = {"tests/engine/kernel_check_suite.py": 23}
+CHECKS = {"tests/engine/kernel_check_suite.py": 24}
 NUM_OF_THE_INTERPRETER = 5
 
 

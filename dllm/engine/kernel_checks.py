@@ -95,12 +95,14 @@ def checks(trials: Trials) -> Iterator[tuple[str, str]]:
 
 
 def flash(layer: Layer, device: torch.device) -> None:
-    """FlashAttention, as a step calls it for causal sequences alone, and for both kinds.
+    """FlashAttention, as a step calls it for causal sequences alone, and beside canvases.
+
+    In a layer with an anchored window our kernel serves the canvases.
 
     Raises:
         Wrong: as of ``attention``.
     """
-    for kind in (CAUSAL,) if layer.mask == ANCHORED else (CAUSAL, MIXED):
+    for kind in (CAUSAL, MIXED):
         attention(layer, device, partial(_flash_calls, layer, kind), kind)
 
 
@@ -108,12 +110,14 @@ def _flash_calls(
     layer: Layer, kind: str, query: Tensor, cache: PagedKV, batch: RaggedBatch, *others: Any
 ) -> None:
     """The arguments are those of `canvas_attention`."""
+    served = (CAUSAL,) if layer.mask == ANCHORED else KINDS
     shorten = None
     if layer.window is not None:
         sizes = layer.window, cache.page_size, batch.num_seqs, batch.max_query_len
         shorten = VisiblePages(*sizes, query.device)
-    for call in calls_of(batch, kind, KINDS, batch.max_query_len, shorten):
-        flash_attention(query, cache, call.batch, *others)
+    for call in calls_of(batch, kind, served, batch.max_query_len, shorten):
+        attend = flash_attention if call.is_flash else canvas_attention
+        attend(query, cache, call.batch, *others)
 
 
 def attention(

@@ -126,3 +126,17 @@ def test_one_that_does_not_compile_is_named(monkeypatch):
     attentions = {"attention, full", "FlashAttention 4, full"}
     assert set(found) == attentions | {"row statistics", "soft embeddings", "grammar paths"}
     assert set(found.values()) == {"out of resources: shared memory"}
+
+
+def test_flash_attention_is_tried_as_steps_call_it(monkeypatch):
+    """In a layer with an anchored window it serves causal sequences, and ours the canvases."""
+    calls, ours = [], kernels.canvas_attention
+    for name in ("flash_attention", "canvas_attention"):
+
+        def attend(*given, name=name):
+            calls.append(name)
+            ours(*given)
+
+        monkeypatch.setattr(kernels, name, attend)
+    kernels.flash(LAYERS[2], DEVICE)
+    assert calls == ["flash_attention", "flash_attention", "canvas_attention"]
