@@ -76,8 +76,8 @@ def row_stats_kernels(
         num_rows, vocab_size if probs_dtype else 0, dtype=probs_dtype or logits.dtype, device=device
     )
     of_tiles = [numbers(num_rows, num_tiles) for _ in range(3)]  # b, z_b, s_b
-    # The row kernel turns z_b into the tile's probability.
-    result = [argmax, sample, entropy, peak, log_z, cutoff, of_tiles[1], probs]
+    tile_mass = numbers(num_rows, num_tiles)
+    result = [argmax, sample, entropy, peak, log_z, cutoff, tile_mass, probs]
     if num_rows == 0:
         return result
     if are_read is None:  # of a tensor, too: without one Triton would compile other kernels
@@ -98,7 +98,7 @@ def row_stats_kernels(
         )  # fmt: skip
         _row_kernel[(num_rows,)](
             logits, logits.stride(0), temperature, keys, cutoff, are_read, *of_tiles,
-            argmax, sample, entropy, peak, log_z, vocab_size, num_tiles,
+            argmax, sample, entropy, peak, log_z, tile_mass, vocab_size, num_tiles,
             TILES=triton.next_power_of_2(num_tiles), IS_FILTERED=is_filtered,
             num_warps=WARPS_OF_ROW, **sizes,
         )  # fmt: skip
@@ -245,13 +245,14 @@ def _first_with_max(value, ids, last):
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _row_kernel(
     logits, row_stride, temperature, keys, cutoff, are_read, tile_max, tile_z, tile_s,
-    argmax, sample, entropy, peak, log_z, vocab_size, num_tiles,
+    argmax, sample, entropy, peak, log_z, tile_mass, vocab_size, num_tiles,
     TILES: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
     IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one row from those of its tiles, and its draw.
 
-    tile_z: replaced by the probabilities of the tiles.
+    tile_mass: the probabilities of the tiles. Not written over tile_z: where all warps have the
+    same few tiles, one of them may read later than another writes.
     """
     row = tl.program_id(0).to(tl.int64)
     tile, inside = tl.arange(0, TILES), tl.arange(0, TILE)
@@ -262,7 +263,7 @@ def _row_kernel(
         tl.store(entropy + row, float("inf"))
         tl.store(peak + row, 0.0)
         tl.store(log_z + row, float("inf"))
-        tl.store(tile_z + place, 0.0, mask=is_tile)
+        tl.store(tile_mass + place, 0.0, mask=is_tile)
         return
     least = tl.load(cutoff + row)
     if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
@@ -282,7 +283,7 @@ def _row_kernel(
     tl.store(log_z + row, tl.where(has_distribution, tl.log(z), float("inf")))
     tl.store(entropy + row, tl.where(has_distribution, tl.maximum(tl.log(z) - s / z, 0.0),
                                      float("inf")))  # fmt: skip
-    tl.store(tile_z + place, tl.where(has_distribution, mass / z, 0.0), mask=is_tile)
+    tl.store(tile_mass + place, tl.where(has_distribution, mass / z, 0.0), mask=is_tile)
 
     start = logits + row * row_stride
     likeliest = _first_with_max(maxima, tile, num_tiles - 1)

@@ -7,12 +7,14 @@ kept tokens; entropies and probabilities within the rounding of fp32 sums in ano
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dllm.ops import noise
+from dllm.ops import noise, row_stats_gpu
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
@@ -186,3 +188,23 @@ def test_raw_logits_are_capped_where_they_are_read(filtered: bool, vocab_size: i
     assert torch.equal(ours.sample, expected.sample)
     likeliest = expected.probs.gather(1, ours.argmax[:, None])[:, 0]
     assert torch.equal(likeliest, expected.probs.amax(1))  # of equal tokens any
+
+
+def test_no_program_of_a_row_writes_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all warps have the same few tiles, nothing makes one wait for another's loads."""
+    kernel, are_same = row_stats_gpu._row_kernel, []
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            def launch(*given: Any, **options: Any) -> None:
+                read = given[6:9]  # the statistics of the tiles
+                before = [part.clone() for part in read]
+                kernel[grid](*given, **options)
+                are_same.append(all(map(torch.equal, before, read)))
+
+            return launch
+
+    monkeypatch.setattr(row_stats_gpu, "_row_kernel", Watched())
+    logits = torch.randn(3, 3000, generator=torch.Generator().manual_seed(6))
+    kernel_stats(logits, torch.ones(3), keys_for(3))
+    assert are_same == [True]
