@@ -65,6 +65,7 @@ def row_stats_kernels(
     assert logits.stride(1) == 1 and keys.is_contiguous(), (logits.stride(), keys.stride())
     width, device = tile_width(vocab_size), logits.device
     num_tiles = triton.cdiv(vocab_size, width)
+    tiles = triton.next_power_of_2(num_tiles)
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -90,7 +91,7 @@ def row_stats_kernels(
             _cutoff_kernel[(num_rows,)](
                 logits, logits.stride(0), temperature, peak, log_z, of_tiles[0],
                 filters.top_k, filters.top_p, filters.min_p, cutoff, vocab_size,
-                num_tiles, num_warps=WARPS_OF_ROW, **sizes,
+                num_tiles, TILES=tiles, num_warps=WARPS_OF_ROW, **sizes,
             )  # fmt: skip
         _tile_kernel[(num_rows, num_tiles)](
             logits, logits.stride(0), temperature, cutoff, are_read, *of_tiles, vocab_size,
@@ -99,7 +100,7 @@ def row_stats_kernels(
         _row_kernel[(num_rows,)](
             logits, logits.stride(0), temperature, keys, cutoff, are_read, *of_tiles,
             argmax, sample, entropy, peak, log_z, tile_mass, vocab_size, num_tiles,
-            TILES=triton.next_power_of_2(num_tiles), IS_FILTERED=is_filtered,
+            TILES=tiles, IS_FILTERED=is_filtered,
             num_warps=WARPS_OF_ROW, **sizes,
         )  # fmt: skip
     if probs_dtype is not None:
@@ -304,7 +305,8 @@ def _row_kernel(
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _cutoff_kernel(
     logits, row_stride, temperature, peak, log_z, tile_max, top_ks, top_ps, min_ps, cutoff,
-    vocab_size, num_tiles, TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
+    vocab_size, num_tiles, TILES: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """The smallest kept logit of one row, by bisection over all floats (see `filters`).
 
@@ -320,8 +322,11 @@ def _cutoff_kernel(
         maxima = tile_max + row * num_tiles
         floor = tl.where(min_p > 0.0, m + t * tl.log(min_p), float("-inf"))
         if has_top_k:
-            # From the smallest finite float to the largest logit. m - m is 0 in the type of m.
-            low, high = _ordinal(m - m - 3.4028234663852886e38), _ordinal(m)
+            # Each tile has a token as large as its maximum. Else from the smallest finite float on.
+            tile = tl.arange(0, TILES)
+            least = tl.min(tl.load(maxima + tile, mask=tile < num_tiles, other=float("inf")), 0)
+            least = tl.where(top_k <= num_tiles, least, float("-inf"))
+            low, high = _ordinal(tl.maximum(least, -3.4028234663852886e38)), _ordinal(m)
             while low < high:
                 middle = low + (high - low + 1) // 2
                 count, _mass = _count_and_mass(x, maxima, _from_ordinal(middle), m, t, vocab_size,
@@ -333,8 +338,9 @@ def _cutoff_kernel(
             _count, kept = _count_and_mass(
                 x, maxima, floor, m, t, vocab_size, num_tiles, TILE, CAP, IS_EVEN
             )
-            # Below m - 104 t the probability is 0 in fp32.
-            low, high = _ordinal(tl.maximum(floor, m - 104.0 * t)), _ordinal(m)
+            # All tokens below this have together less than half of the mass that may be left out.
+            least = m + t * tl.log((1.0 - top_p) * kept / (2.0 * vocab_size))
+            low, high = _ordinal(tl.maximum(floor, least)), _ordinal(m)
             while low < high:
                 middle = low + (high - low + 1) // 2
                 _count, mass = _count_and_mass(x, maxima, _from_ordinal(middle), m, t, vocab_size,
@@ -351,16 +357,17 @@ def _count_and_mass(
     TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Count of the tokens of a row that are >= threshold, and the sum of their exp((x - m) / t)."""
-    count = 0
-    mass = 0.0
+    # [TILE], summed once at the end: a sum over the program's threads waits for all of them.
+    counts = tl.zeros((TILE,), tl.int32)
+    masses = tl.zeros((TILE,), tl.float32)
     for tile in range(num_tiles):
         if tl.load(maxima + tile) >= threshold:
             ids = tile * TILE + tl.arange(0, TILE)
             part = _kept_logits(x, ids, vocab_size, threshold, CAP, IS_EVEN, False)
             is_kept = (part >= threshold) & (part > float("-inf"))
-            count += tl.sum(is_kept.to(tl.int32), 0)
-            mass += tl.sum(tl.where(is_kept, tl.exp((part - m) / t), 0.0), 0)
-    return count, mass
+            counts += is_kept.to(tl.int32)
+            masses += tl.where(is_kept, tl.exp((part - m) / t), 0.0)
+    return tl.sum(counts, 0), tl.sum(masses, 0)
 
 
 @triton.jit

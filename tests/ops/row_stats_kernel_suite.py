@@ -208,3 +208,25 @@ def test_no_program_of_a_row_writes_what_it_reads(monkeypatch: pytest.MonkeyPatc
     logits = torch.randn(3, 3000, generator=torch.Generator().manual_seed(6))
     kernel_stats(logits, torch.ones(3), keys_for(3))
     assert are_same == [True]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts calls in the interpreter")
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (None, 0.9)])
+def test_cutoffs_are_searched_in_few_tiles(
+    top_k: int | None, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sure row. From the smallest float on, about eight passes would read every tile."""
+    num_tiles, reads = 40, []
+    vocab_size, load = 1024 * num_tiles, row_stats_gpu._kept_logits
+
+    def count(*given: Any) -> Any:
+        reads.append(1)
+        return load(*given)
+
+    monkeypatch.setattr(row_stats_gpu, "_kept_logits", count)
+    logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(7)) * 3
+    logits[0, 5] += 24
+    filters = RowFilters(torch.tensor([top_k or vocab_size]), torch.tensor([top_p]), torch.zeros(1))
+    kernel_stats(logits, torch.ones(1), keys_for(1), None, filters)
+    of_other_kernels = 2 * (num_tiles + 2)
+    assert len(reads) - of_other_kernels <= 3 * num_tiles
