@@ -227,4 +227,5 @@ def _pair(values: tuple[int, int], like: Tensor) -> Tensor:
     Computed on the device: copying them from the host is not allowed during CUDA graph capture.
     """
     index = torch.arange(2, device=like.device).view(2, *([1] * (like.ndim - 1)))
-    return values[0] + index * (values[1] - values[0])
+    # Not a sum of products: Inductor computes those of an arange in int32, which these exceed.
+    return torch.where(index == 0, values[0], values[1])
