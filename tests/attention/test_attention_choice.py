@@ -14,7 +14,7 @@ import vllm
 from dllm.attention import choice, flash
 from dllm.attention.choice import CANVASES, CAUSAL, KINDS, choose_kernel, mask_of
 from dllm.attention.masks import QuerySpan, visible_range
-from dllm.attention.reference import gather_pages
+from dllm.attention.reference import gather_pages, paged_attention
 from dllm.engine import kernel_checks
 from dllm.engine.attention_layers import Layer
 from dllm.engine.kernel_checks import Wrong
@@ -212,7 +212,7 @@ def test_a_wrong_one_is_noticed(plant, wrong, monkeypatch):
 
 
 def without_triton(monkeypatch):
-    """Triton writes the cache on a GPU, and chooses pages; here torch does."""
+    """Triton writes the cache on a GPU, chooses pages and serves canvases; here torch does."""
 
     def write(key, value, cache, slots):
         cache.key.view(-1, *key.shape[1:])[slots] = key
@@ -230,5 +230,16 @@ def without_triton(monkeypatch):
 
         return shorten
 
+    def attend(query, cache, batch, options, out):
+        starts = batch.query_start_loc.tolist()
+        for seq, length in enumerate(batch.seq_lens.tolist()):
+            rows, first = slice(starts[seq], starts[seq + 1]), int(batch.first_keys[seq])
+            span = QuerySpan(rows.stop - rows.start, length, is_causal=bool(batch.is_causal[seq]))
+            span = replace(span, first_key=first) if first >= 0 else span
+            if length:
+                pages = cache.key, cache.value, batch.block_tables[seq : seq + 1]
+                (out[rows],) = paged_attention(query[rows], *pages, [span], options)
+
     monkeypatch.setattr(kernel_checks, "write_kv", write)
     monkeypatch.setattr(kernel_checks, "VisiblePages", visible_pages)
+    monkeypatch.setattr(kernel_checks, "canvas_attention", attend)
