@@ -18,8 +18,8 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm.patches import configure
-from tests.support.calls import calls_of
 from tests.support.captured_graphs import Graph
+from tests.support.recorded_calls import record_calls
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
 
     config = server()
     monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
-    allocated = calls_of(monkeypatch, torch.Tensor, "new_empty")
+    allocated = record_calls(monkeypatch, torch.Tensor, "new_empty")
     layer = backend.CanvasAttentionImpl(16, 512, 1.0, 2)
     query, output = torch.zeros(9, 16, 512, dtype=torch.bfloat16), torch.ones(9, 16, 512)
     layer.forward(None, query, None, None, None, None, output)

@@ -24,7 +24,6 @@ from dllm.patches.drafting import steering_limits
 from dllm.train.target import Target
 from tests.drafter.test_drafter_seeds import Watching
 from tests.drafter.test_prompt_lookup import Any as AnyLookup
-from tests.engine.test_engine import scheduler_watch
 from tests.support.draft_sources import SOURCES, write_dflash_2, write_lilicorr
 from tests.support.drafter_harness import (
     LIMITS,
@@ -40,6 +39,7 @@ from tests.support.drafter_harness import (
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.forced_async import asynchronous_platform
+from tests.support.recorded_calls import record_calls
 
 N = 5
 TIGHT = dict(num_gpu_blocks_override=24)  # too small for four long requests
@@ -130,7 +130,7 @@ def test_the_text_is_that_of_plain_decoding(pair, monkeypatch, kind, params):
     """
     expected = plain_texts(pair.plain, params)
     policy = AnyLookup() if kind == "lookup" else make_policy(kind, pair.drafting)
-    preempted = scheduler_watch(monkeypatch, pair.drafting, "_preempt_request")
+    preempted = record_calls(monkeypatch, pair.drafting.scheduler, "_preempt_request")
     with policy_of(pair.drafting, policy):
         assert pair.drafting.generate(PROMPTS, PARAMS[params]) == expected
     assert preempted or params != "greedy", "the cache was large enough for everybody"
@@ -289,7 +289,7 @@ def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(folders,
     assert type(engine.scheduler) is AsyncDraftingScheduler
     assert isinstance(engine.scheduler.width_policy, AdaptiveWidth)
     plain = plain_engine(target_of(folders, name))
-    preempted = scheduler_watch(monkeypatch, engine, "_preempt_request")
+    preempted = record_calls(monkeypatch, engine.scheduler, "_preempt_request")
     adaptive = make_policy("adaptive", engine)
     adaptive.reads_confidence = False
     for kind, policy in (

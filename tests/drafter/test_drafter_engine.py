@@ -16,7 +16,6 @@ from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.pair import drafter_config as read_config
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
-from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import (
     CASES,
     Draft,
@@ -41,6 +40,7 @@ from tests.support.drafter_pairs import (
     write_target,
 )
 from tests.support.drafter_reference import ReferenceDrafter
+from tests.support.recorded_calls import record_calls
 
 NUM_DRAFTS = 5
 
@@ -274,7 +274,7 @@ def test_greedy_output_is_the_targets(target, drafting, monkeypatch, kind):
     drafting.reset_prefix_cache()
     policy = make_policy(kind, drafting)
     prompts = [prompt(length, length) for length in (5, 60, 90, 130)]
-    preempted = scheduler_watch(monkeypatch, drafting, "_preempt_request")
+    preempted = record_calls(monkeypatch, drafting.scheduler, "_preempt_request")
     with policy_of(drafting, policy):
         outputs = drafting.generate(prompts, greedy(160))
     assert preempted, "the cache was large enough for everybody"

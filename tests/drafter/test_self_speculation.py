@@ -17,7 +17,6 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.unmasking.reference import load_model
 from dllm.ops.schedule import reveal_counts
-from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import (
     greedy,
     make_policy,
@@ -28,6 +27,7 @@ from tests.support.drafter_harness import (
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK, NEMOTRON
 from tests.support.masked_pass import logits_of
+from tests.support.recorded_calls import record_calls
 
 CANVAS = NEMOTRON["block_size"]
 NUM_DRAFTS = CANVAS - 1
@@ -118,7 +118,7 @@ SAMPLED = [
 def test_the_text_is_the_one_token_by_token(plain, drafting, kind, monkeypatch) -> None:
     """Greedy and seeded, with grammars and logprobs, preempted, from cached prefixes."""
     expected = plain.outputs(prompts(), SAMPLED)
-    preempted = scheduler_watch(monkeypatch, drafting, "_preempt_request")
+    preempted = record_calls(monkeypatch, drafting.scheduler, "_preempt_request")
     with policy_of(drafting, make_policy(kind, drafting)):
         for _ in range(2):  # the second time prefixes are cached
             found = drafting.outputs(prompts(), SAMPLED)

@@ -19,12 +19,11 @@ from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.model_state import DiffusionModelState
 from dllm.engine.warm_up import warm_up
 from dllm.models.gemma import step
-from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_loop import REQUESTS, params, passes_of_steps, switched
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine, rows_taken
-from tests.support.calls import calls_of
 from tests.support.engine_harness import RUN_TOLERANCE, Engine, Run, assert_same_runs
+from tests.support.recorded_calls import record_calls
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +53,7 @@ def test_tokens_and_logits_are_those_of_the_synchronous_twin(engine, ours):
 
 def test_nobody_reads_the_rows_of_deferred_commits(ours, monkeypatch):
     """And those of all canvases are read."""
-    calls = calls_of(monkeypatch, step, "row_stats")
+    calls = record_calls(monkeypatch, step, "row_stats")
     contexts = [prompt(40), prompt(9, salt=3)]
     of_whole_canvases = SamplingParams(max_tokens=3 * CANVAS, seed=1, ignore_eos=True)
     with rows_taken() as taken:
@@ -75,7 +74,7 @@ def test_metrics_count_the_denoise_steps_of_the_twin(engine, ours, monkeypatch, 
     counts, commits = {}, {}
     for name, one in (("twin", engine), ("ours", ours)):
         monkeypatch.setattr(one.scheduler, "log_stats", True)
-        made = scheduler_watch(monkeypatch, one, "make_stats")
+        made = record_calls(monkeypatch, one.scheduler, "make_stats")
         one.reset_prefix_cache()
         with rows_taken() as taken:
             for batch in [REQUESTS] if together else [[request] for request in REQUESTS]:
@@ -189,7 +188,7 @@ def test_a_full_graph_gets_the_same_sequences(ours, monkeypatch):
 
 def test_no_sequence_is_longer_than_the_host_believes(ours, monkeypatch):
     """Not in the warm-up either: attention plans its memory with the host's bound."""
-    described = calls_of(monkeypatch, DiffusionModelState, "_metadata_of_sequences")
+    described = record_calls(monkeypatch, DiffusionModelState, "_metadata_of_sequences")
     warm_up(ours.runner, ours.core.model_executor.driver_worker.worker.execute_model)
     ours.reset_prefix_cache()
     ours.generate(*zip(*REQUESTS, strict=True))

@@ -14,10 +14,11 @@ import torch
 from vllm.exceptions import VLLMValidationError
 
 from dllm.patches import configure
-from tests.engine.test_engine import scheduled_spans, scheduler_watch
+from tests.engine.test_engine import scheduled_spans
 from tests.support import family_checkpoints
 from tests.support.engine_harness import RUN_TOLERANCE, Engine, assert_same_runs
 from tests.support.engine_models import BLOCKS, Model, model_of
+from tests.support.recorded_calls import record_calls
 
 MASK = family_checkpoints.MASK
 
@@ -111,7 +112,7 @@ def test_prompts_in_chunks_and_budgets_smaller_than_the_batch(engine, model, mon
     contexts = [prompt(n, salt=n) for n in (7 * size + 2, 4 * size, size - 1)]
     expected = [engine.quiet_run(context, model.params()) for context in contexts]
     small.reset_prefix_cache()
-    outputs = scheduler_watch(monkeypatch, small, "schedule")
+    outputs = record_calls(monkeypatch, small.scheduler, "schedule")
     assert_same_runs(small.runs(contexts, model.params()), expected)
     chunks = [span[1:] for span in scheduled_spans(output for _, output in outputs)]
     # A chunk that is not the last ends with a block: no token is computed twice.

@@ -21,9 +21,9 @@ from dllm.settings.request import LEAST_ROWS, RequestOptions
 from dllm.settings.vllm_names import question_types
 from tests.support import family_checkpoints, hf_reference
 from tests.support.async_engine import get_async_engine
-from tests.support.calls import calls_of
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.masked_pass import logits_of
+from tests.support.recorded_calls import record_calls
 
 END, WIDTH = 1, 16
 WORDS = [chr(code) for code in range(200, 500)]  # a token each
@@ -225,7 +225,7 @@ def test_reads_within_the_budget_take_one_step_of_the_engine(engine):
 
 def test_only_the_rows_of_labels_have_logits(engine, monkeypatch):
     engine.reset_prefix_cache()
-    computed = calls_of(monkeypatch, engine.runner.model, "compute_logits")
+    computed = record_calls(monkeypatch, engine.runner.model, "compute_logits")
     few = Reads(engine, samples=1).ask(QUESTIONS)
     labels = [Reads(engine).labels_of(asked).num_rows for asked in QUESTIONS]
     num_computed = sum(len(hidden) for (hidden,), _ in computed)

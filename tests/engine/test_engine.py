@@ -16,8 +16,8 @@ from dllm.patches import cpu_worker
 from dllm.patches.cpu_worker import padded_size, return_free_memory
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
-from tests.support.calls import calls_of
 from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, assert_same_runs, get_engine
+from tests.support.recorded_calls import record_calls
 
 # Below the size from which glibc asks the system for each block of memory.
 NUM_BLOCKS, BLOCK_BYTES = 1000, 100_000
@@ -39,11 +39,6 @@ def params(
     if bad_word_ids:
         result._bad_words_token_ids = [list(word) for word in bad_word_ids]
     return result
-
-
-def scheduler_watch(monkeypatch, engine, name):
-    """The calls of one scheduler method."""
-    return calls_of(monkeypatch, engine.scheduler, name)
 
 
 def scheduled_spans(outputs) -> list[tuple[int, int, int]]:
@@ -140,7 +135,7 @@ def test_prompts_longer_than_the_token_budget_and_budgets_smaller_than_the_batch
     contexts = [prompt(length, salt=length) for length in (200, 100, 30)]
     expected = [engine.quiet_run(context, params()) for context in contexts]
     small.reset_prefix_cache()
-    outputs = scheduler_watch(monkeypatch, small, "schedule")
+    outputs = record_calls(monkeypatch, small.scheduler, "schedule")
     with small.one_pass_a_step():
         assert_same_runs(small.runs(contexts, params()), expected)
     spans = scheduled_spans(output for _, output in outputs)
@@ -157,7 +152,7 @@ def test_a_cache_that_is_too_small_for_long_delays_requests_and_ends_none(
     """Forty requests that want several times the cache: preemption goes on till the last ones."""
     tight = start(**TIGHT)
     contexts = [prompt(60, salt=salt) for salt in range(40)]
-    preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    preemptions = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
     written = tight.generate(contexts, params(blocks=5))
     assert len(preemptions) >= 20
     assert [len(tokens) for tokens in written] == [5 * CANVAS] * 40

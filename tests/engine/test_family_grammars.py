@@ -13,13 +13,12 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.engine.grammars import DeviceGrammars
 from dllm.grammar.device import TablePool
 from dllm.models.unmasking.rule import STRATEGIES
-from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_grammars import KINDS, params, shortest_text, text_of
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.calls import calls_of
 from tests.support.engine_harness import TIGHT, assert_same_runs
 from tests.support.engine_models import Model
 from tests.support.grammar_paths import as_on_a_gpu
+from tests.support.recorded_calls import record_calls
 
 MAX_TOKENS = 128
 OF_MASKS: list[dict[str, Any]] = [
@@ -173,7 +172,7 @@ def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypat
             one.structured_outputs = StructuredOutputsParams(regex="([a-f]-){61}[0-9]")
     contexts = [prompt(60 if is_gemma else 160, salt=salt) for salt in range(4)]
     expected = engine.generate(contexts, asked)
-    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    preempted = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
     with tight.one_pass_a_step():  # so that it happens in the middle of canvases
         assert tight.generate(contexts, asked) == expected
     assert preempted, "the cache was large enough for everybody"
@@ -211,7 +210,7 @@ def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
     contexts = [prompt(15, salt=seed) for seed in range(len(asked))]
     expected = engine.generate(contexts, asked)
     state, on_device = engine.runner.model_state, as_on_a_gpu(engine, monkeypatch)
-    written = calls_of(monkeypatch, TablePool, "_write")
+    written = record_calls(monkeypatch, TablePool, "_write")
     memory = {name: part.data_ptr() for name, part in tensors_of(on_device)}
     few = slice(state.max_num_reqs)
     for _ in range(2):

@@ -27,9 +27,9 @@ from dllm.grammar.viterbi import Canvas
 from dllm.patches.grammars import _begin
 from dllm.settings.request import with_grammar
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.calls import calls_of
 from tests.support.engine_harness import blocks_of
 from tests.support.grammar_paths import as_on_a_gpu
+from tests.support.recorded_calls import record_calls
 
 SCHEMA = {
     "type": "object",
@@ -113,7 +113,7 @@ def test_xgrammar_is_asked_by_the_process_that_compiles_alone(engine, monkeypatc
 
 def test_every_block_is_checked_before_it_is_served(engine, monkeypatch):
     """A block that is no text would end its request with an error, and not be served."""
-    answers = calls_of(monkeypatch, StructuredOutputManager, "accept_tokens")
+    answers = record_calls(monkeypatch, StructuredOutputManager, "accept_tokens")
     engine.outputs([prompt(10)], params("json"))
     assert answers and all(is_accepted for _, is_accepted in answers)
     # If the worker wrote what it liked:
@@ -124,7 +124,9 @@ def test_every_block_is_checked_before_it_is_served(engine, monkeypatch):
 
 def test_both_ways_through_a_canvas_are_taken(engine, monkeypatch):
     """Noise is searched; a canvas that the model writes right is only read."""
-    searched, solved = (calls_of(monkeypatch, Canvas, name) for name in ("_search", "best_path"))
+    searched, solved = (
+        record_calls(monkeypatch, Canvas, name) for name in ("_search", "best_path")
+    )
     engine.outputs([prompt(10)], params("json"))
     assert searched
     searched.clear()

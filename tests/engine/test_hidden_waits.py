@@ -22,8 +22,8 @@ from tests.engine.test_blocks import model  # noqa: F401  a fixture: SDAR, LLaDA
 from tests.engine.test_loop import UNBOUNDED, params, switched
 from tests.engine.test_parity import prompt
 from tests.support.async_engine import get_async_engine
-from tests.support.calls import calls_of
 from tests.support.engine_harness import Engine
+from tests.support.recorded_calls import record_calls
 from tests.support.watched_device import DEVICE, DeviceWatch, on_device
 from tests.support.watched_worker import IN_PLACE, WorkerWatch, watched_worker
 
@@ -274,7 +274,7 @@ def test_canvases_of_requests_with_a_grammar_are_not_copied_to_the_host(engine):
 
 
 def test_a_visit_looks_at_its_rows_once(engine, monkeypatch):
-    made = calls_of(monkeypatch, canvas_rows.CanvasRows, "of_batch")
+    made = record_calls(monkeypatch, canvas_rows.CanvasRows, "of_batch")
     watch = watched_run(engine, CASES["one"], passes=UNBOUNDED)
     assert len(watch.passes) > len(watch.calls["sampler"])
     assert len(made) <= 2 * len(watch.calls["sampler"])  # of two runs

@@ -9,8 +9,8 @@ from vllm import SamplingParams
 from dllm.ops import soft_embedding
 from dllm.ops.dispatch import SMALLEST_VOCABULARY
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.calls import calls_of
 from tests.support.engine_harness import assert_same_runs, get_engine
+from tests.support.recorded_calls import record_calls
 
 VOCAB = SMALLEST_VOCABULARY + 1000
 CONTEXTS = [prompt(40), prompt(9, salt=3), prompt(70, salt=5)]
@@ -39,7 +39,7 @@ def engines(checkpoint):
 
 def test_sparse_and_exact_soft_embeddings_generate_the_same(engines, monkeypatch):
     """In fp32 what is left out is 2^-24 of the probability: nothing against rounding."""
-    bags = calls_of(monkeypatch, soft_embedding, "_bag")
+    bags = record_calls(monkeypatch, soft_embedding, "_bag")
     sparse = engines["sparse"].runs(CONTEXTS, requests())
     assert bags
     bags.clear()

@@ -16,8 +16,8 @@ from dllm.engine.step_rows import num_rejected
 from dllm.settings.server import PluginOptions
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
-from tests.support.calls import calls_of
 from tests.support.engine_harness import get_engine
+from tests.support.recorded_calls import record_calls
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_tiles_change_nothing(engine, checkpoint, monkeypatch, get):
     ours, limit = get(checkpoint(), max_num_batched_tokens=256), CANVAS + 13
     monkeypatch.setattr(ours.runner.model, "_rows_at_once", limit)
     monkeypatch.setattr(ours.runner.sampler, "_rows_at_once", limit)
-    seen = calls_of(monkeypatch, LogitRows, "__getitem__")
+    seen = record_calls(monkeypatch, LogitRows, "__getitem__")
     tiled = ours.outputs(*requests())
     sizes = {rows.stop - rows.start for (_, rows), _ in seen}
     assert max(sizes) <= limit and len(sizes) > 1
@@ -106,7 +106,7 @@ def test_raw_logits_change_nothing(checkpoint, monkeypatch, get, limit):
     if limit is not None:
         monkeypatch.setattr(ours.runner.model, "_rows_at_once", limit)
         monkeypatch.setattr(ours.runner.sampler, "_rows_at_once", limit)
-    steps = calls_of(monkeypatch, DiffusionSampler, "_denoise_tile")
+    steps = record_calls(monkeypatch, DiffusionSampler, "_denoise_tile")
     monkeypatch.setattr(ours.runner.model_state, "_reads_raw_logits", True)
     ours.reset_prefix_cache()
     found = [ours.outputs(contexts[:3], plain)]

@@ -21,7 +21,7 @@ from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.logprobs import BlockLogprobs, KeptScores, joined
 from dllm.engine.steps import StepRecord, Tile
 from dllm.patches.cpu import register_cpu_kernels
-from tests.support.calls import calls_of
+from tests.support.recorded_calls import record_calls
 
 VOCAB, SLOTS, CANVAS = 20, 4, 5
 WIDTHS = [5, 0, 3, 5]
@@ -113,7 +113,7 @@ def test_the_workspace_changes_nothing(monkeypatch):
     """Rows by rows, so that no copy of all the logits exists."""
     blocks = Blocks()
     at_once = blocks.of(4, 0, 3, 5)
-    scored = calls_of(monkeypatch, blocks.logprobs, "_scores")
+    scored = record_calls(monkeypatch, blocks.logprobs, "_scores")
     monkeypatch.setattr(logprobs, "WORKSPACE_LOGITS", 5 * VOCAB)
     in_parts = blocks.of(4, 0, 3, 5)
     assert [len(logits) for (logits, *_), _ in scored] == [5, 4]

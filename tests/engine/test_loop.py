@@ -14,10 +14,10 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from dllm.engine.loop import DenoiseLoop
 from dllm.settings.server import PluginOptions
-from tests.engine.test_engine import page_contents, params, scheduled_spans, scheduler_watch
+from tests.engine.test_engine import page_contents, params, scheduled_spans
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.calls import calls_of
 from tests.support.engine_harness import RUN_TOLERANCE, Engine, assert_same_runs, get_engine
+from tests.support.recorded_calls import record_calls
 
 UNBOUNDED = 10**9
 BOUNDS = (1, 2, 8, UNBOUNDED)
@@ -102,7 +102,7 @@ def test_tokens_and_logits_do_not_depend_on_the_switches(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU draws one in each denoise step")
 def test_on_a_cpu_a_canvas_is_drawn_when_one_begins(engine, monkeypatch):
     """Behind the prompt and behind each block, and in no other denoise step."""
-    begun = calls_of(monkeypatch, engine.runner.sampler, "_begin_rows")
+    begun = record_calls(monkeypatch, engine.runner.sampler, "_begin_rows")
     with passes_of_steps(engine) as taken:
         engine.quiet_run(prompt(20), params(blocks=3, seed=3))
     assert len(begun) == 1 + 3 < sum(taken)
@@ -148,7 +148,7 @@ def test_the_kv_of_a_prompt_does_not_notice_the_canvas_behind_it(engine, length,
     expected = engine.quiet_run(context, params(seed=5))
     engine.reset_prefix_cache()
     engine.generate([context[:page]], params(1))  # its canvas stands in the next page
-    hits = scheduler_watch(monkeypatch, engine, "_get_local_prefix_cache_hit")
+    hits = record_calls(monkeypatch, engine.scheduler, "_get_local_prefix_cache_hit")
     assert_same_runs(engine.runs([context], params(seed=5)), [expected])
     assert [result[1] for _, result in hits] == [page]
 
@@ -331,7 +331,7 @@ def test_one_pass_a_step_while_a_prompt_is_read_in_chunks(engine, checkpoint):
 def spans_of(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, requests: list[Any]
 ) -> list[tuple[int, int, int]]:
-    outputs = scheduler_watch(monkeypatch, engine, "schedule")
+    outputs = record_calls(monkeypatch, engine.scheduler, "schedule")
     with engine.one_pass_a_step():
         engine.generate(*zip(*requests, strict=True))
     return scheduled_spans(output for _, output in outputs)
@@ -358,8 +358,8 @@ def test_a_prompt_that_is_cached_as_a_whole_takes_the_canvas_along(engine, monke
     context = prompt(2 * page)
     engine.reset_prefix_cache()
     first = engine.generate([context], params(1))
-    hits = scheduler_watch(monkeypatch, engine, "_get_local_prefix_cache_hit")
-    outputs = scheduler_watch(monkeypatch, engine, "schedule")
+    hits = record_calls(monkeypatch, engine.scheduler, "_get_local_prefix_cache_hit")
+    outputs = record_calls(monkeypatch, engine.scheduler, "schedule")
     assert engine.generate([context], params(1)) == first
     assert [result[1] for _, result in hits] == [page]  # vLLM computes the last page again
     (message,) = (output for _, output in outputs if output.scheduled_new_reqs)
@@ -378,7 +378,7 @@ def test_without_kv_pages_for_the_canvas_the_prompt_goes_alone(engine, monkeypat
         return allocate(request, num_new_tokens, *args, **kwargs)
 
     monkeypatch.setattr(manager, "allocate_slots", refuse_canvas)
-    outputs = scheduler_watch(monkeypatch, engine, "schedule")
+    outputs = record_calls(monkeypatch, engine.scheduler, "schedule")
     assert_same_runs(engine.runs([prompt(50)], params(2)), [expected])
     assert refused
     assert [span[1:] for span in scheduled_spans(o for _, o in outputs)][:2] == [(50, 0), (32, 32)]
@@ -390,7 +390,7 @@ def test_without_kv_pages_for_the_canvas_the_prompt_goes_alone(engine, monkeypat
 @pytest.mark.parametrize("passes", [1, UNBOUNDED])
 def test_vllms_counters_count_passes_and_not_engine_steps(checkpoint, monkeypatch, passes):
     counting = get_engine(checkpoint(), max_num_batched_tokens=256, disable_log_stats=False)
-    made = scheduler_watch(monkeypatch, counting, "make_stats")
+    made = record_calls(monkeypatch, counting.scheduler, "make_stats")
     with switched(counting, passes), counting.watch() as watched:
         counting.generate([prompt(20), prompt(30)], params(blocks=2))
     num_steps = sum(len(steps) for steps in watched.values())

@@ -12,12 +12,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.unmasking.rule import STRATEGIES
-from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.engine.test_sampling_engine import CONTEXT, assert_seen, params, tokens_of, watched
 from tests.support.engine_harness import TIGHT
 from tests.support.engine_models import BLOCKS, SIZES, Model
 from tests.support.family_checkpoints import MASK
+from tests.support.recorded_calls import record_calls
 
 # What changes tokens, or their order: of each family.
 WAYS: dict[str, list[dict[str, Any]]] = {
@@ -188,7 +188,7 @@ def test_held_pins_survive_preemption_in_the_middle_of_a_block(of_blocks, monkey
     contexts = [prompt(157 + salt, salt=salt) for salt in range(4)]
     engine.reset_prefix_cache()
     expected = engine.generate(contexts, sampling)
-    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    preempted = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
     with tight.one_pass_a_step(), tight.watch() as seen:
         assert tight.generate(contexts, sampling) == expected
     assert preempted, "the cache was large enough for everybody"

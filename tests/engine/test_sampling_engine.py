@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.test_engine import params, scheduled_spans, scheduler_watch
+from tests.engine.test_engine import params, scheduled_spans
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import (
@@ -19,6 +19,7 @@ from tests.support.engine_harness import (
     get_engine,
 )
 from tests.support.naive_edits import edited, first_bad_word
+from tests.support.recorded_calls import record_calls
 
 STOPS = (1, 6)  # eos_token_id of the checkpoint's generation_config.json
 MAX_STEPS = 16
@@ -397,7 +398,7 @@ def test_a_prompt_that_is_scored_comes_without_a_canvas(engine, checkpoint, monk
     """Any worker of vLLM scores the prompt, and nothing else; the last of several chunks, too."""
     for one in (engine, get_engine(checkpoint(), max_num_batched_tokens=72)):
         one.reset_prefix_cache()
-        schedules = scheduler_watch(monkeypatch, one, "schedule")
+        schedules = record_calls(monkeypatch, one.scheduler, "schedule")
         (output,) = one.outputs([prompt(100)], params(1, prompt_logprobs=1))
         assert len(output.prompt_logprobs) == 100
         spans = scheduled_spans([schedule for _, schedule in schedules])
@@ -530,7 +531,7 @@ def test_it_survives_preemption(engine, checkpoint, monkeypatch, name):
     tight, sampling = get_engine(checkpoint(), **TIGHT), PREEMPTED[name]
     contexts = [prompt(60, salt=salt) for salt in range(4)]
     expected = [tokens_of(engine, context, sampling) for context in contexts]
-    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    preempted = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
     assert tight.generate(contexts, sampling) == expected
     assert preempted, "the cache was large enough for everybody"
 

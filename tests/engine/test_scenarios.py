@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_loop import switched
 from tests.engine.test_parity import prompt
 from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import TIGHT, Engine, Run, assert_same_runs, blocks_of
 from tests.support.engine_models import SIZES, Model
 from tests.support.grammar_paths import as_on_a_gpu
+from tests.support.recorded_calls import record_calls
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def test_the_separate_twins_are_identical_and_take_more_passes(quiet, model, mon
     passes, runs = [], []
     for options in ({}, {"commit": "separate"}, {"first_step": "separate"}):
         with switched(quiet, 1, **options), monkeypatch.context() as patch:
-            schedules = scheduler_watch(patch, quiet, "schedule")
+            schedules = record_calls(patch, quiet.scheduler, "schedule")
             runs.append(quiet.quiet_run(context, params))
         passes.append(len(schedules))
     assert_same_runs(runs[1:], [runs[0]] * 2)
@@ -99,7 +99,7 @@ def long_answers(quiet: Engine, model: Model) -> list[list[int]]:
 def test_preempted_requests_resume_with_the_same_tokens(model, is_async, long_answers, monkeypatch):
     pages = 24 if model.name == "gemma" else 10 if is_async else 14
     tight = model.engine(is_async, **TIGHT | {"num_gpu_blocks_override": pages})
-    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    preempted = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
     assert tight.generate(LONG_CONTEXTS, model.params(128 / model.size)) == long_answers
     assert preempted, "the cache was large enough for everybody"
 
@@ -132,7 +132,7 @@ def test_a_conversation_continued_from_cache_equals_a_cold_start(quiet, ours, mo
     ours.reset_prefix_cache()
     (answer,) = ours.generate([turn], model.params(3))
     follow_up = turn + answer + prompt(9, salt=4)
-    hits = scheduler_watch(monkeypatch, ours, "_get_local_prefix_cache_hit")
+    hits = record_calls(monkeypatch, ours.scheduler, "_get_local_prefix_cache_hit")
     continued = ours.runs([follow_up], model.params())
     assert [result[1] for _, result in hits] == [page]  # generated blocks are in it
     assert_same_runs(continued, [quiet.quiet_run(follow_up, model.params())])
@@ -182,7 +182,7 @@ def test_asynchronously_no_step_waits_for_the_tokens_of_a_grammar(
     expected = quiet.generate(contexts, asked)
     if is_on_device:
         as_on_a_gpu(ours, monkeypatch)
-    schedules = scheduler_watch(monkeypatch, ours, "schedule")
+    schedules = record_calls(monkeypatch, ours.scheduler, "schedule")
     with rows_taken(model.size if model.has_blocks else 1) as taken:
         assert ours.generate(contexts, asked) == expected
     assert not any(output.pending_structured_output_tokens for _, output in schedules)

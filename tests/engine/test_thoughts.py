@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import prompt
 from tests.engine.test_sampling_engine import assert_seen
 from tests.support.engine_harness import TIGHT
 from tests.support.engine_models import Model
 from tests.support.grammar_paths import as_on_a_gpu
+from tests.support.recorded_calls import record_calls
 
 # Tokens that no random model needs, under the names of vLLM's reasoning parser PARSER.
 PARSER = "deepseek_r1"
@@ -143,7 +143,7 @@ def test_preemption_changes_no_token(model, monkeypatch):
     contexts = [[*prompt(60 if is_gemma else 157, salt=at), START, 41] for at in range(4)]
     many = [asked(model, b, blocks, logit_bias=FOR_EVER, seed=b) for b in (3, 33, 65, 120)]
     expected = engine.generate(contexts, many)
-    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    preempted = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
     with tight.one_pass_a_step():
         assert tight.generate(contexts, many) == expected
     assert preempted, "the cache was large enough for everybody"

@@ -22,10 +22,10 @@ from dllm.engine.warm_up import canvas_batch, serve_made_up, warm_up
 from dllm.patches import gpu_worker
 from dllm.patches.worker import Records
 from dllm.settings.request import LEAST_ROWS
-from tests.support.calls import calls_of
 from tests.support.engine_harness import Engine, Run, assert_same_runs, get_engine
 from tests.support.patience import HANG_S
 from tests.support.process import ROOT, printed_json, run_python
+from tests.support.recorded_calls import record_calls
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def test_memory_is_profiled_with_as_many_canvases_as_a_step_holds(
     monkeypatch.setattr(loop, "goes_on", lambda emitted: pytest.fail("the step is repeated"))
     logprobs, num_reqs = engine.runner.sampler.logprobs, engine.runner.max_num_reqs
     monkeypatch.setattr(logprobs, "_is_async", True)  # scores all canvases
-    scored = calls_of(monkeypatch, logprobs, "of_blocks")
+    scored = record_calls(monkeypatch, logprobs, "of_blocks")
     with sampled(engine) as batches:
         engine.runner.profile_run()
     assert batches == [[CANVAS] * num_reqs]
@@ -120,9 +120,9 @@ def warmed(engine: Engine) -> Warmed:
         patch.setattr(runner, "sample_tokens", sample_tokens)
         patch.setattr(AsyncOutput, "get_output", wait)
         patch.setattr(sampler.logprobs, "of_blocks", spy_blocks)
-        stored = calls_of(patch, sampler, "_store_rows")
-        prompts = calls_of(patch, runner.prompt_logprobs_worker, "compute_prompt_logprobs")
-        written = calls_of(patch, type(sampler.grammars), "write_")
+        stored = record_calls(patch, sampler, "_store_rows")
+        prompts = record_calls(patch, runner.prompt_logprobs_worker, "compute_prompt_logprobs")
+        written = record_calls(patch, type(sampler.grammars), "write_")
         warm_up(runner, execute_model)
     assert not running
     found.emitted = [emitted[rows.widths > 0].tolist() for (emitted, _, rows, *_), _ in stored]

@@ -16,10 +16,10 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
-from tests.engine.test_engine import scheduler_watch
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK
 from tests.support.masked_pass import decoded, logits_of, sure
+from tests.support.recorded_calls import record_calls
 
 LENGTH, THRESHOLD = 32, 0.9
 # A step holds a canvas of each of its requests; a long prompt is read in two.
@@ -91,7 +91,7 @@ def test_a_canvas_may_begin_with_the_causal_passs_token(
 
 def test_a_canvas_that_begins_so_takes_a_pass_more(causal: Engine, monkeypatch) -> None:
     """Two canvases: the prompt and the first of them have passes of their own."""
-    passes = scheduler_watch(monkeypatch, causal, "schedule")
+    passes = record_calls(monkeypatch, causal.scheduler, "schedule")
     with causal.watch() as watched, causal.one_pass_a_step():
         served(causal, [prompts()[5]])
     (steps,) = watched.values()

@@ -22,9 +22,9 @@ from dllm.models.gemma.weights import (
 )
 from dllm.models.quantized import finite
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.calls import calls_of
 from tests.support.edited import WEIGHTS, edited, with_fields
 from tests.support.engine_harness import Engine, get_engine
+from tests.support.recorded_calls import record_calls
 from tests.support.watched_device import DeviceWatch, off_device, on_device
 
 LAYERS = 3
@@ -115,7 +115,7 @@ ONCE = {f"{DECODER}up.weight": torch.ones(5), f"{ENCODER}down.weight": torch.one
 
 
 def test_only_weights_that_come_twice_are_read_for_comparison(monkeypatch):
-    digests = calls_of(monkeypatch, weights_module, "_digest")
+    digests = record_calls(monkeypatch, weights_module, "_digest")
     weights = TWICE | ONCE | {"lm_head.weight": torch.ones(2)}
     pairs = list(merge_shared_copies(weights.items(), LayerScalars(LAYERS), weights))
     assert [name for name, _ in pairs][:4] == [

@@ -10,7 +10,7 @@ from dllm.ops import dispatch, noise, row_stats_cpu
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters, _Histogram, cutoffs
 from dllm.ops.row_stats import RowStats, reference_row_stats, tile_width
-from tests.support.calls import calls_of
+from tests.support.recorded_calls import record_calls
 from tests.support.watched_device import DeviceWatch, off_device, on_device
 
 ENTROPY_TOLERANCE = 2e-5  # nats; fp32 over up to 1e3 terms
@@ -314,7 +314,7 @@ def test_raw_logits_are_capped_in_a_compiled_step() -> None:
 def test_cutoffs_are_searched_only_where_a_row_is_filtered(
     num_filtered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searched = calls_of(monkeypatch, dispatch, "cutoffs")
+    searched = record_calls(monkeypatch, dispatch, "cutoffs")
     logits, off = torch.randn(3, 50), torch.tensor([50, 50, 50])
     filters = RowFilters(off.clone(), torch.ones(3), torch.zeros(3))
     filters.top_k[:num_filtered] = 2

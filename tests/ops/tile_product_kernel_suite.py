@@ -16,8 +16,8 @@ from dllm.ops.tile_product import least_mass, tile_product
 from dllm.ops.tile_product_gpu import ProductTiles, num_parts, tile_product_kernels
 from tests.ops.test_row_stats import keys_for
 from tests.ops.test_soft_embedding import rows_of_every_kind, table
-from tests.support.calls import calls_of
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
+from tests.support.recorded_calls import record_calls
 
 speed_up()
 VOCAB, HIDDEN = 1000, 24  # 15.6 tiles
@@ -94,7 +94,7 @@ def test_the_product_takes_the_steps_of_the_tiles_that_are_kept(
 ) -> None:
     """Half of the rows are sure, and fill a group of their own, wherever they stand."""
     vocab = 8192
-    plans = calls_of(monkeypatch, tile_product_gpu, "tiles_of_groups")
+    plans = record_calls(monkeypatch, tile_product_gpu, "tiles_of_groups")
     logits = make_logits(32, vocab, "settled", "cpu")
     logits[::2] = torch.randn(16, vocab, generator=torch.Generator().manual_seed(0)) * 0.1
     weight = table(vocab, torch.bfloat16)
@@ -125,7 +125,7 @@ def test_rows_without_a_distribution_take_no_steps(
     num_read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as those that nobody reads, wherever they stand in the batch."""
-    plans = calls_of(monkeypatch, tile_product_gpu, "tiles_of_groups")
+    plans = record_calls(monkeypatch, tile_product_gpu, "tiles_of_groups")
     logits, weight = torch.randn(48, VOCAB) * 0.1, table(VOCAB)
     t = torch.linspace(0.4, 0.8, 48)
     stats = statistics(logits, t)

@@ -25,10 +25,10 @@ from dllm.remote.link import Link
 from dllm.remote.scheduler import RemoteDrafter
 from dllm.remote.wire import GREETING, Delta, Draft, DraftBatch, Reply, frame, read_batch
 from dllm.remote.worker import DraftWorker
-from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import CASES, LIMITS, FixedCosts, greedy, plain_engine, prompt
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
+from tests.support.recorded_calls import record_calls
 from tests.support.toy_prompts import encode_prompt
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -278,7 +278,7 @@ def test_preempted_requests_lose_nothing(alone, small, monkeypatch):
     params = [greedy(60, **CASES[name]) for name in names]
     expected = alone.generate(prompts, params)
     texts = [given + answer for given, answer in zip(prompts, expected, strict=True)]
-    preempted = scheduler_watch(monkeypatch, small, "_preempt_request")
+    preempted = record_calls(monkeypatch, small.scheduler, "_preempt_request")
     with drafted_by(small, Liar(half_right(texts))) as seen:
         assert small.generate(prompts, params) == expected
     assert preempted and seen.num("drafts") > 100

@@ -7,7 +7,7 @@ import pytest
 Call = tuple[tuple[Any, ...], Any]  # the positional arguments, and the result
 
 
-def calls_of(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Call]:
+def record_calls(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Call]:
     """The calls of ``owner.name`` from here on, of a method of a class with its ``self``."""
     calls: list[Call] = []
     function = getattr(owner, name)
