@@ -12,7 +12,6 @@ say() { echo "--- $((SECONDS - start)) s: $*"; }
 # The last: cutlass is found through a .pth file, which Python does not read in a folder of PYTHONPATH.
 export PYTHONPATH=$root:$site:$site/nvidia_cutlass_dsl/dsl_packages PATH=$site/bin:$PATH
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
-[ -n "${TOY:-}" ] || export VLLM_USE_FLASHINFER_SAMPLER=0
 export DLLM_COMMIT=$(cat "$carried/bin/commit" 2>/dev/null || echo unknown)
 cd "$root"
 
