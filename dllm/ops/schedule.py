@@ -1,15 +1,16 @@
 """How many masks each denoise step reveals, where a block is decided in a number of steps.
 
 A schedule is the fraction of a block that is still masked at time t, from 1 at t = 0 to 0 at t = 1.
-Step s of S reveals what the fraction loses between s / S and (s + 1) / S, rounded down, and at
-least one mask; whoever calls lets the last step reveal the rest.
+Behind step s of S the masks that are left are rounded: size * fraction((s + 1) / S). A step reveals
+the difference, and at least one mask, so that the last steps may have nothing to reveal.
 
     linear   1 - t               the same number in every step; the first ones reveal one more each
-    cosine   1 - sin(pi t / 2)   many at first, few at the end: [6, 5, 3, 2] for 16 masks in 4 steps
-    sqrt     sqrt(1 - t)         few at first, many at the end: [2, 2, 3, 9]
+    cosine   1 - sin(pi t / 2)   many at first, few at the end: [6, 5, 4, 1] for 16 masks in 4 steps
+    sqrt     sqrt(1 - t)         few at first, many at the end: [2, 3, 3, 8]
 
-"cosine" is called so in AitherOS's article on block diffusion drafting (April 2026), which reveals
-[6, 5, 3, 2]. The formula that is printed there, cos(pi t / 2), is MaskGIT's and gives [1, 4, 5, 6].
+"cosine" is called so in AitherOS's article on block diffusion drafting (April 2026), which rounds so
+and shows [6, 5, 3, 2]. The formula that is printed there, cos(pi t / 2), is MaskGIT's and gives
+[1, 4, 5, 6].
 """
 
 import math
@@ -32,9 +33,8 @@ def num_revealed(step: Tensor, num_steps: Tensor, size: int, schedule: Tensor) -
     """
     # As `get_num_transfer_tokens` of SDAR and LLaDA2.
     even = size // num_steps + (step < size % num_steps).to(step.dtype)
-    lost = _masked(step / num_steps, schedule) - _masked((step + 1) / num_steps, schedule)
-    # The tiny addend keeps a difference that is a whole number from being rounded down.
-    curved = torch.floor(size * lost + 1e-9).to(step.dtype)
+    left = torch.round(size * _masked((step + 1) / num_steps, schedule))
+    curved = (torch.round(size * _masked(step / num_steps, schedule)) - left).to(step.dtype)
     return torch.where(schedule == LINEAR, even, curved).clamp(min=1)
 
 
@@ -53,7 +53,6 @@ def reveal_counts(schedule: str, size: int, num_steps: int) -> list[int]:
     counts: list[int] = []
     for count in every.tolist():
         counts.append(min(count, size - sum(counts)))
-    counts[-1] = size - sum(counts[:-1])
     return [count for count in counts if count]
 
 

@@ -53,7 +53,7 @@ def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, kind):
 
 @pytest.mark.parametrize("num_steps", [2, 4])
 def test_several_passes_give_the_same_text(engine, plain, num_steps, monkeypatch):
-    counts = reveal_counts("cosine", NUM_DRAFTS, num_steps)
+    counts = reveal_counts("linear", NUM_DRAFTS, num_steps)
     assert len(counts) == num_steps
     monkeypatch.setattr(engine.runner.speculator, "reveal_counts", counts)
     assert engine.generate(PROMPTS, SAMPLED) == plain

