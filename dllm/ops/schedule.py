@@ -8,9 +8,9 @@ the difference, and at least one mask, so that the last steps may have nothing t
     cosine   1 - sin(pi t / 2)   many at first, few at the end: [6, 5, 4, 1] for 16 masks in 4 steps
     sqrt     sqrt(1 - t)         few at first, many at the end: [2, 3, 3, 8]
 
-"cosine" is called so in AitherOS's article on block diffusion drafting (April 2026), which rounds so
-and shows [6, 5, 3, 2]. The formula that is printed there, cos(pi t / 2), is MaskGIT's and gives
-[1, 4, 5, 6].
+"cosine" is called so in AitherOS's article on block diffusion drafting (April 2026), which rounds
+so, too, and shows [6, 5, 3, 2]. The formula that is printed there, cos(pi t / 2), is MaskGIT's and
+gives [1, 4, 5, 6].
 """
 
 import math
