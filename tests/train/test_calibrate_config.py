@@ -70,9 +70,11 @@ def sizes(hidden: int, layers: int, vocab: int, intermediate: int, heads: tuple[
 BUNDLED: list[tuple[str, dict[str, Any], float | None]] = [
     ("qwen3", sizes(2560, 36, 151936, 9728, (32, 8, 128)), 1.00),
     ("qwen3", sizes(4096, 36, 151936, 12288, (32, 8, 128)), 1.95),
+    ("qwen3.5-9b", sizes(4096, 32, 248320, 12288, (16, 4, 256)), None),
     ("qwen3.5-27b", QWEN, 3.22),
     ("qwen3.5-35b-a3b", sizes(2048, 40, 248320, 512, (16, 2, 256)), None),
     ("llama-3.1-8b", LLAMA, 1.95),
+    ("deepseek-r1-14b", sizes(5120, 48, 152064, 13824, (40, 8, 128)), None),
     ("gpt-oss-20b", sizes(2880, 24, 201088, 2880, (64, 8, 64)), 1.46),
 ]
 
