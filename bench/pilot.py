@@ -29,10 +29,9 @@ from bench.context import Row, Rows, command_line, progress, publish, read_csv, 
 from bench.tables import Section, grouped, markdown
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import VerifiedStep
-from dllm.train.pilot import Score, scores, step_ms, train
-from dllm.train.pilot_run import TRIALS
-from dllm.train.pilot_settings import PilotTraining
+from dllm.train.pilot import TRIALS, Score, scores, step_ms, train
 from dllm.train.pilot_trials import Trials, recorded
+from dllm.train.settings import PilotTraining
 
 FILE = "pilot.csv"
 RADII, HIDDEN, READS = (1, 2, 3), (256, 2048), ("raw", "softmax")

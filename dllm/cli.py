@@ -1,7 +1,8 @@
 """The ``dllm`` command: finds the module of a subcommand and passes it the other arguments.
 
-Every subcommand is a module with ``main(argv) -> int``, which returns the exit status. A module is
-imported only when its subcommand is asked for, so ``dllm --help`` needs no torch. A subcommand
+Every subcommand is a function of its arguments that returns the exit status: ``main`` of a module,
+unless another one is named. A module is imported only when its subcommand is asked for, so
+``dllm --help`` needs no torch. A subcommand
 raises CommandError for a mistake that the user can correct; it is printed as one line.
 """
 
@@ -13,16 +14,19 @@ from dllm import __version__
 from dllm.settings.checks import did_you_mean
 from dllm.settings.command import FAILED, INTERRUPTED, MISUSED, OK, CommandError
 
-# Name: (module, help text).
+# Name: (module, or module:function; help text).
 COMMANDS = {
-    "train drafter": ("dllm.train.command", "train a drafter on what a target says"),
-    "train pilot": ("dllm.train.pilot_command", "train what chooses a draft width by the prompt"),
+    "train drafter": ("dllm.train.commands:train_drafter", "train a drafter on what a target says"),
+    "train pilot": (
+        "dllm.train.commands:train_pilot",
+        "train what chooses a draft width by the prompt",
+    ),
     "recalibrate": (
-        "dllm.train.recalibrate_command",
+        "dllm.train.commands:recalibrate",
         "go on training a server's drafter on its traffic",
     ),
     "check-drafter": (
-        "dllm.train.check_command",
+        "dllm.train.commands:check_drafter",
         "measure whether a drafter fits its target",
     ),
     "eval": (
@@ -65,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dllm: no command {name!r}{hint}; allowed: {allowed}.", file=sys.stderr)
         return MISUSED
     try:
-        status: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+        module, _, function = COMMANDS[name][0].partition(":")
+        status: int = getattr(importlib.import_module(module), function or "main")(rest)
         return status
     except CommandError as error:
         print(f"dllm {name}: {error}", file=sys.stderr)

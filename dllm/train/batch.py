@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dllm.drafter.samples import Sample
 from dllm.train.network import draft_inputs
-from dllm.train.target import Target
-from dllm.train.target_embeddings import TargetEmbeddingsAndHead
+from dllm.train.target import Target, TargetEmbeddingsAndHead
 
 
 class Blocks(NamedTuple):

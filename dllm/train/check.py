@@ -7,9 +7,8 @@ from dllm.drafter.samples import Sample
 from dllm.settings.command import FAILED, OK, CommandError, write_findings
 from dllm.train.acceptance import measure, possible, total
 from dllm.train.export import Drafter
-from dllm.train.precision import device_of
-from dllm.train.prompts import Prompt, load_prompts
-from dllm.train.responses import say_how_long
+from dllm.train.optimizer import device_of
+from dllm.train.responses import Prompt, load_prompts, say_how_long
 from dllm.train.settings import DrafterTraining
 from dllm.train.target import Target, read_config, target_facts
 

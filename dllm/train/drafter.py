@@ -1,42 +1,50 @@
-"""What ``dllm train drafter`` does with its command line."""
+"""``dllm train drafter``: responses, a run, and a checkpoint with its card."""
 
 import argparse
 import hashlib
+import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoTokenizer
 
 from dllm.drafter.samples import recorded_layers
 from dllm.settings.command import OK, CommandError
 from dllm.tools import client
-from dllm.train.config import drafter_config
-from dllm.train.export import Drafter
+from dllm.train.acceptance import Acceptance, possible, total
+from dllm.train.export import (
+    CARD,
+    LOG,
+    MODEL,
+    Drafter,
+    begin,
+    drafter_config,
+    weights_digest,
+    write_log,
+)
 from dllm.train.learner import DraftLearner
-from dllm.train.model_card import write_model_card
-from dllm.train.precision import device_of
-from dllm.train.progress import progress, train_shown
-from dllm.train.prompts import Prompt, load_prompts
-from dllm.train.recorded import split_buffer
+from dllm.train.optimizer import device_of, processor
 from dllm.train.responses import (
     HELDOUT,
     TRAIN,
+    Prompt,
     check_disk,
     collect,
     from_server,
     from_target,
+    load_prompts,
     refuse_other_model,
     say_how_long,
+    split_buffer,
     usable,
 )
-from dllm.train.run import Run
-from dllm.train.run_files import LOG, MODEL, begin, weights_digest, write_log
+from dllm.train.run import Run, progress, train_shown
 from dllm.train.settings import CONTINUED, NEW, DrafterTraining
-from dllm.train.target import Target, read_config, target_facts
-from dllm.train.target_embeddings import TargetEmbeddingsAndHead
+from dllm.train.target import Target, TargetEmbeddingsAndHead, read_config, target_facts
 
 RESPONSES = "responses"
 
@@ -197,3 +205,62 @@ def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
     command = shlex.join(["dllm", "train", "drafter", *map(_without_folder, shown)])
     write_model_card(run, model, command, f"{data}: {counts}.")
     print(model)
+
+
+def write_model_card(run: Run, path: Path, command: str, data: str) -> None:
+    """Write ``README.md`` beside the weights.
+
+    Args:
+        data: what they were trained on, in a sentence.
+    """
+    learner, drafter = run.learner, run.learner.drafter
+    num_params = sum(param.numel() for param in run.average.parameters())
+    sections = [
+        f"# A drafter of {num_params / 1e6:.2f}M parameters\n",
+        "A block-diffusion (DFlash) drafter in z-lab's format, in bf16: it proposes the next "
+        f"{drafter.block - 1} tokens of one target in one pass, from the target's hidden states "
+        f"behind layers {', '.join(map(str, drafter.read.target_layer_ids))}. Embedding and head "
+        "are the target's. It changes the target's speed and nothing that it says.\n",
+        *_training(run, command, data),
+        "\n## Held-out prompts, greedy\n",
+        acceptance_text(learner.acceptance, possible(learner.heldout, drafter.block - 1)),
+        "\n## Limits\n",
+        "Of no use to any other target, and of little on other prompts than those it was "
+        "trained on: train another one (docs/calibration.md).",
+    ]
+    (path / CARD).write_text("\n".join(sections) + "\n")
+
+
+def _training(run: Run, command: str, data: str) -> list[str]:
+    settings = run.settings
+    return [
+        "## Training\n",
+        f"- Data: {data}",
+        f"- {run.step} steps of {settings.batch_size} responses with {settings.anchors} draft "
+        f"blocks each, seed {settings.seed}; cross-entropy of the target's own tokens, draft k "
+        f"weighted exp(-(k - 1) / {run.learner.gamma:g}); Muon and AdamW, average of the weights.",
+        f"- Reproduce with `{command}` and the settings below.",
+        f"- {run.seconds / 60:.0f} minutes of training on {settings.threads} thread(s) of "
+        f"{processor(run.device)}; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}.\n",
+        f"```json\n{json.dumps(settings.to_mapping())}\n```",
+    ]
+
+
+def acceptance_text(acceptance: Mapping[str, Acceptance], best: Mapping[str, Acceptance]) -> str:
+    """Tokens a step of all held-out responses, and of the least and the most of several groups.
+
+    Args:
+        best: the same groups, of a drafter that is always right.
+    """
+    everything, limit = total(dict(acceptance)), total(dict(best))
+    text = (
+        f"{everything.length:.2f} tokens a step of the target, its own included; "
+        f"{limit.length:.2f} with a drafter that is always right. The first draft is kept in "
+        f"{100 * everything.by_position[0]:.0f} % of the steps that have one."
+    )
+    if len(acceptance) == 1:
+        return text
+    lengths = sorted((one.length, " ".join(name.split())) for name, one in acceptance.items())
+    least, most = (f"{name} ({length:.2f})" for length, name in (lengths[0], lengths[-1]))
+    return f"{text} By group: from {least} to {most}; `{LOG}` has them all."

@@ -14,9 +14,9 @@ from dllm.train.acceptance import Acceptance, measure, total
 from dllm.train.batch import Batch, load_batch
 from dllm.train.export import Drafter, write_checkpoint
 from dllm.train.network import NEVER, DraftNetwork, losses
-from dllm.train.precision import autocast
+from dllm.train.optimizer import autocast
 from dllm.train.settings import DrafterTraining
-from dllm.train.target_embeddings import TargetEmbeddingsAndHead
+from dllm.train.target import TargetEmbeddingsAndHead
 
 HEAD_ROWS = 4096  # that the spread of the first logits is measured on
 TIMED_CONTEXT = 256  # tokens in front of a block whose pass is timed

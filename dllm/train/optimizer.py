@@ -3,6 +3,8 @@
 Muon (K. Jordan, 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix
 by the nearest semi-orthogonal matrix, found with five Newton-Schulz iterations. `torch.optim.Muon`
 does the same, but always in bf16, which is many times slower on a CPU with nothing beyond AVX2.
+Matrix products are in bf16 where the device multiplies bf16 numbers itself, else in fp32
+(``cpu.instructions``).
 """
 
 import math
@@ -11,8 +13,35 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from dllm.train.precision import product_dtype
+from dllm.cpu.instructions import FACTS, computes_bf16
 from dllm.train.settings import DrafterTraining
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """The type of matrix products on a device: bf16, or fp32 on a CPU without bf16 units."""
+    is_slow = device.type == "cpu" and not computes_bf16()
+    return torch.float32 if is_slow else torch.bfloat16
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """A context in which matrix products have ``product_dtype``; other operations stay in fp32."""
+    dtype = product_dtype(device)
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+def processor(device: torch.device) -> str:
+    """The name of the GPU or CPU, for a record of a run; a CPU's is Linux's /proc/cpuinfo's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    text = FACTS.read_text() if FACTS.exists() else ""
+    names = [line.split(":", 1)[1] for line in text.splitlines() if line.startswith("model name")]
+    return names[0].strip() if names else "an unnamed CPU"
+
+
+def device_of(given: str | None) -> str:
+    """The device that a command was given, or else the GPU, if there is one."""
+    return given or ("cuda" if torch.cuda.is_available() else "cpu")
+
 
 # Coefficients of the iteration, chosen for the largest slope at 0 (same source).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

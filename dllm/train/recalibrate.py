@@ -1,4 +1,4 @@
-"""The rounds of ``dllm recalibrate`` (``recalibrate_command``).
+"""The rounds of ``dllm recalibrate`` (``commands``).
 
 A server finds what is published by ``dllm.drafter.weight_reload``.
 """
@@ -24,11 +24,10 @@ from dllm.drafter.weight_reload import DIGITS, checkpoint, published
 from dllm.settings.command import OK, CommandError
 from dllm.train.export import Drafter, write_checkpoint
 from dllm.train.learner import DraftLearner
-from dllm.train.recorded import TooFewSamples, split_buffer
+from dllm.train.responses import TooFewSamples, split_buffer
 from dllm.train.run import Run
 from dllm.train.settings import CONTINUED
-from dllm.train.target import read_config, target_facts
-from dllm.train.target_embeddings import TargetEmbeddingsAndHead
+from dllm.train.target import TargetEmbeddingsAndHead, read_config, target_facts
 
 MIN_GAIN = 0.01  # share by which a published drafter's tokens a step exceed those of its base
 # How many published drafters stay on disk, so that one which a server has found is still there when

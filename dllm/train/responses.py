@@ -1,28 +1,147 @@
-"""Collects the target's responses to the prompts, and their hidden states, in shards on disk.
+"""What a drafter learns from: prompts, a target's responses to them, or recorded traffic.
 
-A shard holds one batch. Prompts, settings and target decide what is in it, so a resumed run writes
-only the shards that are missing.
+Responses and their hidden states are collected in shards on disk. A shard holds one batch. Prompts,
+settings and target decide what is in it, so a resumed run writes only the shards that are missing.
+The bundled prompts are enough to try a calibration and to check a drafter; a drafter that is to be
+used needs thousands of prompts like its own traffic.
 """
 
 import math
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.filesize import decimal
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from dllm.drafter.samples import SUFFIX, Sample, read_shards, write_shard
+from dllm.drafter.checkpoint import DrafterConfig
+from dllm.drafter.samples import (
+    SUFFIX,
+    Sample,
+    read_shards,
+    recorded_acceptance,
+    recorded_layers,
+    write_shard,
+)
+from dllm.prompts.files import BUNDLED, BUNDLED_DOMAINS, read_conversations
 from dllm.settings.command import CommandError
 from dllm.tools.client import Connection, explained
 from dllm.train.batch import load_batch
 from dllm.train.export import Drafter
 from dllm.train.network import count_params
-from dllm.train.prompts import Prompt
 from dllm.train.settings import DrafterTraining
 from dllm.train.target import Target, dtype_of
+
+OF_FILE = "prompts"  # the group of a file's prompts that name no domain
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids that the target answers; reports have a line for each ``group``."""
+
+    tokens: tuple[int, ...]
+    group: str
+    is_heldout: bool
+
+
+def load_prompts(target: Path, file: Path, settings: DrafterTraining) -> list[Prompt]:
+    """Prompts of a file, with the target's chat template; the first ``heldout`` are held out.
+
+    A line of a text file is a prompt; a line of JSONL is an object with ``prompt`` or ``messages``,
+    and perhaps ``domain``, which becomes the prompt's group. Of ``BUNDLED`` at most one prompt of
+    each domain is held out.
+
+    Raises:
+        CommandError: the file cannot be read, a line is wrong, there are too few, or the target has
+            no tokenizer.
+    """
+    if file == BUNDLED:
+        settings = replace(settings, heldout=min(settings.heldout, BUNDLED_DOMAINS))
+    try:
+        chats = read_conversations(file, is_json=file.suffix == ".jsonl")
+    except ValueError as error:
+        raise CommandError(f"--prompts {error}") from None
+    if len(chats) <= settings.heldout:
+        raise CommandError(
+            f"--prompts {file}: {len(chats)} prompts, of which heldout = {settings.heldout} are "
+            "kept for measuring; allowed: more prompts than that, or a config with fewer held out."
+        )
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = []
+    for index, (chat, domain) in enumerate(chats[: settings.heldout + settings.responses]):
+        if tokenizer.chat_template is None:
+            ids = tokenizer(str(chat[-1].get("content")))["input_ids"]
+        else:
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:  # what transformers makes of a target without a tokenizer's files
+            raise CommandError(
+                f"{file}: the tokenizer of {target} makes no tokens of prompt {index + 1}; give a "
+                "target that has one (tokenizer.json)."
+            )
+        prompts.append(Prompt(tuple(ids), domain or OF_FILE, index < settings.heldout))
+    return prompts
+
+
+HELDOUT_EVERY = 20  # about one of so many samples is held out
+MOST_HELDOUT = 200  # that are measured on: an evaluation takes seconds, however long was recorded
+
+
+class TooFewSamples(CommandError):
+    """A recording is too short to train on."""
+
+
+def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], list[Sample]]:
+    """Recorded samples: those to train on, and those held out.
+
+    A sample's tokens decide on which side it is: on the same one whatever comes or is deleted.
+
+    Raises:
+        TooFewSamples: there are too few.
+        CommandError: their hidden states are of other layers.
+    """
+    samples = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
+    if len(samples) <= HELDOUT_EVERY:
+        raise TooFewSamples(
+            f"{folder} holds {len(samples)} samples with something to draft; needed: more than "
+            f"{HELDOUT_EVERY}. Record for longer."
+        )
+    digests = {sample: zlib.crc32(repr(sample.tokens).encode()) for sample in samples}
+    heldout = [one for one in samples if digests[one] % HELDOUT_EVERY == 0]
+    if not heldout:
+        least = min(digests.values())
+        heldout = [one for one in samples if digests[one] == least]
+    if len(heldout) == len(samples):
+        raise TooFewSamples(f"{folder} holds too few different texts. Record for longer.")
+    wanted = drafter.target_layer_ids
+    for layers in recorded_layers(folder):
+        if layers != wanted:
+            raise CommandError(
+                f"{folder} was recorded from layers {list(layers)} of the target; the drafter "
+                f"reads {list(wanted)}. Give another buffer, or a config whose target_layer_ids "
+                "are those of this one."
+            )
+    features = samples[0].hidden().shape[-1]
+    if features != len(wanted) * drafter.target_hidden_size:
+        raise CommandError(
+            f"{folder}: hidden states of size {features}; the drafter reads {len(wanted)} of size "
+            f"{drafter.target_hidden_size}. It was recorded with another drafter."
+        )
+    verified, accepted = recorded_acceptance(folder)
+    if verified:
+        print(
+            f"buffer: {len(samples)} samples; {accepted / verified:.1%} of {verified} verified "
+            "drafts were accepted when it was recorded"
+        )
+    kept = set(samples) - set(heldout)
+    measured = sorted(heldout, key=digests.__getitem__)[:MOST_HELDOUT]
+    return [sample for sample in samples if sample in kept], measured
+
 
 TRAIN, HELDOUT = "train", "heldout"
 TIMED_TOKENS = 4  # of each prompt of a batch, to estimate the time

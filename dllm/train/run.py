@@ -1,22 +1,25 @@
-"""The training loop of a drafter: the same run when it is resumed.
+"""The training loop of a drafter: the same run when it is resumed; and how far a command is.
 
 Everything random in step i comes from (seed, i), so a run that was stopped and resumed ends with
-the same bits as one that was not.
+the same bits as one that was not. A terminal shows a bar, a log a line every few seconds.
 """
 
 import copy
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from dllm.settings.command import CommandError
-from dllm.train.learner import DraftLearner
-from dllm.train.network import DraftNetwork
-from dllm.train.optimizer import make_optimizers, set_learning_rates, update_average
-from dllm.train.run_files import LOG, MODEL, STATE, write_log
+from dllm.train.export import LOG, MODEL, STATE, write_log
+from dllm.train.learner import TIMED_CONTEXT, DraftLearner
+from dllm.train.network import DraftNetwork, count_params
+from dllm.train.optimizer import make_optimizers, processor, set_learning_rates, update_average
 
 
 class Run:
@@ -126,3 +129,61 @@ class Run:
         self.average.load_state_dict(state["average"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+
+
+SECONDS_BETWEEN_LINES = 10.0
+COLUMNS = (
+    TextColumn("[bold]{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+    TextColumn("{task.fields[note]}"),
+)
+
+
+class Shown:
+    """Work of ``total`` parts, of which some were done before (by a run that is resumed)."""
+
+    def __init__(self, what: str, total: int, done: int, bar: Progress) -> None:
+        self.what, self.total, self.done = what, total, done
+        self._bar, self._task = bar, bar.add_task(what, total=total, completed=done, note="")
+        self._begun_with = done
+        self._start, self._said = time.monotonic(), -SECONDS_BETWEEN_LINES
+
+    def advance(self, by: int = 1, note: str = "") -> None:
+        """So much more is done; the note stands behind it."""
+        self.done += by
+        self._bar.update(self._task, completed=self.done, note=note)
+        seconds = time.monotonic() - self._start
+        is_due = self.done >= self.total or seconds - self._said >= SECONDS_BETWEEN_LINES
+        if self._bar.disable and is_due:
+            self._said = seconds
+            each = seconds / max(1, self.done - self._begun_with)
+            left = f"{each:.3g} s each, {each * (self.total - self.done) / 60:.1f} minutes left"
+            print(f"{self.what}: {self.done}/{self.total}, {left}  {note}".rstrip(), flush=True)
+
+
+@contextmanager
+def progress(what: str, total: int, done: int = 0) -> Iterator[Shown]:
+    """Show work: on a terminal as a bar, elsewhere (in a log) as a line now and then."""
+    console = Console()
+    with Progress(*COLUMNS, console=console, disable=not console.is_terminal) as bar:
+        yield Shown(what, total, done, bar)
+
+
+def train_shown(run: Run) -> None:
+    """Train to the last step, with the running loss and the last evaluation shown.
+
+    First it says how large the drafter is, and how long a pass of it takes on this device.
+    """
+    learner = run.learner
+    num_params, block = count_params(learner.drafter.read), learner.drafter.block
+    print(
+        f"drafter: {num_params / 1e6:.2f}M parameters, {2 * num_params / 1e6:.2f} MB in bf16; "
+        f"{learner.pass_ms():.1f} ms a pass of {block} positions behind {TIMED_CONTEXT} tokens, on "
+        f"{processor(run.device)}",
+        flush=True,
+    )
+    with progress("train", run.settings.steps, run.step) as shown:
+        for _ in run.run():
+            shown.advance(note=f"loss {run.loss:.3f}  {run.learner.summary()}")

@@ -22,7 +22,7 @@ from bench.toys.tokenizer import TOKEN_ID
 from dllm.models.unmasking.reference import Generated, generate_blocks, load_model
 from dllm.settings.command import CommandError
 from dllm.tools import decisions
-from dllm.train.prompts import Prompt, load_prompts
+from dllm.train.responses import Prompt, load_prompts
 from dllm.train.settings import DrafterTraining
 from tests.support.chat_stub import Stub, serve
 from tests.support.family_checkpoints import LLADA2, NEMOTRON, SDAR, write

@@ -13,10 +13,9 @@ from dllm.drafter.pair import drafter_config as read_config
 from dllm.drafter.widths.pilot import Pilot, PilotConfig
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.train.export import Drafter
-from dllm.train.pilot_costs import TimedWidths, in_milliseconds
-from dllm.train.pilot_settings import PilotTraining
-from dllm.train.pilot_trials import record, recorded
-from dllm.train.prompts import Prompt
+from dllm.train.pilot_trials import TimedWidths, in_milliseconds, record, recorded
+from dllm.train.responses import Prompt
+from dllm.train.settings import PilotTraining
 from dllm.train.target import Target, target_facts
 from dllm.train.target import read_config as read_target
 from tests.support.drafter_harness import (

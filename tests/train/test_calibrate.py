@@ -19,12 +19,11 @@ from dllm import cli
 from dllm.cli import CommandError
 from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
 from dllm.tools.client import Connection
-from dllm.train import command, drafter
+from dllm.train import commands, drafter
 from dllm.train import learner as learner_module
-from dllm.train.export import Drafter, block_of, read_checkpoint
+from dllm.train.export import LOG, Drafter, block_of, read_checkpoint
 from dllm.train.network import NEVER, count_params
 from dllm.train.responses import check_disk, refuse_other_model
-from dllm.train.run_files import LOG
 from dllm.train.settings import DrafterTraining, bundled_configs
 from dllm.train.target import dtype_of, target_facts
 from dllm.train.target import read_config as read_target_config
@@ -361,14 +360,14 @@ def test_shipped_settings_are_right_and_listed(capsys):
         settings = DrafterTraining.load(Path(path))
         assert DrafterTraining.from_mapping(settings.to_mapping()) == settings
     with pytest.raises(SystemExit):
-        command.parse(["--help"])
+        commands.parse_drafter(["--help"])
     assert ",".join(bundled_configs()) in "".join(capsys.readouterr().out.split())
 
 
 def test_sizes_that_the_config_leaves_out_are_the_targets(tmp_path):
     path = give_byte_tokenizer(write_target(tmp_path / "target", layers=6))
     (tmp_path / "config.toml").write_text('[drafter]\nnum_layers = 2\nmask_token_id = "a"\n')
-    given = command.parse(
+    given = commands.parse_drafter(
         ["--target", str(path), "--out", str(tmp_path), "--config", str(tmp_path / "config.toml")]
     )
     found = drafter.load_drafter(given, drafter.load_settings(given), read_target_config(path))

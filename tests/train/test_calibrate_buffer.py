@@ -14,9 +14,8 @@ from dllm import cli
 from dllm.drafter.samples import write_shard
 from dllm.quantize.checkpoint import INDEX, WEIGHTS
 from dllm.settings.command import CommandError
-from dllm.train import target_embeddings
-from dllm.train.target import Target
-from dllm.train.target_embeddings import TargetEmbeddingsAndHead, head_norm
+from dllm.train import target as target_module
+from dllm.train.target import Target, TargetEmbeddingsAndHead, head_norm
 from tests.support.calibrate_cases import TOML, random_samples, target, target_path
 from tests.support.drafter_pairs import write_drafter
 from tests.support.edited import edited
@@ -64,8 +63,8 @@ def test_a_buffer_trains_without_the_targets_layers(hollow, target, tmp_path):
 
 
 def test_of_one_file_only_three_tensors_are_read(target_path, target, monkeypatch):
-    read = Mock(wraps=target_embeddings._read)
-    monkeypatch.setattr(target_embeddings, "_read", read)
+    read = Mock(wraps=target_module._read)
+    monkeypatch.setattr(target_module, "_read", read)
     assert_same(TargetEmbeddingsAndHead.read(target_path, "cpu"), target)
     assert sorted(call.args[2] for call in read.call_args_list) == sorted(ENDS)
 

@@ -9,7 +9,7 @@ import pytest
 from dllm.drafter.checkpoint import DrafterConfig, check_pair
 from dllm.settings.command import CommandError
 from dllm.settings.drafting import DrafterOptions
-from dllm.train.config import drafter_config, spread_layers
+from dllm.train.export import drafter_config, spread_layers
 from dllm.train.network import count_params
 from dllm.train.settings import NEW, DrafterShape, DrafterTraining, bundled_configs
 from dllm.train.target import target_facts

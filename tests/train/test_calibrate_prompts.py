@@ -9,9 +9,9 @@ from dllm import cli
 from dllm.drafter.samples import read_shards
 from dllm.prompts.files import BUNDLED, BUNDLED_DOMAINS
 from dllm.settings.command import CommandError
-from dllm.train import command, drafter
-from dllm.train.prompts import load_prompts
-from dllm.train.run_files import START
+from dllm.train import commands, drafter
+from dllm.train.export import START
+from dllm.train.responses import load_prompts
 from dllm.train.settings import NEW, DrafterTraining
 from tests.support.calibrate_cases import TOML
 from tests.support.drafter_pairs import give_byte_tokenizer, write_drafter, write_target
@@ -38,7 +38,7 @@ def test_the_shipped_prompts_cover_every_domain_equally():
 
 
 def test_they_are_the_default(foreign, tmp_path):
-    given = command.parse(["--target", str(foreign), "--out", str(tmp_path)])
+    given = commands.parse_drafter(["--target", str(foreign), "--out", str(tmp_path)])
     assert given.prompts == BUNDLED and drafter.load_settings(given) == NEW
     prompts = load_prompts(foreign, BUNDLED, DrafterTraining(heldout=100))
     assert len(prompts) == len(lines())
@@ -88,7 +88,7 @@ def test_a_drafter_is_checked_on_them(foreign, tmp_path, capsys):
 
 def test_flags_about_responses_are_refused_with_a_buffer(foreign, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        command.parse(
+        commands.parse_drafter(
             ["--target", str(foreign), "--out", str(tmp_path), "--drafter", str(tmp_path)]
             + ["--from-buffer", str(tmp_path), "--max-tokens", "9"]
         )

@@ -8,7 +8,7 @@ import torch
 from dllm.prompts.files import BUNDLED
 from dllm.settings.command import CommandError
 from dllm.train import responses
-from dllm.train.prompts import Prompt
+from dllm.train.responses import Prompt
 from dllm.train.target import read_config
 from tests.support.clock import Clock
 

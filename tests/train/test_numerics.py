@@ -7,11 +7,11 @@ import torch
 
 from dllm.cpu import instructions
 from dllm.drafter.samples import Sample
-from dllm.train import optimizer, precision
+from dllm.train import optimizer
 from dllm.train.learner import DraftLearner
 from dllm.train.optimizer import Muon, lr_factor, orthogonalize
 from dllm.train.run import Run
-from dllm.train.target_embeddings import TargetEmbeddingsAndHead
+from dllm.train.target import TargetEmbeddingsAndHead
 from tests.support.calibrate_cases import new_drafter, small_settings
 from tests.support.drafter_pairs import drafter_config
 
@@ -82,10 +82,10 @@ def test_products_are_in_bf16_where_the_processor_has_units_for_it(
     instructions.flags.cache_clear()
     try:
         cpu = torch.device("cpu")
-        assert precision.product_dtype(cpu) == dtype
-        assert precision.product_dtype(torch.device("cuda")) == torch.bfloat16
+        assert optimizer.product_dtype(cpu) == dtype
+        assert optimizer.product_dtype(torch.device("cuda")) == torch.bfloat16
         one = torch.eye(3)
-        with precision.autocast(cpu):
+        with optimizer.autocast(cpu):
             assert (one @ one).dtype == dtype
         # Five iterations in bf16 end at a number of 8 bits.
         found = orthogonalize(torch.full((3, 3), 0.7) + one)

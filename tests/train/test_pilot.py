@@ -12,11 +12,11 @@ from dllm import cli
 from dllm.drafter.widths.pilot import FILE, Pilot, PilotConfig
 from dllm.settings.command import CommandError
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
-from dllm.train import pilot_run
+from dllm.train import pilot
+from dllm.train.export import START
 from dllm.train.pilot import loss_of, right_widths, scores, step_ms, train
-from dllm.train.pilot_settings import PilotTraining
 from dllm.train.pilot_trials import Trials, candidates, recorded
-from dllm.train.run_files import START
+from dllm.train.settings import PilotTraining
 from tests.support.calibrate_cases import PROMPTS
 from tests.support.drafter_pairs import drafter_config, write_drafter, write_target
 
@@ -129,11 +129,11 @@ def test_what_is_no_pilot_is_refused(tmp_path):
 def test_the_exit_status_says_whether_the_best_fixed_width_is_beaten(
     tells, status, tmp_path, capsys
 ):
-    assert pilot_run.finish(tmp_path, made_up(tells=tells), small(), "cpu") == status
+    assert pilot.finish(tmp_path, made_up(tells=tells), small(), "cpu") == status
     said = capsys.readouterr().out
     assert ("does not beat" in said) is bool(status) and said.count("\n") == 1
     assert Pilot.load(tmp_path / FILE, "cpu").config.widths == WIDTHS
-    with (tmp_path / pilot_run.REPORT).open() as file:
+    with (tmp_path / pilot.REPORT).open() as file:
         report = {row["name"]: float(row["tokens_a_step"]) for row in csv.DictReader(file)}
     assert report["oracle"] >= report["pilot"] >= report["best fixed"] == report["fixed 3"]
 
@@ -169,16 +169,16 @@ def test_the_command_goes_from_a_pair_to_a_report(tmp_path, capsys, monkeypatch)
     flags += ["--config", tmp_path / "pilot.toml", "--heldout", 4, "--max-tokens", 6, "--out", out]
     command = ["train", "pilot", *map(str, flags)]
     first = cli.main(command)
-    assert len(list((out / pilot_run.TRIALS).iterdir())) == 2
+    assert len(list((out / pilot.TRIALS).iterdir())) == 2
     assert Pilot.load(out / FILE, "cpu").config == PilotConfig((1, 2, 3, 4, 5), 512, 8)
     (out / FILE).unlink()
     assert cli.main([*command, "--resume"]) == first
     assert (out / FILE).exists()
     assert cli.main(command) == 1
     assert "holds a run" in capsys.readouterr().err
-    files = {file: file.stat().st_mtime_ns for file in (out / pilot_run.TRIALS).iterdir()}
+    files = {file: file.stat().st_mtime_ns for file in (out / pilot.TRIALS).iterdir()}
     measured = [(1.0, 0.25, 0.25)]
-    monkeypatch.setattr(pilot_run, "measured_costs", lambda *_: measured.pop())
+    monkeypatch.setattr(pilot, "measured_costs", lambda *_: measured.pop())
     for _ in range(2):  # costs are measured once
         cli.main([*command, "--resume", "--label", "tokens_per_s", "--hidden-size", "4"])
     assert Pilot.load(out / FILE, "cpu").config.hidden_size == 4
@@ -191,8 +191,8 @@ def test_the_command_goes_from_a_pair_to_a_report(tmp_path, capsys, monkeypatch)
 
 def test_the_ablation_is_a_table_of_all_cells(tmp_path, capsys):
     """Here with one cell for which there was time."""
-    (tmp_path / pilot_run.TRIALS).mkdir()
-    made_up().save(tmp_path / pilot_run.TRIALS / "0.safetensors")
+    (tmp_path / pilot.TRIALS).mkdir()
+    made_up().save(tmp_path / pilot.TRIALS / "0.safetensors")
     flags = ["--run", tmp_path, "--costs", 1, 0.25, 0.25, "--results", tmp_path, "--steps", 2]
     assert bench_pilot.main([*map(str, flags), "--minutes", "0"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "not trained" in line]

@@ -13,9 +13,9 @@ from dllm import cli
 from dllm.drafter.samples import Sample, write_shard
 from dllm.drafter.weight_reload import checkpoint, open_weights, published, read_weights
 from dllm.settings.command import CommandError
-from dllm.train import recalibrate, recalibrate_command
+from dllm.train import commands, recalibrate
 from dllm.train.learner import DraftLearner
-from dllm.train.recorded import split_buffer
+from dllm.train.responses import split_buffer
 from tests.support.calibrate_cases import read_config, target, target_path
 from tests.support.drafter_pairs import drafter_config, random_drafter, write_drafter
 
@@ -158,7 +158,7 @@ def test_a_recording_of_other_layers_is_refused(start, tmp_path):
     config = json.loads((tmp_path / "drafter/config.json").read_text())
     config["dflash_config"]["target_layer_ids"] = [0, 3]
     (tmp_path / "drafter/config.json").write_text(json.dumps(config))
-    arguments = recalibrate_command.parse(start[1:])
+    arguments = commands.parse_recalibrate(start[1:])
     ends = recalibrate.TargetEmbeddingsAndHead.read(arguments.target, "cpu")
     with pytest.raises(CommandError, match=r"layers \[1, 3\]"):
         recalibrate.one_round(arguments, ends, arguments.buffer)
