@@ -14,11 +14,13 @@ gives [1, 4, 5, 6].
 """
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-SCHEDULES = ("linear", "cosine", "sqrt")
+Schedule = Literal["linear", "cosine", "sqrt"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
 LINEAR, COSINE, SQRT = range(len(SCHEDULES))
 
 

@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from dllm.settings.options import MAX_INT32
 from dllm.settings.remote import MAX_DRAFTS
-from dllm.settings.request import MAX_INT32
 
 MAX_WANT = MAX_DRAFTS + 1  # drafts of a session; a batch for a new prompt wants one more
 MAX_DRAFT_TOKENS = 2 * MAX_WANT  # tokens of a draft: those asked for, and some of a run ahead

@@ -11,12 +11,11 @@ check that a request leaves at least one token to emit.
 
 from typing import TYPE_CHECKING, NoReturn
 
-from dllm.settings.checks import FloatRange
 from dllm.settings.denoising import NO_TOKEN, DenoiseSettings
+from dllm.settings.options import MAX_INT32
 from dllm.settings.pins import PIN_AT, PIN_IDS, PIN_MODE, SEED_CANVAS, held_length, holds, pins_of
 from dllm.settings.request import (
     CONSTRAINED,
-    MAX_INT32,
     READ_ONLY,
     WHOLE_CANVAS_ARGS,
     RequestOptions,
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 UNSUPPORTED_PARAMETERS = ("trace_decode_token_ids",)
 MOST_STOPS = 1024  # without min_tokens; they are copied for each prompt and sample
 # Far beyond any use, and narrow enough that no fp32 logit overflows in the worker.
-REPETITION_PENALTIES = FloatRange(1e-4, 1e4)
-LOGIT_BIASES = FloatRange(-1e6, 1e6)
+LARGEST_PENALTY = 1e4
+LARGEST_BIAS = 1e6
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -138,8 +137,9 @@ def _check_numbers(params: "SamplingParams") -> None:
     if (repeated := params.repetition_detection) is not None:
         sizes = repeated.max_pattern_size, repeated.min_pattern_size, repeated.min_count
         check_integers("repetition_detection", sizes, 0, MAX_INT32)
-    if params.repetition_penalty not in REPETITION_PENALTIES:
-        refuse_value("repetition_penalty", params.repetition_penalty, REPETITION_PENALTIES)
+    if not 1 / LARGEST_PENALTY <= params.repetition_penalty <= LARGEST_PENALTY:
+        numbers = f"a number from {1 / LARGEST_PENALTY} to {LARGEST_PENALTY}"
+        refuse_value("repetition_penalty", params.repetition_penalty, numbers)
     for name, given, at_most in (
         ("allowed_token_ids", params.allowed_token_ids, logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
         ("logit_bias", params.logit_bias, logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
@@ -147,8 +147,8 @@ def _check_numbers(params: "SamplingParams") -> None:
     ):
         _check_size(name, len(given or ()), at_most)
     for bias in (params.logit_bias or {}).values():
-        if bias not in LOGIT_BIASES:
-            refuse_value("logit_bias", bias, LOGIT_BIASES)
+        if not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
+            refuse_value("logit_bias", bias, f"a number from {-LARGEST_BIAS} to {LARGEST_BIAS}")
 
 
 def _refuse_unserved(params: "SamplingParams", settings: DenoiseSettings) -> None:

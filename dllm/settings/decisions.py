@@ -1,42 +1,35 @@
 """Options for typed decisions: ``--additional-config '{"dllm": {"decisions": {...}}}'``."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import field
+from typing import Annotated, Literal
 
-from dllm.settings.checks import FloatRange, IntRange, Values, check_fields, refuse_value
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-WHERE = '--additional-config: "dllm": "decisions"'
-TYPES = ("predicate", "choice", "score")
+from dllm.settings.options import CHECKED, Count, Share
+
 MAX_SAMPLES = 16
-TEMPERATURES = FloatRange(0.01, 100.0)
-BY_TYPE = Values(
-    lambda given: isinstance(given, Mapping) and {*given} <= {*TYPES},
-    f"an object with {', '.join(TYPES)}",
-)
+QuestionType = Literal["predicate", "choice", "score"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class DecisionOptions:
-    """The ``decisions`` object of the options.
+    """The ``decisions`` object of the options."""
 
-    Attributes:
-        samples: canvases that a question is read on, each with its own noise; their probabilities
-            are averaged. A model whose canvas begins as masks reads one, which has no noise.
-        read_width: tokens of such a canvas; one that is much narrower than in training gives
-            probabilities that are not worth much. At most the served canvas length is taken.
-        least_mass: a question is refused if the model gives its labels less than this probability
-            among all tokens.
-        temperature: by type of question, what log-probabilities of labels are divided by.
-    """
+    samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 4
+    """canvases that a question is read on, each with its own noise; their probabilities are
+    averaged. A model whose canvas begins as masks reads one, which has no noise"""
 
-    samples: Annotated[int, IntRange(1, MAX_SAMPLES)] = 4
-    read_width: Annotated[int, IntRange(1)] = 16
-    least_mass: Annotated[float, FloatRange(0.0, 1.0)] = 0.0
-    temperature: Annotated[Mapping[str, float], BY_TYPE] = field(default_factory=dict)
+    read_width: Count = 16
+    """positions of such a canvas, at most the served canvas length; one that is much narrower than
+    in training gives probabilities that are not worth much"""
 
-    def __post_init__(self) -> None:
-        check_fields(self, WHERE)
-        for kind, value in self.temperature.items():
-            if value not in TEMPERATURES:
-                refuse_value(f"{WHERE}: temperature: {kind}", value, str(TEMPERATURES))
+    least_mass: Share = 0.0
+    """a question is refused if the model gives its labels less than this probability among all
+    tokens"""
+
+    temperature: Mapping[QuestionType, Annotated[float, Field(ge=0.01, le=100)]] = field(
+        default_factory=dict
+    )
+    """by type of question, what log-probabilities of labels are divided by"""

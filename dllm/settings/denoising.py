@@ -1,16 +1,14 @@
 """What the settings of every family have in common, for example what a request may change."""
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
-
-from dllm.settings.checks import Choices, FloatRange, IntRange, refuse_value
+from typing import Any, ClassVar, Literal, Protocol, get_type_hints
 
 # In the place of a token's id: there is none, or whoever reads it chooses one.
 NO_TOKEN = -1
 
 CanvasWindow = Literal["symmetric", "anchored"]
-CANVAS_WINDOWS: tuple[CanvasWindow, ...] = ("symmetric", "anchored")
 
 
 @dataclass(frozen=True)
@@ -19,14 +17,13 @@ class Parameter:
 
     Attributes:
         name: its key in ``RequestOptions.parameters`` and ``CanvasState.parameters``.
-        setting: the attribute of the settings that holds the default.
-        allowed: what a request may send. With ``Choices`` it sends a name; the number is its index.
+        setting: the attribute of the settings that holds the default, and whose type says what a
+            request may send. Of a ``Literal`` it sends a name; the number is its index.
         dtype: of the tensor that holds it for all requests, as torch names it.
     """
 
     name: str
     setting: str
-    allowed: FloatRange | IntRange | Choices
     dtype: Literal["int32", "float32", "float64"]
 
     @property
@@ -87,16 +84,10 @@ class DenoiseSettings(Protocol):
         ...
 
 
-def check_defaults(settings: DenoiseSettings) -> None:
-    """Refuse settings whose default of a parameter is nothing that a request may send.
-
-    Raises:
-        ValueError: names the setting, its value and what is allowed.
-    """
-    for parameter in settings.parameters:
-        value = getattr(settings, parameter.setting)
-        if value not in parameter.allowed:
-            refuse_value(f"generation config: {parameter.setting}", value, str(parameter.allowed))
+@functools.cache
+def types_of(settings: type) -> dict[str, Any]:
+    """The types of the attributes of a family's settings, with their bounds."""
+    return get_type_hints(settings, include_extras=True)
 
 
 def refuse_unknown(

@@ -5,18 +5,19 @@ own option ``num_speculative_tokens``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from dllm.settings.checks import Flag, FloatRange, IntRange, Text, Values, check_fields, is_list_of
+from pydantic import AfterValidator
+from pydantic.dataclasses import dataclass
+
+from dllm.settings.options import CHECKED, Count, Natural, Share
 
 # "architectures" in a drafter's config.json. vLLM uses this name for both checkpoint formats.
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 # The same checkpoint where our classes serve it. vLLM's keep its own name.
 OUR_DRAFTER = "DllmDFlashDraftModel"
 WHERE = '--additional-config: "dllm": "drafter"'
-Policy = Literal["fixed", "adaptive", "pilot"]
-Verification = Literal["drafter_invariant", "rejection"]
 # Options that only one policy has; any other policy refuses them.
 POLICY_OPTIONS = {
     "width": "fixed",
@@ -24,77 +25,74 @@ POLICY_OPTIONS = {
     "pilot": "pilot",
     "prompt_lookup": "adaptive",
 }
-Hysteresis = Annotated[float, FloatRange(0.0, 1.0)]
 
 
-def _are_layers(given: Any) -> bool:
-    in_order = is_list_of(int, given) and sorted({one for one in given if one >= 0})
-    return bool(in_order) and in_order == [*given]
+def ascending(given: Sequence[int]) -> Sequence[int]:
+    """Raises ValueError for numbers that do not rise, or for none."""
+    if not given or [*given] != sorted({*given}):
+        raise ValueError(f"{[*given]}; allowed: ascending numbers, at least one.")
+    return given
 
 
-LAYERS = Values(_are_layers, "a list of layers of the target, 0-based and ascending")
-MASK_TOKEN = Values(
-    lambda given: isinstance(given, str) or given in IntRange(0),
-    "an id of at least 0, or a token of the target's tokenizer",
-)
+Ascending = Annotated[Sequence[Natural], AfterValidator(ascending)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class DrafterOptions:
-    """The ``drafter`` object of the options.
+    """The ``drafter`` object of the options."""
 
-    Attributes:
-        policy: decides how many drafts of a request the target verifies (its width); one of
-            ``Policy`` (``dllm.drafter.widths``).
-        width: of the policy ``fixed``: drafts verified in each step, 0 to num_speculative_tokens
-            (the default). At 0 nothing is drafted.
-        hysteresis: of the policy ``adaptive``: drafting starts again when it is faster than plain
-            decoding by this share, and stops when it is slower by this share.
-        pilot: of the policy ``pilot``: the file that ``dllm train pilot`` wrote.
-        prompt_lookup: of the policy ``adaptive``: draft what stood behind the same tokens before,
-            where that promises more than the drafter does (``dllm.drafter.prompt_lookup``).
-        verification: which drafts are kept (``dllm.drafter.verification``). ``drafter_invariant``:
-            those that are the target's own tokens. ``rejection``: x with probability
-            min(1, p(x) / q(x)); then a seed does not decide the text alone.
-        fused_context: compute the drafter's keys and values of context tokens, of all its layers,
-            and write them by one kernel instead of vLLM's operations (``attention.context_kv``).
-            Refused on a CPU.
-        window: number of context tokens before the draft block that the drafter attends to; earlier
-            ones leave its KV cache. None keeps what the checkpoint says.
-        denoise_steps: passes over a draft block; in each the positions are decided of which the
-            drafter is surest, and the next one sees them.
-        noise_schedule: how many each pass decides (``dllm.ops.schedule``).
-        mask_token_id: the token at undecided positions, if the checkpoint does not name one: its
-            id, or as the target's tokenizer writes it.
-        record: folder in which tokens and hidden states of live traffic are recorded, for
-            ``dllm train drafter --from-buffer``; None records nothing. They reveal what users
-            wrote.
-        record_layers: for a server without a drafter: layers of the target (0-based) whose outputs
-            are recorded; a drafter says itself which ones it reads.
-        record_mb: limit of that folder, MB (10^6 bytes); the oldest recordings are deleted first.
-        renew: folder in which ``dllm recalibrate`` publishes newer drafters; the server takes them
-            while it runs (``dllm.drafter.weight_reload``). None keeps the drafter that it started
-            with.
-    """
+    policy: Literal["fixed", "adaptive", "pilot"] = "fixed"
+    """decides how many drafts of a request the target verifies (its width)"""
 
-    policy: Policy = "fixed"
-    width: Annotated[int | None, IntRange(0)] = None
-    hysteresis: Hysteresis = 0.03
-    pilot: Text = None
-    prompt_lookup: Flag = False
-    verification: Verification = "drafter_invariant"
-    fused_context: Flag = False
-    window: Annotated[int | None, IntRange(1)] = None
-    denoise_steps: Annotated[int, IntRange(1)] = 1
+    width: Natural | None = None
+    """of `fixed`: drafts to verify, by default num_speculative_tokens; 0 drafts nothing"""
+
+    hysteresis: Share = 0.03
+    """of `adaptive`: drafting stops (starts) when it is this share slower (faster) than plain
+    decoding"""
+
+    pilot: str | None = None
+    """of `pilot`: the file that `dllm train pilot` wrote"""
+
+    prompt_lookup: bool = False
+    """of `adaptive`: draft what stood behind the same tokens before, where that promises more than
+    the drafter does: [below](#drafts-from-the-text-itself)"""
+
+    verification: Literal["drafter_invariant", "rejection"] = "drafter_invariant"
+    """which drafts are kept: [below](#what-the-output-promises)"""
+
+    fused_context: bool = False
+    """on CUDA: one kernel for the drafter's keys and values of context tokens: below"""
+
+    window: Count | None = None
+    """context tokens in front of the draft block that the drafter attends to, which bounds its KV
+    cache; by default the checkpoint's"""
+
+    denoise_steps: Count = 1
+    """passes over a draft block: [passes.md](passes.md)"""
+
     noise_schedule: Literal["linear", "cosine", "sqrt"] = "cosine"
-    mask_token_id: Annotated[int | str | None, MASK_TOKEN] = None
-    record: Text = None
-    record_layers: Annotated[Sequence[int] | None, LAYERS] = None
-    record_mb: Annotated[int, IntRange(1)] = 1000
-    renew: Text = None
+    """how many drafts each of them decides"""
+
+    mask_token_id: Natural | str | None = None
+    r"""for checkpoints that name no mask token: its id, or the token as the target's tokenizer
+    writes it, `"<\|MASK\|>"`"""
+
+    record: str | None = None
+    """a folder in which tokens and hidden states of live traffic are recorded. They reveal what
+    users wrote ([calibration.md](calibration.md))"""
+
+    record_layers: Ascending | None = None
+    """for a server without a drafter: the target's layers (0-based) to record"""
+
+    record_mb: Count = 1000
+    """limit of that folder, in MB (10^6 bytes); the oldest recordings are deleted first"""
+
+    renew: str | None = None
+    """a folder from which newer drafters are taken while the server runs:
+    [calibration.md](calibration.md#while-the-server-runs)"""
 
     def __post_init__(self) -> None:
-        check_fields(self, WHERE)
         for name in self.given().keys() & {"record_layers", "record_mb"}:
             if self.record is None:
                 raise ValueError(f'{WHERE}: {name} needs "record": the folder to write to.')

@@ -16,7 +16,7 @@ from dllm.settings.denoising import NO_TOKEN
 
 SEED_CANVAS, PINNED = "diffusion_seed_canvas", "diffusion_pinned"
 PIN_AT, PIN_IDS = "diffusion_pin_at", "diffusion_pin_ids"
-PIN_MODE, PIN_MODES = "diffusion_pin_mode", ("hint", "hold")
+PIN_MODE = "diffusion_pin_mode"
 PIN_ARGS = (SEED_CANVAS, PINNED, PIN_AT, PIN_IDS, PIN_MODE)
 
 # Pins may be in so many canvases from the start of the answer on; the worker has a table of them.

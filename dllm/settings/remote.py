@@ -1,52 +1,49 @@
 """A target's options for remote drafts: ``--additional-config '{"dllm": {"remote": {...}}}'``."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from dllm.settings.checks import (
-    FloatRange,
-    IntRange,
-    Text,
-    Values,
-    check_fields,
-    is_list_of,
-    refuse_value,
-)
-from dllm.settings.drafting import DrafterOptions, Hysteresis
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from dllm.settings.checks import refuse_value
+from dllm.settings.drafting import DrafterOptions
+from dllm.settings.options import CHECKED, Natural, Share
 
 WHERE = '--additional-config: "dllm": "remote"'
 MAX_DRAFTS = 127  # of a request, in a step
 Discovery = Literal["static", "dynamo"]
 DISCOVERIES = get_args(Discovery)
-ADDRESSES = Values(lambda given: is_list_of(str, given), "a list of addresses")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class RemoteOptions:
-    """The ``remote`` object of the options.
+    """The ``remote`` object of the options."""
 
-    Attributes:
-        workers: addresses of draft workers, ``unix:///PATH`` or ``tcp://HOST:PORT``.
-        deadline_ms: how long a step waits for drafts at most. ``adaptive`` waits no longer than the
-            drafts are expected to be worth.
-        policy: how many drafts of a request are verified: ``adaptive`` or ``fixed``.
-        width: of ``fixed``: drafts verified in each step; num_speculative_tokens if not given.
-        hysteresis: of ``adaptive``, as for a DFlash drafter.
-        keys: folder of `dllm draft-keys`; needed for workers on other machines.
-        discovery: ``static``: the addresses above; ``dynamo``: those that NVIDIA Dynamo lists.
-    """
+    workers: Sequence[str] = ()
+    """`unix:///PATH`, `/PATH`, `~/PATH` or `tcp://HOST:PORT`; with several, each request belongs to
+    one (rendezvous hashing)"""
 
-    workers: Annotated[Sequence[str], ADDRESSES] = ()
-    deadline_ms: Annotated[float, FloatRange(0.0, 10_000.0, excludes_low=True)] = 50.0
+    deadline_ms: Annotated[float, Field(gt=0, le=10_000)] = 50.0
+    """how long a step waits at most; `adaptive` waits no longer than drafts are worth"""
+
     policy: Literal["adaptive", "fixed"] = "adaptive"
-    width: Annotated[int | None, IntRange(0)] = None
-    hysteresis: Hysteresis = DrafterOptions.hysteresis
-    keys: Text = None
+    """widths, 0 included, as for a [DFlash drafter](drafter.md#which-policy); or `fixed` with
+    `width`"""
+
+    width: Natural | None = None
+    """of `fixed`: drafts verified in each step, by default num_speculative_tokens"""
+
+    hysteresis: Share = DrafterOptions.hysteresis
+    """of `adaptive`"""
+
+    keys: str | None = None
+    """folder of `dllm draft-keys`; needed for workers on other machines"""
+
     discovery: Discovery = "static"
+    """`static`: the addresses above; `dynamo`: [finds the workers](#workers-that-come-and-go)"""
 
     def __post_init__(self) -> None:
-        check_fields(self, WHERE)
         if self.width is not None and self.policy != "fixed":
             raise ValueError(f'{WHERE}: width belongs to the policy "fixed". Leave it out.')
         if self.hysteresis != RemoteOptions.hysteresis and self.policy != "adaptive":

@@ -8,15 +8,16 @@ refuses it with HTTP 400 (``settings.admission``); the worker reads those that w
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args
 
-from dllm.settings.checks import Choices, IntRange, Values, did_you_mean, is_list_of
-from dllm.settings.denoising import NO_TOKEN, DenoiseSettings, Parameter
+from pydantic import BaseModel, Field, ValidationError, create_model
+
+from dllm.settings.checks import did_you_mean
+from dllm.settings.denoising import NO_TOKEN, DenoiseSettings, Parameter, types_of
+from dllm.settings.options import CHECKED, MAX_INT32, allowed
 from dllm.settings.pins import (
     PIN_AT,
     PIN_IDS,
-    PIN_MODE,
-    PIN_MODES,
     PINNED,
     PINNED_CANVASES,
     SEED_CANVAS,
@@ -32,16 +33,9 @@ if TYPE_CHECKING:
 LOGITS_MODES = ("raw_logits", "processed_logits")
 # The table of a grammar, which structured outputs ship to the worker (``dllm.grammar``).
 GRAMMAR_ARG = "dllm_grammar"
-# How a streaming request sees its unfinished canvases (``api.events``). The form: each position, or
-# the text that they stand for. How often: after each denoise step, or once for each engine step.
-STREAM, STREAM_FORMS = "diffusion_stream", ("canvas", "text")
-STREAM_EVERY, STREAM_PERIODS = "diffusion_stream_every", ("pass", "visit")
+STREAM, STREAM_EVERY, TRACE = "diffusion_stream", "diffusion_stream_every", "diffusion_trace"
 READ_ONLY, CONSTRAINED = "diffusion_read_only", "diffusion_constrained"
-EOS_STOP = "diffusion_eos_stop"
-# Asks when each token was decided, and how likely it was then (``engine.traces``): true, or a list
-# of what else is wanted: the "entropy" of each token's distribution, or the tokens "behind_stop" in
-# the last block.
-TRACE, TRACE_EXTRAS = "diffusion_trace", ("entropy", "behind_stop")
+EOS_STOP, CANVAS_LENGTH = "diffusion_eos_stop", "diffusion_canvas_length"
 # vLLM's sampling parameter; where a route has no such field it comes as an extra argument.
 BUDGET = "thinking_token_budget"
 MODE = "diffusion_mode"  # only for families that have ``DenoiseSettings.modes``
@@ -54,68 +48,86 @@ LEAST_ROWS = 4
 # prompt leaves in its block, which the client does not know.
 WHOLE_CANVAS_ARGS = (SEED_CANVAS, PINNED, READ_ONLY)
 
-MAX_INT32 = 2**31 - 1
+Flag = bool | Annotated[int, Field(ge=0, le=1)]  # JSON's booleans arrive over HTTP as 0 and 1
+Integers = Annotated[tuple[int, ...], Field(strict=False, fail_fast=True)]  # lists are taken, too
+TraceExtra = Literal["entropy", "behind_stop"]
+TraceExtras = Annotated[tuple[TraceExtra, ...], Field(strict=False, fail_fast=True)]
 
 
-# JSON's booleans arrive over HTTP as 0 and 1.
-FLAG = Values(lambda one: isinstance(one, int) and one in (0, 1), "true or false (or 1 or 0)")
-INTEGERS = Values(lambda one: is_list_of(int, one), "a list of integers")
-TRACES = Values(
-    lambda one: one in FLAG or (is_list_of(str, one) and {*one} <= {*TRACE_EXTRAS}),
-    f"{FLAG}, or a list of {', '.join(map(repr, TRACE_EXTRAS))}",
-)
-CANVAS_LENGTH = "diffusion_canvas_length"
-# Extra arguments of every family: (allowed values, default).
-COMMON: dict[str, tuple[Any, Any]] = {
-    **dict.fromkeys((SEED_CANVAS, PINNED, PIN_AT, PIN_IDS), (INTEGERS, None)),
-    PIN_MODE: (Choices(PIN_MODES), None),
-    READ_ONLY: (FLAG, False),
-    CONSTRAINED: (FLAG, False),  # ``constrained`` writes it out
-    EOS_STOP: (FLAG, True),
-    STREAM: (Choices(STREAM_FORMS), None),  # ``engine.frame_taker`` reads it, and the next one
-    STREAM_EVERY: (Choices(STREAM_PERIODS), None),
-    TRACE: (TRACES, None),  # ``traced`` reads it
-    BUDGET: (IntRange(-1, MAX_INT32), None),  # ``constrained`` writes it out
-}
+class ExtraArgs(BaseModel):
+    """Extra arguments of every family. A null counts as left out."""
+
+    model_config = CHECKED
+
+    diffusion_canvas_length: int
+    """Tokens of a canvas, at most the served number."""
+
+    diffusion_seed_canvas: Integers | None = None
+    diffusion_pinned: Integers | None = None
+    diffusion_pin_at: Integers | None = None
+    diffusion_pin_ids: Integers | None = None
+    diffusion_pin_mode: Literal["hint", "hold"] | None = None
+    """``settings.pins`` describes these five."""
+
+    diffusion_read_only: Flag = False
+    """The whole output is one canvas, and its logprobs are those at temperature 1."""
+
+    diffusion_constrained: Flag = False
+    """Only tokens of ``logprob_token_ids`` are emitted; ``constrained`` writes it out."""
+
+    diffusion_eos_stop: Flag = True
+    """What follows a token that ends the request need not converge."""
+
+    diffusion_stream: Literal["canvas", "text"] | None = None
+    """How a streaming request sees its unfinished canvases (``api.events``): each position, or the
+    text that they stand for. ``engine.frame_taker`` reads it, and the next one."""
+
+    diffusion_stream_every: Literal["pass", "visit"] | None = None
+    """How often: after each denoise step, or once for each engine step."""
+
+    diffusion_trace: Flag | TraceExtras | None = None
+    """Asks when each token was decided, and how likely it was then (``engine.traces``): true, or a
+    list of what else is wanted: the entropy of each token's distribution, or the tokens behind the
+    stop token in the last block. ``traced`` reads it."""
+
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
+    """vLLM's own, which ``constrained`` makes of it."""
+
+    # What the server itself sets. A client cannot send ``bytes``, because JSON has none.
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    kv_cache_report_mode: str | None = None
+    dllm_grammar: bytes | None = None
 
 
-def _of_type(kind: type) -> Values:
-    return Values(lambda one: isinstance(one, kind), f"a {kind.__name__}")
-
-
-# Extra arguments that the server itself sets. A client cannot send ``bytes``, because JSON has
-# none.
-OF_SERVER: dict[str, tuple[Any, Any]] = {
-    "kv_transfer_params": (_of_type(dict), None),
-    "ec_transfer_params": (_of_type(dict), None),
-    "kv_cache_report_mode": (_of_type(str), None),
-    GRAMMAR_ARG: (_of_type(bytes), None),
-}
+OF_SERVER = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", GRAMMAR_ARG)
 
 
 @functools.lru_cache
-def _arguments(settings: DenoiseSettings, mode: str | None = None) -> dict[str, tuple[Any, Any]]:
-    """The extra arguments that a model with these settings knows: (allowed values, default).
+def _model(settings: DenoiseSettings, mode: str | None = None) -> type[ExtraArgs]:
+    """The extra arguments that a model with these settings knows.
 
     Args:
         mode: whose numbers are the defaults; None: the server's.
     """
     widest = settings.canvas_length
     narrowest = 1 if settings.block_size == 1 else widest  # with blocks it is the rest of a block
-    found: dict[str, tuple[Any, Any]] = {CANVAS_LENGTH: (IntRange(narrowest, widest), widest)}
+    fields: dict[str, Any] = {
+        CANVAS_LENGTH: (Annotated[int, Field(ge=narrowest, le=widest)], widest)
+    }
     if settings.modes:
-        found[MODE] = Choices(tuple(settings.modes)), None
+        fields[MODE] = (Literal[tuple(settings.modes)] | None, None)
     of_mode = {} if mode is None else settings.modes[mode]
     for one in settings.parameters:
         default = of_mode.get(one.setting, getattr(settings, one.setting))
-        found[one.key] = one.allowed, default
-    return found | COMMON | OF_SERVER
+        fields[one.key] = (types_of(type(settings))[one.setting], default)
+    return create_model("ExtraArgs", __base__=ExtraArgs, **fields)
 
 
 def extra_args(settings: DenoiseSettings) -> list[str]:
     """The names of all extra arguments that a request may send to a model with these settings."""
     refused = {*OF_SERVER, *(WHOLE_CANVAS_ARGS if settings.block_size > 1 else ())}
-    return [key for key in _arguments(settings) if key not in refused]
+    return [name for name in _model(settings).model_fields if name not in refused]
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,7 @@ class RequestOptions:
         width = given[CANVAS_LENGTH]
         is_greedy = params.temperature < 1e-5
         temperature = 1.0 if is_greedy else params.temperature
-        asked = {one.name: _number(one, given[one.key]) for one in settings.parameters}
+        asked = {one.name: _number(settings, one, given[one.key]) for one in settings.parameters}
         if extra:
             _check_pins(given, width, settings.canvas_length)
         if given[STREAM_EVERY] is not None and given[STREAM] is None:
@@ -175,7 +187,7 @@ class RequestOptions:
             is_greedy=is_greedy,
             seed=params.seed,
             stops=frozenset(stops if given[EOS_STOP] else ()),
-            seed_canvas=given[SEED_CANVAS] and tuple(given[SEED_CANVAS]),
+            seed_canvas=given[SEED_CANVAS],
             pins=pins_of(given),
             holds_pins=holds(given),
             is_read_only=bool(given[READ_ONLY]),
@@ -285,31 +297,33 @@ def _given(extra: Mapping[str, Any], settings: DenoiseSettings) -> Mapping[str, 
         VLLMValidationError: an argument is unknown, or its value is not allowed.
     """
     mode = extra.get(MODE)
-    known = _arguments(settings, mode if mode in (*settings.modes,) else None)
-    given = {key: default for key, (_, default) in known.items()}
-    for key, value in extra.items():
-        if key not in known:
+    model = _model(settings, mode if mode in (*settings.modes,) else None)
+    for key in extra:
+        if key not in model.model_fields:
             names, name = extra_args(settings), str(key)[:100]
             refuse(
                 name,
                 f"unknown extra argument {shown(key)}{did_you_mean(name, names)}. "
                 f"Known: {', '.join(names)}. Remove it or correct its name.",
             )
-        if value is None:
-            continue
-        allowed, default = known[key]
-        if value not in allowed:
-            omitted = "none" if default is None else str(default).lower()
-            refuse_value(key, value, allowed, f"Omit it for {omitted}.")
-        given[key] = value
-    return given
+    try:
+        given = model.model_validate({key: one for key, one in extra.items() if one is not None})
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        name = str(errors[0]["loc"][0])
+        default = model.model_fields[name].default
+        omitted = "none" if default is None else str(default).lower()
+        texts = allowed(one for one in errors if one["loc"][0] == name)
+        refuse_value(name, extra[name], texts, f"Omit it for {omitted}.")
+    return vars(given)
 
 
-def _number(parameter: Parameter, value: Any) -> float:
-    """A parameter as a number: an int if only integers are allowed; of a name, its index."""
-    if isinstance(parameter.allowed, Choices):
-        return parameter.allowed.names.index(value)
-    return value if isinstance(parameter.allowed, IntRange) else float(value)
+def _number(settings: DenoiseSettings, parameter: Parameter, value: Any) -> float:
+    """A parameter as a number; of a name, its index."""
+    if isinstance(value, str):
+        return get_args(types_of(type(settings))[parameter.setting]).index(value)
+    number: float = value if parameter.dtype == "int32" else float(value)
+    return number
 
 
 def _check_pins(given: Mapping[str, Any], width: int, canvas_length: int) -> None:

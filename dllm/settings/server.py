@@ -7,12 +7,15 @@ of each family, for example ``models.gemma.settings``.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from dllm.settings.checks import Flag, FloatRange, IntRange, Values, check_fields, known_fields
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.drafting import DrafterOptions
+from dllm.settings.options import CHECKED, Count, Natural, read_options
 from dllm.settings.remote import RemoteOptions
 
 WHERE = '--additional-config: "dllm"'  # how messages name the place of these options
@@ -22,74 +25,65 @@ PassMode = Literal["overlapped", "separate"]
 SoftEmbedding = Literal["auto", "sparse", "exact"]
 Decoding = Literal["diffusion", "self_speculation", "ar"]
 
-RANGE_MS = FloatRange(0, 60_000)
-LoopMs = Annotated[
-    float | Literal["auto"],
-    Values(lambda one: one == "auto" or one in RANGE_MS, f"auto, or {RANGE_MS}"),
-]
-_AT_LEAST_1 = IntRange(1)
-WorkspaceMib = Annotated[
-    int | Literal["auto"],
-    Values(lambda one: one == "auto" or one in _AT_LEAST_1, f"auto, or {_AT_LEAST_1}"),
-]
-# Options that are objects themselves.
-GROUPS = {"decisions": DecisionOptions, "drafter": DrafterOptions, "remote": RemoteOptions}
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class PluginOptions:
-    """The ``dllm`` object of ``--additional-config``.
-
-    Attributes:
-        decoding: of a model that is an autoregressive one, too (``models.Served``). ``diffusion``:
-            canvases. ``ar``: token by token. ``self_speculation``: the same tokens, which a pass
-            over a canvas drafts and a causal pass verifies (``drafter.self_drafter``).
-        commit: when an emitted block gets its causal KV. ``overlapped``: in the same forward pass
-            as the first denoise step of the next canvas. ``separate``: in a pass of its own, for
-            comparison.
-        first_step: when a request's first canvas takes its first denoise step. ``overlapped``: in
-            the same forward pass as the last chunk of the prompt. ``separate``: in the next pass,
-            for comparison.
-        denoise_loop_ms: for how many milliseconds the worker may repeat a batch of canvases before
-            it answers the scheduler (``engine.loop``). A request that arrives meanwhile waits no
-            longer than that; than one pass, where the worker is in the engine core's process. 0:
-            one pass each time. ``auto`` is 50 on a CPU and 0 on a GPU, where the loop has not been
-            measured. More than 0 turns asynchronous scheduling off.
-        soft_embedding: ``exact`` multiplies the probabilities of all tokens by their embeddings.
-            ``sparse`` (and ``auto``) leaves out unlikely tokens if the vocabulary is large; the
-            error is no larger than that of rounding the probabilities (``ops.soft_embedding``).
-        logits_workspace_mib: MiB of fp32 logits that may exist at once. If a step has more, it is
-            computed in tiles of whole canvases (``engine.logit_rows``). ``auto``: 1,024, and on a
-            GPU a 32nd of its memory if that is more.
-        self_test: on a GPU, compare at start every kernel with its definition, and steps in CUDA
-            graphs with steps without (``patches.self_test``).
-        canvas_watchers: how many requests of an API server may stream their unfinished canvases at
-            once; more get HTTP 429. 0: none.
-        canvas_frames_per_s: how many frames a second each of them gets on average. As many may come
-            at once; what is beyond is left out.
-        decisions: how typed questions are read (``/v1/decisions``).
-        drafter: options of a server with a DFlash drafter, which uses none of the others.
-        remote: options of a target whose drafts come from draft workers, which uses none of the
-            others. None: there are no draft workers.
-        draft_worker: set by `dllm draft-worker`: this engine drafts for targets.
-    """
+    """The ``dllm`` object of ``--additional-config``."""
 
     decoding: Decoding = "diffusion"
-    commit: PassMode = "overlapped"
-    first_step: PassMode = "overlapped"
-    denoise_loop_ms: LoopMs = "auto"
-    soft_embedding: SoftEmbedding = "auto"
-    logits_workspace_mib: WorkspaceMib = "auto"
-    self_test: Flag = True
-    canvas_watchers: Annotated[int, IntRange(0)] = 16
-    canvas_frames_per_s: Annotated[int, IntRange(1)] = 30
-    decisions: DecisionOptions = field(default_factory=DecisionOptions)
-    drafter: DrafterOptions = field(default_factory=DrafterOptions)
-    remote: RemoteOptions | None = None
-    draft_worker: Flag = False
+    """Of a model that is an autoregressive one, too (``models.Served``). ``diffusion``: canvases.
+    ``ar``: token by token. ``self_speculation``: the same tokens, which a pass over a canvas drafts
+    and a causal pass verifies (``drafter.self_drafter``)."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, WHERE)
+    commit: PassMode = "overlapped"
+    """When an emitted block gets its causal KV. ``overlapped``: in the same forward pass as the
+    first denoise step of the next canvas. ``separate``: in a pass of its own, for comparison."""
+
+    first_step: PassMode = "overlapped"
+    """When a request's first canvas takes its first denoise step. ``overlapped``: in the same
+    forward pass as the last chunk of the prompt. ``separate``: in the next pass, for comparison."""
+
+    denoise_loop_ms: Annotated[float, Field(ge=0, le=60_000)] | Literal["auto"] = "auto"
+    """For how many milliseconds the worker may repeat a batch of canvases before it answers the
+    scheduler (``engine.loop``). A request that arrives meanwhile waits no longer than that; than
+    one pass, where the worker is in the engine core's process. 0: one pass each time. ``auto`` is
+    50 on a CPU and 0 on a GPU, where the loop has not been measured. More than 0 turns asynchronous
+    scheduling off."""
+
+    soft_embedding: SoftEmbedding = "auto"
+    """``exact`` multiplies the probabilities of all tokens by their embeddings. ``sparse`` (and
+    ``auto``) leaves out unlikely tokens if the vocabulary is large; the error is no larger than
+    that of rounding the probabilities (``ops.soft_embedding``)."""
+
+    logits_workspace_mib: Count | Literal["auto"] = "auto"
+    """MiB of fp32 logits that may exist at once. If a step has more, it is computed in tiles of
+    whole canvases (``engine.logit_rows``). ``auto``: 1,024, and on a GPU a 32nd of its memory if
+    that is more."""
+
+    self_test: bool = True
+    """On a GPU, compare at start every kernel with its definition, and steps in CUDA graphs with
+    steps without (``patches.self_test``)."""
+
+    canvas_watchers: Natural = 16
+    """How many requests of an API server may stream their unfinished canvases at once; more get
+    HTTP 429. 0: none."""
+
+    canvas_frames_per_s: Count = 30
+    """How many frames a second each of them gets on average. As many may come at once; what is
+    beyond is left out."""
+
+    decisions: DecisionOptions = field(default_factory=DecisionOptions)
+    """How typed questions are read (``/v1/decisions``)."""
+
+    drafter: DrafterOptions = field(default_factory=DrafterOptions)
+    """Options of a server with a DFlash drafter, which uses none of the others."""
+
+    remote: RemoteOptions | None = None
+    """Options of a target whose drafts come from draft workers, which uses none of the others.
+    None: there are no draft workers."""
+
+    draft_worker: bool = False
+    """Set by `dllm draft-worker`: this engine drafts for targets."""
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> "PluginOptions":
@@ -98,18 +92,9 @@ class PluginOptions:
         Raises:
             ValueError: an unknown key (with the nearest known one) or a value out of range.
         """
-        if not isinstance(additional_config, Mapping):
-            return cls()
-        given = additional_config.get("dllm")
-        if given is None:
-            return cls()
-        values = dict(known_fields(cls, given, WHERE))
-        if values.get("remote") is None:
-            values.pop("remote", None)
-        for name in values.keys() & GROUPS.keys():
-            kind: Any = GROUPS[name]
-            values[name] = kind(**known_fields(kind, values[name], f'{WHERE}: "{name}"'))
-        return cls(**values)
+        is_given = isinstance(additional_config, Mapping)
+        given = additional_config.get("dllm") if is_given else None  # type: ignore[attr-defined]
+        return cls() if given is None else read_options(cls, given, WHERE)
 
 
 class _Same(NamedTuple):

@@ -24,11 +24,9 @@ from typing import NamedTuple
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from dllm.settings.checks import FloatRange
 from dllm.settings.command import OK, CommandError, positive
 from dllm.settings.remote import MAX_DRAFTS
 
-SHARE, NUMBER = FloatRange(0.0, 1.0), FloatRange(0.0, 1e9)
 # Slots of KV that vLLM keeps for a drafter beside the target, beyond the K that are verified: for
 # each draft, and for each request. Source: vLLM 0.32, ``VllmConfig.num_lookahead_tokens``.
 LOOKAHEAD = {
@@ -114,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Raises CommandError for numbers that contradict each other."""
     parser = argparse.ArgumentParser(prog="dllm plan", description=main.__doc__)
-    add, number = parser.add_argument, _in(NUMBER)
+    add, number = parser.add_argument, _up_to(1e9)
     add("--step-ms", type=number, help="a step of the target without drafts")
     add("--draft-ms", type=number, help="a pass of the draft model")
     add("--per-draft-ms", type=number, default=0.0, help="what a verified draft adds to a step")
@@ -122,8 +120,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--round-trip-ms", type=number, default=0.5, help="of remote: an empty ask (%(default)s)")
     add("--block", action="store_true", help="remote: one pass makes all drafts")
     kept = parser.add_mutually_exclusive_group(required=True)
-    kept.add_argument("--alpha", type=_in(SHARE), help="each draft is kept with this probability")
-    kept.add_argument("--survival", type=_in(SHARE), nargs="+", help="share kept at each place")
+    kept.add_argument("--alpha", type=_up_to(1), help="each draft is kept with this probability")
+    kept.add_argument("--survival", type=_up_to(1), nargs="+", help="share kept at each place")
     kept.add_argument("--metrics", metavar="URL", help="of a target that drafts, as .../metrics")
     add("--drafts", type=int, default=16, help="with --alpha: the most (%(default)s)")
     add("--requests", type=positive, default=1, metavar="N", help="at once (%(default)s)")
@@ -147,12 +145,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def _in(allowed: FloatRange) -> Callable[[str], float]:
-    """What reads an argument that has to be in a range."""
+def _up_to(most: float) -> Callable[[str], float]:
+    """What reads an argument that has to be a number from 0 to ``most``."""
 
     def number(text: str) -> float:
-        if float(text) not in allowed:
-            raise argparse.ArgumentTypeError(f"{text}; allowed: {allowed}")
+        if not 0 <= float(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text}; allowed: a number from 0 to {most:.10g}")
         return float(text)
 
     return number

@@ -1,26 +1,21 @@
 """DrafterTraining, PilotTraining: all that a run of ``dllm train`` is made of, from TOML files."""
 
 import dataclasses
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from dllm.settings.checks import did_you_mean, refuse_value
 from dllm.settings.command import CommandError
+from dllm.settings.options import CHECKED, Count, Natural, Share, read_options
 
 CONFIGS = Path(__file__).parent / "configs"
-CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
-Id = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -40,8 +35,8 @@ class DrafterShape:
 
     num_layers: Count = 5
     block_size: Annotated[int, Field(ge=2)] = 16
-    target_layer_ids: tuple[Id, ...] = ()
-    mask_token_id: Id | str | None = None
+    target_layer_ids: tuple[Natural, ...] = ()
+    mask_token_id: Natural | str | None = None
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
     head_dim: Count | None = None
@@ -76,11 +71,7 @@ class TomlSettings:
         Raises:
             ValueError: a field is unknown or out of range; names the first such field.
         """
-        try:
-            # By way of JSON, which has no tuples: there, lists are taken for them.
-            return TypeAdapter(cls).validate_json(json.dumps(values, default=str))
-        except ValidationError as error:
-            raise ValueError(in_words(cls, error)) from None
+        return read_options(cls, values)
 
     def to_mapping(self) -> dict[str, object]:
         return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
@@ -116,7 +107,7 @@ class DrafterTraining(TomlSettings):
         drafter: table ``[drafter]``: the network; with ``--drafter`` it is that checkpoint's.
     """
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Natural = 0
     steps: Count = 3000
     batch_size: Count = 32
     anchors: Count = 16
@@ -124,7 +115,7 @@ class DrafterTraining(TomlSettings):
     revealed_share: Share = 0.0
     matrix_lr: Rate = 0.02
     vector_lr: Rate = 0.003
-    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    warmup_steps: Natural = 100
     decay_from: Share = 0.4
     final_lr: Share = 0.02
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.998
@@ -178,29 +169,6 @@ CONTINUED = DrafterTraining(
     steps=1000, matrix_lr=0.003, vector_lr=0.0003, decay_from=0.0, anchors=16
 )
 
-
-def in_words(kind: type, error: ValidationError) -> str:
-    """The first mistake: the field, what was given, what is allowed."""
-    first = error.errors()[0]
-    name = ".".join(map(str, first["loc"]))
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
-    if first["type"] == "unexpected_keyword_argument":
-        known = _names(kind)
-        return f"no option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}."
-    allowed = first["msg"].removeprefix("Input should be ")
-    return f"{name} = {first['input']!r}; allowed: {allowed}."
-
-
-def _names(kind: type) -> list[str]:
-    """All fields of a dataclass; those of a table as ``table.field``."""
-    found = []
-    for one in dataclasses.fields(kind):
-        is_table = isinstance(one.type, type) and dataclasses.is_dataclass(one.type)
-        found += [f"{one.name}.{n}" for n in _names(one.type)] if is_table else [one.name]  # type: ignore[arg-type]
-    return found
-
-
 CHECKED_ONE_IN = 5  # prompts to train on: they say when to stop
 # What decides the trials; a resumed run may change the other settings.
 OF_TRIALS = (
@@ -244,7 +212,7 @@ class PilotTraining(TomlSettings):
         threads: of the CPU; the last bits of the weights depend on it.
     """
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Natural = 0
     radius: Count = 2
     hidden_size: Count = 2048
     reads: Literal["raw", "softmax"] = "raw"

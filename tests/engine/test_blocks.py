@@ -226,7 +226,7 @@ def test_what_blocks_cannot_honour_is_refused(engine, model):
         ),
         (
             model.params(extra_args={"diffusion_canvas_length": model.size - 1}),
-            f"diffusion_canvas_length = {model.size - 1}; allowed: an integer of at least",
+            f"diffusion_canvas_length = {model.size - 1}; allowed: greater than or equal",
         ),
         (
             model.params(extra_args={"diffusion_t_min": 0.5}),
@@ -259,5 +259,5 @@ def test_a_request_chooses_sdars_strategy(tmp_path_factory):
     assert [sum(masks) for masks in orders["entropy_bounded"]] == list(range(8, 0, -1))
     assert len(orders["low_confidence_dynamic"]) == 1  # every probability is above 0
     bad = model.params(1, extra_args={"diffusion_strategy": "random"})
-    with pytest.raises(VLLMValidationError, match=r"'random'; allowed: one of low_confidence_st"):
+    with pytest.raises(VLLMValidationError, match=r"'random'; allowed: 'low_confidence_st"):
         engine.add(prompt(5), bad)

@@ -14,12 +14,12 @@ WORKER = "unix:///drafts/worker.sock"
     ("options", "words"),
     [
         ({"workers": [WORKER, WORKER]}, ["each address once"]),
-        ({"workers": WORKER}, ["a list of addresses"]),
-        ({"workers": [{}]}, ["a list of addresses"]),
+        ({"workers": WORKER}, ["workers = "]),
+        ({"workers": [{}]}, ["workers = "]),
         ({"workers": []}, ["workers = []", "discovery = 'static'"]),
         ({"workers": [WORKER], "fallback": "ngram"}, ["'fallback'"]),
         ({"workers": [WORKER], "polcy": "fixed"}, ["'polcy'", "did you mean 'policy'"]),
-        ({"policy": "widest"}, ["policy = 'widest'", "adaptive, fixed"]),
+        ({"policy": "widest"}, ["policy = 'widest'", "'adaptive'"]),
         ({"policy": "adaptive", "width": 3}, ["width belongs"]),
         ({"policy": "fixed", "width": -1}, ["width = -1"]),
         ({"workers": [WORKER], "policy": "fixed", "hysteresis": 0.1}, ["hysteresis belongs"]),
@@ -27,9 +27,9 @@ WORKER = "unix:///drafts/worker.sock"
         ({"deadline_ms": float("nan")}, ["deadline_ms"]),
         ({"hysteresis": 2}, ["hysteresis = 2"]),
         ({"keys": 5}, ["keys = 5"]),
-        ({"discovery": "etcd"}, ["discovery = 'etcd'", "static, dynamo"]),
+        ({"discovery": "etcd"}, ["discovery = 'etcd'", "'static'"]),
         ({"discovery": "dynamo", "workers": [WORKER]}, ["which finds them", WORKER]),
-        (5, ["must be an object"]),
+        (5, ["remote = 5"]),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, words):

@@ -41,7 +41,6 @@ def xargs(given: str, allowed: str, **extra: Any) -> Any:
 
 
 IDS = f"0 to {VOCAB_SIZE - 1}"
-TEMPERATURES = "a number of at least 0.0001 and at most 10000"
 
 
 OURS = [
@@ -49,8 +48,8 @@ OURS = [
     xargs("'diffusion_canvas_lenght'", "did you mean 'diffusion_canvas_length'?",
           diffusion_canvas_lenght=8),
     xargs("'x'", "Known: diffusion_canvas_length, diffusion_max_steps", x=[1, "a"]),
-    xargs("kv_transfer_params = 'x'", "allowed: a dict", kv_transfer_params="x"),
-    xargs("diffusion_t_max = nan", TEMPERATURES, diffusion_t_max=float("nan")),
+    xargs("kv_transfer_params = 'x'", "allowed: a valid dict", kv_transfer_params="x"),
+    xargs("diffusion_t_max = nan", "allowed: a finite number", diffusion_t_max=float("nan")),
     xargs(f"diffusion_seed_canvas = {VOCAB_SIZE}", f"from -1 to {VOCAB_SIZE - 1}",
           diffusion_seed_canvas=[VOCAB_SIZE], diffusion_canvas_length=1),
     # Edits that the worker cannot hold, or that leave nothing to emit.

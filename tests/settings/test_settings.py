@@ -10,21 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dllm.models.gemma.settings import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES, GemmaSettings
-from dllm.settings.checks import IntRange, missing_folder
-from dllm.settings.server import PluginOptions, options_of
+from dllm.models.gemma.settings import GemmaSettings
+from dllm.settings.checks import missing_folder
+from dllm.settings.server import WHERE, PluginOptions, options_of
 from tests.support.denoise_cases import CONFIG, GENERATION, HF_CONFIG
 
 INTEGERS = {"canvas_length": 1, "max_denoising_steps": 1, "stability_threshold": 0}
-FLOATS = {
-    "t_min": TEMPERATURES,
-    "t_max": TEMPERATURES,
-    "confidence_threshold": CONFIDENCES,
-    "entropy_bound": ENTROPY_BOUNDS,
-}
+FLOATS = ("t_min", "t_max", "confidence_threshold", "entropy_bound")
 
 
 def mappings(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -82,20 +75,17 @@ def test_another_sampler_is_refused(value):
     assert f"sampler_config = {value!r}" in message and "EntropyBound" in message
 
 
-ALLOWED = {key: f"an integer of at least {least}" for key, least in INTEGERS.items()} | FLOATS
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *((key, x) for key in ALLOWED for x in (-1, True, "4", [4], math.nan)),
+        *((key, x) for key in (*INTEGERS, *FLOATS) for x in (-1, True, "4", [4], math.nan)),
         *((key, 1.0) for key in INTEGERS),
         *((key, x) for key in FLOATS for x in (math.inf, -math.inf, 2**70)),
         *((key, 0) for key in ("t_min", "t_max", "entropy_bound")),
     ],
 )
-def test_a_value_that_is_not_allowed_is_refused_with_what_is(key, value):
-    assert f"{key} = {value!r}; allowed: {ALLOWED[key]}" in refusal(**{key: value})
+def test_a_value_that_is_not_allowed_is_refused(key, value):
+    assert f"{key} = {value!r}; allowed: " in refusal(**{key: value})
 
 
 def test_the_smallest_values_are_accepted():
@@ -120,20 +110,7 @@ def test_canvas_window(value, window):
 
 @pytest.mark.parametrize("value", ["Anchored", "causal", 3, True])
 def test_another_canvas_window_is_refused(value):
-    message = refusal(canvas_window=value)
-    assert f"canvas_window = {value!r}; allowed: symmetric, anchored or auto" in message
-    assert "--hf-overrides" in message
-
-
-@given(st.floats() | st.integers(), st.sampled_from([*FLOATS.values()]))
-def test_a_range_holds_the_numbers_that_its_text_names(value, allowed):
-    in_range = allowed.low <= value <= allowed.high and not (
-        allowed.excludes_low and value == allowed.low
-    )
-    assert (value in allowed) == in_range
-    if isinstance(value, int):
-        assert (value in IntRange(1)) == (value >= 1)
-        assert (value in IntRange(1, 9)) == (1 <= value <= 9)
+    assert f"canvas_window = {value!r}; allowed: 'symmetric'" in refusal(canvas_window=value)
 
 
 # --- the plugin's own options ---------------------------------------------------------------------
@@ -160,24 +137,24 @@ def test_a_choice(key, value):
     assert getattr(PluginOptions(), key) == CHOICES[key][0]
 
 
-@pytest.mark.parametrize("value", ["Separate", "Exact", "", None, 1, ["separate"], ["exact"]])
-@pytest.mark.parametrize("key", CHOICES)
-def test_another_choice_is_refused(key, value):
-    expected = f'"dllm": {key} = {value!r}; allowed: one of {", ".join(CHOICES[key])}'
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        PluginOptions.from_additional_config({"dllm": {key: value}})
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        *((value, f'"dllm" must be an object, got {value!r}') for value in (["commit"], "text", 3)),
-        ({"comit": 1}, "\"dllm\" has no option 'comit' (did you mean 'commit'?); known: "),
-        ({"zzz": 1}, "\"dllm\" has no option 'zzz'; known: "),
+        *(({key: value}, f": {key} = {value!r}; allowed: 'overlapped' or 'separate'.")
+          for key in ("commit", "first_step") for value in ("Separate", "", None, 1, ["separate"])),
+        *((value, ": ") for value in (["commit"], "text", 3)),
+        ({"comit": 1}, ": no option 'comit' (did you mean 'commit'?); known: "),
+        ({"zzz": 1}, ": no option 'zzz'; known: "),
+        *(({"denoise_loop_ms": value}, f": denoise_loop_ms = {value!r}; allowed: ")
+          for value in (-1, 60_001, True, "never", None)),
+        ({"drafter": None}, ": drafter = None; allowed: "),
+        ({"drafter": {"polcy": 1}}, ": drafter has no option 'polcy' (did you mean 'policy'?)"),
+        ({"decisions": {"temperature": {"score": 0}}}, ": decisions.temperature = 0; allowed: "),
+        ({"decisions": {"temperature": {"scale": 1}}}, ": decisions.temperature = 'scale'; "),
     ],
-)
+)  # fmt: skip
 def test_options_that_are_none_are_refused(options, expected):
-    with pytest.raises(ValueError, match=re.escape(expected)):
+    with pytest.raises(ValueError, match=re.escape(WHERE + expected)):
         PluginOptions.from_additional_config({"dllm": options})
 
 

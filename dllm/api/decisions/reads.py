@@ -25,7 +25,7 @@ from dllm.api.decisions.labels import Labels, OptionLabels, written
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
 from dllm.api.fill import at_once, finished
 from dllm.api.http_request import in_turn, places_of
-from dllm.settings.decisions import DecisionOptions
+from dllm.settings.decisions import DecisionOptions, QuestionType
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.request import refuse
 from dllm.settings.server import options_of
@@ -38,7 +38,7 @@ MAX_CHARACTERS = 8_000_000  # of all prompts, times samples
 # that labels of such tokens alone have probabilities, too.
 NEVER = -9999.0
 THOUGHT_BEGINS, THOUGHT_ENDS = "<|channel>", "<channel|>"
-TYPE_OF = {"noul": "predicate", "choice": "choice", "score": "score"}
+TYPE_OF: dict[str, QuestionType] = {"noul": "predicate", "choice": "choice", "score": "score"}
 
 
 @dataclass

@@ -9,13 +9,13 @@ Source: "BlockPilot: Instance-Adaptive Policy Learning for Diffusion-based Specu
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
+from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from vllm.logger import init_logger
 
 from dllm.drafter.widths.policy import WidthPolicy
 from dllm.engine.ranks import answer_of_first_rank
-from dllm.settings.checks import IntRange, Values, check_fields, is_list_of, known_fields
+from dllm.settings.drafting import Ascending
+from dllm.settings.options import CHECKED, Count, read_options
 
 logger = init_logger(__name__)
 
@@ -31,32 +32,21 @@ FILE = "pilot.safetensors"  # in the folder of a run of `dllm train pilot`
 CONFIG = "pilot"  # key of the file's metadata
 
 
-def _are_widths(given: Any) -> bool:
-    return is_list_of(int, given) and bool(given) and [*given] == sorted({*given}) and given[0] >= 0
-
-
-WIDTHS = Values(_are_widths, "a list of ascending integers of at least 0")
-SIZE = IntRange(1)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class PilotConfig:
-    """What a pilot reads, and what it chooses from.
+    """What a pilot reads, and what it chooses from."""
 
-    Attributes:
-        widths: drafts of a block, ascending.
-        vocab_size: the target's.
-        hidden_size: between the two layers; the paper's is 2048.
-        reads: the target's logits as they are, or their ``softmax``.
-    """
+    widths: Ascending
+    """drafts of a block"""
 
-    widths: Annotated[Sequence[int], WIDTHS]
-    vocab_size: Annotated[int, SIZE]
-    hidden_size: Annotated[int, SIZE] = 2048
+    vocab_size: Count
+    """the target's"""
+
+    hidden_size: Count = 2048
+    """between the two layers; the paper's is 2048"""
+
     reads: Literal["raw", "softmax"] = "raw"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "a pilot")
+    """the target's logits as they are, or their `softmax`"""
 
     @classmethod
     def read(cls, file: str | Path) -> "PilotConfig":
@@ -68,7 +58,7 @@ class PilotConfig:
         try:
             with safe_open(file, "pt") as opened:
                 given = json.loads((opened.metadata() or {})[CONFIG])
-            found = cls(**known_fields(cls, given, "a pilot"))
+            found = read_options(cls, given)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file} holds no pilot ({error}); allowed: a file of `dllm train pilot`."

@@ -6,24 +6,18 @@ the value and what is allowed.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from dllm.settings.checks import FloatRange, IntRange, check_int
-from dllm.settings.denoising import (
-    CANVAS_WINDOWS,
-    CanvasWindow,
-    Parameter,
-    check_defaults,
-    refuse_unknown,
-)
-from dllm.settings.request import MAX_INT32, refuse
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from dllm.settings.denoising import CanvasWindow, Parameter, refuse_unknown
+from dllm.settings.options import CHECKED, Count, Count32, Natural, read_options
+from dllm.settings.request import refuse
 
 # What is allowed in a checkpoint and in a request. Narrow enough that no fp32 value overflows: not
 # the numbers, and not logit / temperature after a request's `temperature` was multiplied in.
-TEMPERATURES = FloatRange(1e-4, 1e4)
-ENTROPY_BOUNDS = FloatRange(0.0, 1e6, excludes_low=True)
-CONFIDENCES = FloatRange(0.0, 1e6)
+Temperature = Annotated[float, Field(ge=1e-4, le=1e4)]
 
 GENERATION_KEYS = (  # of generation_config.json, beside sampler_config
     "max_denoising_steps",
@@ -34,7 +28,7 @@ GENERATION_KEYS = (  # of generation_config.json, beside sampler_config
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class GemmaSettings:
     """How a canvas is denoised unless a request says otherwise.
 
@@ -50,13 +44,13 @@ class GemmaSettings:
     """
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32"),
+        Parameter("max_steps", "max_denoising_steps", "int32"),
         # float64, because the reference subtracts t_min from t_max in float64, and our
         # temperatures are equal to its, bit by bit.
-        Parameter("t_min", "t_min", TEMPERATURES, "float64"),
-        Parameter("t_max", "t_max", TEMPERATURES, "float64"),
-        Parameter("entropy_bound", "entropy_bound", ENTROPY_BOUNDS, "float32"),
-        Parameter("confidence", "confidence_threshold", CONFIDENCES, "float32"),
+        Parameter("t_min", "t_min", "float64"),
+        Parameter("t_max", "t_max", "float64"),
+        Parameter("entropy_bound", "entropy_bound", "float32"),
+        Parameter("confidence", "confidence_threshold", "float32"),
     )
     one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1}
     modes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -64,28 +58,19 @@ class GemmaSettings:
     never_emitted: ClassVar[tuple[int, ...]] = ()
     begins_causally: ClassVar[bool] = False
 
-    canvas_length: int
-    max_denoising_steps: int
-    t_min: float
-    t_max: float
-    entropy_bound: float
-    confidence_threshold: float
-    stability_threshold: int
+    canvas_length: Count
+    max_denoising_steps: Count32
+    t_min: Temperature
+    t_max: Temperature
+    entropy_bound: Annotated[float, Field(gt=0, le=1e6)]
+    confidence_threshold: Annotated[float, Field(ge=0, le=1e6)]
+    stability_threshold: Natural
     canvas_window: CanvasWindow
 
     def __post_init__(self) -> None:
-        check_int("canvas_length", self.canvas_length, at_least=1)
-        check_int("stability_threshold", self.stability_threshold, at_least=0)
-        check_defaults(self)
         if self.t_min > self.t_max:
             raise ValueError(
                 f"generation config: t_min = {self.t_min} must not exceed t_max = {self.t_max}."
-            )
-        if self.canvas_window not in CANVAS_WINDOWS:
-            raise ValueError(
-                f"config.json: canvas_window = {self.canvas_window!r}; allowed: "
-                f"{', '.join(CANVAS_WINDOWS)} or auto. "
-                """Set it with --hf-overrides '{"canvas_window": "anchored"}'."""
             )
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
@@ -159,19 +144,18 @@ class GemmaSettings:
                 "_cls_name names the EntropyBound sampler, with its entropy_bound (nats)."
             )
         window = hf_config.get("canvas_window") or "auto"
-        return cls(
-            canvas_length=_require(
-                hf_config, "canvas_length", "config.json", """--hf-overrides '{"%s": ...}'"""
-            ),
-            canvas_window="symmetric" if window == "auto" else window,  # type: ignore[arg-type]
-            entropy_bound=_require(
-                sampler,
-                "entropy_bound",
-                "generation config: sampler_config",
-                """--override-generation-config '{"sampler_config": {"%s": ...}}'""",
-            ),
-            **{key: _require(generation, key, "generation config") for key in GENERATION_KEYS},
+        given = {key: _require(generation, key, "generation config") for key in GENERATION_KEYS}
+        given["canvas_length"] = _require(
+            hf_config, "canvas_length", "config.json", """--hf-overrides '{"%s": ...}'"""
         )
+        given["canvas_window"] = "symmetric" if window == "auto" else window
+        given["entropy_bound"] = _require(
+            sampler,
+            "entropy_bound",
+            "generation config: sampler_config",
+            """--override-generation-config '{"sampler_config": {"%s": ...}}'""",
+        )
+        return read_options(cls, given, "generation config, config.json")
 
 
 def _require(

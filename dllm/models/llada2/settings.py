@@ -6,13 +6,14 @@ released ones hold none, and those here are SGLang's (``threshold``) and diffuse
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from dllm.models.unmasking.settings import OF_ALL, PROBABILITIES, UnmaskingSettings
-from dllm.settings.checks import IntRange
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from dllm.models.unmasking.settings import OF_ALL, UnmaskingSettings
 from dllm.settings.denoising import Parameter
-from dllm.settings.request import MAX_INT32
+from dllm.settings.options import CHECKED, Natural32, Share
 
 # What a request or a server asks for by one name: LLaDA2.1's two modes are those of its model card,
 # without editing LLaDA2.0 and 2.1 are decoded alike.
@@ -26,7 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
 BLOCK_ROUTING = ("expert_capacity", "delete_token_id", "split_token_id")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class LLaDA2Settings(UnmaskingSettings):
     """How a canvas is filled in unless a request says otherwise.
 
@@ -41,17 +42,17 @@ class LLaDA2Settings(UnmaskingSettings):
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
         *OF_ALL,
-        Parameter("editing", "editing", IntRange(0, 1), "int32"),
-        Parameter("editing_threshold", "editing_threshold", PROBABILITIES, "float32"),
-        Parameter("max_post_steps", "max_post_steps", IntRange(0, MAX_INT32), "int32"),
+        Parameter("editing", "editing", "int32"),
+        Parameter("editing_threshold", "editing_threshold", "float32"),
+        Parameter("max_post_steps", "max_post_steps", "int32"),
     )
     one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1, "diffusion_editing": 0}
     modes: ClassVar[Mapping[str, Mapping[str, Any]]] = MODES
     defaults: ClassVar[Mapping[str, Any]] = MODES["plain"]
 
-    editing: int
-    editing_threshold: float
-    max_post_steps: int
+    editing: Annotated[int, Field(ge=0, le=1)]
+    editing_threshold: Share
+    max_post_steps: Natural32
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
         """The parameters of a request; it cannot raise the server's numbers of steps."""

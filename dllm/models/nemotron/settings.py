@@ -1,16 +1,15 @@
 """How Nemotron-Labs-Diffusion fills in masks: values of the checkpoint and of the command line."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+from pydantic.dataclasses import dataclass
 
 from dllm.models.sdar.settings import SDARSettings
-from dllm.settings.checks import Choices, refuse_value
-
-FIRST_TOKENS = Choices(("mask", "causal"))
+from dllm.settings.options import CHECKED
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class NemotronSettings(SDARSettings):
     """SDAR's rule with the model card's threshold, on canvases that start where a prompt ends.
 
@@ -26,12 +25,7 @@ class NemotronSettings(SDARSettings):
         "first_token": "mask",
     }
 
-    first_token: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.first_token not in FIRST_TOKENS:
-            refuse_value("generation config: first_token", self.first_token, str(FIRST_TOKENS))
+    first_token: Literal["mask", "causal"]
 
     @property
     def block_size(self) -> int:

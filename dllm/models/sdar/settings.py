@@ -6,17 +6,19 @@ them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from dllm.models.unmasking.rule import STRATEGIES
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from dllm.models.unmasking.rule import Strategy
 from dllm.models.unmasking.settings import OF_ALL, UnmaskingSettings
-from dllm.settings.checks import Choices, FloatRange
 from dllm.settings.denoising import Parameter
+from dllm.settings.options import CHECKED
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class SDARSettings(UnmaskingSettings):
     """How a canvas is filled in unless a request says otherwise.
 
@@ -29,8 +31,8 @@ class SDARSettings(UnmaskingSettings):
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
         *OF_ALL,
-        Parameter("strategy", "remasking_strategy", Choices(STRATEGIES), "int32"),
-        Parameter("entropy_bound", "entropy_bound", FloatRange(0.0, 1e6), "float32"),
+        Parameter("strategy", "remasking_strategy", "int32"),
+        Parameter("entropy_bound", "entropy_bound", "float32"),
     )
     defaults: ClassVar[Mapping[str, Any]] = {
         "threshold": 0.85,
@@ -38,8 +40,8 @@ class SDARSettings(UnmaskingSettings):
         "entropy_bound": 0.35,
     }
 
-    remasking_strategy: str
-    entropy_bound: float
+    remasking_strategy: Strategy
+    entropy_bound: Annotated[float, Field(ge=0, le=1e6)]
 
 
 class StableDiffcoderSettings(SDARSettings):

@@ -15,7 +15,7 @@ JetAstra/SDAR and, for `entropy_bounded`, JetEngine of the same authors. Three d
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -25,13 +25,14 @@ from dllm.ops.schedule import num_revealed
 if TYPE_CHECKING:  # it imports vLLM, and `dllm quantize` reads this module without it
     from dllm.engine.thoughts import Thoughts
 
-STRATEGIES = (
+Strategy = Literal[
     "low_confidence_static",  # the best k
     "low_confidence_dynamic",  # all above the threshold, at least the best k
     "sequential",  # the first k
     "entropy_bounded",  # those of least entropy, while their sum is below the bound; at least one
     "leftmost",  # another name of "sequential", in reinforcement learning
-)
+]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 STATIC, DYNAMIC, SEQUENTIAL, ENTROPY, LEFTMOST = range(len(STRATEGIES))
 
 

@@ -1,23 +1,24 @@
 """How canvases of masks are filled in: what SDAR and LLaDA2 have in common, checked at start."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, Self
 
-from dllm.ops.schedule import SCHEDULES
-from dllm.settings.checks import Choices, FloatRange, IntRange, check_int, refuse_value
-from dllm.settings.denoising import CanvasWindow, Parameter, check_defaults, refuse_unknown
-from dllm.settings.request import MAX_INT32
+from pydantic.dataclasses import dataclass
 
-PROBABILITIES = FloatRange(0.0, 1.0)
+from dllm.ops.schedule import Schedule
+from dllm.settings.checks import refuse_value
+from dllm.settings.denoising import CanvasWindow, Parameter, refuse_unknown
+from dllm.settings.options import CHECKED, Count32, Natural, Share, read_options
 
-MAX_STEPS = Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32")
-THRESHOLD = Parameter("threshold", "threshold", PROBABILITIES, "float32")
-SCHEDULE = Parameter("schedule", "noise_schedule", Choices(SCHEDULES), "int32")
-OF_ALL = (MAX_STEPS, THRESHOLD, SCHEDULE)
+OF_ALL = (
+    Parameter("max_steps", "max_denoising_steps", "int32"),
+    Parameter("threshold", "threshold", "float32"),
+    Parameter("schedule", "noise_schedule", "int32"),
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class UnmaskingSettings:
     """The settings that every family of this kind has.
 
@@ -38,20 +39,20 @@ class UnmaskingSettings:
 
     vocab_size: int
     canvas_length: int
-    mask_token_id: int
-    max_denoising_steps: int
-    threshold: float
-    noise_schedule: str = field(default="linear", kw_only=True)
+    mask_token_id: Natural
+    max_denoising_steps: Count32
+    threshold: Share
+    noise_schedule: Schedule = field(default="linear", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_int("config.json: block_size", self.canvas_length, at_least=2)
-        if self.mask_token_id not in IntRange(0, self.vocab_size - 1):
+        if self.canvas_length < 2:
+            refuse_value("config.json: block_size", self.canvas_length, "at least 2")
+        if self.mask_token_id >= self.vocab_size:
             refuse_value(
                 "config.json: mask_token_id",
                 self.mask_token_id,
                 f"a token id below vocab_size = {self.vocab_size}",
             )
-        check_defaults(self)
 
     @property
     def block_size(self) -> int:
@@ -108,18 +109,18 @@ class UnmaskingSettings:
         for values in (generation, override):
             given |= cls._of_mode(values.get("mode"))
             given |= {key: values[key] for key in given if values.get(key) is not None}
-        return cls(
-            vocab_size=model_config.get_vocab_size(),
-            canvas_length=canvas_length,
-            mask_token_id=config.mask_token_id,
-            **given,
-        )
+        given |= {
+            "vocab_size": model_config.get_vocab_size(),
+            "canvas_length": canvas_length,
+            "mask_token_id": config.mask_token_id,
+        }
+        return read_options(cls, given, "generation config, config.json")
 
     @classmethod
     def _of_mode(cls, mode: object) -> Mapping[str, Any]:
         """The values of a mode that a generation config names; none without modes."""
         if mode is None or not cls.modes:
             return {}
-        if mode not in (allowed := Choices(tuple(cls.modes))):
-            refuse_value("generation config: mode", mode, str(allowed))
+        if mode not in [*cls.modes]:
+            refuse_value("generation config: mode", mode, f"one of {', '.join(cls.modes)}")
         return cls.modes[str(mode)]
