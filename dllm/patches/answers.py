@@ -5,18 +5,44 @@
 vLLM's parsers expect a part for each token, and a canvas may hold thoughts, text and calls at
 once. So they get one token at a time. A whole answer goes through the reasoning parser to its end,
 however many thoughts it has. vLLM leaves that parser behind the first thought of a stream.
+
+What they read of a part is one message to chats, and to Responses one for each item of the answer.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
+
+from pydantic import PrivateAttr
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
 
 from dllm.patches.replace import replaces
 
 READER = "dllm_reader"  # in the ``__dict__`` of a parser, which vLLM makes for each answer
 Parse = Callable[..., Any]  # vLLM's ``DelegatingParser.parse_delta``
+
+
+class Ordered(DeltaMessage):
+    """What a part of a stream adds to an answer, and in which order."""
+
+    _messages: list[DeltaMessage] = PrivateAttr(default_factory=list)
+
+    def in_order(self) -> Iterator[DeltaMessage]:
+        """Messages that each add to one item of the answer: a thought, a text or a call."""
+        kept = {call.index for call in self.tool_calls}  # of calls, vLLM may show the first alone
+        for kind, group in groupby(self._messages, _kind):
+            if (joined := _joined([*group])) and (isinstance(kind, str) or kind in kept):
+                yield joined
+
+
+def _kind(delta: DeltaMessage) -> str | int | None:
+    """What a message adds to: the number of a call, or the name of a field."""
+    if delta.tool_calls:
+        return delta.tool_calls[0].index
+    return "reasoning" if delta.reasoning else "content"
 
 
 @cache
@@ -25,7 +51,12 @@ def read_token_by_token() -> None:
 
     Called in an API server of one of our models, so that others stay as they are.
     """
+    from vllm.entrypoints.openai.responses import serving
     from vllm.parser.abstract_parser import DelegatingParser
+
+    @replaces(serving)
+    def split_delta(theirs: Any, delta: Any) -> list[Any]:
+        return [*delta.in_order()] if isinstance(delta, Ordered) else theirs(delta)
 
     @replaces(DelegatingParser)
     def parse_delta(
@@ -46,7 +77,7 @@ def read_token_by_token() -> None:
             _read(theirs, self, part, asked, finished and number == len(parts))
             for number, part in enumerate(parts, 1)
         ]
-        return _joined(read)
+        return _ordered(read)
 
 
 class _Reader:
@@ -59,6 +90,9 @@ class _Reader:
         from vllm import SamplingParams
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+        if request.tool_choice == "required" and parser.tool_parser.supports_required_and_named:
+            # Its calls are a JSON array, of which vLLM needs all that has come.
+            parser._stream_state.engine_based = False
         params = SamplingParams(
             skip_special_tokens=request.skip_special_tokens,
             # Responses have no such field.
@@ -133,7 +167,6 @@ def _begin_behind(reasoner: Any, prompt: Sequence[int]) -> None:
 
 def _thought(reasoner: Any, text: str, tokens: list[int], request: Any, is_last: bool) -> Any:
     """Thoughts in the text, as ``reasoning``, and all else as ``content``."""
-    from vllm.entrypoints.generate.base.protocol import DeltaMessage
     from vllm.parser.engine.parser_engine_config import ParserState
 
     engine = reasoner._parser_engine
@@ -149,9 +182,19 @@ def _thought(reasoner: Any, text: str, tokens: list[int], request: Any, is_last:
     return _joined(read)
 
 
+def _ordered(read: Sequence[DeltaMessage | None]) -> Ordered | None:
+    """One message with what each of some adds, and them; None if none adds anything."""
+    from vllm.entrypoints.openai.responses.streaming_events import split_delta
+
+    if (joined := _joined(read)) is None:
+        return None
+    ordered = Ordered(**{name: getattr(joined, name) for name in joined.model_fields_set})
+    ordered._messages = [part for delta in read if delta for part in split_delta(delta)]
+    return ordered
+
+
 def _joined(deltas: Sequence[Any]) -> Any:
     """One message with what each of some adds; None if none adds anything."""
-    from vllm.entrypoints.generate.base.protocol import DeltaMessage
     from vllm.parser.engine.parser_engine import ParserEngine
 
     some = [delta for delta in deltas if delta is not None]
@@ -159,6 +202,6 @@ def _joined(deltas: Sequence[Any]) -> Any:
     for name in ("reasoning", "content"):
         if text := "".join(getattr(delta, name) or "" for delta in some):
             joined[name] = text
-    if calls := [call for delta in some for call in delta.tool_calls or ()]:
+    if calls := [call.model_copy(deep=True) for delta in some for call in delta.tool_calls or ()]:
         joined["tool_calls"] = ParserEngine._coalesce_tool_call_deltas(calls)
     return DeltaMessage(**joined) if joined else None

@@ -9,6 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses import serving
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.streaming_events import SimpleStreamingEventProcessor
 from vllm.parser.parser_manager import ParserManager
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -114,3 +117,67 @@ def test_a_stream_reads_what_the_whole_answer_says(reasoning, marks, several, to
         content = (content or "") if not calls else (content or "").strip()
         want = thought or "", content, [(c.name, json.loads(c.arguments)) for c in calls or ()]
         assert got == want, text
+
+
+THOUGHT = "<|channel>thought\nWhy not.<channel|>"
+CALL = CALLS["gemma4"]
+
+
+def events_of(deltas: list[Any]) -> list[tuple[str, str]]:
+    """The items that the Responses API makes of messages: kind and text, or arguments."""
+    processor = SimpleStreamingEventProcessor()
+    for delta in filter(None, deltas):
+        for one in serving.split_delta(delta):
+            state, call = processor.resolve_target_state(one)
+            if processor.needs_transition(state, call):
+                processor.close_current()
+                processor.open(state, call)
+            output: Any = None
+            processor.emit_delta(one, output)
+    processor.close_current()
+    items: list[Any] = processor.output_items
+    return [
+        (i.type, i.arguments if i.type == "function_call" else i.content[0].text) for i in items
+    ]
+
+
+@pytest.mark.parametrize("text", [CALL + "7.", f"One.{CALL}two.{CALL}{CALL}3.", THOUGHT + CALL])
+def test_responses_have_the_same_items_whatever_the_parts(text):
+    make = ParserManager.get_parser("gemma4", "gemma4", enable_auto_tools=True)
+    tool = {"type": "function", "name": "t0", "parameters": {"type": "object"}, "strict": False}
+    request = ResponsesRequest(input="x", tools=[tool], skip_special_tokens=False)
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    read = {}
+    for width in range(1, len(tokens) + 1):
+        parser, deltas = make(TOKENIZER, request.tools), []
+        for at in range(0, len(tokens), width):
+            part, is_last = tokens[at : at + width], at + width >= len(tokens)
+            piece = TOKENIZER.decode(part)
+            deltas.append(parser.parse_delta(piece, part, request, [2], finished=is_last))
+        read[width] = events_of(deltas)
+    assert len(read[1]) == text.count("call:") + text.count(".")
+    assert all(items == read[1] for items in read.values())
+
+
+@pytest.mark.parametrize("tool", ["qwen3_coder", "hermes"])
+def test_a_required_array_of_calls_is_read_in_parts(tool, monkeypatch):
+    """As it is with VLLM_ENFORCE_STRICT_TOOL_CALLING=0."""
+    make = ParserManager.get_parser(tool, None, enable_auto_tools=True)
+    monkeypatch.setattr(make.tool_parser_cls, "supports_required_and_named", True)
+    function = {"name": "t0", "parameters": {"type": "object"}}
+    request = ChatCompletionRequest(
+        messages=[{"role": "user", "content": "x"}],
+        tools=[{"type": "function", "function": function}],
+        tool_choice="required",
+    )
+    text = '[{"name": "t0", "parameters": {"a": 1}}, {"name": "t0", "parameters": {}}]'
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    for width in (1, 3, 7, len(tokens)):
+        parser, got = make(TOKENIZER, request.tools), {"reasoning": "", "content": "", "calls": {}}
+        for at in range(0, len(tokens), width):
+            part, is_last = tokens[at : at + width], at + width >= len(tokens)
+            read(
+                parser.parse_delta(TOKENIZER.decode(part), part, request, [2], finished=is_last),
+                got,
+            )
+        assert [*got["calls"].values()] == [("t0", '{"a": 1}'), ("t0", "{}")]
