@@ -1,6 +1,7 @@
 """Patches of the API server for tool calls: what is held of them, and how calls are read.
 
     a tool that is strict    its name, and arguments that its schema allows
+    a custom tool            its name, and a text, as the only argument ``input``
     any other                its name, and arguments in the form of the parser's calls
 
 vLLM has this rule for ``tool_choice: required``. With ``auto`` it lets calls of tools that are not
@@ -63,8 +64,10 @@ def _leave_arguments_free() -> None:
     from vllm.tool_parsers import structural_tag_registry as registry
 
     @replaces(registry)
-    def get_model_structural_tag(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-        tag = theirs(*args, **kwargs)
+    def get_model_structural_tag(
+        theirs: Any, model: Any, tools: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        tag = theirs(model, tools and [*map(_function_of, tools)], *args, **kwargs)
         _let_any_object(tag)
         return tag
 
@@ -80,8 +83,18 @@ def _leave_arguments_free() -> None:
     def get_json_schema_from_tools(
         theirs: Any, tool_choice: Any, tools: Any, parallel_tool_calls: bool | None = None
     ) -> Any:
-        known = tools and [without_arguments(tool) for tool in tools]
+        known = tools and [without_arguments(tool) for tool in map(_function_of, tools)]
         return theirs(tool_choice, known, parallel_tool_calls)
+
+
+def _function_of(tool: Any) -> Any:
+    """The tool; of a custom one the function that stands for it, which is strict."""
+    from openai.types.responses import CustomTool, FunctionTool
+    from vllm.tool_parsers.utils import custom_tool_as_function_dict
+
+    if isinstance(tool, CustomTool):
+        return FunctionTool(strict=True, **custom_tool_as_function_dict(tool))
+    return tool
 
 
 def _let_any_object(part: Any) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.parser.parser_manager import ParserManager
 
@@ -156,6 +157,35 @@ def test_what_is_no_call_is_returned_as_it_was_written():
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}])
     _, content, calls = parser.parse(text, request, enable_auto_tools=True)
     assert (content, calls or []) == (text, [])
+
+
+NAMED = {"type": "custom", "name": "patch"}
+HERMES = '<tool_call>\n{"name": "patch", "arguments": {*}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("parser", "choice", "call"),
+    [
+        ("gemma4", "auto", "<|tool_call>call:patch{*}<tool_call|>"),
+        ("gemma4", "required", "<|tool_call>call:patch{*}<tool_call|>"),
+        ("gemma4", NAMED, "<|tool_call>call:patch{*}<tool_call|>"),
+        ("hermes", "auto", HERMES),
+        ("hermes", NAMED, HERMES),
+        ("granite4", "required", '[{"name": "patch", "parameters": {*}}]'),
+        ("granite4", NAMED, "{*}"),
+    ],
+)
+def test_a_custom_tool_is_given_one_text(grammars, parser, choice, call):
+    request = ResponsesRequest(input="x", tools=[NAMED], tool_choice=choice)
+    make = ParserManager.get_parser(parser, enable_auto_tools=True)
+    outputs = make(TOKENIZER, request.tools).adjust_request(request).extract_structured_outputs()
+    kind = "structural_tag" if outputs.structural_tag else "json"
+    spec = Spec(kind, outputs.structural_tag or json.dumps(lower(outputs.json)))
+    found = Table.from_bytes(grammars.begin(spec, []).result())
+    name, text = ("input", '<|"|>a<|"|>') if parser == "gemma4" else ('"input"', '"a"')
+    assert accepts(found, call.replace("*", f"{name}:{text}"))
+    assert not accepts(found, call.replace("*", ""))
+    assert not accepts(found, call.replace("*", f"{name}:1"))
 
 
 def test_a_parser_without_a_tag_holds_strict_tools_alone(grammars):
