@@ -10,7 +10,7 @@ others are not written.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from xgrammar import StructuralTag
@@ -66,6 +66,29 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
     Raises:
         Unsupported: a schema asks for what cannot be held to in this syntax.
     """
+    tags = [*_tags(json.dumps(tools))]
+    if tool_choice == "auto":
+        # Without a reasoning parser, thoughts are text, too.
+        thought = TagFormat(begin=THOUGHT, content=AnyTextFormat(excludes=[BEGIN]), end=ANSWER)
+        text = TriggeredTagsFormat(triggers=[BEGIN], tags=tags)
+        return StructuralTag(
+            format=SequenceFormat(elements=[OptionalFormat(content=thought), text])
+        )
+    return StructuralTag(
+        format=TagsWithSeparatorFormat(
+            tags=tags, separator="", at_least_one=True, stop_after_first=tool_choice == "forced"
+        )
+    )
+
+
+@lru_cache(maxsize=16)
+def _tags(written: str) -> tuple[TagFormat, ...]:
+    """A tag for the calls of each tool.
+
+    Args:
+        written: the tools, as JSON.
+    """
+    tools = json.loads(written)
     length = len(json.dumps([schema for _, schema in tools]))
     if length > MOST_TEXT:  # before any of them is looked at
         raise Unsupported(
@@ -82,18 +105,7 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
     lengths: dict[int, int] = {}
     if sum(_length(tag.content, lengths) for tag in tags) > MOST_TEXT:
         raise _too_large()
-    if tool_choice == "auto":
-        # Without a reasoning parser, thoughts are text, too.
-        thought = TagFormat(begin=THOUGHT, content=AnyTextFormat(excludes=[BEGIN]), end=ANSWER)
-        text = TriggeredTagsFormat(triggers=[BEGIN], tags=tags)
-        return StructuralTag(
-            format=SequenceFormat(elements=[OptionalFormat(content=thought), text])
-        )
-    return StructuralTag(
-        format=TagsWithSeparatorFormat(
-            tags=tags, separator="", at_least_one=True, stop_after_first=tool_choice == "forced"
-        )
-    )
+    return tuple(tags)
 
 
 def _too_large() -> Unsupported:

@@ -127,28 +127,16 @@ PATCHES = {
     "vllm.v1.engine.output_processor.RequestState._new_completion_output": (
         "the trace of a request goes with its output"
     ),
-    "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat.create_chat_completion": (
-        "unfinished canvases in the stream of a chat, pins by text; a stream waits for its grammar"
+    "vllm.entrypoints.launchers.api_server.app_state.init_endpoint_plugins_state": (
+        "in an API server: serving objects of ours answer for our models. An endpoint plugin would "
+        "not run in vllm run-batch"
     ),
-    "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion.create_completion": (
-        "the same for completions, and the hole in front of a suffix is filled"
+    "vllm.entrypoints.launchers.render.app_state.init_endpoint_plugins_state": (
+        "the same in a server that only renders; ours is a plugin of servers that generate"
     ),
-    "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.create_responses": (
-        "Responses refuse what they do not serve with HTTP 400; their stream starts before that"
+    "vllm.entrypoints.openai.responses.serving.split_delta": (
+        "in the front end: what a canvas adds to a response comes in the order of the answer"
     ),
-    "vllm.entrypoints.openai.chat_completion.batch_serving.OpenAIServingChatBatch"
-    ".create_batch_chat_completion": "refuses what only chats and completions serve",
-    "vllm.entrypoints.scale_out.token_in_token_out.serving.ServingTokens.serve_tokens": (
-        "refuses what only chats and completions serve"
-    ),
-    "vllm.entrypoints.generate.generative_scoring.serving.ServingGenerativeScoring"
-    ".create_generative_scoring": "refused: a canvas says nothing about the next token alone",
-    "vllm.entrypoints.scale_out.render.serving.ServingRender.render_chat_request": (
-        "refuses what only chats and completions serve; vLLM drops fields that it does not know"
-    ),
-    "vllm.entrypoints.scale_out.render.serving.ServingRender.render_completion_request": "the same",
-    "vllm.entrypoints.scale_out.render.serving.ServingRender.render_messages_request": "the same",
-    "vllm.entrypoints.scale_out.render.serving.ServingRender.render_responses_request": "the same",
     "vllm.entrypoints.serve.sagemaker.api_router.get_generate_invocation_types": (
         "/invocations reads bodies with bounds"
     ),
@@ -305,6 +293,10 @@ OBJECTS = {
     "vllm.v1.worker.gpu.sample.sampler.Sampler.use_flashinfer": (
         "sampler.use_flashinfer",
         "with our drafter: FlashInfer would draw other numbers in steps without drafts",
+    ),
+    "vllm.parser.abstract_parser.StreamState.engine_based": (
+        "parser._stream_state.engine_based",
+        "in the front end: a JSON array of required calls is read from all that has come of it",
     ),
     "vllm.v1.request.Request.spec_token_ids": (
         "request.spec_token_ids",

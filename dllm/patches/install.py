@@ -43,11 +43,12 @@ def _serve_families() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     # Not loaded where vLLM's own classes serve.
+    from dllm.patches.adapters import refuse_wrong_adapters
     from dllm.patches.admission import check_requests_at_admission
     from dllm.patches.async_llm import check_requests_early, start_in_turn
     from dllm.patches.endpoints import add_endpoint_plugins
     from dllm.patches.grammars import serve_structured_outputs
-    from dllm.patches.routes import extend_routes
+    from dllm.patches.serving import serve_with_ours
     from dllm.patches.streaming import take_frames_out
 
     if not current_platform.is_cpu():
@@ -63,7 +64,8 @@ def _serve_families() -> None:
     serve_structured_outputs()
     check_requests_early()
     start_in_turn()
-    extend_routes()
+    serve_with_ours()
+    refuse_wrong_adapters()
     add_endpoint_plugins()
     take_frames_out()
 

@@ -1,14 +1,16 @@
-"""Patches of vLLM's routes: what chats and completions take beside OpenAI's fields.
+"""What chats and completions take beside OpenAI's fields, and what all routes do with a request.
 
 diffusion_pins    given tokens, by text                      (api.pins)
 suffix            fill in the middle, of completions         (api.fill)
 diffusion_stream  unfinished canvases in the stream          (patches.streaming)
 diffusion_trace   when each token was decided                (patches.streaming)
 
-`thinking` of Anthropic's route turns thoughts on, and is named where its budget is refused.
+``patches.serving`` calls this, where vLLM's routes ask for an answer. `thinking` of Anthropic's
+route turns thoughts on, and is named where its budget is refused.
 """
 
 from collections.abc import Awaitable, Callable
+from functools import cache
 from types import AsyncGeneratorType
 from typing import Any
 
@@ -16,126 +18,106 @@ from vllm.utils.async_utils import make_async
 
 from dllm.api import fill, pins
 from dllm.api.http_request import HttpRequest, current, handling, places_of
-from dllm.models import AUTOREGRESSIVE, FAMILIES
-from dllm.patches.adapters import refuse_wrong_adapters
-from dllm.patches.answers import read_token_by_token
-from dllm.patches.replace import replaces
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
-from dllm.patches.tool_calls import hold_tool_calls
 from dllm.settings.admission import refuse_without_canvases
-from dllm.settings.request import BUDGET, LOGITS_MODES, STREAM, TRACE, refuse
+from dllm.settings.request import BUDGET, LOGITS_MODES, STREAM, TRACE, refuse, refuse_value
 
 # Fields of completions that cannot stand beside a suffix.
 BESIDE_NO_SUFFIX = (
     *("echo", "prompt_embeds", "use_beam_search", "response_format", "structured_outputs"),
     pins.FIELD,
 )
+# Of chats: fields that cannot change an answer. Other routes may drop them.
+CHANGE_NO_ANSWER = (
+    *("user", "request_id", "session_id", "priority", "stream_options", "stream_interval"),
+    *("mm_payload", "return_mm_kwargs", "routed_experts_prompt_start"),
+)
+# Of Anthropic's API: fields that change an answer, and that vLLM's route drops.
+ANTHROPICS = ("container", "context_management", "mcp_servers")
+PROMPT = (
+    "prompt_token_ids"  # of ``kv_transfer_params``: the prompt, which vLLM then does not render
+)
+
+Take = Callable[[Create, Any, Any, Any], Awaitable[Any]]
 
 
-def extend_routes() -> None:
-    """Let chats and completions take our fields; all other routes that answer refuse them."""
-    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
-
-    for route, take, method in (
-        (OpenAIServingChat, _create_chat, "create_chat_completion"),
-        (OpenAIServingCompletion, _create_completion, "create_completion"),
-        (OpenAIServingResponses, None, "create_responses"),
-        (OpenAIServingChatBatch, None, "create_batch_chat_completion"),
-        (ServingTokens, None, "serve_tokens"),
-    ):
-        replaces(route, method)(_extended(route, take))
-    refuse_wrong_adapters()
-    _refuse_scores()
-    _refuse_our_fields_of_rendering()
-
-
-def _extended(route: type, take: Callable[..., Awaitable[Any]] | None) -> Callable[..., Any]:
-    """A method of a route. It waits for grammars, and counts what its request starts.
+async def handled(
+    self: Any, theirs: Create, request: Any, raw_request: Any, take: Take | None = None
+) -> Any:
+    """What a route answers. It waits for grammars, and counts what its request starts.
 
     Args:
-        take: calls vLLM's method with what our fields ask for. None: the route refuses them.
+        self: a serving object, ``theirs`` vLLM's method of it.
+        take: calls that method with what our fields ask for; None: there are none.
     """
-
-    async def create_extended(
-        theirs: Create, self: Any, request: Any, raw_request: Any = None
-    ) -> Any:
-        if self.model_config.architecture not in FAMILIES:
-            if self.model_config.architecture in AUTOREGRESSIVE:
-                await _refuse_fields_of_canvases(raw_request)
-            return await theirs(self, request, raw_request)
-        hold_tool_calls()
-        read_token_by_token()
-        _leave_out_transfers(self, request)
-        one = HttpRequest(places_of(self.engine_client.vllm_config))
-        if "messages" in getattr(type(request), "model_fields", ()):
-            one.client_names["prompt"] = "messages"
-        if getattr(request, "tools", None) and not request.extract_structured_outputs():
-            one.client_names["structured_outputs"] = "tools"
-        with handling(one):
-            try:
-                # Subclasses (Anthropic, Cohere) call the chat's method and translate what it
-                # streams. Our fields are refused for them.
-                if take is not None and type(self) is route:
-                    answer = await take(theirs, self, request, raw_request)
-                else:
-                    await _refuse_our_fields(request, raw_request)
-                    _take_thinking(request, one)
-                    answer = await theirs(self, request, raw_request)
-            except RecursionError:
-                # vLLM reads the arguments of an earlier tool call as JSON.
-                refuse("messages", "a message is nested too deeply. Make it flatter.")
-            if isinstance(answer, AsyncGeneratorType):
-                if _is_response_with_format(request):
-                    answer = await _begun(answer, one)
-                for compilation in one.compilations:
-                    await compilation()
-        return answer
-
-    return create_extended
+    _leave_out_transfers(self, request)
+    one = HttpRequest(places_of(self.engine_client.vllm_config))
+    if "messages" in getattr(type(request), "model_fields", ()):
+        one.client_names["prompt"] = "messages"
+    if getattr(request, "tools", None) and not request.extract_structured_outputs():
+        one.client_names["structured_outputs"] = "tools"
+    with handling(one):
+        try:
+            if take is not None:
+                answer = await take(theirs, self, request, raw_request)
+            else:
+                answer = await theirs(self, request, raw_request)
+        except RecursionError:
+            # vLLM reads the arguments of an earlier tool call as JSON.
+            refuse("messages", "a message is nested too deeply. Make it flatter.")
+        if isinstance(answer, AsyncGeneratorType):
+            if _is_response_with_format(request):
+                answer = await _begun(answer, one)
+            for compilation in one.compilations:
+                await compilation()
+    return answer
 
 
 def _leave_out_transfers(self: Any, request: Any) -> None:
     """Drop what nobody reads: it may be as long as a body, and each prompt would carry a copy.
 
-    KV transfer is refused at start (``configure``).
+    KV transfer is refused at start (``configure``). vLLM takes a prompt's tokens out of its fields.
     """
-    if getattr(request, "kv_transfer_params", None) is not None:
-        request.kv_transfer_params = None
+    if isinstance(given := getattr(request, "kv_transfer_params", None), dict):
+        tokens = given.get(PROMPT)
+        request.kv_transfer_params = None if tokens is None else {PROMPT: tokens}
     is_read = getattr(self.engine_client.vllm_config, "ec_transfer_config", None) is not None
     if not is_read and getattr(request, "ec_transfer_params", None) is not None:
         request.ec_transfer_params = None
 
 
-def _take_thinking(request: Any, one: HttpRequest) -> None:
-    """Let a chat that Anthropic's route has made think, if ``thinking`` has a budget.
+def let_think(request: Any) -> None:
+    """Let a request of Anthropic's API think, if ``thinking`` is ``enabled`` or ``adaptive``.
 
     vLLM's route translates the budget alone. Whether the model thinks is for its chat template.
     """
-    if getattr(request, BUDGET, None) is not None:
+    if request.thinking is not None and request.thinking.type != "disabled":
         given = request.chat_template_kwargs or {}
         request.chat_template_kwargs = {"enable_thinking": True, **given}
-        one.client_names[BUDGET] = "thinking"
 
 
-async def _create_chat(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
+async def create_chat(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
     await _write_pins(self, request)
     return await create_watched(create, self, request, raw_request)
 
 
-async def _create_completion(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
+async def create_translated(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
+    """A chat that Anthropic's route has made, with the budget of ``thinking``."""
+    if (one := current.get()) is not None:
+        one.client_names[BUDGET] = "thinking"
+    return await create(self, request, raw_request)
+
+
+async def create_completion(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
     """A completion, with pins; if it has a suffix, the hole in front of that is filled."""
     if not request.suffix:
         request.suffix = None  # vLLM would refuse an empty one
         _refuse_hole_without_suffix(request)
-        return await _create_chat(create, self, request, raw_request)
+        return await create_chat(create, self, request, raw_request)
     one = current.get()
     assert one is not None, "its route handles it"
     one.hole = await _take_fill(self, request)
-    return await _create_chat(create, self, request, raw_request)
+    return await create_chat(create, self, request, raw_request)
 
 
 def _is_response_with_format(request: Any) -> bool:
@@ -162,22 +144,30 @@ async def _begun(stream: Any, one: HttpRequest) -> Any:
     return whole()
 
 
-async def _refuse_our_fields(request: Any, raw_request: Any) -> None:
-    """Refuse our fields where nothing behind the route could.
+async def refuse_fields(body: Any, raw_request: Any, *held: str) -> None:
+    """As ``refuse_sent``, for a request as it came; None, as from a file of requests: nothing."""
+    if raw_request is not None:
+        refuse_sent(body, await raw_request.json(), *held)
+
+
+async def seed_of(raw_request: Any) -> int | None:
+    """The seed that was sent to a route of which vLLM reads none. Raises VLLMValidationError."""
+    seed: int | None = (await raw_request.json()).get("seed") if raw_request is not None else None
+    if seed is not None and type(seed) is not int:
+        refuse_value("seed", seed, "an integer", "Send one, or omit it.")
+    return seed
+
+
+def refuse_sent(body: Any, sent: dict[str, Any], *held: str) -> None:
+    """Refuse our fields where nothing behind the route could, and what vLLM's route drops.
 
     Responses start their stream before the request, and other routes drop the fields that they do
     not know.
-    """
-    if raw_request is not None:
-        _refuse_fields(type(request), await raw_request.json())
-
-
-def _refuse_fields(body: Any, sent: dict[str, Any]) -> None:
-    """Refuse our fields.
 
     Args:
-        body: what vLLM has read the request as; it reads our budget, or not.
+        body: the class that vLLM reads the request as.
         sent: the request, by the names of its fields.
+        held: fields that are held, though that class has none of them.
     """
     params = sent.get("sampling_params")  # of /inference/v1/generate
     of_tokens = params.get("extra_args") if isinstance(params, dict) else None
@@ -191,61 +181,30 @@ def _refuse_fields(body: Any, sent: dict[str, Any]) -> None:
         refuse_route(pins.FIELD)
     if sent.get(BUDGET) is not None and BUDGET not in body.model_fields:
         refuse(BUDGET, f"{BUDGET} is not read here. Send it within vllm_xargs.")
+    for name, default in _of_chats_alone(body).items():
+        if name not in held and sent.get(name) not in (None, default):
+            refuse(name, f"{name} is not read here. Leave it out, or ask another route.")
 
 
-async def _refuse_fields_of_canvases(raw_request: Any) -> None:
+@cache
+def _of_chats_alone(body: Any) -> dict[str, Any]:
+    """Fields of chats that change an answer and that ``body`` does not read; their defaults."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    known = {*body.model_fields, *CHANGE_NO_ANSWER}
+    fields = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in ChatCompletionRequest.model_fields.items()
+        if name not in known
+    }
+    return fields | dict.fromkeys(ANTHROPICS)
+
+
+async def refuse_fields_of_canvases(raw_request: Any) -> None:
     sent = await raw_request.json() if raw_request is not None else {}
     for field in ("diffusing", pins.FIELD):
         if sent.get(field):
             refuse_without_canvases(field)
-
-
-def _refuse_scores() -> None:
-    """Refuse ``/generative_scoring``: a canvas says nothing about the next token alone.
-
-    The score of a label would depend on the noise that the canvas began with.
-    """
-    from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
-
-    @replaces(ServingGenerativeScoring)
-    async def create_generative_scoring(
-        theirs: Any, self: Any, request: Any, raw_request: Any = None
-    ) -> Any:
-        if self.model_config.architecture in FAMILIES:
-            refuse(
-                "label_token_ids",
-                "/generative_scoring is not served for diffusion models: the probability of the "
-                "next token depends on the noise of a canvas. Ask for prompt_logprobs.",
-            )
-        return await theirs(self, request, raw_request)
-
-
-def _refuse_our_fields_of_rendering() -> None:
-    """Let ``.../render`` refuse our fields: what it returns is for ``/inference/v1/generate``.
-
-    That route takes extra arguments alone, in ``sampling_params``.
-    """
-    from vllm.entrypoints.scale_out.render.serving import ServingRender
-
-    for method in (
-        "render_chat_request",
-        "render_completion_request",
-        "render_messages_request",
-        "render_responses_request",
-    ):
-
-        @replaces(ServingRender, method)
-        async def render_allowed(
-            theirs: Any, self: Any, request: Any, *args: Any, **options: Any
-        ) -> Any:
-            if self.model_config.architecture in FAMILIES:
-                raw_request = args[0] if args else options.get("raw_request")
-                if raw_request is not None:
-                    sent = await raw_request.json()
-                else:  # of responses, vLLM gives none
-                    sent = vars(request) | (request.model_extra or {})
-                _refuse_fields(type(request), sent)
-            return await theirs(self, request, *args, **options)
 
 
 async def _write_pins(self: Any, request: Any) -> None:

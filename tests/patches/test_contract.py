@@ -354,6 +354,7 @@ CALLED_BY_VLLM = {
 }
 # Overrides with a name that our source uses for something else, too.
 ALSO_USED = {
+    "Batch.create_batch_chat_completion",
     "CanvasAsyncScheduler._update_request_with_output",
     "CanvasAttentionBackend.get_name",
     "CanvasAttentionImpl.forward",
@@ -366,6 +367,8 @@ ALSO_USED = {
     "CanvasReads.read",
     "CanvasScheduler._update_request_with_output",
     "CanvasScheduler.schedule",
+    "Chat.create_chat_completion",
+    "Completion.create_completion",
     "DFlashDrafter.load_weights",
     "DiffusionGemmaForBlockDiffusion.embed_input_ids",
     "DiffusionGemmaWithImages.embed_multimodal",
@@ -391,7 +394,10 @@ ALSO_USED = {
     "NemotronLabsDiffusionForCausalLM.load_weights",
     "Records.sample_tokens",
     "RemoteScheduler.schedule",
+    "Responses.create_responses",
     "Steered._maybe_predict_acceptance",
+    "Tokens.serve_tokens",
+    "Translating.create_chat_completion",
     "TranslatingImpl.forward",
     "UnmaskingModel.compute_logits",
     "UnmaskingModel.forward",

@@ -5,24 +5,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.scale_out.render.serving import ServingRender
-from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.exceptions import VLLMValidationError
 
 from dllm.models import FAMILIES
-from dllm.patches import install
+from dllm.patches import install, serving
+from dllm.patches.serving import Chat, Completion, Render, Tokens, Translating, taken_over
 
 install.install()
 
 
-class CohereLike(OpenAIServingChat):
+class CohereLike(Translating, OpenAIServingChat):
     """Translates what the chat's method answers; Cohere's needs a package that is not here."""
 
     def __init__(self) -> None:
-        self.model_config = SimpleNamespace(architecture=next(iter(FAMILIES)))
         self.engine_client = SimpleNamespace(
             model_config=SimpleNamespace(logprobs_mode="raw_logits"),
             vllm_config=SimpleNamespace(
@@ -54,30 +52,31 @@ def sent(body: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "method",
     [
-        ServingTokens.serve_tokens,
-        OpenAIServingChat.create_chat_completion,
-        ServingRender.render_chat_request,
-        ServingRender.render_completion_request,
-        ServingRender.render_messages_request,
+        (Tokens, "serve_tokens"),
+        (CohereLike, "create_chat_completion"),
+        (Render, "render_chat_request"),
+        (Render, "render_completion_request"),
+        (Render, "render_messages_request"),
     ],
 )
 def test_our_fields_are_refused(method, body, message):
+    route = taken_over(CohereLike(), method[0])
+    asked = SimpleNamespace(model_fields={})
     with pytest.raises(VLLMValidationError, match=message):
-        asyncio.run(method(CohereLike(), SimpleNamespace(), sent(body)))
+        asyncio.run(getattr(route, method[1])(asked, sent(body)))
 
 
 def test_pins_are_refused_where_a_response_is_only_rendered():
     asked = ResponsesRequest(input="hi", diffusion_pins=[{"at": 0, "text": "x"}])
     with pytest.raises(VLLMValidationError, match="diffusion_pins is not served here"):
-        asyncio.run(ServingRender.render_responses_request(CohereLike(), asked))
+        asyncio.run(taken_over(CohereLike(), Render).render_responses_request(asked))
 
 
 def test_holes_are_not_compared_by_logits():
-    route = object.__new__(OpenAIServingCompletion)
-    vars(route).update(vars(CohereLike()))
+    route = taken_over(CohereLike(), Completion)
     asked = SimpleNamespace(suffix="b", vllm_xargs=None)
     with pytest.raises(VLLMValidationError, match="--logprobs-mode"):
-        asyncio.run(OpenAIServingCompletion.create_completion(route, asked, sent({})))
+        asyncio.run(route.create_completion(asked, sent({})))
 
 
 @pytest.mark.parametrize("reads_encodings", [False, True])
@@ -87,8 +86,51 @@ def test_no_prompt_carries_what_nobody_reads(reads_encodings):
         route.engine_client.vllm_config.ec_transfer_config = object()
     long = {"a": [[1]] * 1000}
     asked = SimpleNamespace(kv_transfer_params=long, ec_transfer_params=long)
-    with pytest.raises(VLLMValidationError):
-        body = {"diffusing": True}  # refused behind it
-        asyncio.run(ServingTokens.serve_tokens(route, asked, sent(body)))
+    with pytest.raises(AttributeError):  # what is asked for it lacks all that vLLM reads
+        asyncio.run(taken_over(route, Tokens).serve_tokens(asked))
     assert asked.kv_transfer_params is None
     assert asked.ec_transfer_params == (long if reads_encodings else None)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *({"logit_bias": {"1": 1}}, {"n": 2}, {"min_tokens": 1}, {"ignore_eos": True}),
+        *({"bad_words": ["x"]}, {"structured_outputs": {"json": {}}}, {"stop": ["x"]}),
+        *({"response_format": {"type": "json_object"}}, {"reasoning_effort": "high"}),
+        *({"thinking_token_budget": 16}, {"mcp_servers": []}, {"parallel_tool_calls": False}),
+    ],
+)
+def test_anthropics_route_drops_nothing_that_changes_an_answer(field):
+    with pytest.raises(VLLMValidationError) as refused:
+        asyncio.run(serving.refuse_fields(AnthropicMessagesRequest, sent(field)))
+    assert refused.value.parameter == next(iter(field))
+
+
+def test_anthropics_route_takes_what_changes_no_answer():
+    body = {"metadata": {"user_id": "x"}, "service_tier": "auto", "cache_control": {}, "user": "y"}
+    asyncio.run(serving.refuse_fields(AnthropicMessagesRequest, sent(body | {"n": 1, "stop": []})))
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [(next(iter(FAMILIES)), Chat), ("Other", None)])
+def test_objects_of_other_models_stay_vllms(architecture, kind):
+    """Also where vLLM has no endpoint plugins, as in ``vllm run-batch``."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_endpoint_plugins_state
+
+    theirs, renderer = object.__new__(OpenAIServingChat), object.__new__(serving.OnlineRenderer)
+    model = SimpleNamespace(architecture=architecture)
+    config = SimpleNamespace(model_config=model)
+    state = SimpleNamespace(
+        vllm_config=config, openai_serving_chat=theirs, online_renderer=renderer
+    )
+    asyncio.run(init_endpoint_plugins_state(None, state, None))
+    assert type(state.openai_serving_chat) is (kind or OpenAIServingChat)
+    assert (state.openai_serving_chat is theirs) is (kind is None)
+
+
+def test_what_is_served_token_by_token_refuses_canvases():
+    state = SimpleNamespace(openai_serving_chat=object.__new__(OpenAIServingChat))
+    serving.refuse_canvases(state)
+    with pytest.raises(VLLMValidationError) as refused:
+        asyncio.run(state.openai_serving_chat.create_chat_completion(None, sent({"diffusing": 1})))
+    assert refused.value.parameter == "diffusing"

@@ -224,3 +224,37 @@ def test_json_that_is_too_deep_holds_no_loop(server, loop):
         == 400
     )
     assert loop() <= LONGEST_MS
+
+
+def branching(levels: int) -> Any:
+    """A schema of two objects at each level: for 9 levels 112 kB."""
+    if levels == 0:
+        return {"type": "string"}
+    return {
+        "oneOf": [
+            {
+                "type": "object",
+                "properties": {f"{name}{levels}": branching(levels - 1)},
+                "required": [f"{name}{levels}"],
+                "additionalProperties": False,
+            }
+            for name in "ab"
+        ]
+    }
+
+
+@pytest.mark.parametrize("route", [CHAT, f"{MESSAGES}/count_tokens"])
+def test_a_strict_tool_is_read_off_the_loop(server, loop, route):
+    schema = {"type": "object", "properties": {"v": branching(9)}, "required": ["v"]}
+    given = {"name": "f", "strict": True}
+    tool = given | {"input_schema": schema}
+    if route == CHAT:
+        tool = {"type": "function", "function": given | {"parameters": schema}}
+    body = {"model": MODEL, "messages": [USER], "tools": [tool]}
+    held = []
+    for _ in range(3):
+        loop()
+        reply = server.post(route, body)
+        held.append(loop())
+    assert reply.status == 400 and "nested" in reply.message
+    assert min(held) <= LONGEST_MS

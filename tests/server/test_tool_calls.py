@@ -2,9 +2,11 @@
 
 import enum
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import anthropic
 import jsonschema
 import openai
 import pytest
@@ -34,6 +36,7 @@ def style(request: pytest.FixtureRequest) -> str:
 def client(style: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     flags = (
         *COMMON_FLAGS,
+        "--max-model-len=2048",
         "--enable-auto-tool-choice",
         f"--tool-call-parser={PARSERS[style]}",
         "--reasoning-parser=gemma4",
@@ -233,3 +236,117 @@ def test_a_schema_that_cannot_be_held_to_is_refused(client, what):
     with pytest.raises(openai.BadRequestError) as refused:
         ask_chat(client, "x", tools=tools, tool_choice="required", max_tokens=20)
     assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("width", range(5, 13))
+def test_a_streamed_response_has_the_calls_of_the_whole_one(client, style, width):
+    """A canvas may hold the end of a call's arguments, and text behind them."""
+    item = asked(style, is_listed=True)[0]
+    asks: dict[str, Any] = {
+        "model": MODEL,
+        "input": f"{item.prompt} Then say it.",
+        "tools": [{"type": "function", **STRICT[name]["function"]} for name in item.chat.tools],
+        "max_output_tokens": 60,
+        "extra_body": {"seed": 1, "vllm_xargs": {"diffusion_canvas_length": width}},
+    }
+    whole = client.responses.create(**asks)
+    *_, last = client.responses.create(**asks, stream=True)
+    assert last.type == "response.completed"
+    calls = [
+        [(one.name, one.arguments) for one in response.output if one.type == "function_call"]
+        for response in (whole, last.response)
+    ]
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "apply_patch"}])
+def test_a_custom_tool_gets_a_text(client, choice):
+    tool = {"type": "custom", "name": "apply_patch", "description": "Apply a patch."}
+    asks: dict[str, Any] = {
+        "model": MODEL,
+        "input": "What is 34 + 5?",
+        "tools": [tool],
+        "tool_choice": choice,
+        "max_output_tokens": 60,
+        "extra_body": {"seed": 1},
+    }
+    (call,) = client.responses.create(**asks).output
+    *_, last = client.responses.create(**asks, stream=True)
+    (streamed,) = last.response.output
+    assert call.type == streamed.type == "custom_tool_call"
+    assert call.input == streamed.input and not call.input.startswith("{")
+
+
+TOOL = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+ENABLED = {"type": "enabled", "budget_tokens": 1024}
+THINKING = [None, ENABLED, {"type": "adaptive"}, {"type": "disabled"}]
+USES = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}
+TURNS = [
+    {"role": "user", "content": "What is 34 + 5?"},
+    {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "I call it.", "signature": "abc"}, USES],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "1",
+                "content": "39",
+                "cache_control": {"type": "ephemeral"},
+            }
+        ],
+    },
+]
+
+
+@pytest.fixture
+def claude(client: openai.OpenAI) -> anthropic.Anthropic:
+    url = str(client.base_url).removesuffix("v1/")
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize("thinking", THINKING)
+def test_tokens_are_counted_as_they_are_used(claude, thinking):
+    """With a system text, tools, and thoughts that were returned."""
+    given: dict[str, Any] = {} if thinking is None else {"thinking": thinking}
+    for tools in ({}, {"tools": [TOOL]}):
+        for messages in (TURNS[:1], TURNS):
+            asks = given | tools | {"model": MODEL, "messages": messages, "system": "Be brief."}
+            counted = claude.messages.count_tokens(**asks).input_tokens
+            answer = claude.messages.create(**asks, max_tokens=1100, metadata={"user_id": "x"})
+            assert counted == answer.usage.input_tokens
+
+
+def test_adaptive_thinks_as_enabled_does(claude):
+    common = {"model": MODEL, "messages": TURNS[:1], "max_tokens": 1100, "extra_body": {"seed": 1}}
+    enabled, adaptive = (
+        claude.messages.create(**common, thinking=one).content for one in THINKING[1:3]
+    )
+    assert adaptive[0].type == "thinking"
+    assert [one.model_dump(exclude={"signature"}) for one in adaptive] == [
+        one.model_dump(exclude={"signature"}) for one in enabled
+    ]
+
+
+@pytest.mark.parametrize("thinking", THINKING)
+def test_events_come_in_anthropics_order(claude, style, thinking):
+    item = asked(style, is_listed=True)[0]
+    tools = [STRICT[name]["function"] for name in item.chat.tools]
+    given: dict[str, Any] = {} if thinking is None else {"thinking": thinking}
+    stream = claude.messages.create(
+        **given,
+        model=MODEL,
+        messages=[{"role": "user", "content": item.prompt}],
+        tools=[{"name": one["name"], "input_schema": one["parameters"]} for one in tools],
+        max_tokens=1100,
+        stream=True,
+        extra_body={"seed": 1},
+    )
+    parts = "content_block_start( content_block_delta)*( content_block_stop)"
+    order = f"message_start( {parts})+ message_delta message_stop"
+    events = [*stream]
+    assert re.fullmatch(order, " ".join(event.type for event in events))
+    starts = [event.index for event in events if event.type == "content_block_start"]
+    assert starts == [*range(len(starts))]

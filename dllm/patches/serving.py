@@ -1,0 +1,219 @@
+"""Serving objects of ours, in the place of vLLM's, where one of our models is served.
+
+A route of vLLM asks an object in the server's state, for each request. Ours has all that vLLM's has
+been built with, and a class derived from vLLM's. What chats and completions take beside OpenAI's
+fields (``patches.routes``), all other routes refuse.
+"""
+
+import copy
+from typing import Any
+
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.scale_out.render.serving import ServingRender
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.utils.async_utils import make_async
+
+from dllm.models import AUTOREGRESSIVE, FAMILIES
+from dllm.patches.answers import read_token_by_token
+from dllm.patches.replace import replaces
+from dllm.patches.routes import (
+    create_chat,
+    create_completion,
+    create_translated,
+    handled,
+    let_think,
+    refuse_fields,
+    refuse_fields_of_canvases,
+    refuse_sent,
+    seed_of,
+)
+from dllm.patches.tool_calls import hold_tool_calls
+from dllm.settings.request import refuse
+
+
+def serve_with_ours() -> None:
+    """Put our objects into the state of every server, also where endpoint plugins do not run.
+
+    They do not in ``vllm run-batch``, and ours does not in a server that only renders.
+    """
+    from vllm.entrypoints.launchers.api_server import app_state as of_engines
+    from vllm.entrypoints.launchers.render import app_state as of_rendering
+
+    for module in (of_engines, of_rendering):
+
+        @replaces(module)
+        async def init_endpoint_plugins_state(
+            theirs: Any, engine: Any, state: Any, args: Any
+        ) -> Any:
+            architecture = state.vllm_config.model_config.architecture
+            if architecture in FAMILIES:
+                serve_canvases(state)
+            elif architecture in AUTOREGRESSIVE:
+                refuse_canvases(state)
+            await theirs(engine, state, args)
+
+
+def serve_canvases(state: Any) -> None:
+    hold_tool_calls()
+    read_token_by_token()
+    state.online_renderer = taken_over(state.online_renderer, Renderer)
+    for name, ours in OURS.items():
+        if (theirs := getattr(state, name, None)) is not None:
+            setattr(state, name, one := taken_over(theirs, ours))
+            if hasattr(one, "online_renderer"):
+                one.online_renderer = state.online_renderer
+    if (theirs := getattr(state, COHERES, None)) is not None:  # its package is there
+        setattr(state, COHERES, taken_over(theirs, type("Cohere", (Translating, type(theirs)), {})))
+
+
+def refuse_canvases(state: Any) -> None:
+    """Let routes refuse fields of ours for a model that is served token by token."""
+
+    def refusing(kind: type, method: str) -> type:
+        async def refuse_and_create(self: Any, request: Any, raw_request: Any = None) -> Any:
+            await refuse_fields_of_canvases(raw_request)
+            return await getattr(super(ours, self), method)(request, raw_request)
+
+        ours: type = type(kind.__name__, (kind,), {method: refuse_and_create})
+        return ours
+
+    for name, method in METHODS.items():
+        if (theirs := getattr(state, name, None)) is not None:
+            setattr(state, name, taken_over(theirs, refusing(type(theirs), method)))
+
+
+def taken_over(theirs: Any, ours: type) -> Any:
+    """An object of our class, with what vLLM's has."""
+    one: Any = object.__new__(ours)
+    vars(one).update(vars(theirs))
+    return one
+
+
+class Renderer(OnlineRenderer):
+    """Makes prompts of chats, and the grammars of their tools."""
+
+    async def preprocess_chat(self, request: Any, *args: Any, **options: Any) -> Any:
+        """As vLLM's. It reads tools on the event loop; what a thread has read, it reads no more."""
+        parser = options.get("parser")
+        if parser is not None and request.tools:
+            reader = parser(self.renderer.get_tokenizer(), request.tools)
+            adjust = make_async(reader.adjust_request, self.renderer._executor)
+            await adjust(copy.copy(request))
+        return await super().preprocess_chat(request, *args, **options)
+
+
+class Chat(OpenAIServingChat):
+    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        theirs = OpenAIServingChat.create_chat_completion
+        return await handled(self, theirs, request, raw_request, create_chat)
+
+
+class Completion(OpenAIServingCompletion):
+    async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
+        theirs = OpenAIServingCompletion.create_completion
+        return await handled(self, theirs, request, raw_request, create_completion)
+
+
+class Responses(OpenAIServingResponses):
+    async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+        await refuse_fields(type(request), raw_request)
+        return await handled(self, OpenAIServingResponses.create_responses, request, raw_request)
+
+
+class Batch(OpenAIServingChatBatch):
+    async def create_batch_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        await refuse_fields(type(request), raw_request)
+        theirs = OpenAIServingChatBatch.create_batch_chat_completion
+        return await handled(self, theirs, request, raw_request)
+
+
+class Tokens(ServingTokens):
+    async def serve_tokens(self, request: Any, raw_request: Any = None) -> Any:
+        await refuse_fields(type(request), raw_request)
+        return await handled(self, ServingTokens.serve_tokens, request, raw_request)
+
+
+class Translating:
+    """A route that translates a request into one of chats, and what that answers."""
+
+    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        await refuse_fields(type(request), raw_request)
+        theirs = OpenAIServingChat.create_chat_completion
+        return await handled(self, theirs, request, raw_request, create_translated)
+
+
+class Messages(Translating, AnthropicServingMessages):
+    """Anthropic's routes."""
+
+    async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
+        await refuse_fields(type(request), raw_request, "seed")
+        let_think(request)
+        return await super().create_messages(request, raw_request)
+
+    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        request.seed = await seed_of(raw_request)
+        return await super().create_chat_completion(request, raw_request)
+
+    async def count_tokens(self, request: Any, raw_request: Any = None) -> Any:
+        let_think(request)
+        return await super().count_tokens(request, raw_request)
+
+
+class Scoring(ServingGenerativeScoring):
+    async def create_generative_scoring(self, request: Any, raw_request: Any = None) -> Any:
+        """Refuse: the score of a label would depend on the noise that a canvas began with."""
+        refuse(
+            "label_token_ids",
+            "/generative_scoring is not served for diffusion models: the probability of the next "
+            "token depends on the noise of a canvas. Ask for prompt_logprobs.",
+        )
+
+
+class Render(ServingRender):
+    """What it returns is for ``/inference/v1/generate``, which takes extra arguments alone."""
+
+    async def render_chat_request(self, request: Any, raw_request: Any = None) -> Any:
+        await refuse_fields(type(request), raw_request)
+        return await super().render_chat_request(request, raw_request)
+
+    async def render_completion_request(self, request: Any, raw_request: Any = None) -> Any:
+        await refuse_fields(type(request), raw_request)
+        return await super().render_completion_request(request, raw_request)
+
+    async def render_messages_request(self, request: Any, raw_request: Any = None) -> Any:
+        await refuse_fields(type(request), raw_request)
+        let_think(request)
+        return await super().render_messages_request(request, raw_request)
+
+    async def render_responses_request(self, request: Any) -> Any:
+        refuse_sent(type(request), vars(request) | (request.model_extra or {}))
+        return await super().render_responses_request(request)
+
+
+COHERES = "cohere_serving_chat_v2"
+# By name in the server's state: the class of ours, and what a route calls.
+OURS = {
+    "openai_serving_chat": Chat,
+    "openai_serving_chat_batch": Batch,
+    "openai_serving_completion": Completion,
+    "openai_serving_responses": Responses,
+    "anthropic_serving_messages": Messages,
+    "serving_tokens": Tokens,
+    "serving_generative_scoring": Scoring,
+    "serving_render": Render,
+}
+METHODS = {
+    "openai_serving_chat": "create_chat_completion",
+    "openai_serving_chat_batch": "create_batch_chat_completion",
+    "openai_serving_completion": "create_completion",
+    "openai_serving_responses": "create_responses",
+    "anthropic_serving_messages": "create_chat_completion",
+    COHERES: "create_chat_completion",
+    "serving_tokens": "serve_tokens",
+}
