@@ -7,12 +7,15 @@ Served as such it is a causal language model to vLLM, with whatever vLLM does fo
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.transformers_utils.config import get_config
+
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.cpu import choose_dtype, register_model
 from dllm.patches.drafting import (
     SELF_DRAFTER,
     draft_limits,
     drafts_itself,
+    may_be_ours,
 )
 from dllm.patches.neighbours import explain_refusal
 from dllm.patches.replace import replaces
@@ -100,8 +103,22 @@ def _choose_model_config() -> None:
                 self.hf_overrides = {**(self.hf_overrides or {}), "canvas_length": None}
                 config = theirs(self)
             _choose_speculator(self, config, decoding)
+        _choose_draft_length(self)
         choose_dtype(self, config)
         return config
+
+
+def _choose_draft_length(arguments: Any) -> None:
+    """A DFlash drafter of ours drafts the block that it was trained with, unless the user says."""
+    given = arguments.speculative_config or {}
+    method, model = (
+        getattr(arguments, flag) or given.get(name)
+        for flag, name in (("spec_method", "method"), ("spec_model", "model"))
+    )
+    is_open = arguments.spec_tokens is None and "num_speculative_tokens" not in given
+    if method == "dflash" and model and is_open and may_be_ours(arguments):
+        block_size = getattr(get_config(model, arguments.trust_remote_code), "block_size", None)
+        arguments.spec_tokens = block_size and block_size - 1
 
 
 def _choose_speculator(arguments: Any, config: Any, decoding: str) -> None:

@@ -50,11 +50,15 @@ def drafts_itself(speculative_config: Any) -> bool:
 
 def asks_for_our_drafter(vllm_config: Any) -> bool:
     """Whether a server has a DFlash drafter that our classes are to serve."""
+    is_dflash = _names(vllm_config.speculative_config, [DRAFTER_ARCHITECTURE])
+    return is_dflash and may_be_ours(vllm_config)
+
+
+def may_be_ours(given: Any) -> bool:
+    """Whether our classes serve DFlash drafters with these arguments, or this configuration."""
     from vllm.platforms import current_platform
 
-    if not _names(vllm_config.speculative_config, [DRAFTER_ARCHITECTURE]):
-        return False
-    return current_platform.is_cpu() or _has_options(vllm_config)
+    return current_platform.is_cpu() or _has_options(given)
 
 
 def asks_for_steering(vllm_config: Any) -> bool:
