@@ -174,7 +174,7 @@ test-next: $(VENV)/.vllm-$(NEXT)
 
 contract-next: setup-dev $(VENV)/.vllm-$(NEXT)
 	$(ON_NEXT) $(BIN)/python -m pytest tests/patches/test_contract.py \
-	    tests/patches/test_contract_objects.py tests/cpu/test_cpu_kernels.py $(ARGS)
+	    tests/patches/test_contract_objects.py tests/cpu $(ARGS)
 
 $(VENV)/.vllm-$(NEXT): requirements/vllm_overlay.py $(VENV)/.locked
 	rm -rf $(VENV)/vllm-$(NEXT)

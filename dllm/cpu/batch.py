@@ -42,6 +42,12 @@ def _table_at(address: int, num_rows: int, num_columns: int) -> np.ndarray:
     return np.frombuffer(memoryview(buffer), dtype=np.int32).reshape(num_rows, num_columns)
 
 
+def _memory(address: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """View the memory at `address` as a tensor ``[length]``. The caller keeps it allocated."""
+    buffer = (ctypes.c_byte * (length * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
 # --------------------------------------------------------------------------- staged writes
 
 
@@ -176,6 +182,19 @@ def _compute_slot_mappings_kernel(
             out[group, first:last][is_real] = blocks * block_size + offsets
 
 
+def _zero_kv_blocks_kernel(
+    seg_addrs_ptr: torch.Tensor,
+    seg_block_strides_ptr: torch.Tensor,
+    seg_page_sizes_ptr: torch.Tensor,
+    block_ids_ptr: torch.Tensor,
+) -> None:
+    """Clear pages of the KV cache. Strides and sizes count words of 4 bytes."""
+    segments = seg_addrs_ptr.tolist(), seg_block_strides_ptr.tolist(), seg_page_sizes_ptr.tolist()
+    for address, stride, size in zip(*segments, strict=True):
+        for block in block_ids_ptr.tolist():
+            ctypes.memset(address + 4 * block * stride, 0, 4 * size)
+
+
 # --------------------------------------------------------------------------- inputs of a step
 
 
@@ -231,6 +250,34 @@ def _prepare_pos_seq_lens_kernel(
     seq_lens[len(slots) : max_num_reqs] = 0
     rows, offsets = spread(spans)
     pos_ptr.numpy()[spans[0] : spans[-1]] = num_computed[rows] + offsets
+
+
+def _apply_prompt_embeds_kernel(
+    inputs_embeds_ptr: torch.Tensor,
+    embeds_ptrs_ptr: torch.Tensor,
+    mask_ptrs_ptr: torch.Tensor,
+    embeds_lens_ptr: torch.Tensor,
+    idx_mapping_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    num_computed_tokens_ptr: torch.Tensor,
+) -> None:
+    """Write the embeddings that prompts were given as, in place of their tokens' embeddings.
+
+    embeds_ptrs, mask_ptrs: by slot, addresses of embeddings [tokens, hidden], and of bytes [tokens]
+    that say which of them are tokens after all; 0 for none.
+    """
+    spans, hidden = query_start_loc_ptr.tolist(), inputs_embeds_ptr.shape[1]
+    for row, slot in enumerate(idx_mapping_ptr.tolist()):
+        first, length = int(num_computed_tokens_ptr[slot]), int(embeds_lens_ptr[slot])
+        last = min(first + spans[row + 1] - spans[row], length)
+        if first >= last:
+            continue
+        given = _memory(int(embeds_ptrs_ptr[slot]), length * hidden, inputs_embeds_ptr.dtype)
+        out = inputs_embeds_ptr[spans[row] : spans[row] + last - first]
+        is_given = torch.ones(last - first, dtype=torch.bool)
+        if mask := int(mask_ptrs_ptr[slot]):
+            is_given = _memory(mask, length, torch.uint8)[first:last] == 0
+        out[is_given] = given.view(length, hidden)[first:last][is_given]
 
 
 def _combine_sampled_and_draft_tokens_kernel(

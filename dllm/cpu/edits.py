@@ -1,8 +1,8 @@
 """The Triton kernels with which a request edits its logits, in numpy and torch.
 
-They are for logit_bias, allowed_token_ids, min_tokens, penalties and bad_words; one more kernel
-names the tokens of prompt_logprobs. Diffusion models use them too (`dllm/engine/edits.py`). `batch`
-explains how these functions are written. Here
+They are for logit_bias, allowed_token_ids, min_tokens, penalties, bad_words and thinking budgets;
+one more kernel names the tokens of prompt_logprobs. Diffusion models use them too, but for the
+budgets (`dllm/engine/edits.py`). `batch` explains how these functions are written. Here
 
     logits                [N, V], one row for each position that is sampled; changed in place
     expanded_idx_mapping  [N], the slot of each logits row
@@ -212,3 +212,48 @@ def _prompt_logprobs_token_ids_kernel(
     following = np.minimum(following, all_token_ids.shape[1] - 1)
     out = prompt_logprobs_token_ids_ptr.numpy()
     out[spans[0] : spans[-1]] = all_token_ids[slots[rows], following]
+
+
+def _last_place(text: np.ndarray, marker: np.ndarray) -> int:
+    """Where the marker begins for the last time; -1 if nowhere."""
+    if len(text) < len(marker):
+        return -1
+    windows = np.lib.stride_tricks.sliding_window_view(text, len(marker))
+    return int(np.flatnonzero((windows == marker).all(1)).max(initial=-1))
+
+
+def _update_committed_marker_cache_kernel() -> None:
+    """Nothing: the next kernel reads whole texts, which takes a CPU microseconds."""
+
+
+def _thinking_budget_kernel(
+    logits_ptr: torch.Tensor,
+    expanded_idx_mapping_ptr: torch.Tensor,
+    thinking_token_budget_ptr: torch.Tensor,
+    all_token_ids_ptr: torch.Tensor,
+    total_len_ptr: torch.Tensor,
+    input_ids_ptr: torch.Tensor,
+    expanded_local_pos_ptr: torch.Tensor,
+    reasoning_start_token_ids_ptr: torch.Tensor,
+    natural_reasoning_end_token_ids_ptr: torch.Tensor,
+    reasoning_end_token_ids_ptr: torch.Tensor,
+) -> None:
+    """Force the next token of the end of thoughts in rows that have used up their budget.
+
+    A row's text includes the drafts before it. The forced end may be longer than the natural one.
+    """
+    begin, end = reasoning_start_token_ids_ptr.numpy(), natural_reasoning_end_token_ids_ptr.numpy()
+    forced = reasoning_end_token_ids_ptr.numpy()
+    slots = expanded_idx_mapping_ptr.long()
+    budgets = thinking_token_budget_ptr[slots]
+    for row in (budgets >= 0).nonzero()[:, 0].tolist():
+        committed = all_token_ids_ptr[slots[row], : int(total_len_ptr[slots[row]])]
+        drafts = input_ids_ptr[row - int(expanded_local_pos_ptr[row]) + 1 : row + 1]
+        text = torch.cat([committed, drafts]).numpy()
+        last = _last_place(text, begin)
+        is_over = last < 0 or last <= _last_place(text, end)
+        if is_over or len(text) - last - len(begin) < budgets[row]:
+            continue
+        lengths = range(min(len(forced) - 1, len(text)), 0, -1)
+        written = next((n for n in lengths if (text[-n:] == forced[:n]).all()), 0)
+        logits_ptr[row, forced[written]] = 1e9

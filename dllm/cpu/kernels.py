@@ -27,6 +27,7 @@ _REPLACED: dict[str, tuple[Kernel, ...]] = {
         batch._post_update_num_computed_tokens_kernel,
         sampling._get_num_sampled_and_rejected_kernel,
     ),
+    "model_states.prompt_embeds": (batch._apply_prompt_embeds_kernel,),
     "metrics.logits": (sampling._num_nans_kernel,),
     "sample.bad_words": (edits._bad_words_kernel,),
     "sample.gumbel": (sampling._gumbel_sample_kernel, sampling._temperature_kernel),
@@ -39,6 +40,10 @@ _REPLACED: dict[str, tuple[Kernel, ...]] = {
     "sample.min_p": (sampling._min_p_kernel,),
     "sample.penalties": (edits._penalties_kernel, edits._bincount_kernel),
     "sample.prompt_logprob": (edits._prompt_logprobs_token_ids_kernel,),
+    "sample.thinking_budget": (
+        edits._update_committed_marker_cache_kernel,
+        edits._thinking_budget_kernel,
+    ),
     "spec_decode.dflash.speculator": (drafting._prepare_dflash_inputs_kernel,),
     "spec_decode.dflash2.speculator": (drafting._selector_walk_kernel,),
     "spec_decode.rejection_sampler": (
@@ -59,6 +64,7 @@ KERNELS: dict[str, Kernel] = {
     for module, kernels in _REPLACED.items()
     for kernel in kernels
 }
+KERNELS["vllm.v1.worker.utils._zero_kv_blocks_kernel"] = batch._zero_kv_blocks_kernel
 GUMBEL = "vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel"
 
 

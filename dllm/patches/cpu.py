@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,16 +53,34 @@ def prepare_worker(vllm_config: Any) -> None:
     poll for each other's messages several times a step, and take each other's core.
 
     Raises:
-        ValueError: the machine lacks what the worker needs.
+        ValueError: the machine lacks what the worker needs, or the worker what is asked for.
     """
     parallel = vllm_config.parallel_config
     refuse_missing_parts(vllm_config)
+    for is_asked, what in _asks_for_triton(vllm_config):
+        if is_asked:
+            raise ValueError(f"{what} with {CPU_WORKER}: it needs a Triton kernel. Leave it out.")
     if vllm_config.model_config.architecture in FAMILIES:
         os.environ.setdefault(*ONEDNN_PRODUCTS)  # the worker's process inherits it
     # "uni" (in process) is vLLM's own choice for one rank. Its CPU platform overwrites "uni" later,
     # but not a class path.
     if parallel.distributed_executor_backend == "uni" and _needs_no_openmp_setup():
         parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
+
+
+def _asks_for_triton(vllm_config: Any) -> Iterator[tuple[Any, str]]:
+    """What launches kernels of vLLM that ``dllm.cpu`` has no function for."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    yield model.enable_trace_replay, "--enable-trace-replay"
+    yield model.return_sampling_mask, "--return-sampling-mask"
+    yield vllm_config.watermark_config, "--watermark-config"
+    yield parallel.enable_batch_sharded_sampling, "--enable-batch-sharded-sampling"
+    yield parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size"
+    yield model.is_hybrid or model.is_attention_free, "a model with Mamba layers"
+    yield model.uses_mrope, "a model with M-RoPE"
+    speculative = vllm_config.speculative_config
+    is_adaptive = speculative is not None and speculative.enable_adaptive_verification
+    yield is_adaptive, "enable_adaptive_verification"
 
 
 def choose_dtype(arguments: Any, model_config: Any) -> None:

@@ -237,17 +237,15 @@ def _choose_worker(vllm_config: Any, kind: Kind) -> bool:
     whose, our_class = kind.on_cuda, contract.GPU_WORKER
     if current_platform.is_cpu():
         whose, our_class = kind.on_cpu, contract.CPU_WORKER
-    if whose == VLLMS:
-        return False
     if whose == OURS:
         _refuse_another("--worker-cls", parallel.worker_cls, ("auto", our_class), kind)
     # On a CPU with Triton, vLLM's own worker can serve a kind that leaves it the choice.
     is_default = whose == OURS or not current_platform.is_cpu() or cpu.is_cpu_without_triton()
-    if parallel.worker_cls == "auto" and is_default:
+    if parallel.worker_cls == "auto" and is_default and whose != VLLMS:
         parallel.worker_cls = our_class
     if parallel.worker_cls == contract.CPU_WORKER:
         cpu.prepare_worker(vllm_config)
-    return True
+    return whose != VLLMS
 
 
 def _refuse_another(

@@ -28,8 +28,9 @@ KERNELS = kernels.kernels(parameters_of, is_0_32())
 PREFIX = "vllm.v1.worker.gpu."
 # Sizes of tiles, which no replacement has; nor has it strides.
 TILES = {
-    *("BLOCK_K", "BLOCK_SIZE", "LOGITS_BLOCK_SIZE", "LOOKAHEAD_BLOCK", "PADDED_COLS"),
-    *("TOPK_BLOCK_SIZE", "TRITON_BLOCK_SIZE"),
+    *("BLOCK", "BLOCK_K", "BLOCK_SIZE", "LOGITS_BLOCK_SIZE", "LOOKAHEAD_BLOCK", "PADDED_COLS"),
+    *("START_LEN", "NATURAL_END_LEN", "END_LEN"),  # a tensor has its own
+    *("TOKEN_BLOCK", "TOPK_BLOCK_SIZE", "TRITON_BLOCK_SIZE"),
 }
 # Other parameters of vLLM's kernels that a replacement does without: what its tensors say by
 # themselves, context parallelism, and random draws, which a selector does not make on a CPU.
@@ -37,11 +38,20 @@ UNUSED = {
     "block_table._compute_slot_mappings_kernel": {"cp_rank", "dcp_sharded", "CP_INTERLEAVE"},
     "input_batch._post_update_kernel": {"num_draft_tokens"},
     "metrics.logits._num_nans_kernel": {"vocab_size"},
+    "model_states.prompt_embeds._apply_prompt_embeds_kernel": {"hidden_size"},
     "sample.gumbel._temperature_kernel": {"vocab_size"},
     "sample.logit_bias._bias_kernel": {"vocab_size"},
     "sample.logprob._ranks_kernel": {"vocab_size"},
     "sample.logprob._topk_log_softmax_kernel": {"topk", "vocab_size"},
     "sample.min_p._min_p_kernel": {"vocab_size"},
+    "sample.thinking_budget._thinking_budget_kernel": {
+        *("cached_last_start_ptr", "cached_last_end_ptr"),
+    },
+    "sample.thinking_budget._update_committed_marker_cache_kernel": {
+        *("req_ids_ptr", "thinking_token_budget_ptr", "all_token_ids_ptr", "total_len_ptr"),
+        *("cached_last_start_ptr", "cached_last_end_ptr", "cached_scan_pos_ptr", "MAX_LEN"),
+        *("reasoning_start_token_ids_ptr", "natural_reasoning_end_token_ids_ptr"),
+    },
     "spec_decode.dflash.speculator._prepare_dflash_inputs_kernel": {"cp_rank", "CP_INTERLEAVE"},
     "spec_decode.dflash2.speculator._selector_walk_kernel": {
         *("req_state_ptr", "sample_pos_ptr", "seeds_ptr", "temperature_ptr", "USE_FP64"),

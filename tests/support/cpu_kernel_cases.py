@@ -319,6 +319,48 @@ def post_update_num_computed_tokens_cases(rng: np.random.Generator) -> Iterator[
         )
 
 
+def prompt_embeds_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """A first chunk, a later one, tokens among the embeddings, a prompt that is over, and none."""
+    lengths = [9, 0, 5, 6]
+    given = [f32(rng.normal(0, 1, (length, 7))) for length in lengths]
+    masks = [torch.from_numpy(rng.integers(0, 2, length, dtype=np.uint8)) for length in lengths]
+    yield Case(
+        GPU + "model_states.prompt_embeds._apply_prompt_embeds_kernel",
+        "batch",
+        (4, 2),
+        dict(
+            inputs_embeds_ptr=poisoned(20, 8, dtype=torch.float32)[:, :7],
+            inputs_embeds_stride=8,
+            embeds_ptrs_ptr=given,
+            mask_ptrs_ptr=[masks[slot] if slot > 1 else None for slot in range(4)],
+            embeds_lens_ptr=i32(lengths),
+            idx_mapping_ptr=i64([3, 0, 1, 2]),
+            query_start_loc_ptr=spans([6, 4, 3, 2]),
+            num_computed_tokens_ptr=i32([3, 0, 5, 2]),
+            hidden_size=7,
+            TOKEN_BLOCK=4,
+            BLOCK_SIZE=4,
+        ),
+    )
+
+
+def zero_blocks_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Two segments of other widths; what lies between two pages stays."""
+    pages = [i32(rng.integers(1, 99, (5, 12))), i32(rng.integers(1, 99, (5, 3)))]
+    yield Case(
+        "vllm.v1.worker.utils._zero_kv_blocks_kernel",
+        "batch",
+        (2, 2, 3),
+        dict(
+            seg_addrs_ptr=pages,
+            seg_block_strides_ptr=i64([12, 3]),
+            seg_page_sizes_ptr=i64([10, 3]),
+            block_ids_ptr=i64([4, 1]),
+            BLOCK_SIZE=4,
+        ),
+    )
+
+
 def state_cases() -> list[Case]:
     """Every case for the runner's state."""
     rng = np.random.default_rng(0)
@@ -332,5 +374,7 @@ def state_cases() -> list[Case]:
         expand_idx_mapping_cases,
         post_update_cases,
         post_update_num_computed_tokens_cases,
+        prompt_embeds_cases,
+        zero_blocks_cases,
     ]
     return [case for build in builders for case in build(rng)]

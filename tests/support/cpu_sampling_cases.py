@@ -307,6 +307,61 @@ def counting_cases(rng: np.random.Generator) -> Iterator[Case]:
         )
 
 
+def thinking_budget_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Thoughts that began, ended, began again; a budget that is left, used up, or not asked for.
+
+    Markers of 2, 1 and 3 tokens, some of them among drafts, and an end that is half written.
+    """
+    begin, end, forced = [1, 2], [3], [8, 9, 3]
+    texts = [
+        [5, 1, 2, 6, 7],  # begun, one draft may stand before the end
+        [1, 2, 6, 3, 7],  # ended
+        [1, 2, 6, 3, 1, 2, 6, 8],  # begun again, the end half written
+        [5, 5, 1],  # drafts complete the beginning
+        [1, 2, 6, 6, 6, 6, 6, 6, 6],  # without a budget
+        [4],
+    ]
+    table = np.full((6, 12), 5)
+    for row, text in zip(table, texts, strict=True):
+        row[: len(text)] = text
+    lengths = i32([len(text) for text in texts])
+    shared: dict[str, Any] = dict(
+        thinking_token_budget_ptr=i32([3, 2, 1, 0, -1, 2]),
+        all_token_ids_ptr=i32(table),
+        total_len_ptr=lengths,
+        reasoning_start_token_ids_ptr=i32(begin),
+        natural_reasoning_end_token_ids_ptr=i32(end),
+        START_LEN=2,
+        NATURAL_END_LEN=1,
+    )
+    yield case(  # without budgets: with one it writes what our other kernel finds by itself
+        "sample.thinking_budget._update_committed_marker_cache_kernel",
+        "nothing",
+        (6,),
+        req_ids_ptr=i64([5, 0, 2, 1, 3, 4]),
+        cached_last_start_ptr=poisoned(6),
+        cached_last_end_ptr=poisoned(6),
+        cached_scan_pos_ptr=poisoned(6),
+        MAX_LEN=2,
+        BLOCK=16,
+        **shared | {"thinking_token_budget_ptr": i32([-1] * 6)},
+    )
+    yield case(
+        "sample.thinking_budget._thinking_budget_kernel",
+        "batch",
+        (14,),
+        logits_ptr=random_logits(rng, 14, VOCAB),
+        expanded_idx_mapping_ptr=i64([0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 5]),
+        expanded_local_pos_ptr=i32([0, 1, 2, 3, 0, 1, 0, 1, 0, 1, 2, 3, 0, 0]),
+        input_ids_ptr=i32([7, 6, 8, 3, 7, 6, 8, 9, 1, 2, 8, 9, 6, 4]),
+        cached_last_start_ptr=i32([1, 0, 4, -1, 0, -1]),
+        cached_last_end_ptr=i32([-1, 3, 3, -1, -1, -1]),
+        reasoning_end_token_ids_ptr=i32(forced),
+        END_LEN=3,
+        **shared,
+    )
+
+
 def sampling_cases() -> list[Case]:
     """Every case for logprobs, grammars and the sampler of autoregressive models."""
     rng = np.random.default_rng(1)
@@ -320,5 +375,6 @@ def sampling_cases() -> list[Case]:
         bias_cases,
         bad_words_cases,
         counting_cases,
+        thinking_budget_cases,
     ]
     return [case for build in builders for case in build(rng)]

@@ -20,11 +20,15 @@ from tests.support.interpreter import speed_up
 
 
 def launch(kernel: Callable[..., Any], args: dict[str, Any]) -> None:
-    """Call `kernel` by keyword; a list of tensors is passed as a tensor of their addresses."""
+    """Call `kernel` by keyword; a list of tensors is passed as a tensor of their addresses.
+
+    In such a list None is the address 0.
+    """
 
     def as_argument(value: Any) -> Any:
         if isinstance(value, list):
-            return torch.tensor([table.data_ptr() for table in value], dtype=torch.uint64)
+            addresses = [0 if table is None else table.data_ptr() for table in value]
+            return torch.tensor(addresses, dtype=torch.uint64)
         return value
 
     kernel(**{name: as_argument(value) for name, value in args.items()})
