@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -19,6 +18,7 @@ from vllm.v1.request import Request
 from dllm.drafter.metrics import CountedDrafts, Counts, send_drafting
 from dllm.drafter.widths.make import make_policy, may_skip_passes
 from dllm.drafter.widths.policy import VerifiedStep
+from dllm.engine.sessions import SessionScheduler
 from dllm.settings.server import options_of
 
 
@@ -87,7 +87,7 @@ def num_drafts_behind(scheduled: SchedulerOutput) -> int:
     return 0 if is_skipped else scheduled.num_spec_tokens_to_schedule
 
 
-class DraftingScheduler(Scheduler):
+class DraftingScheduler(SessionScheduler):
     """vLLM's; adds the drafter's counts (``metrics``) to its statistics."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -14,15 +14,17 @@ step, in front of the next canvas. That pass is causal, and writes the KV that i
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
+from dllm import LOGGER
 from dllm.engine.emitted_blocks import GrammarCapacity, capacity_for
 from dllm.engine.frames import FrameMail
 from dllm.engine.metrics import KEY_OF_THOUGHTS, put_into
+from dllm.engine.sessions import SessionScheduler
 from dllm.engine.thoughts import Thought
 from dllm.settings.denoising import NO_TOKEN, block_size_of
 from dllm.settings.request import requested_canvas_width
@@ -30,7 +32,7 @@ from dllm.settings.server import options_of
 from dllm.settings.thoughts import marks_of
 
 
-class CanvasScheduler(Scheduler):
+class CanvasScheduler(SessionScheduler):
     """vLLM's synchronous scheduler, changed for canvases and emitted blocks."""
 
     def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
@@ -82,6 +84,11 @@ class CanvasScheduler(Scheduler):
         self._grammar_capacity.release(request)
         self._thoughts.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """A piece of streamed input may have a thinking budget of its own."""
+        super()._update_request_as_session(session, update)
+        self._thoughts.pop(session.request_id, None)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Called after an engine step: each request behind its prompt has a canvas.

@@ -5,6 +5,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config.reasoning import ReasoningConfig
 
+from tests.engine.test_sessions import answers, ask
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.process import ROOT
 
@@ -64,3 +65,21 @@ def test_embeddings_of_a_prompt_are_answered_as_its_tokens(engine: Engine) -> No
     finished = engine.run()
     given = [finished[name].outputs[0].token_ids for name in ("embeds-0", "embeds-1", tokens)]
     assert [list(one) for one in given] == expected
+
+
+def test_a_session_goes_on_behind_a_stop_among_kept_drafts(engine: Engine) -> None:
+    """With pieces of one token, and drafts of which most are kept."""
+    chat = engine.llm.get_tokenizer().apply_chat_template(
+        [{"role": "user", "content": "What is 96 + 90?"}], add_generation_prompt=True
+    )
+    text: list[int] = []
+    for piece in (list(chat["input_ids"]), [20], [21], [22]):
+        text = text[:-1] + piece
+        free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        (answer,) = engine.generate([text], free)
+        stop = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[answer[2]])
+        (expected,) = engine.generate([text], stop)
+        ask(engine, "a", piece, stop)
+        assert answers(engine, ["a"])["a"] == expected
+        text += expected
+    engine.llm.llm_engine.engine_core.abort_requests(["a"])

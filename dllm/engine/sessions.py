@@ -1,0 +1,25 @@
+"""Sessions of streamed input: a request whose prompt goes on when it has been answered."""
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, StreamingUpdate
+
+
+class SessionScheduler(Scheduler):
+    """vLLM's scheduler, which drops the last token of an answer, wherever computing has got to.
+
+    vLLM 0.32 keeps what counts as computed. That leaves out a block whose causal pass is to come,
+    and counts drafts, or a block of an asynchronous step, that were written behind a stop token.
+    What the answer has in flight is taken from it, and leaves parts of blocks.
+
+    Attributes:
+        _block_size: only whole blocks of so many tokens have KV.
+    """
+
+    _block_size = 1
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        kept = session.num_tokens - 1
+        num_computed = min(session.num_computed_tokens, kept)
+        session.num_computed_tokens = kept
+        super()._update_request_as_session(session, update)
+        session.num_computed_tokens = num_computed - num_computed % self._block_size
