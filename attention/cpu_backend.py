@@ -40,6 +40,22 @@ def translate(layer: Attention, *, is_anchored: bool = False, block_size: int = 
     layer.attn_backend = TranslatingBackend
 
 
+def zero_padding(impl: CPUAttentionBackendImpl) -> None:
+    """Let a layer write zeros behind a batch's rows, where vLLM's kernel leaves what was in memory.
+
+    That may be NaN, which products with AMX can carry from a row of padding into its neighbours.
+    """
+    theirs = impl.forward
+
+    def forward(*given: Any, output: torch.Tensor, **scales: Any) -> torch.Tensor:
+        metadata = given[5]
+        parts = [part.metadata for part in metadata] if isinstance(metadata, tuple) else [metadata]
+        output[sum(part.num_actual_tokens for part in parts if part is not None) :] = 0
+        return theirs(*given, output=output, **scales)
+
+    impl.forward = forward
+
+
 @dataclass
 class Part:
     """One call of the kernel.

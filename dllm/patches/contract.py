@@ -322,6 +322,10 @@ OBJECTS = {
         "impl.do_kv_cache_update",
         "on a CPU: what goes to an FP8 cache is rounded; vLLM's kernel cuts it off",
     ),
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.forward": (
+        "impl.forward",
+        "on a CPU: a padded batch's last rows, which vLLM's kernel leaves unwritten, are zero",
+    ),
     "vllm.config.ModelConfig.hf_config": (
         "model_config.hf_config.__class__",
         "an architecture of ours whose model_type is Llama's has a class of its own",

@@ -170,6 +170,11 @@ def enable_cpu_runtime() -> None:
 
     These are our architectures, and any model that is started with our ``--worker-cls``.
     """
+    from vllm.platforms import current_platform
+
+    # Linux has to be asked for AMX, in each process, and vLLM's attention kernel does not.
+    if current_platform.is_cpu():
+        torch.cpu._init_amx()
     if not is_cpu_without_triton():
         return
     from vllm.config import VllmConfig

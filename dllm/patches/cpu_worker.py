@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 import psutil
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -24,6 +25,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm import LOGGER
+from dllm.attention.cpu_backend import zero_padding
 from dllm.engine.warm_up import warm_up
 from dllm.patches.compile_cache import prepare_compiler, reload_compiled_backbone, write_checksums
 from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
@@ -134,6 +136,11 @@ class PaddingRunner(CPUModelRunner):
     oneDNN compiles each product of matrices for its number of rows, and keeps a limited number of
     them. Prompts have any length: a batch of prompts and canvases would mostly be a new size.
     """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        for layer in get_layers_from_vllm_config(self.vllm_config, Attention).values():
+            zero_padding(layer.impl)
 
     def prepare_inputs(
         self,
