@@ -12,18 +12,22 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 
 from dllm.settings.request import refuse
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
     from dllm.api.fill import Fill
     from dllm.api.watching import CanvasFeed
 
-T = TypeVar("T")
-
+FAILED = (
+    "The model's output is not finite (NaN or infinity), or not a text of the grammar. The log of "
+    "the server says which."
+)
 MAX_REQUESTS = 512  # of the engine
 # Of the bodies of our routes. With a bound (here vLLM's), pydantic refuses texts that hold half of
 # a surrogate pair: JSON may hold it, and neither the tokenizer nor an answer can.
@@ -99,13 +103,20 @@ def places_of(vllm_config: Any) -> asyncio.Semaphore:
 
 
 async def in_turn(
-    places: asyncio.Semaphore, outputs: AsyncGenerator[T, None]
-) -> AsyncGenerator[T, None]:
+    places: asyncio.Semaphore, outputs: AsyncGenerator["RequestOutput", None]
+) -> AsyncGenerator["RequestOutput", None]:
     """The outputs of a request, which starts when there is a place for it.
 
     Args:
         outputs: what ``generate`` of vLLM returns; it starts with the first output asked for.
+
+    Raises:
+        GenerationError: the engine has ended the request with an error; the client gets HTTP 500.
     """
+    from vllm.exceptions import GenerationError
+
     async with places, aclosing(outputs):
         async for output in outputs:
+            if any(one.finish_reason == "error" for one in output.outputs):
+                raise GenerationError(FAILED)
             yield output

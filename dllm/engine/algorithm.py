@@ -126,6 +126,7 @@ class Denoised(NamedTuple):
         decided: ``[R, C]`` bool, the positions whose logprob is of this step, unless a later step
             has them, too: those that got their token, and given ones. None where not
             ``decides_for_good``.
+        num_broken: ``[R]`` int32, rows of logits that are not finite (``step_rows.denoise_rows``).
     """
 
     canvas: Tensor
@@ -137,6 +138,7 @@ class Denoised(NamedTuple):
     temperature: Tensor
     stats: RowStats
     decided: Tensor | None = None
+    num_broken: Tensor | None = None
 
 
 class DenoisingAlgorithm(ABC):

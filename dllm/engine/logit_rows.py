@@ -167,10 +167,11 @@ def joined_outputs(parts: Sequence[SamplerOutput]) -> SamplerOutput:
     """The output of a batch, joined from the outputs of its tiles."""
     if len(parts) == 1:
         return parts[0]
+    num_nans = [part.num_nans for part in parts if part.num_nans is not None]
     return SamplerOutput(
         sampled_token_ids=torch.cat([part.sampled_token_ids for part in parts]),
         logprobs_tensors=joined(parts),
-        num_nans=None,
+        num_nans=torch.cat(num_nans) if num_nans else None,
         num_sampled=torch.cat([part.num_sampled for part in parts]),
         num_rejected=torch.cat([part.num_rejected for part in parts]),
     )

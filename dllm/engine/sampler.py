@@ -252,7 +252,7 @@ class DiffusionSampler:
         )
         stored = self._store(record)
         logprobs = self._report(record)
-        return self._output(stored, logprobs, tile.batch.num_reqs)
+        return self._output(stored, logprobs, tile.batch.num_reqs, denoised.num_broken)
 
     def _constrain_(
         self, logits: torch.Tensor, ids: torch.Tensor, tile: Tile
@@ -348,6 +348,7 @@ class DiffusionSampler:
         stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         logprobs: LogprobsTensors | None,
         num_reqs: int,
+        num_broken: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """The output for vLLM: the tokens of converged canvases, of the first rows.
 
@@ -360,7 +361,7 @@ class DiffusionSampler:
         return SamplerOutput(
             sampled_token_ids=tokens,
             logprobs_tensors=logprobs,
-            num_nans=None,
+            num_nans=None if num_broken is None else num_broken[:num_reqs],
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )

@@ -31,6 +31,8 @@ from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import options_of
 from dllm.settings.thoughts import marks_of
 
+logger = init_logger(LOGGER)
+
 
 class CanvasScheduler(SessionScheduler):
     """vLLM's synchronous scheduler, changed for canvases and emitted blocks."""
@@ -238,12 +240,25 @@ class CanvasScheduler(SessionScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's accounting of an engine step; prompt logprobs are kept until the first block."""
+        self._end_broken_requests(model_runner_output)
         self._postpone_prompt_logprobs(model_runner_output)
         self._num_passes = getattr(model_runner_output, "num_passes", 1)
         frames = FrameMail(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         frames.add_to(outputs)
         return outputs
+
+    def _end_broken_requests(self, answer: ModelRunnerOutput) -> None:
+        """Let vLLM end a request with an error, and without its canvas, if that is not finite.
+
+        In ``num_nans_in_logits`` are rows of logits (``step_rows.denoise_rows``). The set is of
+        requests that vLLM ends with an error behind this step.
+        """
+        for req_id, num_broken in (answer.num_nans_in_logits or {}).items():
+            if num_broken and req_id in self.requests:
+                logger.error("dllm: the model's output is not finite (request %s)", req_id)
+                answer.sampled_token_ids[answer.req_id_to_index[req_id]] = []
+                self.encoder_cache_mismatch_reqs.add(req_id)
 
     def _postpone_prompt_logprobs(self, answer: ModelRunnerOutput) -> None:
         """Replace a step's prompt logprobs by those of the requests that emit in it.

@@ -54,7 +54,10 @@ def denoise_rows(
     filters: RowFilters | None,
     cap: float | None = None,
 ) -> Denoised:
-    """What the algorithm decides in a step.
+    """What the algorithm decides in a step. A canvas ends where the model's output is not finite.
+
+    A row without a distribution has a logit that is NaN or infinite, or no token that may be
+    written: -inf everywhere.
 
     Args:
         logits, cap: ``[N, V]`` fp32, edited, and None; or raw ones (``logit_rows.RawLogits``).
@@ -63,7 +66,10 @@ def denoise_rows(
         rows: at least two of them (``CanvasRows.of_batch``).
         state: read only.
     """
-    return algorithm.denoise(logits, rows, state.canvases(rows, ids, chosen), filters, cap)
+    step = algorithm.denoise(logits, rows, state.canvases(rows, ids, chosen), filters, cap)
+    is_broken = (step.stats.log_z == torch.inf) & (step.stats.peak != -torch.inf) & rows.are_read
+    num_broken = torch.zeros_like(rows.widths).index_add(0, rows.row_of, is_broken.long()).int()
+    return step._replace(converged=step.converged | (num_broken > 0), num_broken=num_broken)
 
 
 def store_rows(

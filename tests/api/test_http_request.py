@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 
 from dllm.api.fill import at_once
 from dllm.api.http_request import MAX_REQUESTS, HttpRequest, handling, in_turn
@@ -33,21 +35,21 @@ def test_no_more_requests_start_than_there_are_places():
     inside, most, started = set(), [], []
     places = asyncio.Semaphore(3)
 
-    async def outputs(number: int) -> AsyncIterator[int]:
+    async def outputs(number: int) -> AsyncIterator[Any]:
         inside.add(number)
         started.append(number)
         most.append(len(inside))
         try:
             for _ in range(4):
                 await asyncio.sleep(0)
-                yield number
+                yield SimpleNamespace(number=number, outputs=[])
             if number == 7:
                 raise KeyError(number)
         finally:
             inside.discard(number)
 
     async def consumed(number: int) -> int:
-        return [output async for output in in_turn(places, outputs(number))][-1]
+        return [output async for output in in_turn(places, outputs(number))][-1].number
 
     async def run() -> None:
         assert await at_once(consumed(number) for number in range(7)) == [*range(7)]
@@ -58,3 +60,14 @@ def test_no_more_requests_start_than_there_are_places():
     asyncio.run(run())
     assert max(most) == 3 and not inside
     assert started[:10] == [*range(10)] and started[-10:] == [*range(20, 30)]
+
+
+def test_a_request_that_the_engine_gave_up_is_an_error_that_names_the_models_output():
+    async def outputs() -> AsyncIterator[Any]:
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="error")])
+
+    async def ask() -> list[Any]:
+        return [one async for one in in_turn(asyncio.Semaphore(1), outputs())]
+
+    with pytest.raises(GenerationError, match="The model's output is not finite"):
+        asyncio.run(ask())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
+from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import make_async
@@ -24,7 +25,7 @@ from vllm.utils.async_utils import make_async
 from dllm.api.decisions.labels import Labels, OptionLabels, written
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
 from dllm.api.fill import at_once, finished
-from dllm.api.http_request import in_turn, places_of
+from dllm.api.http_request import FAILED, in_turn, places_of
 from dllm.settings.decisions import DecisionOptions, QuestionType
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.request import refuse
@@ -340,6 +341,8 @@ class CanvasReads(strategies.NextTokenStrategy):
             sums = [
                 sum(rows[at][token] for at, token in enumerate(one)) for one in plan.labels.tokens
             ]
+            if not all(map(math.isfinite, sums)):
+                raise GenerationError(FAILED)
             probs.append(question_types.label_softmax([one / temperature for one in sums]))
             masses.append(min(1.0, sum(map(math.exp, sums))))
             said = tuple(outputs[0].token_ids)
