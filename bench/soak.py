@@ -16,7 +16,8 @@ two seconds.
 Writes ``soak.csv``: ``what`` was counted or measured, of which ``model`` and ``part`` (a phase or a
 process), and its ``value``. ``MEASURE: slope`` is per hour, with its 95% interval: least squares
 through the medians of twenty stretches of equal length. Exit code 1 if a good request failed, a
-status was 500 or above, tokens differed, or the log has a traceback.
+status was 500 or above, tokens differed, or the log has a traceback or an output of a model that is
+not finite.
 """
 
 import asyncio
@@ -101,7 +102,7 @@ KINDS = {CONVERSATION}.union(*(kinds for kinds, _ in MODELS.values()))  # of goo
 MEASURES = {"memory": "MiB", "file descriptors": "", "threads": "", "sockets": ""}
 PROCESSES = {"EngineCore": "engine core", "Worker": "worker", "vllm": "API server"}  # by title
 SILENCE = "longest silence of /health"
-WRONG = ("failed", "other tokens", "tracebacks")  # rows whose value has to be 0
+WRONG = ("failed", "other tokens", "not finite", "tracebacks")  # rows whose value has to be 0
 
 
 class Sample(NamedTuple):
@@ -165,7 +166,7 @@ class Campaign:
         self.problems: list[str] = []
         self.shadows: list[tuple[Request, Answer]] = []
         self.samples: list[Sample] = []
-        self.num_different = self.num_tracebacks = 0
+        self.num_different = self.num_tracebacks = self.num_broken = 0
 
     async def run(self, url: str, pid: int, seconds: float) -> None:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # the server: 5 s
@@ -274,7 +275,8 @@ class Campaign:
         self.problems += [f"{kind}: HTTP {status}" for status in bad]
 
     def read_log(self, text: str) -> None:
-        """Count tracebacks; the last line of each is a problem."""
+        """Count outputs that are not finite, and tracebacks; the last line of each is a problem."""
+        self.num_broken += text.count("the model's output is not finite")
         lines = text.splitlines()
         for number, line in enumerate(lines):
             if "Traceback (most recent call last)" in line:
@@ -294,6 +296,7 @@ class Campaign:
             rows += self._held(process)
         rows.append(_row("sent once more", "", len(self.shadows)))
         rows.append(_row("other tokens", "", self.num_different))
+        rows.append(_row("not finite", "log", self.num_broken))
         return [*rows, _row("tracebacks", "log", self.num_tracebacks)]
 
     def silences(self) -> list[tuple[str, float]]:

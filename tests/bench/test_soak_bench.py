@@ -143,7 +143,9 @@ def test_statuses_of_500_are_failures_and_refusals_of_hostile_requests_are_not()
 
 def test_a_traceback_in_the_log_is_found():
     found = Campaign("m", GOOD, 0)
-    found.read_log("fine\nTraceback (most recent call last):\n  File x\nValueError: bad\nfine")
+    broken = "ERROR dllm: the model's output is not finite (request a)"
+    found.read_log(f"fine\nTraceback (most recent call last):\n  File x\nValueError: bad\n{broken}")
+    assert found.num_broken == 1
     assert found.num_tracebacks == 1 and found.problems == ["log: ValueError: bad"]
 
 
