@@ -127,8 +127,12 @@ class DiffusionModelState(ModelState):
         """Reset the slot of a new or resumed request."""
         assert new_req_data.sampling_params is not None, "a generation request has parameters"
         options = RequestOptions.read(new_req_data.sampling_params, self.algorithm.settings)
-        seed = request_seed(options, new_req_data.req_id, self.model_config.seed)
         prompt_len, tokens = new_req_data.prompt_len, new_req_data.prefill_token_ids or []
+        origin = new_req_data.req_id  # random
+        if new_req_data.sampling_params.temperature == 0:  # the same prompt, the same noise
+            images = [feature.identifier for feature in new_req_data.mm_features]
+            origin = f"{tokens[:prompt_len]}{images}"
+        seed = request_seed(options, origin, self.model_config.seed)
         thought = Thought.of_request(
             new_req_data.sampling_params, tokens[:prompt_len], self._thought_marks
         )

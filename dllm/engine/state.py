@@ -271,14 +271,13 @@ class CanvasState:
         return torch.where(is_known, pins, NO_TOKEN)
 
 
-def request_seed(options: RequestOptions, request_id: str, server_seed: int) -> int:
-    """The 64-bit seed of a request's noise: the request's own, else one computed from its id.
+def request_seed(options: RequestOptions, origin: str, server_seed: int) -> int:
+    """The 64-bit seed of a request's noise: the request's own, else one computed from ``origin``.
 
-    vLLM makes request ids random, so requests get different noise. Because the seed follows from
-    the id, all tensor-parallel ranks compute the same seed, and a request that was preempted gets
-    the same seed when it resumes.
+    So all tensor-parallel ranks compute the same seed, and a request that was preempted gets the
+    same seed when it resumes.
     """
     if options.seed is not None:
         return options.seed
-    digest = hashlib.blake2b(f"{server_seed}/{request_id}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{server_seed}/{origin}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
