@@ -1,5 +1,6 @@
-"""IF vLLM CHANGED, LOOK HERE: everything that replaces an attribute of vLLM, or registers with it.
+"""IF vLLM CHANGED, LOOK HERE: ``contract`` lists every name of vLLM that is replaced, and why.
 
-``contract`` lists each name and why; the other modules do it. This package imports remote, models,
-drafter, api and the packages below them.
+The other modules replace modules' and classes' attributes; some objects of a worker are changed in
+attention, engine, models and drafter. This package imports remote, models, drafter, api and the
+packages below them.
 """
