@@ -394,6 +394,7 @@ ALSO_USED = {
     "NemotronLabsDiffusionForCausalLM.load_weights",
     "Records.sample_tokens",
     "RemoteScheduler.schedule",
+    "Messages.create_chat_completion",
     "Responses.create_responses",
     "Steered._maybe_predict_acceptance",
     "Tokens.serve_tokens",
