@@ -294,10 +294,6 @@ OBJECTS = {
         "sampler.use_flashinfer",
         "with our drafter: FlashInfer would draw other numbers in steps without drafts",
     ),
-    "vllm.parser.abstract_parser.StreamState.engine_based": (
-        "parser._stream_state.engine_based",
-        "in the front end: a JSON array of required calls is read from all that has come of it",
-    ),
     "vllm.v1.request.Request.spec_token_ids": (
         "request.spec_token_ids",
         "canvases are scheduled as drafts; places for drafts are cut to the width",

@@ -27,6 +27,7 @@ OF_NOBODY = {
     "layer.?": "weights of a layer, which our method of quantization has converted",
     "output.?": "a new attribute of an answer",
     "owner.?": "what `replaces` replaces, and listed; adapters put it back",
+    "state.?": "of Starlette's app: which object answers a route",
     "hf_config.dflash_config": "config.json of a drafter",
     "layer.experts": "a new attribute, which our method of quantization reads",
     "layer.mlp.experts": "a model of transformers",
