@@ -74,9 +74,10 @@ def keep_mixed_batches_out(vllm_config: Any) -> None:
 def canvas_runner(check: Callable[[Any], None]) -> Any:
     """vLLM's runner of a diffusion model, with full graphs for canvases alone.
 
-    vLLM uses a full graph where all requests have as many tokens as the widest canvas. That may be
-    a causal span and a narrower canvas behind it. With blocks it is always one block, which is one
-    sequence.
+    vLLM uses a full graph where all requests have as many tokens as the widest canvas, and none
+    reads its prompt. That may be a causal span and a narrower canvas behind it. With blocks it is
+    always one block, which is one sequence. A part of it may be the tail of a prompt, which vLLM
+    takes for a prompt that is read.
 
     Args:
         check: is called with a runner whose graphs were captured (``graph_check``).
@@ -89,9 +90,12 @@ def canvas_runner(check: Callable[[Any], None]) -> Any:
             widths = getattr(state, "num_draft_tokens_np", None)
             if widths is None:
                 return state, num_tokens_each
-            has_causal = (widths > 0) & (widths < state.num_scheduled_tokens)
-            if self.model_state.algorithm.settings.block_size == 1 and has_causal.any():
-                num_tokens_each = None
+            has_canvas, lengths = widths > 0, state.num_scheduled_tokens
+            if self.model_state.algorithm.settings.block_size == 1:
+                if (has_canvas & (widths < lengths)).any():
+                    num_tokens_each = None
+            elif (has_canvas | ~state.is_prefilling_np).all() and (lengths == lengths[0]).all():
+                num_tokens_each = int(lengths[0])
             return state, num_tokens_each
 
         def capture_model(self, *, profile_only: bool = False) -> int:

@@ -287,24 +287,31 @@ def test_a_mode_that_vllm_sets_later_has_no_full_graphs_of_prompts():
 
 
 @pytest.mark.parametrize(
-    ("drafts", "block_size", "expected"),
+    ("drafts", "reads", "block_size", "expected"),
     [
-        ([CANVAS, CANVAS], 1, CANVAS),  # canvases alone
-        ([0, CANVAS], 1, CANVAS),  # an emitted block alone is one sequence, too
-        ([CANVAS // 2, CANVAS], 1, None),  # a head, and a narrow canvas behind it
-        ([3, CANVAS], CANVAS, CANVAS),  # a tail and a canvas, in one block
+        ([CANVAS, CANVAS], [], 1, CANVAS),  # canvases alone
+        ([0, CANVAS], [], 1, CANVAS),  # an emitted block alone is one sequence, too
+        ([CANVAS // 2, CANVAS], [], 1, None),  # a head, and a narrow canvas behind it
+        ([3, CANVAS], [], CANVAS, CANVAS),  # a tail and a canvas, in one block
+        ([3, CANVAS], [0], CANVAS, CANVAS),  # the tail is of a prompt
+        ([3, 0], [0, 1], CANVAS, None),  # a prompt goes on
     ],
 )
-def test_a_causal_span_with_a_canvas_is_in_no_full_graph(monkeypatch, drafts, block_size, expected):
+def test_a_causal_span_with_a_canvas_is_in_no_full_graph(
+    monkeypatch, drafts, reads, block_size, expected
+):
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     runner = object.__new__(canvas_runner(lambda runner: None))
     settings = SimpleNamespace(block_size=block_size)
     runner.model_state = SimpleNamespace(algorithm=SimpleNamespace(settings=settings))
     state = SimpleNamespace(
-        num_draft_tokens_np=np.array(drafts), num_scheduled_tokens=np.array([CANVAS, CANVAS])
+        num_draft_tokens_np=np.array(drafts),
+        num_scheduled_tokens=np.array([CANVAS, CANVAS]),
+        is_prefilling_np=np.isin([0, 1], reads),
     )
-    gathered = lambda self, scheduler_output, dummy_run: (state, CANVAS)  # noqa: E731
+    theirs = state, None if reads else CANVAS
+    gathered = lambda self, scheduler_output, dummy_run: theirs  # noqa: E731
     monkeypatch.setattr(GPUModelRunner, "gather_batch_req_state", gathered)
     assert runner.gather_batch_req_state(None, False) == (state, expected)
 
