@@ -10,6 +10,7 @@ The tensors are read on the device, so one captured CUDA graph serves every step
 sequences.
 """
 
+import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -213,8 +214,8 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.options = AttentionOptions(float(scale), sliding_window, logits_soft_cap or 0.0)
-        self._cache: PagedKV | None = None  # views of ``_viewed``
-        self._viewed: torch.Tensor | None = None
+        self._cache: PagedKV | None = None  # the memory of ``_viewed``
+        self._viewed: weakref.ref[torch.Tensor] | None = None
         self._read_cache: PagedKV | None = None  # checked against the layer's queries
         self._written_cache: PagedKV | None = None  # and against its keys
         self._vllm_config = config = get_current_vllm_config_or_none()  # None outside of a server
@@ -298,20 +299,27 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         write_kv(key, value, cache, slot_mapping)
 
     def paged_kv(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> PagedKV:
-        """Views of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache.
+        """Keys and values of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache.
 
-        They are kept: the cache of a layer is allocated once.
+        They are kept until vLLM drops the cache, as it does with that of its memory profile.
         """
-        if self._cache is None or self._viewed is not kv_cache:
-            key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        if self._cache is None or self._viewed is None or self._viewed() is not kv_cache:
+            # No view of vLLM's tensor, which would keep it.
+            memory = kv_cache.untyped_storage(), kv_cache.storage_offset()
+            whole = kv_cache.new_empty(0).set_(*memory, kv_cache.shape, kv_cache.stride())
+            key, value = whole.transpose(1, 2).split(self.head_size, dim=-1)
             fp8 = FP8_OF.get(self.kv_cache_dtype)
             if fp8 is None:
                 self._cache = PagedKV(key, value)
             else:
                 scales = layer._k_scale, layer._v_scale
                 self._cache = PagedKV(key.view(fp8), value.view(fp8), *scales)
-            self._viewed = kv_cache
+            self._viewed = weakref.ref(kv_cache, self._forget)
         return self._cache
+
+    def _forget(self, viewed: object) -> None:
+        if viewed is self._viewed:
+            self._cache = self._read_cache = self._written_cache = None
 
 
 class CanvasAttentionBackend(AttentionBackend):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -268,3 +269,18 @@ def test_what_a_graph_would_keep_is_compared(changed):
     graph = Graph(forward)
     with nullcontext() if changed == "nothing" else pytest.raises(AssertionError):
         graph.replay()
+
+
+def test_a_cache_that_vllm_drops_is_freed():
+    """As that of its memory profile: nothing of ours keeps it."""
+    from dllm.attention.backend import CanvasAttentionImpl
+
+    impl = CanvasAttentionImpl(2, 16, 1.0, 2)
+    cache = torch.zeros(3, 2, 32, 32)
+    views = impl.paged_kv(None, cache)
+    views.key[1, 4, 1], views.value[1, 4, 1] = 1.0, 2.0
+    assert cache[1, 1, 4].tolist() == [1.0] * 16 + [2.0] * 16
+    assert impl.paged_kv(None, cache) is views
+    memory = StorageWeakRef(cache.untyped_storage())
+    del cache, views
+    assert memory.expired()
