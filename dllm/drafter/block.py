@@ -22,6 +22,7 @@ from dllm.drafter.sources import SteeredBlocks
 from dllm.drafter.steering import DraftPass
 from dllm.drafter.step import TargetStep
 from dllm.ops.schedule import reveal_counts
+from dllm.ops.staging import to_device
 from dllm.settings.server import options_of
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -77,7 +78,7 @@ class DraftBlock(SteeredBlocks):
         if self._block_widths is not None:
             num_reqs, size = kwargs["num_reqs"], self.num_query_per_req
             firsts = self.input_buffers.positions[: num_reqs * size : size]
-            ends = firsts + 1 + torch.from_numpy(self._block_widths).to(firsts.device)
+            ends = firsts + 1 + to_device(self._block_widths, firsts.device)
             self.input_buffers.seq_lens[:num_reqs] = ends.clamp(max=self.max_model_len)
         return super()._build_uniform_attn_metadata(*args, **kwargs)
 

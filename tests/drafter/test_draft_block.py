@@ -1,6 +1,7 @@
 """Draft blocks in an engine: as long as was chosen, as their trials say, and in several passes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from dllm.drafter.block import reveal_surest
+from dllm.drafter.block import DraftBlock, reveal_surest
 from dllm.drafter.pair import drafter_config as read_config
+from dllm.drafter.sources import SteeredBlocks
 from dllm.drafter.widths.pilot import Pilot, PilotConfig
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.train.export import Drafter
@@ -34,6 +36,7 @@ from tests.support.drafter_pairs import (
 )
 from tests.support.drafter_reference import ReferenceDrafter
 from tests.support.engine_harness import Engine
+from tests.support.watched_device import DeviceWatch, off_device, on_device
 
 NUM_DRAFTS, TRAINED, STEPS = 6, 4, 4
 RTOL = 1e-4  # fp32, sums in another order
@@ -279,3 +282,17 @@ def test_the_surest_positions_are_revealed_with_what_was_drawn():
     assert drafts.tolist() == [[-1, 2, 0], [-1, 1, 1]]
     assert is_masked.tolist() == [[True, False, False], [False, False, False]]
     torch.testing.assert_close(confidence, torch.tensor([[0, 0.9, 0.8], [0, 1.0, 0.5]]))
+
+
+def test_lengths_of_blocks_go_to_the_device_without_a_wait(monkeypatch):
+    monkeypatch.setattr(
+        SteeredBlocks, "_build_uniform_attn_metadata", lambda self, **given: None, raising=False
+    )
+    block = object.__new__(DraftBlock)
+    block.num_query_per_req, block.max_model_len = 4, 100
+    block._block_widths = np.array([1, 3])
+    with DeviceWatch() as watch:
+        positions, lengths = on_device((torch.arange(8), torch.zeros(2, dtype=torch.int32)))
+        block.input_buffers = SimpleNamespace(positions=positions, seq_lens=lengths)
+        block._build_uniform_attn_metadata(num_reqs=2)
+    assert not watch.findings and off_device(lengths).tolist() == [2, 8]
