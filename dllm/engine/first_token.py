@@ -69,6 +69,6 @@ class FirstTokens:
             traces.record_first(logits, tokens, temperature, slots, is_free)
         after = before.clone()
         after[:, 0] = torch.where(is_free, tokens.to(before.dtype), before[:, 0])
-        if state.has_thinking_budget[slots_np[begins]].any():
+        if state.looks_for_ends(slots_np[begins]):
             after = state.thoughts(slots, starts).moved(before, after, self._mask)
         state.write_canvases(slots, after)

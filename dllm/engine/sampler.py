@@ -131,6 +131,7 @@ class DiffusionSampler:
         starts_np = self.req_states.prefill_len.np[slots_np].astype(np.int64)
         # Not parts of one tensor: torch.compile would compile again for those of a step.
         slots, starts = (to_device(x, self.state.seeds.device) for x in (slots_np, starts_np))
+        self.state.looks_for_ends(slots_np)
         self._begin_rows(slots, starts, self.state, self.algorithm)
 
     def __call__(
@@ -147,6 +148,7 @@ class DiffusionSampler:
         """
         if input_batch.num_draft_tokens == 0:
             return self._nothing_sampled(input_batch)
+        self.state.looks_for_ends(input_batch.idx_mapping_np[: input_batch.num_reqs])
         tiles = self._tiles(input_batch, not isinstance(logits, LogitRows))
         output = self._denoise_batch(logits, tiles)
         if self.loop.may_repeat(input_batch) and self.loop.goes_on(output.num_sampled):

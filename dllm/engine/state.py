@@ -106,6 +106,8 @@ class CanvasState:
         self.is_stop = zeros(vocab_size, dtype=torch.bool)
         self.has_pins = np.zeros(num_slots, dtype=bool)  # for the host
         self.has_thinking_budget = np.zeros(num_slots, dtype=bool)  # likewise, a thinking budget
+        self._asked = np.zeros((), dtype=bool)  # whether one of a step has
+        self._is_asked = torch.from_numpy(self._asked)  # the same, for ``Thoughts``
 
         self.seed_canvas = self._column("seed_canvas")
         # By answer position: a token that is given, or NO_TOKEN.
@@ -222,6 +224,11 @@ class CanvasState:
             thoughts=self.thoughts(slots, starts),
         )
 
+    def looks_for_ends(self, slots: np.ndarray) -> bool:
+        """Whether any of these requests has a thinking budget. If not, nothing is searched."""
+        self._asked[...] = self.has_thinking_budget[slots].any()
+        return bool(self._asked)
+
     def thoughts_of(self, rows: CanvasRows) -> Thoughts:
         """The thoughts in front of the canvases of a step."""
         return self.thoughts(rows.slots, rows.starts)
@@ -234,7 +241,7 @@ class CanvasState:
             starts: ``[R]`` int64, where each canvas starts in its sequence.
         """
         of_slots = {name: column[slots] for name, column in self.thought.items()}
-        return Thoughts(canvas_start=starts, **of_slots)
+        return Thoughts(canvas_start=starts, is_asked=self._is_asked, **of_slots)
 
     def with_seeds(
         self, slots: torch.Tensor, drawn: torch.Tensor, thoughts: Thoughts

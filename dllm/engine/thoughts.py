@@ -34,6 +34,7 @@ from dllm.settings.thoughts import NO_MARK, Marks
 NEVER = -(1 << 40)
 MOST = 1 << 29  # a budget, so that positions fit 32 bits; longer than any sequence
 ABSENT = -1  # in the place of a position: there is none
+ASKED = torch.tensor(True)
 
 
 @dataclass
@@ -119,6 +120,7 @@ class Thoughts(NamedTuple):
         budget: ``[R]`` int64; negative without one.
         start, end: ``[R]`` int64, the marks of each.
         canvas_start: ``[R]`` int64, the position of each canvas's first token in its sequence.
+        is_asked: ``[]`` bool, on the host, which does not wait for it: whether any has a budget.
     """
 
     begin: Tensor
@@ -126,6 +128,7 @@ class Thoughts(NamedTuple):
     start: Tensor
     end: Tensor
     canvas_start: Tensor
+    is_asked: Tensor = ASKED
 
     def ends_at(self, tokens: Tensor) -> Tensor:
         """Where the token that ends a thought is held: ``[R, C]`` bool.
@@ -134,10 +137,7 @@ class Thoughts(NamedTuple):
             tokens: ``[R, C]`` int64, that would be emitted; NO_TOKEN or a mask where nothing is
                 decided. What stands at such a place itself does not matter.
         """
-        if tokens.is_cuda:  # the host would wait to learn whether there is a budget
-            return self.searched_ends(tokens)
-        has_budget = (self.budget >= 0).any()
-        found: Tensor = torch.ops.dllm.thought_ends(tokens, has_budget, list(self))
+        found: Tensor = torch.ops.dllm.thought_ends(tokens, list(self))
         return found
 
     def searched_ends(self, tokens: Tensor) -> Tensor:
@@ -197,14 +197,15 @@ class Thoughts(NamedTuple):
 
 
 @torch.library.custom_op("dllm::thought_ends", mutates_args=())
-def _thought_ends(tokens: Tensor, has_budget: Tensor, thoughts: list[Tensor]) -> Tensor:
-    """``Thoughts.ends_at`` on a CPU, as a custom operator: a compiled step has no branches.
+def _thought_ends(tokens: Tensor, fields: list[Tensor]) -> Tensor:
+    """``Thoughts.ends_at``, as a custom operator: a compiled step has no branches.
 
-    Without a budget (``[]`` bool), which is the rule, nothing is searched.
+    Without a budget, which is the rule, nothing is searched.
     """
-    if not bool(has_budget):
+    thoughts = Thoughts(*fields)
+    if not bool(thoughts.is_asked):
         return torch.zeros_like(tokens, dtype=torch.bool)
-    return Thoughts(*thoughts).searched_ends(tokens)
+    return thoughts.searched_ends(tokens)
 
 
 @_thought_ends.register_fake

@@ -12,6 +12,7 @@ from dllm.grammar.constraint import Thoughts as InFront
 from dllm.grammar.table import Table
 from dllm.settings.request import with_grammar
 from dllm.settings.thoughts import NO_MARK, Marks
+from tests.support.watched_device import DeviceWatch, on_device
 
 START, END, MASK, AT = 7, 8, 99, 100  # AT: where canvases start
 MARKS = Marks(START, END)
@@ -57,9 +58,15 @@ def test_ends_are_held_where_a_reader_finds_a_full_thought():
             assert int(found.begin) == behind
 
 
-def test_on_a_cpu_no_end_is_searched_where_nobody_has_a_budget(monkeypatch):
+def test_no_end_is_searched_where_nobody_has_a_budget(monkeypatch):
+    """The host knows, and does not wait for the device."""
     monkeypatch.setattr(Thoughts, "searched_ends", None)
-    assert not of(AT, -1).ends_at(torch.tensor([[1, START, 1]])).any()
+    thoughts = of(AT, -1)._replace(is_asked=torch.tensor(False))
+    with DeviceWatch() as watch:
+        given = [on_device(field) for field in thoughts[:-1]]
+        on_gpu = Thoughts(*given, is_asked=thoughts.is_asked)
+        found = on_gpu.ends_at(on_device(torch.tensor([[1, START, 1]])))
+    assert not found.any() and not watch.findings
 
 
 def test_an_end_that_was_held_in_vain_goes():
