@@ -8,6 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from vllm.config import CompilationMode, VllmConfig
 
+_runs_plain = False
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -39,9 +41,16 @@ def maybe_compile(
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         rows = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        return (function if len(rows) == 1 else compiled)(*args, **kwargs)
+        is_plain = _runs_plain or len(rows) == 1
+        return (function if is_plain else compiled)(*args, **kwargs)
 
     return call
+
+
+def run_as_written(is_plain: bool) -> None:
+    """Whether functions run without the compiler from here on, in this process."""
+    global _runs_plain
+    _runs_plain = is_plain
 
 
 def of_fixed_size(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:

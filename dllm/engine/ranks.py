@@ -1,16 +1,25 @@
-"""Decisions that all tensor-parallel ranks have to make alike.
+"""Decisions that all tensor-parallel ranks have to make alike, or all engines, too.
 
 Ranks that decide differently would run different collective operations, and wait for each other for
 ever. They do not read the same time on their clocks.
 """
 
 import torch
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_dp_group, get_tp_group
+from vllm.distributed.parallel_state import GroupCoordinator
 
 
 def all_ranks_say_yes(answer: bool) -> bool:
     """Whether every rank says yes; each of them has to be asked. Does not use the device."""
-    group = get_tp_group()
+    return _all_say_yes(answer, get_tp_group())
+
+
+def all_engines_say_yes(answer: bool) -> bool:
+    """As ``all_ranks_say_yes``, of all data-parallel engines; each rank of each has to be asked."""
+    return _all_say_yes(all_ranks_say_yes(answer), get_dp_group())
+
+
+def _all_say_yes(answer: bool, group: GroupCoordinator) -> bool:
     if group.world_size == 1:
         return answer
     shared = torch.tensor([answer], dtype=torch.int64)

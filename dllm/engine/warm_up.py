@@ -6,13 +6,15 @@ Every canvas is emitted. Some requests have edited logits, logprobs of the promp
 a grammar: each of these has kernels of its own, which a GPU compiles when they are first run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
@@ -70,7 +72,11 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
 
 
 def serve_made_up(
-    runner: Any, execute_model: Callable[[SchedulerOutput], Any], num_reqs: int
+    runner: Any,
+    execute_model: Callable[[SchedulerOutput], Any],
+    num_reqs: int,
+    params: SamplingParams | None = None,
+    adapter: LoRARequest | None = None,
 ) -> list[torch.Tensor]:
     """Serve requests, the same each time: passes of their prompts, canvases, and emitted blocks.
 
@@ -80,26 +86,40 @@ def serve_made_up(
     scheduling a block is written in the place of its canvas; else it is the causal span of the next
     one (``engine.spans``).
 
+    Args:
+        params: of canvases that go on: the third pass denoises them once more.
+
     Returns:
         The hidden states ``[requests, tokens, hidden]`` of as many of the three passes as the
         server has room for, in this order.
     """
     width = min(runner.num_speculative_steps, runner.max_model_len - 1)
     vocab_size = runner.model_config.get_vocab_size()
-    params = SamplingParams(
-        max_tokens=width,
-        seed=0,
-        allowed_token_ids=[vocab_size // 2],
-        extra_args=dict(runner.model_state.algorithm.settings.one_step),
-    )
     is_async = runner.vllm_config.scheduler_config.async_scheduling
-    behind = width if is_async else 2 * width
+    is_in_place = is_async or params is not None
+    if params is None:
+        params = SamplingParams(
+            allowed_token_ids=[vocab_size // 2],
+            extra_args=dict(runner.model_state.algorithm.settings.one_step),
+        )
+    params.max_tokens, params.seed = width, 0
+    behind = width if is_in_place else 2 * width
     room = min((runner.max_model_len - behind) // width, runner.max_num_tokens // width // num_reqs)
     prompt_len = max(1, min(room, max(1, 8 // num_reqs)) * width)
     if runner.model_state.algorithm.settings.block_size == 1:  # else canvases begin with blocks
         prompt_len -= min(3, prompt_len - 1)
     prompts = [[(n + i) % vocab_size for i in range(prompt_len)] for n in range(num_reqs)]
-    return _CanvasRequests(prompts, params, width, is_async).serve(runner, execute_model)
+    requests = _CanvasRequests(prompts, params, width, is_in_place, adapter)
+    return requests.serve(runner, execute_model)
+
+
+@contextmanager
+def made_up_adapters(runner: Any) -> Iterator[list[LoRARequest | None]]:
+    """What made-up requests are asked with: no adapter, and one of vLLM's where there are any."""
+    lora = runner.lora_config
+    with runner.maybe_setup_dummy_loras(lora):
+        # The first of those that vLLM makes up.
+        yield [None] if lora is None else [None, LoRARequest("warmup_1", 1, "/not/a/real/path")]
 
 
 def _with_any_text(params: SamplingParams, vocab_size: int) -> SamplingParams:
@@ -148,6 +168,7 @@ class _CanvasRequests:
     params: SamplingParams
     width: int
     is_in_place: bool = False  # an emitted block is written where its canvas is
+    adapter: LoRARequest | None = None
 
     def serve(
         self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]
@@ -234,7 +255,7 @@ class _CanvasRequests:
                     pooling_params=None,
                     block_ids=tuple(block_ids),
                     num_computed_tokens=0,
-                    lora_request=None,
+                    lora_request=self.adapter,
                     prefill_token_ids=prompt,
                 )
             )

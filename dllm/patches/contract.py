@@ -278,6 +278,14 @@ OBJECTS = {
         "runner.cudagraph_manager._candidates",
         "at start: steps run with one kind of graphs and without, and a wrong kind is not used",
     ),
+    "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._capture_descs": (
+        "graphs._capture_descs",
+        "at start: no graphs in pieces of a compiled model that is wrong",
+    ),
+    "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.cudagraph_mode": (
+        "graphs.cudagraph_mode",
+        "the same",
+    ),
     "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph": (
         "graphs.run_fullgraph",
         "the denoise loop replays the graph of an engine step's first pass",

@@ -71,7 +71,7 @@ def keep_mixed_batches_out(vllm_config: Any) -> None:
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 
-def canvas_runner(check: Callable[[Any], None]) -> Any:
+def canvas_runner(check_code: Callable[[Any], None], check: Callable[[Any], None]) -> Any:
     """vLLM's runner of a diffusion model, with full graphs for canvases alone.
 
     vLLM uses a full graph where all requests have as many tokens as the widest canvas, and none
@@ -80,6 +80,7 @@ def canvas_runner(check: Callable[[Any], None]) -> Any:
     takes for a prompt that is read.
 
     Args:
+        check_code: is called with a runner before it captures graphs (``compile_check``).
         check: is called with a runner whose graphs were captured (``graph_check``).
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -99,9 +100,11 @@ def canvas_runner(check: Callable[[Any], None]) -> Any:
             return state, num_tokens_each
 
         def capture_model(self, *, profile_only: bool = False) -> int:
-            taken: int = super().capture_model(profile_only=profile_only)
-            if not profile_only:
-                check(self)
+            if profile_only:
+                return int(super().capture_model(profile_only=True))
+            check_code(self)
+            taken: int = super().capture_model()
+            check(self)
             return taken
 
     return CanvasModelRunner

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.engine.warm_up import warm_up
+from dllm.patches.compile_check import drop_wrong_code
 from dllm.patches.cuda_graphs import canvas_runner, keep_mixed_batches_out
 from dllm.patches.drafting import drafts_itself, drafts_with_ours
 from dllm.patches.graph_check import drop_wrong_graphs
@@ -33,7 +34,7 @@ class CanvasGPUWorker(Records, EngineSteps, Drafts, Worker):
         """For a diffusion model, a runner that knows which batches can be a full graph."""
         if self.serves_canvases:
             keep_mixed_batches_out(self.vllm_config)
-            return canvas_runner(drop_wrong_graphs)(self.vllm_config, self.device)
+            return canvas_runner(drop_wrong_code, drop_wrong_graphs)(self.vllm_config, self.device)
         return super()._make_model_runner()
 
     def load_model(self, **options: Any) -> None:

@@ -2,10 +2,11 @@
 
 A graph that reads memory which a step has not written makes wrong tokens, not an error. Compared
 are prompts, canvases and emitted blocks: of one request, of two, and of as many as the largest full
-graph has, in padded graphs, too. Not compared: graphs for adapters and images.
+graph has, in padded graphs, and in those for adapters, too. Not compared: steps with images.
 """
 
-from itertools import chain, pairwise
+from collections.abc import Iterable
+from itertools import chain, pairwise, product
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
 from dllm import LOGGER
-from dllm.engine.ranks import all_ranks_say_yes
-from dllm.engine.warm_up import serve_made_up
+from dllm.engine.ranks import all_engines_say_yes
+from dllm.engine.warm_up import made_up_adapters, serve_made_up
 from dllm.patches.self_test import OFF
 from dllm.settings.server import options_of
 
@@ -34,16 +35,13 @@ Passes = list[list[torch.Tensor]]  # of each number of requests: hidden states [
 def drop_wrong_graphs(runner: Any) -> None:
     """Serve made-up requests with graphs and without; graphs that differ are not used.
 
-    Not with data parallelism, where every engine would have to come to the same result.
-
     Raises:
         RuntimeError: a step failed; the message says how to start without this comparison.
     """
     config, captured = runner.vllm_config, runner.cudagraph_manager._candidates
     graphs = list(chain(*captured.values()))
     right = {graph.cg_mode for graph in graphs}
-    is_parallel = config.parallel_config.data_parallel_size > 1
-    if not right or is_parallel or not options_of(config).self_test:
+    if not right or not options_of(config).self_test:
         return
     counts = numbers_of_requests({graph.num_reqs for graph in graphs if graph.cg_mode == FULL})
 
@@ -56,15 +54,15 @@ def drop_wrong_graphs(runner: Any) -> None:
     def passes(modes: set[CUDAGraphMode]) -> Passes:
         allow(modes)
         found = []
-        for count in counts:
-            for cache in runner.kv_caches:  # else what a graph does not write is there from before
-                cache.zero_()
-            found.append(serve_made_up(runner, runner.execute_model, count))
+        with made_up_adapters(runner) as adapters:
+            for adapter, count in product(adapters, counts):
+                clear(runner.kv_caches)
+                found.append(serve_made_up(runner, runner.execute_model, count, adapter=adapter))
         return found
 
     try:
         expected = passes(set())
-        bound = min(max(LEAST, TIMES * rounding(expected)), MOST)
+        bound = min(max(LEAST, TIMES * rounding(expected[: len(counts)])), MOST)
         errors = {
             mode.name: largest_error(passes({mode}), expected)
             for mode in (PIECES, FULL)
@@ -76,7 +74,7 @@ def drop_wrong_graphs(runner: Any) -> None:
             f"CUDA graphs could not be compared with steps without ({error}). {OFF}"
         ) from error
     allow(right)
-    sizes = [count for count, served in zip(counts, expected, strict=True) if served]
+    sizes = [count for count, served in zip(counts, expected, strict=False) if served]
     logger.info(
         "dllm: CUDA graphs were compared with steps without, of %s requests: largest differences "
         "of hidden states %s, allowed %.2g of their size",
@@ -84,6 +82,12 @@ def drop_wrong_graphs(runner: Any) -> None:
         {name: float(f"{error:.2g}") for name, error in errors.items()},
         bound,
     )
+
+
+def clear(caches: Iterable[torch.Tensor]) -> None:
+    """Else what a step does not write is there from before."""
+    for cache in caches:
+        cache.zero_()
 
 
 def numbers_of_requests(captured: set[int]) -> list[int]:
@@ -101,7 +105,7 @@ def numbers_of_requests(captured: set[int]) -> list[int]:
 
 def _is_rounding(mode: CUDAGraphMode, error: float, bound: float) -> bool:
     """Whether graphs of this kind serve on all ranks; a difference is logged."""
-    if all_ranks_say_yes(error <= bound):
+    if all_engines_say_yes(error <= bound):
         return True
     logger.error(
         "dllm: %s CUDA graphs are wrong on this GPU (hidden states are off by %.2g of their size; "

@@ -302,7 +302,7 @@ def test_a_causal_span_with_a_canvas_is_in_no_full_graph(
 ):
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    runner = object.__new__(canvas_runner(lambda runner: None))
+    runner = object.__new__(canvas_runner(*[lambda runner: None] * 2))
     settings = SimpleNamespace(block_size=block_size)
     runner.model_state = SimpleNamespace(algorithm=SimpleNamespace(settings=settings))
     state = SimpleNamespace(

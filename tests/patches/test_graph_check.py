@@ -3,6 +3,7 @@
 ``tests/attention/test_backend_engines.py`` compares those of real engines.
 """
 
+from contextlib import nullcontext
 from itertools import chain
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ BOTH = [FULL_GRAPH, IN_PIECES]
 ONES = torch.ones(2, 4, 8)
 
 
-def runner_of(graphs: dict[int, list], num_engines: int = 1, **options) -> SimpleNamespace:
+def runner_of(graphs: dict[int, list], **options) -> SimpleNamespace:
     """A runner with these graphs, by number of tokens."""
     return SimpleNamespace(
         execute_model=None,
@@ -28,8 +29,9 @@ def runner_of(graphs: dict[int, list], num_engines: int = 1, **options) -> Simpl
         cudagraph_manager=SimpleNamespace(_candidates=graphs),
         vllm_config=SimpleNamespace(
             additional_config={"dllm": options},
-            parallel_config=SimpleNamespace(data_parallel_size=num_engines),
         ),
+        lora_config=None,
+        maybe_setup_dummy_loras=lambda config: nullcontext(),
     )
 
 
@@ -37,15 +39,18 @@ def runner_of(graphs: dict[int, list], num_engines: int = 1, **options) -> Simpl
 def check(monkeypatch: pytest.MonkeyPatch):
     """Runs the check on a server with some wrong graphs; what is left of both kinds."""
 
-    def run(wrong=(), counts=(1, 2, 4), num_engines=1, **options):
-        runner = runner_of({32: BOTH, 40: [IN_PIECES]}, num_engines, **options)
+    def run(wrong=(), counts=(1, 2, 4), adapters=False, ranks=bool, **options):
+        runner = runner_of({32: BOTH, 40: [IN_PIECES]}, **options)
+        runner.lora_config = adapters or None
         graphs = runner.cudagraph_manager
         served: list[int] = []
+        asked: set[int | None] = set()
         cache = torch.ones(3)  # of what was served before
         runner.kv_caches = [cache]
 
-        def serve(given, execute_model, num_reqs):
+        def serve(given, execute_model, num_reqs, adapter=None):
             served.append(num_reqs)
+            asked.add(adapter and adapter.lora_int_id)
             used = [*chain(*graphs._candidates.values())]
             prompts, canvases = (
                 any(graph in wrong for graph in used if graph.cg_mode in modes)
@@ -56,9 +61,11 @@ def check(monkeypatch: pytest.MonkeyPatch):
             return [ONES + prompts, ONES + canvases]
 
         monkeypatch.setattr(graph_check, "serve_made_up", serve)
-        monkeypatch.setattr(graph_check, "all_ranks_say_yes", bool)
+        monkeypatch.setattr(graph_check, "all_engines_say_yes", ranks)
         graph_check.drop_wrong_graphs(runner)
         assert served == list(counts) * (len(served) // len(counts))
+        assert asked <= ({None, 1} if adapters else {None})
+        assert len(asked) == (1 + adapters if served else 0)
         return graphs._candidates
 
     return run
@@ -73,9 +80,17 @@ def test_graphs_that_differ_from_steps_without_are_dropped(check, wrong, left):
     assert kept == {32: left, 40: [IN_PIECES] * (IN_PIECES in left)}
 
 
-@pytest.mark.parametrize("options", [{"self_test": False}, {"num_engines": 2}])
-def test_where_they_are_not_compared_they_stay(check, options):
-    assert check(BOTH, **options) == {32: BOTH, 40: [IN_PIECES]}
+def test_where_they_are_not_compared_they_stay(check):
+    assert check(BOTH, self_test=False) == {32: BOTH, 40: [IN_PIECES]}
+
+
+def test_graphs_of_adapters_are_compared(check):
+    assert check([FULL_GRAPH], adapters=True) == {32: [IN_PIECES], 40: [IN_PIECES]}
+
+
+def test_graphs_that_are_wrong_elsewhere_serve_nowhere(check):
+    """On another rank, or in another data-parallel engine."""
+    assert check(ranks=lambda answer: False) == {32: [], 40: []}
 
 
 def test_a_step_that_fails_ends_the_start_and_names_the_switch(monkeypatch):
@@ -101,7 +116,7 @@ def test_what_is_allowed_follows_from_what_rounding_changes(monkeypatch, noise, 
     runner = runner_of({32: [FULL_GRAPH]})
     graphs = runner.cudagraph_manager
 
-    def serve(given, execute_model, num_reqs):
+    def serve(given, execute_model, num_reqs, adapter=None):
         """Prompts are shorter for more requests; another number of them rounds otherwise."""
         off = error if graphs._candidates[32] else 0.0
         states = torch.ones(num_reqs, 8 // num_reqs, 8) * (1 + off)
@@ -111,7 +126,7 @@ def test_what_is_allowed_follows_from_what_rounding_changes(monkeypatch, noise, 
     told: list[object] = []
     log = SimpleNamespace(info=lambda text, *given: told.extend(given), error=lambda *given: None)
     monkeypatch.setattr(graph_check, "logger", log)
-    monkeypatch.setattr(graph_check, "all_ranks_say_yes", bool)
+    monkeypatch.setattr(graph_check, "all_engines_say_yes", bool)
     graph_check.drop_wrong_graphs(runner)
     assert graphs._candidates == {32: [FULL_GRAPH] * serves}
     assert told[1] == {"FULL": pytest.approx(error, rel=0.05)}
@@ -148,8 +163,8 @@ def test_the_error_is_of_the_request_that_is_farthest_off():
 
 def test_graphs_are_checked_when_they_are_captured(monkeypatch):
     """Not those of vLLM's memory profile, which it throws away."""
-    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda self, *, profile_only: 5)
+    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda self, *, profile_only=False: 5)
     checked: list[object] = []
-    runner = object.__new__(canvas_runner(checked.append))
+    runner = object.__new__(canvas_runner(lambda runner: checked.append("code"), checked.append))
     assert runner.capture_model(profile_only=True) == 5 and not checked
-    assert runner.capture_model() == 5 and checked == [runner]
+    assert runner.capture_model() == 5 and checked == ["code", runner]
