@@ -20,7 +20,6 @@ from unittest import mock
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -28,10 +27,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from bench.toys.suite import FAMILIES, question
 from dllm.attention import backend
 from dllm.patches.graph_check import drop_wrong_graphs
-from tests.support.captured_graphs import Graph, use_graphs
+from tests.support import tape
 from tests.support.engine_harness import Engine
 from tests.support.forced_async import asynchronous_platform
 from tests.support.interpreter import speed_up
+from tests.support.tape_engine import capture, graphs_of_cuda, run_as_on_cuda
+from tests.support.tape_modes import FULL
 
 BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
 ALONE = {"first_step": "separate", "commit": "separate"}  # canvases are in batches of their own
@@ -77,7 +78,8 @@ def run_requests(
     ``is_graph_wrong``: a replay does nothing, when the server tests its graphs.
     """
     is_repeated = bool(graphs) and not is_async
-    with asynchronous_platform() if is_async else nullcontext():
+    of_cuda = graphs_of_cuda(FULL, graphs) if graphs else nullcontext()
+    with of_cuda, asynchronous_platform() if is_async else nullcontext():
         engine = Engine(
             checkpoint,
             max_model_len=128,
@@ -87,14 +89,17 @@ def run_requests(
             async_scheduling=is_async,
             additional_config={"dllm": ALONE if is_repeated else {}},
         )
-    replayed = use_graphs(engine.runner, graphs) if graphs else {"model": []}
+    replayed: dict[str, list[tuple[int, int]]] = {"model": []}
     tested: list[tuple[int, int]] = []
     if graphs:
-        fault = mock.patch.object(Graph, "replay", lambda self: None)
-        with fault if is_graph_wrong else nullcontext():
-            drop_wrong_graphs(engine.runner)
-        tested = list(replayed["model"])
-        replayed["model"].clear()
+
+        def check(runner: Any) -> None:
+            fault = mock.patch.object(tape.TapeGraph, "replay", lambda self: None)
+            with fault if is_graph_wrong else nullcontext():
+                drop_wrong_graphs(runner)
+
+        run_as_on_cuda(engine.runner, check)
+        replayed, tested = capture(engine.runner)
     if is_repeated:
         engine.loop.bound = float("inf")
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
@@ -103,11 +108,18 @@ def run_requests(
     attend = backend.canvas_attention
 
     def note(found: list[Any]) -> Any:
+        def look(
+            starts: Any, is_causal: Any, seq_lens: Any, options: Any, is_anchored: bool
+        ) -> None:
+            numbers = starts.diff(), is_causal, seq_lens
+            rows = list(zip(*(each.tolist() for each in numbers), strict=True))
+            found.append((options.window, is_anchored, rows))
+
+        look = tape.as_launch(look)  # in each replay, too
+
         def spy(query: Any, cache: Any, batch: Any, options: Any, out: Any) -> None:
-            with _disable_current_modes():  # a graph does not run these
-                numbers = batch.query_start_loc.diff(), batch.is_causal, batch.seq_lens
-                rows = list(zip(*(each.tolist() for each in numbers), strict=True))
-                found.append((options.window, batch.first_keys is not None, rows))
+            is_anchored = batch.first_keys is not None
+            look(batch.query_start_loc, batch.is_causal, batch.seq_lens, options, is_anchored)
             attend(query, cache, batch, options, out)
 
         return spy
@@ -131,6 +143,7 @@ def run_requests(
         "flash_calls": flash_calls,
         "replayed": replayed["model"],
         "tested": tested,
+        "faults": dict(tape.FAULTS),
     }
 
 
@@ -145,8 +158,9 @@ def run_drafts(
         graphs: as of ``run``.
     """
     options = {"max_model_len": 256, "max_num_batched_tokens": 128, "block_size": 32}
-    engine = Engine(checkpoint, attention_config={"backend": "CUSTOM"}, **options, **drafter)
-    replayed = use_graphs(engine.runner, graphs) if graphs else {}
+    with graphs_of_cuda(FULL, graphs) if graphs else nullcontext():
+        engine = Engine(checkpoint, attention_config={"backend": "CUSTOM"}, **options, **drafter)
+    replayed = capture(engine.runner)[0] if graphs else {}
     speculator, drafts = engine.runner.speculator, []
     follow = speculator._follow
 
@@ -173,6 +187,7 @@ def run_drafts(
         "drafts": drafts,
         "replayed": replayed,
         "holds_context": holds_context,
+        "faults": dict(tape.FAULTS),
     }
 
 
