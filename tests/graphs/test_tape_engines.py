@@ -1,0 +1,76 @@
+"""Servers in CUDA graphs, replayed from a tape: the tokens and logits of steps without."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.draft_sources import write_eagle_3
+from tests.support.drafter_pairs import write_target
+from tests.support.engine_harness import RUN_TOLERANCE, relative_error
+from tests.support.family_checkpoints import write
+from tests.support.tape_jobs import CANVAS, JOBS, run_jobs, write_with_thoughts
+
+MARKS: dict[str, list[pytest.MarkDecorator]] = {"daily": []}
+CASES = [
+    pytest.param(group, name, marks=MARKS[group], id=name)
+    for group, jobs in JOBS.items()
+    for name in jobs
+]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def result_of(
+    checkpoint: Callable[..., Path],
+    family: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str], Any]:
+    """What the worker says of a job: ``result_of(group, name)``; a group is one process."""
+    folder = tmp_path_factory.mktemp("tape")
+
+    @functools.cache
+    def path_of(name: str) -> Path:
+        if Path(name).is_absolute():
+            return Path(name)
+        if name in ("target", "eagle3"):
+            return {"target": write_target, "eagle3": write_eagle_3}[name](folder / name)
+        family_name, _, is_other = name.partition(", ")
+        if family_name == "gemma":
+            plain = checkpoint(canvas_length=CANVAS["gemma"], seed=9 if is_other else 3)
+        else:
+            plain = family(family_name)
+        path = write_with_thoughts(plain, folder / name)
+        if is_other and family_name != "gemma":
+            write(path, json.loads((path / "config.json").read_text()), seed=1)
+        return path
+
+    @functools.cache
+    def results(group: str) -> Any:
+        return run_jobs(JOBS[group], path_of, folder / f"{group}.pt")
+
+    return lambda group, name: results(group)[name]
+
+
+def requests(result: dict[str, Any], of: str) -> list[Any]:
+    return [one for batch in result[of] for one in batch]
+
+
+@pytest.mark.parametrize(("group", "name"), CASES)
+def test_tape_of_a_server_gives_the_tokens_of_steps_without(group, name, result_of):
+    result = result_of(group, name)
+    assert not result["failed"] and not result["faults"]
+    pairs = list(zip(requests(result, "taped"), requests(result, "eager"), strict=True))
+    assert [taped[0] for taped, _ in pairs] == [eager[0] for _, eager in pairs]
+    for (_, scores, *logits), (_, expected, *expected_logits) in pairs:
+        torch.testing.assert_close(scores, expected, rtol=0, atol=RUN_TOLERANCE)
+        for ours, theirs in zip(logits, expected_logits, strict=True):
+            assert relative_error(ours, theirs) < RUN_TOLERANCE
+    if steps := result.get("steps"):  # of canvases alone: nearly all are full graphs
+        assert steps["FULL"] >= 0.9 * sum(steps.values())
+    unused = [kind for kind, found in result["replayed"].items() if not found]
+    assert unused == ([] if "pieces" in name else ["pieces"])

@@ -1,0 +1,94 @@
+"""The servers whose graphs are replayed from a tape, and when that is tested (``tape_worker``).
+
+daily   in ``make test``
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.patience import HANG_S
+from tests.support.process import ROOT, run_python
+from tests.support.tape_modes import IN_PIECES
+
+# Names of vLLM's reasoning parser, of tokens that no random model needs.
+NAMES = {'"<|image>"': '"<think>"', '"<|image|>"': '"</think>"'}
+PARSER = "deepseek_r1"
+
+SAMPLES = [["greedy"], ["sampled", "filtered", "logprobs"]]  # alone, and three padded to four
+CANVAS = {"gemma": 12, "sdar": 4, "llada2": 32, "nemotron": 32, "stable-diffcoder": 32}
+
+
+def canvases(family: str, *batches: list[str], **more: Any) -> dict[str, Any]:
+    """A job of a random model of a family, whose batches are those given."""
+    size = CANVAS[family]
+    sizes = [size, 4 * size]
+    if more.get("mode") == IN_PIECES:
+        sizes = [size, 4 * size, 128]  # of prompts, too
+    options = {"reasoning_parser": PARSER, "sizes": sizes, "num_tokens": max(size, 12)}
+    return {"model": family, "batches": list(batches)} | options | more
+
+
+def drafts(model: str, size: int, drafter: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """A job of a target with graphs of one request and of four, and its drafter."""
+    job = {"model": model, "batches": [["greedy"], ["greedy", "sampled", "filtered"]]}
+    given = {"is_async": False, "sizes": [size, 4 * size], "num_tokens": 16}
+    return job | given | dict(drafter) | more
+
+
+def speculative(method: str, drafter: str, num_drafts: int) -> dict[str, Any]:
+    config = {"method": method, "model": drafter, "num_speculative_tokens": num_drafts}
+    return {"speculative_config": config, "additional_config": {"dllm": {"drafter": {}}}}
+
+
+TINY_AR, TINY_DRAFTER = (str(ROOT / "checkpoints" / name) for name in ("tiny-ar", "tiny-drafter"))
+OURS = speculative("dflash", TINY_DRAFTER, 7)
+
+JOBS: dict[str, dict[str, dict[str, Any]]] = {
+    "daily": {
+        "gemma": canvases("gemma", *SAMPLES),
+        "drafter": drafts(TINY_AR, 8, OURS),
+    },
+}
+
+
+def write_with_thoughts(source: Path, path: Path) -> Path:
+    """A copy of a checkpoint, in whose tokenizer the tokens have the parser's NAMES."""
+    shutil.copytree(source, path)
+    text = (path / "tokenizer.json").read_text()
+    for name, new in NAMES.items():
+        assert name in text
+        text = text.replace(name, new)
+    (path / "tokenizer.json").write_text(text)
+    return path
+
+
+def run_jobs(jobs: Mapping[str, Any], path_of: Callable[[str], Path], output: Path) -> Any:
+    """What ``tape_worker.run`` returns, of each job.
+
+    Args:
+        path_of: the checkpoint of a name in JOBS.
+        output: a file to write.
+    """
+
+    def real(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: of_paths(key, one) for key, one in value.items()}
+        return value
+
+    def of_paths(key: str, value: Any) -> Any:
+        if key == "weights":
+            return [str(path_of(name)) for name in value]
+        return str(path_of(value)) if key in ("model", "adapter") else real(value)
+
+    given = json.dumps({name: real(job) for name, job in jobs.items()})
+    is_split = any(job.get("mode") == IN_PIECES for job in jobs.values())
+    environment = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": str(int(not is_split))}
+    environment |= {"VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    worker = ("-m", "tests.support.tape_worker", given, str(output))
+    run_python(*worker, environment=environment, timeout=10 * HANG_S)
+    return torch.load(output)
