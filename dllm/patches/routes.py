@@ -32,8 +32,9 @@ CHANGE_NO_ANSWER = (
     *("user", "request_id", "session_id", "priority", "stream_options", "stream_interval"),
     *("mm_payload", "return_mm_kwargs", "routed_experts_prompt_start"),
 )
-# Of Anthropic's API: fields that change an answer, and that vLLM's route drops.
-ANTHROPICS = ("container", "context_management", "mcp_servers")
+# Of Anthropic's API: fields that change an answer, and that vLLM's route drops; their defaults.
+EDITS = "context_management"  # of what the model is shown of earlier turns
+ANTHROPICS: dict[str, Any] = {"container": None, EDITS: None, "mcp_servers": []}
 PROMPT = (
     "prompt_token_ids"  # of ``kv_transfer_params``: the prompt, which vLLM then does not render
 )
@@ -182,7 +183,8 @@ def refuse_sent(body: Any, sent: dict[str, Any], *held: str) -> None:
     if sent.get(BUDGET) is not None and BUDGET not in body.model_fields:
         refuse(BUDGET, f"{BUDGET} is not read here. Send it within vllm_xargs.")
     for name, default in _of_chats_alone(body).items():
-        if name not in held and sent.get(name) not in (None, default):
+        is_left_out = name in held or sent.get(name) in (None, default)
+        if not is_left_out and not (name == EDITS and _keeps_all(sent[name])):
             refuse(name, f"{name} is not read here. Leave it out, or ask another route.")
 
 
@@ -197,7 +199,15 @@ def _of_chats_alone(body: Any) -> dict[str, Any]:
         for name, field in ChatCompletionRequest.model_fields.items()
         if name not in known
     }
-    return fields | dict.fromkeys(ANTHROPICS)
+    return fields | ANTHROPICS
+
+
+def _keeps_all(management: Any) -> bool:
+    """Whether edits leave all earlier turns as they are; agents send such ones of thoughts."""
+    edits = management.get("edits") if isinstance(management, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
+    )
 
 
 async def refuse_fields_of_canvases(raw_request: Any) -> None:

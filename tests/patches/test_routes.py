@@ -98,7 +98,8 @@ def test_no_prompt_carries_what_nobody_reads(reads_encodings):
         *({"logit_bias": {"1": 1}}, {"n": 2}, {"min_tokens": 1}, {"ignore_eos": True}),
         *({"bad_words": ["x"]}, {"structured_outputs": {"json": {}}}, {"stop": ["x"]}),
         *({"response_format": {"type": "json_object"}}, {"reasoning_effort": "high"}),
-        *({"thinking_token_budget": 16}, {"mcp_servers": []}, {"parallel_tool_calls": False}),
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        *({"thinking_token_budget": 16}, {"mcp_servers": [{}]}, {"parallel_tool_calls": False}),
     ],
 )
 def test_anthropics_route_drops_nothing_that_changes_an_answer(field):
@@ -109,7 +110,9 @@ def test_anthropics_route_drops_nothing_that_changes_an_answer(field):
 
 def test_anthropics_route_takes_what_changes_no_answer():
     body = {"metadata": {"user_id": "x"}, "service_tier": "auto", "cache_control": {}, "user": "y"}
-    asyncio.run(serving.refuse_fields(AnthropicMessagesRequest, sent(body | {"n": 1, "stop": []})))
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    body |= {"n": 1, "stop": [], "mcp_servers": [], "context_management": edits}
+    asyncio.run(serving.refuse_fields(AnthropicMessagesRequest, sent(body)))
 
 
 @pytest.mark.parametrize(("architecture", "kind"), [(next(iter(FAMILIES)), Chat), ("Other", None)])
