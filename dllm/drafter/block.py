@@ -8,15 +8,12 @@ Of several passes each decides the positions of which the drafter is surest, so 
 ``ops.schedule`` says. The next pass sees them in place of their masks.
 """
 
-import time
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.sources import SteeredBlocks
 from dllm.drafter.steering import DraftPass
@@ -25,20 +22,18 @@ from dllm.ops.schedule import reveal_counts
 from dllm.ops.staging import to_device
 from dllm.settings.server import options_of
 
-Logits = Callable[[torch.Tensor], torch.Tensor]
-
 
 class DraftBlock(SteeredBlocks):
-    """Blocks as long as a policy that ``narrows`` says, decided in one pass or in several.
+    """Blocks as long as a pilot says, decided in one pass or in several.
 
     Attributes:
         reveal_counts: drafts that each pass decides.
     """
 
-    _block_widths: np.ndarray | None = None  # [rows] of the pass that runs; None: N drafts each
+    _block_lengths: np.ndarray | None = None  # [rows] of the pass that runs; None: N drafts each
 
-    def steer(self, vllm_config: VllmConfig, req_states: RequestState) -> None:
-        super().steer(vllm_config, req_states)
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
         options, num_drafts = options_of(vllm_config).drafter, self.num_speculative_steps
         self.reveal_counts = reveal_counts(
             options.noise_schedule, num_drafts, options.denoise_steps
@@ -46,39 +41,29 @@ class DraftBlock(SteeredBlocks):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
-        self._target_logits = cast(Logits, target_model.compute_logits)
-        self.policy.load(self.device)
+        if self.steering.lengths is not None:
+            self.steering.lengths.load(self.device)
 
-    def _observe(self, step: TargetStep) -> None:
-        super()._observe(step)
-        if self.policy.reads_prompts and len(ended := step.ended_prompts):
-            start = time.perf_counter()
-            logits = self._target_logits(step.hidden_behind(ended))
-            self.policy.read_prompts(step.batch.idx_mapping_np[ended], logits)
-            self._counts.add("pilot_choices", len(ended))
-            self._counts.add("pilot_seconds", time.perf_counter() - start)
-
-    def _draft(self, step: TargetStep, draft: DraftPass) -> torch.Tensor:
-        if self.policy.narrows:
-            self._block_widths = self._choose_widths(step.batch)
+    def draft(self, step: TargetStep, draft: DraftPass) -> torch.Tensor:
+        self._block_lengths = self.steering.block_lengths
         try:
-            return super()._draft(step, draft)
+            return super().draft(step, draft)
         finally:
-            self._block_widths = None
+            self._block_lengths = None
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Called when the KV cache exists."""
         super().set_attn(*args, **kwargs)
-        if self.policy.narrows:
+        if self.steering.lengths is not None:
             # Metadata is built outside of CUDA graphs: lengths are changed there.
             self.supports_decode_metadata_update = False
 
     def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Before vLLM builds the metadata, let rows end behind the last draft that is asked for."""
-        if self._block_widths is not None:
+        if self._block_lengths is not None:
             num_reqs, size = kwargs["num_reqs"], self.num_query_per_req
             firsts = self.input_buffers.positions[: num_reqs * size : size]
-            ends = firsts + 1 + to_device(self._block_widths, firsts.device)
+            ends = firsts + 1 + to_device(self._block_lengths, firsts.device)
             self.input_buffers.seq_lens[:num_reqs] = ends.clamp(max=self.max_model_len)
         return super()._build_uniform_attn_metadata(*args, **kwargs)
 
@@ -98,7 +83,7 @@ class DraftBlock(SteeredBlocks):
         slots = self.sample_idx_mapping[: len(places)]
         # The draw of a token has the position of the one in front of it.
         at = slots, self.temperature, self.seeds, self.sample_pos[: len(places)] - 1
-        drafts, confidence = self.draft_tokens[:num_reqs], self._confidence[:num_reqs]
+        drafts, confidence = self.draft_tokens[:num_reqs], self.steering.confidence[:num_reqs]
         is_masked = torch.ones_like(drafts, dtype=torch.bool)
         input_ids = self.input_buffers.input_ids
         for count in self.reveal_counts:

@@ -4,8 +4,8 @@ vLLM counts the drafts that were verified and accepted. These metrics add how mu
 long that took, which widths the policy chose, and how draft workers answered. How a count travels:
 
     worker        sends its ``Counts`` to the scheduler together with its drafts
-    engine core   adds them up, with those of a scheduler that asks draft workers (``remote``) or
-                  chooses widths ahead, until it makes its statistics, and puts the sum into those
+    engine core   adds them to those of the scheduler until it makes its statistics, and puts the
+                  sum into those
     front end     adds what it gets to the Prometheus counters under /metrics
 """
 
@@ -13,6 +13,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
@@ -57,10 +58,18 @@ class Counts(dict[tuple[str, str], float]):
 
 
 @dataclass
-class CountedDrafts(DraftTokenIds):
-    """vLLM's message from the worker to the scheduler (drafts of each request), with our counts."""
+class DraftReport(DraftTokenIds):
+    """vLLM's message from the worker to the scheduler (drafts of each request), with more in it.
+
+    Attributes:
+        counts: of the steps after the last report.
+        confidence: ``[requests, N]``, as in ``WidthPolicy.widths``; None unless it is asked for.
+        is_renewed: the drafter has other weights than at the last report.
+    """
 
     counts: Counts
+    confidence: np.ndarray | None = None
+    is_renewed: bool = False
 
 
 def send_drafting(

@@ -7,85 +7,83 @@ is drafted. If the latter reaches the end of the text, it goes on from its begin
 Known as prompt lookup (A. Saxena, 2023) or n-gram drafts.
 """
 
+from array import array
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-from vllm.v1.worker.gpu.states import RequestState
+import numpy as np
+from vllm.v1.request import Request
 
 # A match of m tokens is expected to go on with probability m / (m + DOUBT). In English pages, cut
 # into words, 14, 34, 47 and 50 % of the matches of 1, 2, 3 and 4 words went on.
 DOUBT = 4
 WINDOW = 2048  # tokens at the end of a text that are searched
 LONGEST = 16  # a longer match counts as one of so many tokens
-# Values that are no token: in front of a text, in front of the windows, and of a suffix.
-NO_TEXT, NO_WINDOW, NO_SUFFIX = -1, -2, -3
+
+
+def look_up(text: np.ndarray, num_drafts: int) -> tuple[np.ndarray, int]:
+    """What followed the end of a text before; of equally long matches the last.
+
+    Args:
+        text: ``[tokens]``, at least one.
+
+    Returns:
+        ``[num_drafts]``, any tokens without a match; the length of the match, 0 to LONGEST.
+    """
+    text = text[-WINDOW:]
+    last = len(text) - 1
+    places = np.flatnonzero(text[:-1] == text[-1])  # where matches end
+    length = 0
+    while len(places):
+        length, place = length + 1, int(places[-1])
+        if length == LONGEST:
+            break
+        places = places[places >= length]
+        places = places[text[places - length] == text[last - length]]
+    if not length:
+        return np.zeros(num_drafts, dtype=text.dtype), 0
+    return text[place + 1 + np.arange(num_drafts) % (last - place)], length
 
 
 class Lookup(NamedTuple):
-    """What is drafted for R rows.
+    """What is drafted for R requests.
 
     Attributes:
-        tokens: ``[R, N]`` int64.
-        lengths: ``[R]`` int64, of the match: 0 to LONGEST; without one the tokens mean nothing.
+        tokens: ``[R, N]``.
+        confidence: ``[R, N]``: how likely each draft is kept, if those in front of it are. 0 for
+            tokens that end an answer, because verifying them gains nothing.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-
-    def confidence(self, end_ids: Tensor) -> Tensor:
-        """``[R, N]`` fp32: how likely each draft is kept, if those in front of it are.
-
-        Args:
-            end_ids: tokens that end an answer; 0 for these, because verifying them gains nothing.
-        """
-        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        matched = self.lengths[:, None] + places
-        is_useful = (self.lengths[:, None] > 0) & ~torch.isin(self.tokens, end_ids)
-        return torch.where(is_useful, matched / (matched + DOUBT), 0.0)
+    tokens: np.ndarray
+    confidence: np.ndarray
 
 
-def lookup_of(states: RequestState, slots: Tensor, longest: int, num_drafts: int) -> Lookup:
-    """Drafts of the requests in ``slots`` ``[R]``: what followed their last tokens before. No wait.
+class Lookups:
+    """Looks up drafts in the texts of running requests.
 
     Args:
-        longest: no text has more tokens.
+        end_ids: tokens that end an answer.
     """
-    slots = slots.long()
-    lens = states.total_len.gpu[slots].long()
-    texts = last_tokens(states.all_token_ids.gpu[:, :longest], slots, lens)
-    return look_up(texts, num_drafts)
 
+    def __init__(self, num_drafts: int, end_ids: Collection[int]) -> None:
+        self.num_drafts, self.end_ids = num_drafts, list(end_ids)
+        self._texts: dict[str, array[int]] = {}  # of the requests of the last step
 
-def last_tokens(all_token_ids: Tensor, slots: Tensor, lens: Tensor) -> Tensor:
-    """The end of some texts, at most WINDOW tokens: ``[R, W]``, NO_TEXT in front of a shorter one.
+    def of(self, requests: Sequence[Request]) -> Lookup:
+        """Drafts of at least one request."""
+        self._texts = {one.request_id: self._text_of(one) for one in requests}
+        texts = (np.frombuffer(text, dtype=np.int64) for text in self._texts.values())
+        found = [look_up(text, self.num_drafts) for text in texts]
+        tokens = np.stack([each for each, _ in found])
+        lengths = np.array([length for _, length in found])[:, None]
+        matched = lengths + np.arange(self.num_drafts)
+        is_useful = (lengths > 0) & ~np.isin(tokens, self.end_ids)
+        return Lookup(tokens, np.where(is_useful, matched / (matched + DOUBT), 0.0))
 
-    Args:
-        all_token_ids: ``[slots, longest]`` int32.
-        slots, lens: ``[R]``, which texts, and their lengths.
-    """
-    size = min(WINDOW, all_token_ids.shape[1])
-    places = lens[:, None] - size + torch.arange(size, device=lens.device)
-    found = all_token_ids[slots[:, None], places.clamp(min=0)]
-    return torch.where(places >= 0, found, NO_TEXT)
-
-
-def look_up(texts: Tensor, num_drafts: int) -> Lookup:
-    """Look up the end of each text in itself; of equally long matches the last. No wait.
-
-    Args:
-        texts: ``[R, W]``, from ``last_tokens``.
-    """
-    size = texts.shape[1]
-    ends = F.pad(texts, (LONGEST, 0), value=NO_SUFFIX)[:, None, -LONGEST:]
-    ends = torch.where(ends < 0, NO_SUFFIX, ends)
-    # [R, W - 1, LONGEST]: the tokens that end at each place but the last.
-    windows = F.pad(texts, (LONGEST - 1, 0), value=NO_WINDOW).unfold(1, LONGEST, 1)[:, :-1]
-    is_equal = (windows == ends).flip(-1)
-    matched = is_equal.to(torch.uint8).cumprod(-1, dtype=torch.uint8).sum(-1)  # [R, W - 1]
-    places = torch.arange(size - 1, device=texts.device)
-    place = (matched * size + places).argmax(-1)
-    lengths = matched.gather(1, place[:, None])[:, 0]
-    behind = torch.arange(num_drafts, device=texts.device) % (size - 1 - place)[:, None]
-    return Lookup(texts.gather(1, place[:, None] + 1 + behind).long(), lengths)
+    def _text_of(self, request: Request) -> "array[int]":
+        """All tokens of a request; those of the last step are copied once."""
+        text = self._texts.get(request.request_id) or array("q")
+        if len(text) > request.num_tokens:  # a session whose input was changed
+            text = array("q")
+        text.extend(request.all_token_ids[len(text) :])
+        return text

@@ -1,13 +1,18 @@
-"""vLLM's schedulers of servers that draft: counts go to the statistics, places for drafts are cut.
+"""vLLM's schedulers of servers that draft: they ask the width policy, and cut drafts to its widths.
 
-Where steps are scheduled one by one, the worker has the width policy (``steering``), which then
-knows how sure the drafter is. Where they are scheduled ahead, ``AsyncDraftingScheduler`` has it.
+    a step is scheduled      the policy says whether drafts are made behind it
+    its outcome is known     the policy learns from it
+    the drafts are there     the policy says how many of them the next step verifies
+
+Where steps are scheduled ahead (``AsyncDraftingScheduler``), widths are chosen with the schedule:
+from what has happened up to the last step but one, and without knowing how sure the drafter is.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
@@ -15,32 +20,12 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from dllm.drafter.metrics import CountedDrafts, Counts, send_drafting
-from dllm.drafter.widths.make import make_policy, may_skip_passes
-from dllm.drafter.widths.policy import VerifiedStep
+from dllm.drafter.metrics import Counts, DraftReport, send_drafting
+from dllm.drafter.pair import end_ids
+from dllm.drafter.prompt_lookup import Lookups
+from dllm.drafter.widths.make import make_driver
 from dllm.engine.sessions import SessionScheduler
 from dllm.settings.server import options_of
-
-
-class Slots(dict[str, int]):
-    """Requests, and the numbers below ``count`` that a policy knows them by."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self._free = list(range(count))
-
-    def keep(self, names: Collection[str]) -> None:
-        """Give these requests, at most ``count``, a number; others lose theirs if need be."""
-        if len(set(names) - self.keys()) > len(self._free):
-            for name in self.keys() - set(names):
-                self._free.append(self.pop(name))
-        for name in names:
-            if name not in self:
-                self[name] = self._free.pop()
-
-    def of(self, names: Collection[str]) -> np.ndarray:
-        """``[rows]``"""
-        return np.array([self[name] for name in names], dtype=np.int64)
 
 
 class StepRows:
@@ -50,6 +35,7 @@ class StepRows:
 
     Attributes:
         names: of the requests.
+        num_over: requests of the step that were over before.
         in_prompt, verified: as in ``VerifiedStep``.
     """
 
@@ -63,6 +49,7 @@ class StepRows:
         self.names = [
             name for name in counts if name in requests and not requests[name].is_finished()
         ]
+        self.num_over = len(counts) - len(self.names)
         num_drafts = np.array([len(drafts.get(name, ())) for name in self.names], dtype=np.int64)
         num_cut = np.array([cut.get(name, 0) for name in self.names], dtype=np.int64)
         num_tokens = np.array([counts[name] for name in self.names], dtype=np.int64)
@@ -88,16 +75,114 @@ def num_drafts_behind(scheduled: SchedulerOutput) -> int:
 
 
 class DraftingScheduler(SessionScheduler):
-    """vLLM's; adds the drafter's counts (``metrics``) to its statistics."""
+    """vLLM's, with the width policy; counts go to the statistics (``metrics``).
+
+    Attributes:
+        reads_confidence: whether the worker says how sure the drafter is.
+        driver: of the policy.
+    """
+
+    reads_confidence = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._counts = Counts()  # of what happened after the last statistics were made
+        self.driver = make_driver(self.vllm_config, self._counts, self.reads_confidence)
+        self._lookups = make_lookups(self.vllm_config)
+        self._can_use: list[str] = []  # requests that can use drafts behind the last step
+        self._drafted = False  # there was a draft pass behind the last step that is accounted for
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Say with the schedule whether drafts are made behind the step."""
+        super()._update_after_schedule(scheduler_output)
+        begun = [each.req_id for each in scheduler_output.scheduled_new_reqs]
+        self.driver.keep([each.request_id for each in self.running], begun)
+        self._plan(scheduler_output)
+
+    def _plan(self, scheduled: SchedulerOutput) -> None:
+        self._can_use = []
+        if not num_drafts_behind(scheduled):
+            return
+        names = scheduled.num_scheduled_tokens
+        self._can_use = [name for name in names if not self.requests[name].is_prefill_chunk]
+        if not self.driver.plan(self._can_use) and self.driver.policy.may_skip:
+            scheduled.num_spec_tokens_to_schedule = 0
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Let the policy learn from the step."""
+        step = None
+        if self._reads_steps:
+            names = self.driver.known(scheduler_output.num_scheduled_tokens)
+            known = {name: self.requests[name] for name in names if name in self.requests}
+            step = StepRows(scheduler_output, known)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if step is not None:
+            self._follow(step, step.accepted(model_runner_output))
+        if scheduler_output.num_scheduled_tokens:
+            self._drafted = num_drafts_behind(scheduler_output) > 0
+        return outputs
+
+    @property
+    def _reads_steps(self) -> bool:
+        return self.driver.policy.reads_outcomes
+
+    def _follow(self, step: StepRows, accepted: np.ndarray) -> None:
+        """
+        Args:
+            accepted: ``[rows]``, as in ``VerifiedStep``.
+        """
+        if step.num_over:  # their rows took part of the time
+            self.driver.policy.note_wait(None)
+        elif not step.names:
+            return
+        rows = step.names, step.in_prompt, step.verified, accepted
+        self.driver.observe(*rows, self._drafted)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        super().update_draft_token_ids(draft_token_ids)
-        if isinstance(draft_token_ids, CountedDrafts):
-            self._counts.merge(draft_token_ids.counts)
+        super().update_draft_token_ids(self._cut(draft_token_ids))
+
+    def _cut(self, given: DraftTokenIds) -> DraftTokenIds:
+        """Drafts behind a step, cut to the widths that the policy chooses."""
+        drafts = dict(zip(given.req_ids, given.draft_token_ids, strict=True))
+        confidence = None
+        if isinstance(given, DraftReport):
+            self._counts.merge(given.counts)
+            confidence = given.confidence
+            if given.is_renewed:
+                self.driver.policy.forget_drafter()
+        if any(drafts.values()):
+            self._counts.add("draft_passes")
+            self._counts.add("drafted_tokens", sum(map(len, drafts.values())))
+        names = [name for name in self._can_use if name in drafts and self._is_running(name)]
+        if confidence is not None:
+            row_of = {name: row for row, name in enumerate(drafts)}
+            confidence = confidence[[row_of[name] for name in names]]
+        chosen = self._chosen({name: drafts[name] for name in names}, confidence)
+        self.driver.count(chosen.values())
+        drafts |= chosen
+        return DraftTokenIds([*drafts], [*drafts.values()])
+
+    def _is_running(self, name: str) -> bool:
+        return name in self.requests and not self.requests[name].is_finished()
+
+    def _chosen(
+        self, drafts: dict[str, list[int]], confidence: np.ndarray | None
+    ) -> dict[str, list[int]]:
+        """What each of these requests verifies: of its drafts, or of what is looked up instead."""
+        if drafts and self._lookups is not None:
+            found = self._lookups.of([self.requests[name] for name in drafts])
+            if self.driver.wants_lookup(drafts, found.confidence):
+                drafts = dict(zip(drafts, found.tokens.tolist(), strict=True))
+                confidence = found.confidence
+        if not any(drafts.values()):
+            return drafts
+        widths = self.driver.widths(drafts, confidence)
+        return {
+            name: tokens[:width]
+            for (name, tokens), width in zip(drafts.items(), widths, strict=True)
+        }
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's statistics of the step with our counts in them; None if statistics are off."""
@@ -112,68 +197,27 @@ class DraftingScheduler(SessionScheduler):
 
 
 class AsyncDraftingScheduler(DraftingScheduler, AsyncScheduler):
-    """vLLM's asynchronous scheduler; the policy decides where a step is scheduled.
+    """vLLM's asynchronous scheduler. Drafts, and how sure the drafter is, stay on the device."""
 
-    It says whether the drafter runs behind the step, and how many of these drafts each request
-    verifies in its next one. What has happened is known up to the last step but one.
+    reads_confidence = False
 
-    Attributes:
-        width_policy: does not read how sure the drafter is: that stays on the device.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        num_slots = self.scheduler_config.max_num_seqs
-        options = options_of(self.vllm_config).drafter
-        self.width_policy = make_policy(
-            options, self.num_spec_tokens, num_slots, reads_confidence=False
-        )
-        self.width_policy.may_skip = may_skip_passes(self.vllm_config)
-        self._slots = Slots(num_slots)
-        self._drafted = False  # there was a draft pass behind the last step that is accounted for
-
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """vLLM gives every request behind its prompt places for N drafts; the policy cuts them."""
-        super()._update_after_schedule(scheduler_output)
-        self._slots.keep([each.request_id for each in self.running])
-        begun = [each.req_id for each in scheduler_output.scheduled_new_reqs]
-        if begun:
-            self.width_policy.forget_requests(self._slots.of(begun))
-        most = num_drafts_behind(scheduler_output)
-        scheduled = [self.requests[name] for name in scheduler_output.num_scheduled_tokens]
-        rows = [each for each in scheduled if most and each.spec_token_ids]
-        slots = self._slots.of([each.request_id for each in rows])
-        widths = np.zeros(len(rows), dtype=np.int64)
-        wants = self.width_policy.wants_drafts(slots) and len(rows) > 0
-        if wants:
-            widths = self.width_policy.widths(slots, None)
-        elif self.width_policy.may_skip:
-            scheduler_output.num_spec_tokens_to_schedule = most = 0
-        for request, width in zip(rows, widths.tolist(), strict=True):
+    def _plan(self, scheduled: SchedulerOutput) -> None:
+        """vLLM gives every request behind its prompt places for N drafts: cut them, too."""
+        super()._plan(scheduled)
+        most = num_drafts_behind(scheduled)
+        widths = [0] * len(self._can_use)
+        if most and self._can_use:
+            widths = self.driver.widths(self._can_use)
+        for name, width in zip(self._can_use, widths, strict=True):
+            request = self.requests[name]
             request.spec_token_ids = request.spec_token_ids[:width]
-            self._counts.add("draft_widths", label=str(min(width, most)))
-        if most and scheduled:
+        self.driver.count([self.requests[name].spec_token_ids for name in self._can_use])
+        if most and scheduled.num_scheduled_tokens:
             self._counts.add("draft_passes")
-            self._counts.add("drafted_tokens", len(scheduled) * most)
+            self._counts.add("drafted_tokens", len(scheduled.num_scheduled_tokens) * most)
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        """Let the policy learn from the step."""
-        step = None
-        if self.width_policy.reads_outcomes:
-            known = {
-                name: self.requests[name] for name in self._slots.keys() & self.requests.keys()
-            }
-            step = StepRows(scheduler_output, known)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if not scheduler_output.num_scheduled_tokens:
-            return outputs
-        if step is not None:
-            slots = self._slots.of(step.names)
-            rows = slots, step.in_prompt, step.verified, step.accepted(model_runner_output)
-            if len(step.names) < len(scheduler_output.num_scheduled_tokens):
-                self.width_policy.note_wait(None)  # rows of ended requests took part of the time
-            self.width_policy.observe(VerifiedStep(*rows, self._drafted))
-        self._drafted = num_drafts_behind(scheduler_output) > 0
-        return outputs
+
+def make_lookups(vllm_config: VllmConfig) -> Lookups | None:
+    if not options_of(vllm_config).drafter.prompt_lookup:
+        return None
+    return Lookups(vllm_config.num_speculative_tokens, end_ids(vllm_config))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.speculator import Drafter
 from dllm.drafter.steering import DraftPass
@@ -28,10 +27,8 @@ class SelfDrafter(Drafter):
     _speculator_name = "dllm self-speculation"
     _has_own_cache = False
 
-    def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
-    ) -> None:
-        super().__init__(vllm_config, device, req_states)
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
         self.requires_non_causal = True
 
     def load_draft_model(
@@ -63,7 +60,7 @@ class SelfDrafter(Drafter):
             slots.masked_fill_(is_behind, PAD_SLOT_ID)
         return super()._build_uniform_attn_metadata(*args, **kwargs)
 
-    def _keep_context(self, step: TargetStep, draft: DraftPass) -> None:
+    def keep_context(self, step: TargetStep, draft: DraftPass) -> None:
         """Nothing: the context is the target's own."""
 
     def _store_context(self) -> None:

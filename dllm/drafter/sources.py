@@ -1,32 +1,36 @@
-"""What is special of each draft source when it is steered (``steering``).
+"""Speculators of vLLM's Model Runner V2 that are steered (``steering``): what is special of each.
 
-A *draft source* is a speculator of vLLM's Model Runner V2, or the requests' own texts. Kinds differ
-in how they keep up with a step that is not drafted for:
+They differ in how they keep up with a step that is not drafted for:
 
     one by one   drafts are tokens of a small model, or of a layer behind the target, which reads
                  every token of the text: one pass of it cannot be left out
     blocks       DFlash, DFlash 2, LiLiCorr, DSpark: nothing but the target's hidden states is read,
                  and can wait until drafting starts again
-    texts        nothing is read but the tokens that the runner keeps
 """
 
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
-from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.context import DeferredContext
 from dllm.drafter.steering import DraftPass, Steered
 from dllm.drafter.step import TargetStep
-from dllm.drafter.widths.adaptive import LookupWidth
+
+
+class SteeredEagle(Steered, EagleSpeculator):
+    """EAGLE-3: a layer behind the target."""
+
+
+class SteeredModule(Steered, MTPSpeculator):
+    """One MTP module of the target."""
 
 
 class SteeredModel(Steered, StandaloneARSpeculator):
@@ -34,7 +38,7 @@ class SteeredModel(Steered, StandaloneARSpeculator):
 
     _reads_only = False
 
-    def _keep_context(self, step: TargetStep, draft: DraftPass) -> None:
+    def keep_context(self, step: TargetStep, draft: DraftPass) -> None:
         self._reads_only = True
         try:
             draft()
@@ -47,45 +51,18 @@ class SteeredModel(Steered, StandaloneARSpeculator):
             super()._multi_step_decode(*args, **options)
 
 
-class SteeredTexts(Steered):
-    """Nothing but lookups in the requests' own texts: the method "ngram", in place of vLLM's."""
-
-    def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
-    ) -> None:
-        super().__init__(vllm_config, device)
-        self.steer(vllm_config, req_states)
-        self.policy = LookupWidth(self.num_speculative_steps, self.max_num_reqs)
-
-    def load_draft_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """An empty one."""
-        return torch.nn.Module()
-
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """There is no attention."""
-
-    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """There is no graph."""
-
-    def capture(self) -> None:
-        """There is no graph."""
-
-    def _keep_context(self, step: TargetStep, draft: DraftPass) -> None:
-        """There is no context."""
-
-
 class SteeredBlocks(Steered, DFlashSpeculator):
     """A speculator that drafts blocks with keys and values made of the target's hidden states."""
 
-    def steer(self, vllm_config: VllmConfig, req_states: RequestState) -> None:
-        super().steer(vllm_config, req_states)
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
         self._context = DeferredContext()
 
-    def _draft(self, step: TargetStep, draft: DraftPass) -> torch.Tensor:
+    def draft(self, step: TargetStep, draft: DraftPass) -> torch.Tensor:
         self._store_context()
         return draft()
 
-    def _keep_context(self, step: TargetStep, draft: DraftPass) -> None:
+    def keep_context(self, step: TargetStep, draft: DraftPass) -> None:
         """Keep the context of a step that is not drafted for, until a draft pass needs it.
 
         It is stored at once where KV transfer may copy the pages, and where there are several KV
@@ -119,9 +96,10 @@ class SteeredSelector(SteeredBlocks, DFlash2Speculator):
     def _generate_draft(self, num_reqs: int, *args: Any, **options: Any) -> None:
         """How sure it is: the selector's probability of the token that it has taken."""
         super()._generate_draft(num_reqs, *args, **options)
-        if self.policy.reads_confidence:
+        if self.steering.reads_confidence:
             taken = self.candidate_sampler.scores[:num_reqs].softmax(-1).amax(-1)
-            self._confidence[:num_reqs] = self._useful(taken, self.draft_tokens[:num_reqs])
+            useful = self._useful(taken, self.draft_tokens[:num_reqs])
+            self.steering.confidence[:num_reqs] = useful
 
 
 class SteeredLattice(SteeredSelector, LiLiCorrSpeculator):
@@ -145,19 +123,23 @@ class SteeredMarkov(SteeredBlocks, DSparkSpeculator):
         return self._sample_coupled(logits, *at)
 
 
-STEERED: dict[type[DraftModelSpeculator], type[Steered]] = {
-    StandaloneARSpeculator: SteeredModel,
-    DFlash2Speculator: SteeredSelector,
-    LiLiCorrSpeculator: SteeredLattice,
-    DSparkSpeculator: SteeredMarkov,
+# By the method of ``--speculative-config``; of the method "dflash" by the drafter's architecture.
+STEERED: dict[str, type[Steered]] = {
+    "draft_model": SteeredModel,
+    "eagle3": SteeredEagle,
+    "mtp": SteeredModule,
+    "dspark": SteeredMarkov,
+    "DFlash2DraftModel": SteeredSelector,
+    "LiLiCorrDraftModel": SteeredLattice,
 }
 
 
-def steer(
-    speculator: DraftModelSpeculator, vllm_config: VllmConfig, req_states: RequestState
-) -> None:
-    """Let ours steer a speculator that vLLM has made, in place: it gets another class."""
-    theirs: Any = type(speculator)
-    ours: Any = STEERED.get(theirs) or type(f"Steered{theirs.__name__}", (Steered, theirs), {})
-    speculator.__class__ = ours
-    ours.steer(speculator, vllm_config, req_states)
+def make_steered(vllm_config: VllmConfig, device: torch.device) -> Steered:
+    """The speculator that vLLM would make for a server, steered."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None, "no drafter"
+    names = [speculative.method]
+    if speculative.method == "dflash":
+        names = speculative.draft_model_config.architectures
+    kind = next(STEERED[name] for name in names if name in STEERED)
+    return kind(vllm_config, device)

@@ -1,8 +1,7 @@
 """Our DFlash drafter: vLLM's speculator of blocks with our network, which can be renewed.
 
-vLLM's DFlash speculator prepares the pass (positions, cache slots, CUDA graphs), and ``steering``
-decides what is drafted and verified. This subclass adds the network, on our attention kernels, and
-newer weights (``weight_reload``).
+vLLM's DFlash speculator prepares the pass (positions, cache slots, CUDA graphs). This subclass adds
+the network, on our attention kernels, and newer weights (``weight_reload``).
 """
 
 from functools import partial
@@ -10,27 +9,22 @@ from pathlib import Path
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.block import DraftBlock
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.pair import refuse_other_config
-from dllm.drafter.step import TargetStep
 from dllm.drafter.weight_reload import WeightReload
 from dllm.settings.server import options_of
 
 
 class Drafter(DraftBlock):
-    """vLLM's speculator with our network and a width policy."""
+    """vLLM's speculator with our network."""
 
     _speculator_name = "dllm drafter"
     _has_own_cache = True  # of another dtype and window than the target's
 
-    def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.steer(vllm_config, req_states)
         self._weight_reload = None
         newer = options_of(vllm_config).drafter.renew
         if newer is not None:
@@ -48,8 +42,7 @@ class Drafter(DraftBlock):
         config: VllmConfig = super().attn_vllm_config
         return with_own_cache(config) if self._has_own_cache else config
 
-    def _observe(self, step: TargetStep) -> None:
-        super()._observe(step)
+    def after_step(self) -> None:
         if self._weight_reload is not None:
             self._weight_reload.after_step()
 
@@ -69,4 +62,4 @@ class Drafter(DraftBlock):
         """Use another checkpoint's weights; the context kept so far is stored with the old ones."""
         self._store_context()
         self.model.reload_weights(weights)
-        self.policy.forget_drafter()
+        self.steering.is_renewed = True

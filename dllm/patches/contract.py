@@ -167,8 +167,7 @@ PATCHES = {
         "with a drafter of ours: admits min_p and logit_bias, which Model Runner V2 honours"
     ),
     "vllm.v1.worker.gpu.model_runner.init_speculator": (
-        "in the worker: makes our speculator for a DFlash drafter, or for drafts of other "
-        "processes, and lets ours steer vLLM's where options ask for it"
+        "in the worker: makes our speculators, or our subclass of vLLM's where options ask for it"
     ),
     "vllm.config.VllmConfig._get_v2_model_runner_unsupported_features": (
         "Model Runner V2 runs a target with remote drafts; vLLM's own has no custom_class"
@@ -269,10 +268,6 @@ OBJECTS = {
     "vllm.v1.worker.cpu.model_runner.CPUModelRunner.__class__": (
         "self.model_runner.__class__",
         "batches of a diffusion model have few sizes on a CPU, where vLLM names its class itself",
-    ),
-    "vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.__class__": (
-        "speculator.__class__",
-        "a draft source that vLLM has made is steered by our class of it, which calls it",
     ),
     "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._candidates": (
         "runner.cudagraph_manager._candidates",

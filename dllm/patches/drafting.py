@@ -350,23 +350,22 @@ def make_our_speculators() -> None:
     """Let Model Runner V2 make our speculators. Called by a worker."""
     from vllm.v1.worker.gpu import model_runner
 
+    from dllm.drafter.scheduled import ScheduledDrafts
     from dllm.drafter.self_drafter import SelfDrafter
-    from dllm.drafter.sources import SteeredTexts, steer
+    from dllm.drafter.sources import make_steered
     from dllm.drafter.speculator import Drafter
-    from dllm.remote.speculator import RemoteDrafts
 
     @replaces(model_runner)
     def init_speculator(theirs: Any, vllm_config: Any, device: Any, req_states: Any) -> Any:
         speculative = vllm_config.speculative_config
         if drafts_itself(speculative):
-            return SelfDrafter(vllm_config, device, req_states)
+            return SelfDrafter(vllm_config, device)
         if _names(speculative, [OUR_DRAFTER]):
-            return Drafter(vllm_config, device, req_states)
-        if drafts_remotely(speculative):
-            return RemoteDrafts(vllm_config, device)
-        if is_steered(speculative) and speculative.method == LOOKUP:
-            return SteeredTexts(vllm_config, device, req_states)
-        speculator = theirs(vllm_config, device, req_states)
+            return Drafter(vllm_config, device)
+        if drafts_remotely(speculative) or (
+            is_steered(speculative) and speculative.method == LOOKUP
+        ):
+            return ScheduledDrafts(vllm_config, device)
         if is_steered(speculative):
-            steer(speculator, vllm_config, req_states)
-        return speculator
+            return make_steered(vllm_config, device)
+        return theirs(vllm_config, device, req_states)

@@ -25,7 +25,7 @@ def _skip_drafting_when_all_finished() -> None:
     """On a CPU, skip drafting after a step that finished every request; only save its context.
 
     On a CPU the drafter runs in ``post_step``, after the step's tokens were sent
-    (``Steered.draft_late``). If every request has finished, nobody uses the drafts, and the next
+    (``Steering.draft_late``). If every request has finished, nobody uses the drafts, and the next
     request would have to wait for them.
     """
     from vllm.v1.engine.core import EngineCore

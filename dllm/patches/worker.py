@@ -126,8 +126,10 @@ class Drafts:
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         speculative = vllm_config.speculative_config
-        self._drafts_remotely = drafts_remotely(speculative)
-        self._is_ours = self._drafts_remotely or drafts_with_ours(speculative)
+        is_remote = drafts_remotely(speculative)
+        self._is_ours = is_remote or drafts_with_ours(speculative)
+        looks_up = options_of(vllm_config).drafter.prompt_lookup
+        self._has_scheduled_drafts = is_remote or looks_up
         if self._is_ours:
             make_our_speculators()
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -156,33 +158,34 @@ class Drafts:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """First copy drafts that come with the schedule to where the runner reads them."""
-        if self._drafts_remotely:
-            from dllm.remote.speculator import take_scheduled
+        if self._has_scheduled_drafts:
+            from dllm.drafter.scheduled import take_scheduled
 
-            take_scheduled(self.model_runner.req_states, scheduler_output)
+            runner = self.model_runner
+            logits = getattr(runner.speculator, "draft_logits", None)
+            take_scheduled(runner.req_states, scheduler_output, logits)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def take_draft_token_ids(self) -> Any:
-        """Make late drafts, and cut all drafts to the widths that the policy chose."""
-        from dllm.drafter.steering import Steered
-
+        """Make late drafts, and report all to the scheduler."""
         runner = self.model_runner
-        drafter = runner.speculator if self._is_ours else None
-        if not isinstance(drafter, Steered):
+        steering = getattr(runner.speculator, "steering", None)
+        if steering is None:
             return super().take_draft_token_ids()  # type: ignore[misc]
         with torch.inference_mode():
-            drafter.draft_late(runner.req_states, runner.draft_tokens_handler)
+            steering.draft_late(runner.req_states, runner.draft_tokens_handler)
         drafts = super().take_draft_token_ids()  # type: ignore[misc]
-        return None if drafts is None else drafter.report(drafts)
+        return None if drafts is None else steering.report(drafts)
 
     @torch.inference_mode()
     def save_context_only(self) -> None:
         """Called instead of ``take_draft_token_ids`` after a step that finished every request.
 
-        See ``Steered.save_context_only``.
+        See ``Steering.save_context_only``.
         """
-        if self.model_runner.speculator is not None:  # only the last pipeline stage has one
-            self.model_runner.speculator.save_context_only()
+        steering = getattr(self.model_runner.speculator, "steering", None)
+        if steering is not None:  # only the last pipeline stage has a speculator
+            steering.save_context_only()
 
 
 class Records:

@@ -19,15 +19,13 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
-from dllm.drafter.metrics import Counts, send_drafting
-from dllm.drafter.scheduler import DraftingScheduler, Slots, StepRows
-from dllm.drafter.widths.make import make_policy
-from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
+from dllm.drafter.metrics import send_drafting
+from dllm.drafter.scheduler import DraftingScheduler, StepRows
+from dllm.drafter.widths.driver import WidthDriver
 from dllm.remote.address import Address, parse
 from dllm.remote.client import Client, DraftRequest
 from dllm.remote.dialing import dialer
@@ -43,22 +41,18 @@ class RemoteDrafter:
     """Drafts for one engine core.
 
     Args:
-        policy: does not read the drafter's confidence, because none comes with these drafts.
+        driver: its policy does not read the drafter's confidence, because none comes with these
+            drafts. What is drafted is added to its counts, as for a DFlash drafter:
+            ``drafting_seconds`` is the time waited, ``draft_passes`` are steps that asked.
         deadline_s: how long a step waits at most.
-        counts: what is drafted is added to it, as for a DFlash drafter; ``drafting_seconds`` is the
-            time waited, ``draft_passes`` are steps that asked.
     """
 
-    def __init__(
-        self, client: Client, policy: WidthPolicy, num_slots: int, deadline_s: float, counts: Counts
-    ) -> None:
-        assert not policy.reads_confidence
-        self.client, self.policy, self.counts = client, policy, counts
+    def __init__(self, client: Client, driver: WidthDriver, deadline_s: float) -> None:
+        self.client, self.driver, self.counts = client, driver, driver.counts
         self._deadline_s = deadline_s
-        self._slots = Slots(num_slots)
         self._requests: dict[str, DraftRequest] = {}  # of all requests of the last step
         self._short: set[str] = set()  # got fewer drafts than the policy would have verified
-        self._wants_drafts = policy.most > 0  # behind a step, what the policy says
+        self._wants_drafts = driver.policy.most > 0  # behind a step, what the policy says
         self._wait_s = deadline_s
         self._waited = False  # for drafts, behind the last step
 
@@ -69,7 +63,8 @@ class RemoteDrafter:
         """
         if texts and self._wants_drafts:
             requests = {
-                name: DraftRequest(tokens, self.policy.most + 1) for name, tokens in texts.items()
+                name: DraftRequest(tokens, self.driver.policy.most + 1)
+                for name, tokens in texts.items()
             }
             self.client.ask(requests, self._deadline_s)
 
@@ -87,22 +82,20 @@ class RemoteDrafter:
             in_prompt, verified, accepted: ``[rows]``, as ``VerifiedStep``.
         """
         self._requests = requests
-        self._slots.keep(requests)
-        if self.policy.reads_outcomes:
+        self.driver.keep(requests)
+        if self.driver.policy.reads_outcomes:
             # One more draft counts as rejected where fewer came in time than the policy would have
             # verified, or it would go on to expect what a slow worker cannot deliver.
             short = np.array([name in self._short for name in requests], dtype=np.int64)
-            rows = self._slots.of(requests), in_prompt, verified + short, accepted
-            self.policy.observe(VerifiedStep(*rows, self._waited))
+            rows = list(requests), in_prompt, verified + short, accepted
+            self.driver.observe(*rows, self._waited)
         self._waited = False
         useful, asking = self._useful, {}
-        slots = self._slots.of(useful)
         if useful:
-            self._wants_drafts = self.policy.wants_drafts(slots)
+            self._wants_drafts = self.driver.plan(useful)
         if useful and self._wants_drafts:
-            worth_s = 1e-3 * self.policy.worth_ms(slots)
-            self._wait_s = max(0.0, min(self._deadline_s, worth_s))
-            most = self.policy.most
+            self._wait_s = max(0.0, min(self._deadline_s, self.driver.worth_s(useful)))
+            most = self.driver.policy.most
             asking = {
                 name: DraftRequest(tokens, min(want, most))
                 for name, (tokens, want) in useful.items()
@@ -118,9 +111,8 @@ class RemoteDrafter:
         if useful and self._wants_drafts:
             drafts = self._collect(useful)
             if not drafts:
-                self.policy.note_wait(None)
-        for name in useful:
-            self.counts.add("draft_widths", label=str(len(drafts.get(name, ()))))
+                self.driver.policy.note_wait(None)
+        self.driver.count([drafts.get(name, []) for name in useful])
         return list(requests), [drafts.get(name, []) for name in requests]
 
     @property
@@ -142,10 +134,9 @@ class RemoteDrafter:
         is_expected = {name: drafts[name] or sessions[name].is_asked for name in requests}
         if not any(is_expected.values()):
             return {}
-        self.policy.note_wait(waited_s)
+        self.driver.policy.note_wait(waited_s)
         self._waited = True
-        chosen = self.policy.widths(self._slots.of(requests), None).tolist()
-        widths = dict(zip(requests, chosen, strict=True))
+        widths = dict(zip(requests, self.driver.widths(requests), strict=True))
         for name, request in requests.items():
             if is_expected[name] and len(drafts[name]) < min(widths[name], request.want):
                 self._short.add(name)
@@ -159,9 +150,11 @@ class RemoteDrafter:
 class RemoteScheduler(DraftingScheduler):
     """The scheduler of a target, with what it asks of draft workers before and behind each step."""
 
+    reads_confidence = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.remote, self.following = make_drafter(self.vllm_config, self._counts)
+        self.remote, self.following = make_drafter(self.vllm_config, self.driver)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Send prompts that begin to the workers."""
@@ -172,17 +165,18 @@ class RemoteScheduler(DraftingScheduler):
         self.remote.admit({each.request_id: each.all_token_ids for each in begun if _is_text(each)})
         return output
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+    @property
+    def _reads_steps(self) -> bool:
+        return True
+
+    def _plan(self, scheduled: SchedulerOutput) -> None:
+        """Nothing yet: drafts are asked for when the step's outcome is known."""
+
+    def _follow(self, step: StepRows, accepted: np.ndarray) -> None:
         """Ask for drafts behind the new tokens."""
-        step = StepRows(scheduler_output, self.requests)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.remote.client.keep(self.requests)
         requests = {name: self._draft_request(name) for name in step.names}
-        accepted = step.accepted(model_runner_output)
         self.remote.follow(requests, step.in_prompt, step.verified, accepted)
-        return outputs
 
     def _draft_request(self, name: str) -> DraftRequest:
         """A request's tokens, and how many drafts its next step may verify and gain from."""
@@ -197,9 +191,9 @@ class RemoteScheduler(DraftingScheduler):
         )
         return DraftRequest(tokens, max(0, min(self.num_spec_tokens, left - 1)))
 
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Use the drafts of the draft workers. The target's own worker has none."""
-        super().update_draft_token_ids(DraftTokenIds(*self.remote.take()))
+    def _cut(self, drafts: DraftTokenIds) -> DraftTokenIds:
+        """The drafts of the draft workers. The target's own worker has none."""
+        return DraftTokenIds(*self.remote.take())
 
     def _send_counts(self, stats: SchedulerStats) -> None:
         """Send the counts of every drafter, and which draft workers are asked."""
@@ -212,7 +206,9 @@ def _is_text(request: Request) -> bool:
     return request.prompt_embeds is None and not request.pooling_params
 
 
-def make_drafter(vllm_config: VllmConfig, counts: Counts) -> tuple[RemoteDrafter, Following | None]:
+def make_drafter(
+    vllm_config: VllmConfig, driver: WidthDriver
+) -> tuple[RemoteDrafter, Following | None]:
     """The drafter of a server's options, connected to its workers; and what follows Dynamo's list.
 
     Raises:
@@ -221,19 +217,17 @@ def make_drafter(vllm_config: VllmConfig, counts: Counts) -> tuple[RemoteDrafter
     """
     options = options_of(vllm_config).remote
     assert options is not None, "checked at start"
-    num_drafts = vllm_config.num_speculative_tokens
     num_slots = vllm_config.scheduler_config.max_num_seqs
     deadline_s = 1e-3 * options.deadline_ms
     keys = None if options.keys is None else Keys(options.keys)
 
     def link(address: Address) -> Link:
         dial = dialer(address, keys, reply_bytes(num_slots))
-        return Link(str(address), dial, deadline_s, counts)
+        return Link(str(address), dial, deadline_s, driver.counts)
 
     links = [link(parse(each, options.keys, f"{WHERE}: workers")) for each in options.workers]
-    client = Client(links, vllm_config.model_config.get_vocab_size(), counts)
-    policy = make_policy(options, num_drafts, num_slots, reads_confidence=False)
+    client = Client(links, vllm_config.model_config.get_vocab_size(), driver.counts)
     following = None
     if options.discovery == "dynamo":
         following = Following(watch_dynamo(), link, options.keys)
-    return RemoteDrafter(client, policy, num_slots, deadline_s, counts), following
+    return RemoteDrafter(client, driver, deadline_s), following

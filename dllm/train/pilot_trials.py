@@ -81,7 +81,7 @@ def measured_costs(
         max_model_len=max(map(len, prompts)) + max_tokens + ROOM,
         max_num_seqs=1,
         enable_prefix_caching=False,
-        async_scheduling=False,  # so that the worker chooses widths
+        async_scheduling=False,  # so that a step is over before the next one is scheduled
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         speculative_config={
             "method": "dflash",
@@ -91,7 +91,7 @@ def measured_costs(
         additional_config={"dllm": {"drafter": {"policy": "adaptive"}}},
     )
     policy = TimedWidths(num_drafts)
-    llm.collective_rpc(lambda worker: setattr(worker.model_runner.speculator, "policy", policy))
+    llm.llm_engine.engine_core.engine_core.scheduler.driver.policy = policy
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     for prompt in prompts:
         llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)

@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 from dllm.drafter.block import DraftBlock, reveal_surest
 from dllm.drafter.pair import drafter_config as read_config
 from dllm.drafter.sources import SteeredBlocks
-from dllm.drafter.widths.pilot import Pilot, PilotConfig
+from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotLengths
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.train.export import Drafter
 from dllm.train.pilot_trials import TimedWidths, in_milliseconds, record, recorded
@@ -73,34 +73,27 @@ def reference(target: Path, drafter: Path, engine: Engine) -> ReferenceDrafter:
     return ReferenceDrafter(model, read_config(engine.runner.vllm_config), weights)
 
 
-class Narrow(FixedWidth):
+class AnyLengths(PilotLengths):
     """Blocks of another length in every row and step, 0 and N among them."""
 
-    narrows = True
-
-    def __init__(self, num_drafts: int) -> None:
-        super().__init__(num_drafts)
+    def __init__(self) -> None:
         self.asked: list[list[int]] = []
-        self._of_step = 0
 
-    def wants_drafts(self, slots: np.ndarray) -> bool:
-        self._of_step += 1
-        return True
+    def read_prompts(self, slots: np.ndarray, logits: torch.Tensor) -> None:
+        pass
 
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        widths: np.ndarray = (slots + self._of_step) % (self.num_drafts + 1)
-        if len(self.asked) < self._of_step:
-            self.asked.append(widths.tolist())
-        return widths
+    def of(self, slots: np.ndarray) -> np.ndarray:
+        lengths: np.ndarray = (slots + len(self.asked) + 1) % (NUM_DRAFTS + 1)
+        self.asked.append(lengths.tolist())
+        return lengths
 
 
 def test_a_shortened_blocks_drafts_are_those_of_a_block_that_ends_there(target, drafter, engine):
     """Beside long ones in the same pass; behind a prompt that is shorter than the block."""
     engine.reset_prefix_cache()
-    policy = Narrow(NUM_DRAFTS)
-    with policy_of(engine, policy), watch_drafts(engine) as seen:
+    with policy_of(engine, AnyLengths()) as lengths, watch_drafts(engine) as seen:
         engine.generate([prompt(2, 3, 14), prompt(10, 4, 14), prompt(20, 5, 14)], greedy(60))
-    widths = [width for step in policy.asked for width in step]
+    widths = [width for step in lengths.asked if any(step) for width in step]
     assert len(widths) == len(seen) and set(widths) == set(range(NUM_DRAFTS + 1))
     expected = reference(target, drafter, engine)
     is_different = False
@@ -119,7 +112,7 @@ def test_a_pilot_chooses_once_for_each_prompt(engine):
     """The logits that it reads are those of the first token; drafts and choices are counted."""
     engine.reset_prefix_cache()
     speculator = engine.runner.speculator
-    speculator._counts.take(), engine.scheduler._counts.take()
+    speculator.steering.counts.take(), engine.scheduler._counts.take()
     policy = make_policy("pilot", engine)
     read: list[torch.Tensor] = []
     choose = policy.pilot.choose
@@ -130,7 +123,7 @@ def test_a_pilot_chooses_once_for_each_prompt(engine):
     firsts = torch.cat(read).argmax(-1).tolist()
     assert sorted(firsts) == sorted(output[0] for output in outputs)
     counts = engine.scheduler._counts.take()
-    counts.merge(speculator._counts.take())
+    counts.merge(speculator.steering.counts.take())
     assert counts["pilot_choices", ""] == len(prompts)
     assert counts["pilot_seconds", ""] > 0
     widths = {int(label) for name, label in counts if name == "draft_widths"}
@@ -139,10 +132,18 @@ def test_a_pilot_chooses_once_for_each_prompt(engine):
     assert 0 < drafted < passes * len(prompts) * NUM_DRAFTS
 
 
-class Served(FixedWidth):
-    """Blocks of the same width for all, whose steps behind the prompt are counted."""
+class OneLength(AnyLengths):
+    def __init__(self, length: int) -> None:
+        self.length = length
 
-    narrows = reads_outcomes = True
+    def of(self, slots: np.ndarray) -> np.ndarray:
+        return np.full(len(slots), self.length)
+
+
+class Served(FixedWidth):
+    """Counts steps behind the prompt."""
+
+    reads_outcomes = True
     steps = 0
 
     def observe(self, step: VerifiedStep) -> None:
@@ -167,7 +168,8 @@ def test_trials_are_what_a_server_does(target, drafter, engine, tmp_path):
     assert trials.is_heldout.tolist() == [False, True, False, False, False, False]
     for at, given in enumerate(asked):
         for place, width in enumerate(trials.widths):
-            with policy_of(engine, Served(NUM_DRAFTS, width)) as policy:
+            served = policy_of(engine, Served(NUM_DRAFTS))
+            with policy_of(engine, OneLength(width)), served as policy:
                 (output,) = engine.generate([given], greedy(40))
             assert policy.steps == trials.steps[at, place]
         assert output[0] == trials.logits[at].argmax()
@@ -290,7 +292,7 @@ def test_lengths_of_blocks_go_to_the_device_without_a_wait(monkeypatch):
     )
     block = object.__new__(DraftBlock)
     block.num_query_per_req, block.max_model_len = 4, 100
-    block._block_widths = np.array([1, 3])
+    block._block_lengths = np.array([1, 3])
     with DeviceWatch() as watch:
         positions, lengths = on_device((torch.arange(8), torch.zeros(2, dtype=torch.int32)))
         block.input_buffers = SimpleNamespace(positions=positions, seq_lens=lengths)

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from dllm.drafter.samples import read_shards, recorded_layers
 from dllm.drafter.scheduler import AsyncDraftingScheduler
 from dllm.drafter.sources import SteeredMarkov
-from dllm.drafter.steering import Steered
+from dllm.drafter.steering import Steering
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
@@ -161,12 +161,11 @@ class Bursts(FixedWidth):
 def watch_passes(engine: Engine, monkeypatch: Any) -> Iterator[dict[tuple[int, ...], list[int]]]:
     """What is drafted behind each text, by draft passes alone."""
     seen: dict[tuple[int, ...], list[int]] = {}
-    states, follow = engine.runner.req_states, Steered._follow
+    states, follow = engine.runner.req_states, Steering._follow
 
-    def spy(self: Any, step: Any, draft: Any) -> torch.Tensor:
-        before = self._counts.get(("draft_passes", ""), 0)
-        drafts = follow(self, step, draft)
-        if self._counts.get(("draft_passes", ""), 0) > before:
+    def spy(self: Any, step: Any, draft: Any, is_wanted: bool) -> torch.Tensor:
+        drafts = follow(self, step, draft, is_wanted)
+        if self._drafted:
             for row, slot in enumerate(step.batch.idx_mapping_np.tolist()):
                 if int(step.num_sampled[row]) > 0:
                     length = int(states.total_len.gpu[slot])
@@ -175,7 +174,7 @@ def watch_passes(engine: Engine, monkeypatch: Any) -> Iterator[dict[tuple[int, .
         return drafts
 
     with monkeypatch.context() as patch:
-        patch.setattr(Steered, "_follow", spy)
+        patch.setattr(Steering, "_follow", spy)
         yield seen
 
 
@@ -242,7 +241,7 @@ def test_a_small_model_makes_one_pass_where_nothing_is_drafted(folders, monkeypa
 
 def test_what_is_counted_reaches_the_scheduler(pair):
     pair.drafting.scheduler._counts.take()
-    pair.speculator._counts.take()
+    pair.speculator.steering.counts.take()
     with policy_of(pair.drafting, FixedWidth(N)):
         pair.drafting.generate([prompt(20, 11)], greedy(20))
     counts = pair.drafting.scheduler._counts.take()
@@ -255,7 +254,7 @@ def test_what_is_counted_reaches_the_scheduler(pair):
 def chosen_ahead(engine: Engine, policy: WidthPolicy) -> Iterator[list[SchedulerOutput]]:
     """Let another policy choose the widths of steps that are scheduled ahead; the steps."""
     scheduler, steps = engine.scheduler, []
-    before, schedule = scheduler.width_policy, scheduler.schedule
+    before, schedule = scheduler.driver.policy, scheduler.schedule
 
     def spy(*args: Any) -> SchedulerOutput:
         output = schedule(*args)
@@ -263,11 +262,11 @@ def chosen_ahead(engine: Engine, policy: WidthPolicy) -> Iterator[list[Scheduler
             steps.append(output)
         return output
 
-    scheduler.width_policy, scheduler.schedule = policy, spy
+    scheduler.driver.policy, scheduler.schedule = policy, spy
     try:
         yield steps
     finally:
-        scheduler.width_policy = before
+        scheduler.driver.policy = before
         del scheduler.schedule
 
 
@@ -287,7 +286,7 @@ def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(folders,
         options = {"policy": "adaptive"}
         engine = engine_with(folders, name, options, async_scheduling=True, **TIGHT)
     assert type(engine.scheduler) is AsyncDraftingScheduler
-    assert isinstance(engine.scheduler.width_policy, AdaptiveWidth)
+    assert isinstance(engine.scheduler.driver.policy, AdaptiveWidth)
     plain = plain_engine(target_of(folders, name))
     preempted = record_calls(monkeypatch, engine.scheduler, "_preempt_request")
     adaptive = make_policy("adaptive", engine)
@@ -316,10 +315,12 @@ def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(folders,
     assert set(waits) == {None}
     if SOURCES[name].write_drafter is None:  # a target that drafts for itself
         no_ends = torch.zeros(0, dtype=torch.int64)
-        monkeypatch.setattr(engine.runner.speculator, "_end_ids", no_ends)
-        with policy_of(engine, Watching(N)) as seen, chosen_ahead(engine, FixedWidth(N)):
+        monkeypatch.setattr(engine.runner.speculator.steering, "end_ids", no_ends)
+        seen = Watching(N)
+        with chosen_ahead(engine, seen):
             engine.generate([prompt(40, 3)], greedy(50, **SAMPLED))
-        assert seen.accepted == seen.verified > 40
+        # Behind its last token, too, a step was scheduled.
+        assert seen.verified > 40 and seen.verified - seen.accepted <= 2 * N
         told = RandomWidth(N, reads_confidence=False)
         with chosen_ahead(engine, told):
             engine.generate([prompt(40, 3)], greedy(50, **SAMPLED))
@@ -334,7 +335,7 @@ def test_what_a_source_reads_of_the_target_is_recorded(folders, tmp_path, name):
     engine = engine_with(folders, name, {"policy": "adaptive", "record": str(folder)})
     with policy_of(engine, make_policy("random", engine)):
         texts = engine.generate(PROMPTS, greedy(20))
-    engine.runner.speculator._recorder.close()
+    engine.runner.speculator.steering._recorder.close()
     found = {sample.tokens: sample for sample in read_shards(folder)}
     (layers,) = recorded_layers(folder)
     assert layers == {"eagle3": (0, 1, 2), "dspark": (1, 3)}[name]
@@ -366,13 +367,13 @@ def test_a_named_worker_steers_without_options(folders):
 def test_a_reduced_vocabulary_of_dspark_is_told_apart_from_the_targets():
     """How sure it is counts for nothing where the target's id ends an answer."""
     speculator: Any = object.__new__(SteeredMarkov)
-    speculator.policy, speculator.acceptance_estimator = Bursts(), None
-    speculator.num_speculative_steps, speculator._end_ids = 2, torch.tensor([11])
-    speculator._confidence = torch.zeros(3, 2)
+    speculator.num_speculative_steps, speculator.acceptance_estimator = 2, None
+    speculator.steering = steering = SimpleNamespace(reads_confidence=True)
+    steering.end_ids, steering.confidence = torch.tensor([11]), torch.zeros(3, 2)
     speculator.model = SimpleNamespace(map_draft_to_target=lambda ids: ids + 10)
     logits = torch.tensor([[9.0, 0.0], [0.0, 9.0]])  # ids 10 and 11
     speculator._maybe_predict_acceptance(logits, torch.arange(2), torch.tensor(1))
-    assert (speculator._confidence > 0.9).tolist() == [[False, True], [False, False], [False] * 2]
+    assert (steering.confidence > 0.9).tolist() == [[False, True], [False, False], [False] * 2]
 
 
 @pytest.mark.parametrize(("size", "is_refused"), [(400, True), (512, False), (640, False)])

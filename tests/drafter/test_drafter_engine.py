@@ -365,7 +365,7 @@ def test_a_policy_is_told_what_happened(repeating, monkeypatch):
     _target, engine = repeating
     engine.reset_prefix_cache()
     speculator = engine.runner.speculator
-    monkeypatch.setattr(speculator, "_end_ids", torch.zeros(0, dtype=torch.int64))
+    monkeypatch.setattr(speculator.steering, "end_ids", torch.zeros(0, dtype=torch.int64))
     prompts = [prompt(length, length, vocab=14) for length in (9, 300)]
     with policy_of(engine, RandomWidth(NUM_DRAFTS)) as policy:
         engine.generate(prompts, greedy(30))
@@ -382,15 +382,14 @@ def test_a_policy_is_told_what_happened(repeating, monkeypatch):
     assert all(((each > 0) & (each <= 1)).all() for each in policy.confidence)
 
 
-def test_a_draft_that_ends_the_answer_is_of_no_use(repeating, monkeypatch):
-    """It counts as rejected, with those behind it, and the drafter is never sure of it."""
+def test_the_drafter_is_never_sure_of_a_draft_that_ends_the_answer(repeating, monkeypatch):
     _target, engine = repeating
-    speculator = engine.runner.speculator
+    steering = engine.runner.speculator.steering
     end: list[int] = []
     runs = []
     for _ in range(2):
         engine.reset_prefix_cache()
-        monkeypatch.setattr(speculator, "_end_ids", torch.tensor(end, dtype=torch.int64))
+        monkeypatch.setattr(steering, "end_ids", torch.tensor(end, dtype=torch.int64))
         with policy_of(engine, RandomWidth(NUM_DRAFTS)) as policy, watch_drafts(engine) as seen:
             engine.generate([prompt(9, 9, vocab=14)], greedy(60))
         runs.append((policy, [draft.drafts for draft in seen]))
@@ -400,9 +399,24 @@ def test_a_draft_that_ends_the_answer_is_of_no_use(repeating, monkeypatch):
     for before, after in zip(without.confidence, with_end.confidence, strict=True):
         assert ((before == after) | (after == 0)).all()
     assert any((after == 0).any() for after in with_end.confidence)
-    pairs = list(zip(without.steps, with_end.steps, strict=True))
-    assert all((after.accepted <= before.accepted).all() for before, after in pairs)
-    assert any((after.accepted < before.accepted).any() for before, after in pairs)
+
+
+def test_a_draft_that_ends_the_answer_counts_as_rejected_with_those_behind_it(repeating):
+    _target, engine = repeating
+
+    def steps(max_tokens: int) -> list[VerifiedStep]:
+        engine.reset_prefix_cache()
+        with policy_of(engine, RandomWidth(NUM_DRAFTS)) as policy:
+            engine.generate([prompt(9, 9, vocab=14)], greedy(max_tokens))
+        return policy.steps
+
+    whole, lasts = steps(60), []
+    for max_tokens in range(30, 36):  # by its length: any token may end it
+        pairs = list(zip(whole, steps(max_tokens), strict=False))
+        assert all((before.accepted == after.accepted).all() for before, after in pairs[:-1])
+        lasts.append(pairs[-1])
+    assert all((after.accepted <= before.accepted).all() for before, after in lasts)
+    assert any((after.accepted < before.accepted).any() for before, after in lasts)
 
 
 def test_an_aborted_request_leaves_nothing_behind(target, drafting):

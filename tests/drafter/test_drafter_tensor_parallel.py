@@ -1,4 +1,4 @@
-"""Drafting on two tensor-parallel ranks: one of them decides, and the text stays the target's."""
+"""Drafting on two tensor-parallel ranks: the text stays the target's."""
 
 import itertools
 import json
@@ -6,7 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-from vllm.distributed import get_tp_group
 
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from tests.support.draft_sources import write_eagle_3
@@ -24,25 +23,24 @@ PARAMS = [greedy(40), greedy(40, temperature=1.0, seed=3), greedy(40)]
 @pytest.mark.parametrize(
     ("method", "write"), [("dflash", write_drafter), ("eagle3", write_eagle_3)]
 )
-def test_ranks_that_would_decide_differently_follow_the_first(tmp_path, method, write):
+def test_ranks_draft_where_the_schedule_says_so(tmp_path, method, write):
     target, drafter = write_target(tmp_path / "target"), write(tmp_path / "drafter")
-    # The ranks are forked, so that they get the policy below. vLLM wants a NUMA node for each rank,
-    # unless it is told not to bind threads.
+    # vLLM wants a NUMA node for each rank, unless it is told not to bind threads.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     arguments = str(target), str(drafter), method
     finished = run_python("-m", __name__, *arguments, environment=environment)
     assert printed_json(finished) == plain_engine(target).generate(PROMPTS, PARAMS)
 
 
-class Contrary(AdaptiveWidth):
-    """Drafts in every third step on the first rank, and in the other steps on the second."""
+class EveryThird(AdaptiveWidth):
+    """Drafts in every third step."""
 
     _steps = itertools.count()
 
     def wants_drafts(self, slots: np.ndarray) -> bool:
         super().wants_drafts(slots)
-        is_third = next(self._steps) % 3 == 0
-        return is_third is (get_tp_group().rank_in_group == 0)
+        self._wants = next(self._steps) % 3 == 0
+        return self._wants
 
 
 def generate_on_two_ranks(target: str, drafter: str, method: str) -> None:
@@ -50,7 +48,7 @@ def generate_on_two_ranks(target: str, drafter: str, method: str) -> None:
     from dllm.drafter.widths import make
 
     assert make.AdaptiveWidth is AdaptiveWidth, "make_policy takes it from there"
-    make.AdaptiveWidth = Contrary  # type: ignore[misc]
+    make.AdaptiveWidth = EveryThird  # type: ignore[misc]
     engine = drafting_engine(
         target,
         drafter,

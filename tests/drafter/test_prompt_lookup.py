@@ -1,12 +1,12 @@
 """Drafts from the request's own text: what is found, that it changes no token, and when it pays."""
 
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from dllm.drafter.prompt_lookup import LONGEST, WINDOW, Lookup, last_tokens, look_up
+from dllm.drafter.prompt_lookup import LONGEST, WINDOW, Lookups, look_up
 from dllm.drafter.widths.adaptive import AdaptiveWidth, LookupWidth
 from dllm.settings.drafting import DrafterOptions
 from tests.drafter.test_drafter_policy import BAD, Clock, Traffic
@@ -39,39 +39,46 @@ def looked_up(text: list[int], num_drafts: int) -> tuple[list[int], int]:
     return [behind[i % len(behind)] for i in range(num_drafts)], best
 
 
-def rows_of(texts: list[list[int]], longest: int) -> torch.Tensor:
-    """The texts as vLLM keeps them, each behind what another request left in its slot."""
-    table = torch.full((len(texts) + 1, longest), 1, dtype=torch.int32)
-    for slot, text in enumerate(texts, 1):
-        table[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
-    slots = torch.arange(1, len(texts) + 1)
-    return last_tokens(table, slots, torch.tensor([len(text) for text in texts]))
-
-
 def test_the_longest_and_last_match_is_drafted():
     dice = Random(0)
     sizes = (1, 2, 3, 7, 20, 60)
     texts = [dice.choices(range(kinds), k=size) for kinds in (1, 2, 3, 30) for size in sizes]
-    found = look_up(rows_of(texts, 64), N)
-    for text, tokens, length in zip(texts, found.tokens.tolist(), found.lengths, strict=True):
+    for text in texts:
+        tokens, length = look_up(np.array(text), N)
         expected, best = looked_up(text, N)
         assert length == best
-        assert not best or tokens == expected
+        assert not best or tokens.tolist() == expected
 
 
 def test_a_long_text_is_searched_at_its_end_alone():
-    for num_between, length in ((WINDOW - 6, 2), (WINDOW - 4, 0)):
+    for num_between, expected in ((WINDOW - 6, 2), (WINDOW - 4, 0)):
         text = [7, 8, 9, 5, *range(100, 100 + num_between), 7, 8, 9]
-        found = look_up(rows_of([text], 2 * WINDOW), N)
-        assert found.lengths.tolist() == [length]
-        assert not length or found.tokens[0, :2].tolist() == [5, 100]
+        tokens, length = look_up(np.array(text), N)
+        assert length == expected
+        assert not length or tokens[:2].tolist() == [5, 100]
+
+
+def request(name: str, tokens: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(request_id=name, all_token_ids=tokens, num_tokens=len(tokens))
 
 
 def test_confidence_grows_with_the_match_and_is_0_where_the_answer_ends():
-    tokens = torch.tensor([[4, 5, 6], [4, 9, 6], [4, 5, 6]])
-    found = Lookup(tokens, torch.tensor([1, 4, 0]))
+    texts = [8, 4, 5, 6, 8], [1, 2, 3, 7, 4, 9, 6, 1, 2, 3, 7], [4, 5, 6]
+    found = Lookups(3, [9]).of([request(str(at), text) for at, text in enumerate(texts)])
     expected = [[1 / 5, 2 / 6, 3 / 7], [1 / 2, 0, 6 / 10], [0, 0, 0]]
-    torch.testing.assert_close(found.confidence(torch.tensor([9])), torch.tensor(expected))
+    np.testing.assert_allclose(found.confidence, expected)
+    assert found.tokens[:2].tolist() == [[4, 5, 6], [4, 9, 6]]
+
+
+def test_a_text_that_goes_on_or_is_another_one_is_looked_up_as_it_is():
+    lookups = Lookups(2, [])
+    for text, expected in (
+        ([5, 6, 7, 5], [6, 7]),
+        ([5, 6, 7, 5, 6], [7, 5]),
+        ([5, 6, 7, 5, 6, 8, 7], [5, 6]),
+        ([3, 1, 2, 3], [1, 2]),
+    ):
+        assert lookups.of([request("a", text)]).tokens.tolist() == [expected]
 
 
 # --- a server -------------------------------------------------------------------------------------
@@ -126,7 +133,7 @@ def test_lookups_without_a_drafter_give_the_text_of_plain_decoding(target, plain
     options = {"policy": "adaptive", "prompt_lookup": True}
     more = dict(speculative={"method": "ngram"}, skip_tokenizer_init=True)
     engine = drafting_engine(target, target, N, options, **more)
-    own, dice = engine.runner.speculator.policy, AnyLookups()
+    own, dice = engine.scheduler.driver.policy, AnyLookups()
     assert type(own) is LookupWidth
     for policy in (dice, own):
         with policy_of(engine, policy):
@@ -187,12 +194,15 @@ class Texts(Traffic):
             self.step(np.ones(N) * right if self.policy._looked_up else conditional)
 
     def _choose(self) -> np.ndarray:
-        if not self.policy.wants_lookup(self.slots, self.confidence):
-            return super()._choose()
-        self.looked_up += 1
-        self.has_passed = False
-        self.late = np.zeros(1, dtype=int)
-        self.last = self.policy.widths(self.slots, self.confidence)
+        self.last = self.late = np.zeros(1, dtype=int)
+        self.has_passed = self.policy.wants_drafts(self.slots)
+        if self.has_passed:
+            self._get_drafts()
+        if self.policy.wants_lookup(self.slots, self.confidence):
+            self.looked_up += 1
+            self.last = self.policy.widths(self.slots, self.confidence)
+        elif self.has_passed:
+            self.last = self.policy.widths(self.slots, None)
         return self.last
 
 

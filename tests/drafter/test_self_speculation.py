@@ -145,10 +145,10 @@ def test_several_passes_give_the_same_text(plain, drafting, num_steps, monkeypat
     few = slice(1, 4)
     expected = plain.generate(prompts()[few], SAMPLED[few])
     drafting.reset_prefix_cache()
-    speculator._counts.take(), drafting.scheduler._counts.take()
+    speculator.steering.counts.take(), drafting.scheduler._counts.take()
     assert drafting.generate(prompts()[few], SAMPLED[few]) == expected
     found = drafting.scheduler._counts.take()
-    found.merge(speculator._counts.take())
+    found.merge(speculator.steering.counts.take())
     assert run.call_count == num_steps * found["draft_passes", ""] > 0
 
 

@@ -306,7 +306,7 @@ def test_our_subclasses_are_found():
     names = {cls.node.name for cls in subclasses_of_vllm()}
     assert len(names) > 25
     assert names >= {"CanvasAttentionImpl", "CanvasGPUWorker", "ImageProcessingInfo"}
-    assert names >= {"CountedDrafts", "RemoteScheduler", "EmulatedFp8Experts", "SDARForCausalLM"}
+    assert names >= {"DraftReport", "RemoteScheduler", "EmulatedFp8Experts", "SDARForCausalLM"}
     methods = {str(each) for each in overrides()}
     assert methods >= {"EngineSteps.execute_model", "ImageProcessingInfo.get_hf_config"}
 

@@ -82,7 +82,7 @@ def test_a_step_behind_which_no_draft_is_of_use_is_a_plain_one(monkeypatch):
     """Others take as long without their wait."""
     target, _ = simulated(policy=adaptive)
     drafter, timed = target.drafter, []
-    costs = drafter.policy.costs
+    costs = drafter.driver.policy.costs
     monkeypatch.setattr(costs, "observe", lambda *step: timed.append(step[-2:]))
     for want in (4, 0, 4, 4):
         in_prompt, none = np.array([False]), np.array([0])
@@ -294,9 +294,9 @@ def test_no_more_is_asked_for_than_a_fixed_width():
 def test_waiting_that_costs_more_than_it_gains_is_given_up_before_a_trial():
     """A step says what one without the wait would have taken."""
     target, _ = simulated(between={"draft_s": 0.02}, policy=adaptive)
-    target.drafter.policy._until_trial = 10**6
+    target.drafter.driver.policy._until_trial = 10**6
     begin(target, 1, 500)
-    while target.drafter.policy.is_drafting:
+    while target.drafter.driver.policy.is_drafting:
         target.step()
         assert len(target.steps) < 20
     finish(target, 500)
@@ -307,7 +307,7 @@ def test_a_deadline_is_what_the_drafts_are_worth():
     begin(target, 1, 4000)
     target.step(100)
     # 4 right drafts save 4 steps of 10 ms, and verifying them costs 2 ms. Estimates are noisy.
-    worth_ms = target.drafter.policy.worth_ms(np.zeros(1, dtype=np.int64))
+    worth_ms = target.drafter.driver.policy.worth_ms(np.zeros(1, dtype=np.int64))
     assert 20 < worth_ms < 45
     net.is_hung = True
     target.step(5)

@@ -142,8 +142,8 @@ def drafted_by(
         patch.setattr(drafter.client, "_wait", lambda links, seconds: None)
         patch.setattr(drafter, "_deadline_s", LONG_S)
         patch.setattr(drafter, "take", spy)
-        patch.setattr(drafter, "policy", policy or drafter.policy)
-        patch.setattr(drafter, "_wants_drafts", drafter.policy.most > 0)
+        patch.setattr(drafter.driver, "policy", policy or drafter.driver.policy)
+        patch.setattr(drafter, "_wants_drafts", drafter.driver.policy.most > 0)
         for _ in range(2):
             link.receive()
         yield seen

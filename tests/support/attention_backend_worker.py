@@ -162,11 +162,11 @@ def run_drafts(
         engine = Engine(checkpoint, attention_config={"backend": "CUSTOM"}, **options, **drafter)
     replayed = capture(engine.runner)[0] if graphs else {}
     speculator, drafts = engine.runner.speculator, []
-    follow = speculator._follow
+    follow = speculator.steering._follow
 
-    def spy(step: Any, draft: Any) -> Any:
-        found = follow(step, draft)
-        drafts.append(found.tolist())
+    def spy(step: Any, draft: Any, is_wanted: bool) -> Any:
+        found = follow(step, draft, is_wanted)
+        drafts.extend([found.tolist()] * is_wanted)
         return found
 
     tokenizer = engine.llm.get_tokenizer()
@@ -178,7 +178,7 @@ def run_drafts(
         tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         for chat in chats
     ]
-    with mock.patch.object(speculator, "_follow", spy):
+    with mock.patch.object(speculator.steering, "_follow", spy):
         tokens = engine.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0))
     staged = getattr(speculator, "_aux_staging", None)
     holds_context = staged is not None and bool(staged.any())

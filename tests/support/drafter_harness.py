@@ -1,7 +1,7 @@
 """Engines with a drafter, and a record of what they draft in each step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.metrics import Counts
+from dllm.drafter.steering import Steering
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.costs import StepCosts
-from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
+from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotLengths
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
 from dllm.settings import vllm_names
@@ -107,8 +108,8 @@ class RandomWidth(WidthPolicy):
         return self.rng.integers(0, self.num_drafts + 1, len(slots))
 
 
-def make_policy(kind: str, engine: Engine) -> WidthPolicy:
-    """A policy for an engine: "adaptive", "pilot", "random", or a fixed width."""
+def make_policy(kind: str, engine: Engine) -> Any:
+    """A policy for an engine: "adaptive", "random", or a fixed width; or the lengths of "pilot"."""
     slots, num_drafts = engine.runner.max_num_reqs, engine.runner.speculator.num_speculative_steps
     if kind == "adaptive":
         policy = AdaptiveWidth(num_drafts, slots, clock=lambda: 0.0)
@@ -118,7 +119,7 @@ def make_policy(kind: str, engine: Engine) -> WidthPolicy:
     if kind == "pilot":  # its choice is random, and differs between prompts
         torch.manual_seed(0)
         vocab_size = engine.runner.vllm_config.model_config.get_vocab_size()
-        chooser = PilotWidth(num_drafts, slots, "unread")
+        chooser = PilotLengths(slots, "unread")
         config = PilotConfig(tuple(range(num_drafts + 1)), vocab_size, hidden_size=64)
         chooser.pilot = Pilot(config).bfloat16()
         return chooser
@@ -126,28 +127,39 @@ def make_policy(kind: str, engine: Engine) -> WidthPolicy:
 
 
 @contextmanager
-def policy_of(engine: Engine, policy: WidthPolicy) -> Iterator[WidthPolicy]:
-    """Let another policy choose the widths of an engine. Enter and leave between requests."""
-    with mock.patch.multiple(engine.runner.speculator, policy=policy, _trims=True):
+def policy_of(engine: Engine, policy: Any) -> Iterator[Any]:
+    """Let another policy choose the widths of an engine, or a pilot the lengths of its blocks.
+
+    Enter and leave between requests.
+    """
+    steering = getattr(engine.runner.speculator, "steering", None)
+    with ExitStack() as stack:
+        if not isinstance(policy, WidthPolicy):
+            stack.enter_context(mock.patch.object(steering, "lengths", policy))
+        else:
+            stack.enter_context(mock.patch.object(engine.scheduler.driver, "policy", policy))
+            if steering is not None:
+                reads = policy.reads_confidence
+                stack.enter_context(mock.patch.object(steering, "reads_confidence", reads))
         yield policy
 
 
 def unused_drafts(engine: Engine, given: list[int]) -> Counts:
     """Serve one token behind a prompt in chunks; what was counted, times aside.
 
-    No step of it has drafts that anybody can use. vLLM then asks for none, from 0.33 on.
+    No step of it has drafts that anybody can use. Behind the last one vLLM knows it from 0.33 on.
     """
     speculator = engine.runner.speculator
     engine.scheduler._counts.take()  # without statistics nobody else does
-    speculator._counts.take()
+    speculator.steering.counts.take()
     with mock.patch.object(speculator, "propose", wraps=speculator.propose) as propose:
         engine.generate([given], greedy(1))
     asked = [call.kwargs["num_speculative_tokens"] for call in propose.call_args_list]
     num_chunks = -(-len(given) // engine.scheduler.max_num_scheduled_tokens)
-    expected = speculator.num_speculative_steps if vllm_names.is_0_32() else 0
-    assert asked == [expected] * num_chunks and num_chunks > 1
+    last = speculator.num_speculative_steps if vllm_names.is_0_32() else 0
+    assert asked == [0] * (num_chunks - 1) + [last] and num_chunks > 1
     counts = engine.scheduler._counts.take()
-    counts.merge(speculator._counts.take())  # of the last step, which no report has followed
+    counts.merge(speculator.steering.counts.take())  # of the last step: no report has followed
     counts.pop(("drafting_seconds", ""), None)
     return counts
 
@@ -165,16 +177,16 @@ def watch_drafts(engine: Engine) -> Iterator[list[Draft]]:
     seen: list[Draft] = []
     speculator = engine.runner.speculator
     states = engine.runner.req_states
-    draft_behind, compute = type(speculator)._follow, speculator.model.compute_logits
+    draft_behind, compute = Steering._follow, speculator.model.compute_logits
     logits: list[torch.Tensor] = []
 
     def spy_logits(hidden: torch.Tensor) -> torch.Tensor:
         logits.append(compute(hidden))
         return logits[-1]
 
-    def spy(self: Any, step: Any, draft: Any) -> torch.Tensor:
+    def spy(self: Any, step: Any, draft: Any, is_wanted: bool) -> torch.Tensor:
         logits.clear()
-        drafts = draft_behind(self, step, draft)
+        drafts = draft_behind(self, step, draft, is_wanted)
         for row, slot in enumerate(step.batch.idx_mapping_np.tolist()):
             if int(step.num_sampled[row]) > 0 and logits:
                 length = int(states.total_len.gpu[slot])
@@ -184,7 +196,7 @@ def watch_drafts(engine: Engine) -> Iterator[list[Draft]]:
         return drafts
 
     with (
-        mock.patch.object(type(speculator), "_follow", spy),
+        mock.patch.object(Steering, "_follow", spy),
         mock.patch.object(speculator.model, "compute_logits", spy_logits),
     ):
         yield seen

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dllm.drafter.metrics import Counts
+from dllm.drafter.widths.driver import WidthDriver
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.remote.client import Client, DraftRequest
 from dllm.remote.link import Link
@@ -160,7 +161,8 @@ class Target:
         self.links = [link_to(net, deadline_s, self.counts) for net in nets]
         self.client = Client(self.links, VOCAB, self.counts, clock, self._wait)
         policy = policy or FixedWidth(num_drafts)
-        self.drafter = RemoteDrafter(self.client, policy, num_slots, deadline_s, self.counts)
+        driver = WidthDriver(policy, num_slots, self.counts)
+        self.drafter = RemoteDrafter(self.client, driver, deadline_s)
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Request] = {}
         self.steps: list[float] = []

@@ -57,7 +57,7 @@ def test_hidden_states_and_drafts_are_the_engines_and_traffic_is_recorded(pair, 
         outputs = engine.generate(prompts, greedy(stock.NUM_TOKENS))
     for draft in seen[:2] + seen[-2:]:
         assert draft.drafts == drafts_of_the_network(pair, draft.tokens)
-    engine.runner.speculator._recorder.close()
+    engine.runner.speculator.steering._recorder.close()
 
     found = sorted(read_shards(buffer), key=lambda sample: len(sample.tokens))
     written = sorted((p + o for p, o in zip(prompts, outputs, strict=True)), key=len)

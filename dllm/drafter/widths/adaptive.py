@@ -126,12 +126,11 @@ class AdaptiveWidth(WidthPolicy):
     def wants_lookup(self, slots: np.ndarray, confidence: np.ndarray) -> bool:
         """Whether looked-up drafts promise more tokens per second than anything else.
 
-        A step that is to be a trial is left to ``wants_drafts``.
+        Not in a trial, which is to show something else.
         """
         self._looked_up = False
-        if not len(slots) or self._until_trial <= 1:
+        if self._is_trial:
             return False
-        self._judge(slots)
         gain = self.survival_of_lookups.of(slots, bins_of(confidence))
         gain = gain * (confidence > 0).cumprod(axis=1)  # where something was found
         costs = self.costs.drafting(len(slots), passes=False)
@@ -140,14 +139,13 @@ class AdaptiveWidth(WidthPolicy):
         if self.is_drafting:
             other = max(other, self._best_widths(slots, bins=None)[1])
         self._looked_up = bool(self._lookup_widths.any() and rate > other)
-        self._until_trial -= self._looked_up
-        self._is_trial = False
         return self._looked_up
 
     def wants_drafts(self, slots: np.ndarray) -> bool:
         """Whether drafting is expected to be faster than plain decoding; a trial says the opposite.
 
-        Nobody can use drafts if there are no ``slots``.
+        Nobody can use drafts if there are no ``slots``. While texts repeat themselves, what is
+        looked up next is expected to be verified, too.
         """
         if not len(slots):
             self._wants = False
@@ -159,7 +157,9 @@ class AdaptiveWidth(WidthPolicy):
             self._steps_of_wait = 0
             self._trial_after = min(2 * self._trial_after, LAST_TRIAL)
             self._until_trial = self._trial_after
-        self._wants = self.is_drafting != self._is_trial
+        self._wants = self.is_drafting and not self._looked_up
+        if self._is_trial:
+            self._wants = not self.is_drafting
         return self._wants
 
     def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:

@@ -1,12 +1,33 @@
-"""Makes the width policy that a server's options ask for."""
+"""Makes the width policy that a server's options ask for, and its driver."""
 
 from typing import Any
 
-from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.pilot import PilotWidth
+from dllm.drafter.metrics import Counts
+from dllm.drafter.widths.adaptive import AdaptiveWidth, LookupWidth
+from dllm.drafter.widths.driver import WidthDriver
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.settings.drafting import DrafterOptions
 from dllm.settings.remote import RemoteOptions
+from dllm.settings.server import options_of
+
+
+def make_driver(vllm_config: Any, counts: Counts, reads_confidence: bool) -> WidthDriver:
+    """
+    Args:
+        counts: as ``WidthDriver``.
+        reads_confidence: whether the drafter's probabilities are known where widths are chosen.
+    """
+    options, speculative = options_of(vllm_config), vllm_config.speculative_config
+    num_slots = vllm_config.scheduler_config.max_num_seqs
+    num_drafts = speculative.num_speculative_tokens
+    if speculative.method == "ngram":
+        policy: WidthPolicy = LookupWidth(num_drafts, num_slots)
+    else:
+        policy = make_policy(
+            options.remote or options.drafter, num_drafts, num_slots, reads_confidence
+        )
+    policy.may_skip = may_skip_passes(vllm_config)
+    return WidthDriver(policy, num_slots, counts)
 
 
 def make_policy(
@@ -22,11 +43,7 @@ def make_policy(
     """
     if options.policy == "adaptive":
         return AdaptiveWidth(num_drafts, num_slots, reads_confidence, options.hysteresis)
-    if isinstance(options, DrafterOptions) and options.policy == "pilot":
-        assert options.pilot is not None, "checked by DrafterOptions"
-        return PilotWidth(num_drafts, num_slots, options.pilot)
-    assert options.policy == "fixed", options.policy
-    return FixedWidth(num_drafts, options.width)
+    return FixedWidth(num_drafts, options.width)  # of a pilot's blocks: all that was drafted
 
 
 def may_skip_passes(vllm_config: Any) -> bool:

@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from vllm.logger import init_logger
 
-from dllm.drafter.widths.policy import WidthPolicy
 from dllm.engine.ranks import answer_of_first_rank
 from dllm.settings.drafting import Ascending
 from dllm.settings.options import CHECKED, Count, read_options
@@ -119,13 +118,10 @@ class Pilot(nn.Module):
         save_file(half, file, metadata={CONFIG: json.dumps(asdict(self.config))})
 
 
-class PilotWidth(WidthPolicy):
-    """Every request keeps the width that the pilot chose behind its prompt."""
+class PilotLengths:
+    """Every request's draft blocks are as long as the pilot chose behind its prompt."""
 
-    narrows = reads_prompts = True
-
-    def __init__(self, num_drafts: int, num_slots: int, file: str) -> None:
-        super().__init__(num_drafts)
+    def __init__(self, num_slots: int, file: str) -> None:
         self.file = file
         self._chosen = np.zeros(num_slots, dtype=np.int64)
 
@@ -136,13 +132,16 @@ class PilotWidth(WidthPolicy):
         logger.info("pilot %s: %.1f MB, widths %s", self.file, size / 1e6, self.pilot.config.widths)
 
     def read_prompts(self, slots: np.ndarray, logits: Tensor) -> None:
-        """Choose; all tensor-parallel ranks take the first one's choice."""
+        """Choose; all tensor-parallel ranks take the first one's choice.
+
+        Args:
+            slots: ``[prompts]``, of requests whose prompts ended in this step.
+            logits: ``[prompts, vocab]``, of the target, before any sampling parameter.
+        """
         places = self.pilot.choose(logits).tolist()
         widths = self.pilot.config.widths
         self._chosen[slots] = [widths[answer_of_first_rank(place)] for place in places]
 
-    def wants_drafts(self, slots: np.ndarray) -> bool:
-        return bool(self._chosen[slots].any())
-
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+    def of(self, slots: np.ndarray) -> np.ndarray:
+        """``[rows]``: drafts of each row's next block."""
         return self._chosen[slots]

@@ -2,7 +2,7 @@
 
 The drafter drafts N tokens for every request in one pass. What a policy can make smaller is
 verification: for each request and step it answers with a width from 0 (verify nothing, an ordinary
-decode step) to N. A policy that knows the width before drafting may shorten the drafted block, too.
+decode step) to N.
 
 The output is that of the target for any answer: drafts that are not verified are not used.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 
 
 @dataclass(frozen=True)
@@ -43,50 +42,30 @@ class WidthPolicy(ABC):
     """Chooses the width of every request that can use drafts, step by step.
 
     Those whose prompt is not read to its end cannot, and are not among the ``slots`` of a question.
+    A scheduler asks (``driver``). When a step is scheduled: ``wants_drafts``. When its outcome is
+    known: ``observe`` (if ``reads_outcomes``). When its drafts are there: ``wants_lookup`` (if some
+    are from the requests' own texts), and ``widths``. Where steps are scheduled ahead, ``widths``
+    are asked for with the schedule, and what is observed is a step older.
 
-    After each step of the target the speculator calls ``observe`` (if ``reads_outcomes``), and
-    ``read_prompts`` (if ``reads_prompts``, and if prompts ended in the step). Then it calls
-    ``wants_lookup`` (if it has drafts from the requests' own texts), and if it does not, then
-    ``wants_drafts``. If it wants drafts, or if not ``may_skip``, the drafter runs. Behind either,
-    ``widths`` is called; if ``narrows``, in front of the drafter, too.
-
-    Where steps are scheduled ahead, the scheduler calls these (``drafter.scheduler``):
-    ``wants_drafts`` and ``widths`` when a step is scheduled, ``observe`` when its outcome is known.
-
-    Where drafts come from another process, ``worth_ms`` says how long to wait for them, and
-    ``note_wait`` is told how long that was.
+    Where drafts come from another process, ``wants_drafts`` is asked when the outcome is known,
+    ``worth_ms`` says how long to wait for them, and ``note_wait`` is told how long that was.
 
     Attributes:
         most: the largest width.
         may_skip: the drafter does not run in steps for which ``wants_drafts`` says no.
-        reads_outcomes: ``observe`` is called; in a worker it costs a wait for the device each step.
+        reads_outcomes: ``observe`` is called.
         reads_confidence: ``widths`` is given the drafter's probabilities.
-        reads_prompts: ``read_prompts`` is called; it costs a product with the target's head.
-        narrows: the widths are known before drafting, and a block is drafted with so many masks.
     """
 
     reads_outcomes: ClassVar[bool] = False
-    reads_prompts: ClassVar[bool] = False
-    narrows: ClassVar[bool] = False
     reads_confidence: bool = False
     may_skip: bool = True
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = self.most = num_drafts
 
-    def load(self, device: torch.device) -> None:  # noqa: B027  most policies need nothing
-        """Put on the device what the policy needs there. Called while the models are loaded."""
-
     def observe(self, step: VerifiedStep) -> None:  # noqa: B027  most policies learn nothing
         """Learn from a step of the target."""
-
-    def read_prompts(self, slots: np.ndarray, logits: torch.Tensor) -> None:  # noqa: B027
-        """Learn of requests whose prompts ended in this step, each of which has a token now.
-
-        Args:
-            slots: ``[prompts]``.
-            logits: ``[prompts, vocab]``, of the target, before any sampling parameter.
-        """
 
     def forget_requests(self, slots: np.ndarray) -> None:  # noqa: B027
         """Other requests have these slots from now on."""
