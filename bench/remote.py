@@ -44,7 +44,7 @@ from bench.runs import NO_CANVAS, Client
 from bench.servers import Server, child_environment, tail
 from bench.tables import Section, grouped, markdown, middle, of, problems, ratios
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
-from dllm.patches.remote import SPECULATOR
+from dllm.patches.drafts import REMOTE_DRAFTS
 from dllm.remote.address import Address
 from dllm.remote.stream import Server as Listener
 from dllm.remote.worker import DraftWorker
@@ -94,7 +94,7 @@ def contestants(given: argparse.Namespace, folder: Path) -> list[Contestant]:
     def add(name: str, **options: Any) -> None:
         flags: tuple[str, ...] = (*given.serve_flags, "--enforce-eager")
         if options:
-            drafts = speculate(given.drafts, {"method": "custom_class", "model": SPECULATOR})
+            drafts = speculate(given.drafts, {"method": "custom_class", "model": REMOTE_DRAFTS})
             chosen = json.dumps({"dllm": {"remote": options}})
             flags = (*flags, *drafts, "--additional-config", chosen)
         server = Server(name, str(TARGET), folder / f"{len(found)}.log", flags)

@@ -11,12 +11,8 @@ from vllm.transformers_utils.config import get_config
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.cpu import choose_dtype, register_model
-from dllm.patches.drafting import (
-    SELF_DRAFTER,
-    draft_limits,
-    drafts_itself,
-    may_be_ours,
-)
+from dllm.patches.drafting import draft_limits, may_be_ours
+from dllm.patches.drafts import SELF_DRAFTER, Draft, draft_of
 from dllm.patches.neighbours import explain_refusal
 from dllm.patches.replace import replaces
 from dllm.settings.server import WHERE, PluginOptions, options_of
@@ -151,12 +147,12 @@ def _reserve_slots() -> None:
 
     @replaces(VllmConfig)
     def num_lookahead_tokens(theirs: Any, self: Any) -> int:
-        if drafts_itself(self.speculative_config):
+        if draft_of(self.speculative_config) is Draft.ITSELF:
             return int(self.speculative_config.num_speculative_tokens) + 1
         return int(theirs(self))
 
     @replaces(SpeculativeConfig)
     def max_num_new_slots_for_drafting(theirs: Any, self: Any) -> int:
-        if drafts_itself(self):
+        if draft_of(self) is Draft.ITSELF:
             return int(self.num_speculative_tokens)
         return int(theirs(self))

@@ -8,14 +8,18 @@ there, and steers what our worker serves.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dllm.models import AUTOREGRESSIVE
-from dllm.patches.contract import ASYNC_DRAFTING_SCHEDULER, CPU_WORKER, DRAFTING_SCHEDULER
+from dllm.patches.contract import (
+    ASYNC_DRAFTING_SCHEDULER,
+    CPU_WORKER,
+    GPU_WORKER,
+)
 from dllm.patches.cpu import is_cpu_without_triton, register_model, schedules_no_step_ahead
+from dllm.patches.drafts import LOOKUP, Draft, draft_of, has_drafter
 from dllm.patches.neighbours import vllm_version
-from dllm.patches.remote import drafts_remotely, run_custom_speculators_on_v2
 from dllm.patches.replace import replaces
 from dllm.settings.drafting import (
     DRAFTER_ARCHITECTURE,
@@ -26,31 +30,21 @@ from dllm.settings.drafting import (
 from dllm.settings.server import options_of
 
 DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
-SELF_DRAFTER = "dllm.drafter.self_drafter.SelfDrafter"
 # Methods of vLLM that ours steers (``drafter.steering``), and drafters of the method "dflash".
 SOURCES = ("draft_model", "eagle3", "mtp", "dspark")
-LOOKUP = "ngram"  # with the option ``prompt_lookup``: ours in place of vLLM's
-SELECTORS = ("DFlash2DraftModel", "LiLiCorrDraftModel")
+SELECTORS = ["DFlash2DraftModel", "LiLiCorrDraftModel"]
 
 
 def serve_drafters() -> None:
     """Let this process serve DFlash drafters with our classes, where a server asks for them."""
     register_model(OUR_DRAFTER, DRAFTER_MODEL)
-    run_custom_speculators_on_v2(
-        lambda speculative: drafts_remotely(speculative) or drafts_itself(speculative)
-    )
+    _run_our_speculators_on_v2()
     _admit_all_sampling_parameters()
-
-
-def drafts_itself(speculative_config: Any) -> bool:
-    """Whether a diffusion model drafts for itself (``dllm.drafter.self_drafter``)."""
-    method = getattr(speculative_config, "method", None)
-    return method == "custom_class" and bool(speculative_config.model == SELF_DRAFTER)
 
 
 def asks_for_our_drafter(vllm_config: Any) -> bool:
     """Whether a server has a DFlash drafter that our classes are to serve."""
-    is_dflash = _names(vllm_config.speculative_config, [DRAFTER_ARCHITECTURE])
+    is_dflash = has_drafter(vllm_config.speculative_config, [DRAFTER_ARCHITECTURE])
     return is_dflash and may_be_ours(vllm_config)
 
 
@@ -79,8 +73,8 @@ def _always_has_our_worker(vllm_config: Any) -> bool:
 
 def _flags_for_ours(vllm_config: Any) -> list[str]:
     """Flags that ask for our worker, or for options of drafting."""
-    is_named = vllm_config.parallel_config.worker_cls == CPU_WORKER
-    named = [f"--worker-cls {CPU_WORKER}"] * is_named
+    worker = vllm_config.parallel_config.worker_cls
+    named = [f"--worker-cls {worker}"] * (worker in (CPU_WORKER, GPU_WORKER))
     return [WHERE] * _has_options(vllm_config) + named
 
 
@@ -88,28 +82,6 @@ def _has_options(vllm_config: Any) -> bool:
     given = vllm_config.additional_config
     ours = given.get("dllm") if isinstance(given, Mapping) else None
     return (ours or {}).get("drafter") is not None
-
-
-def is_steered(speculative_config: Any) -> bool:
-    """Whether ours steers a speculator of vLLM, as ``configure_steering`` has decided."""
-    return bool(getattr(speculative_config, "is_steered_by_dllm", False))
-
-
-def drafts_with_ours(speculative_config: Any) -> bool:
-    """Whether our drafter, or one that ours steers, drafts in this process."""
-    return (
-        drafts_itself(speculative_config)
-        or _names(speculative_config, [OUR_DRAFTER])
-        or is_steered(speculative_config)
-    )
-
-
-def _names(speculative_config: Any, architectures: Sequence[str]) -> bool:
-    """Whether the drafter of the method "dflash" has one of these."""
-    if speculative_config is None or speculative_config.method != "dflash":
-        return False
-    found = speculative_config.draft_model_config.architectures or ()
-    return not set(architectures).isdisjoint(found)
 
 
 def draft_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
@@ -155,7 +127,7 @@ def steering_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     is_sampled = speculative.draft_sample_method == "probabilistic"
     flag = 'draft_sample_method "probabilistic"'
     why = "a selector of candidates cannot draw with the target's random numbers"
-    yield is_sampled and _names(speculative, SELECTORS), flag, why
+    yield is_sampled and has_drafter(speculative, SELECTORS), flag, why
     why = "a DSpark drafter of a reduced vocabulary cannot draw with the target's random numbers"
     yield is_sampled and _has_reduced_vocabulary(vllm_config), flag, why
     if speculative.method == LOOKUP:
@@ -175,7 +147,7 @@ def _has_reduced_vocabulary(vllm_config: Any) -> bool:
 
 
 def configure_steering(vllm_config: Any) -> None:
-    """Check a server whose drafts ours steers, and mark it as such.
+    """Check a server whose drafts ours steers.
 
     Raises:
         ValueError: the draft source cannot be steered, or an option does not work with it.
@@ -191,14 +163,13 @@ def configure_steering(vllm_config: Any) -> None:
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
-    speculative.is_steered_by_dllm = True
 
 
 def _refuse_source(vllm_config: Any) -> None:
     """Raises ValueError for a draft source that ours cannot steer."""
     speculative = vllm_config.speculative_config
     looks_up = speculative.method == LOOKUP and options_of(vllm_config).drafter.prompt_lookup
-    is_known = looks_up or speculative.method in SOURCES or _names(speculative, SELECTORS)
+    is_known = looks_up or speculative.method in SOURCES or has_drafter(speculative, SELECTORS)
     is_special = speculative.use_multi_module_mtp() or speculative.use_gemma4_mtp()
     if not is_known or is_special:
         drafter = ""
@@ -236,13 +207,12 @@ def why_steps_wait(vllm_config: Any) -> str | None:
     is_narrow = not always_verifies_all(options, speculative.num_speculative_tokens)
     scheduler = vllm_config.scheduler_config
     # A small model's own configuration is made of the target's, which has its scheduler already.
-    own = DRAFTING_SCHEDULER if scheduler.async_scheduling is False else ASYNC_DRAFTING_SCHEDULER
-    is_other = scheduler.scheduler_cls not in (None, own)
+    is_other = scheduler.scheduler_cls not in (None, ASYNC_DRAFTING_SCHEDULER)
     executor = Executor.get_class(vllm_config)
     # vLLM has a check of its own for the last two, but runs it when the scheduler has been chosen.
     whys = {
         "a model that drafts for itself chooses widths behind each step": (
-            drafts_itself(speculative)
+            draft_of(speculative) is Draft.ITSELF
         ),
         'a pilot chooses widths behind a prompt ("policy")': options.policy == "pilot",
         'drafts are looked up behind each step ("prompt_lookup")': options.prompt_lookup,
@@ -324,6 +294,18 @@ def draft_attention(vllm_config: Any) -> None:
         )
 
 
+def _run_our_speculators_on_v2() -> None:
+    """Let Model Runner V2 take our classes of speculators; vLLM refuses all."""
+    from vllm.config import VllmConfig
+
+    @replaces(VllmConfig)
+    def _get_v2_model_runner_unsupported_features(theirs: Any, self: Any) -> list[str]:
+        unsupported: list[str] = theirs(self)
+        if draft_of(self.speculative_config) is not None:
+            unsupported = [each for each in unsupported if "custom_class" not in each]
+        return unsupported
+
+
 def _admit_all_sampling_parameters() -> None:
     """Admit the sampling parameters that work with drafts, and refuse the one that does not.
 
@@ -335,7 +317,7 @@ def _admit_all_sampling_parameters() -> None:
 
     @replaces(SamplingParams)
     def _validate_spec_decode(theirs: Any, self: Any, speculative_config: Any) -> None:
-        if not (drafts_with_ours(speculative_config) or drafts_remotely(speculative_config)):
+        if draft_of(speculative_config) is None:
             theirs(self, speculative_config)
         elif self.logprob_token_ids:
             raise VLLMValidationError(
@@ -357,15 +339,12 @@ def make_our_speculators() -> None:
 
     @replaces(model_runner)
     def init_speculator(theirs: Any, vllm_config: Any, device: Any, req_states: Any) -> Any:
-        speculative = vllm_config.speculative_config
-        if drafts_itself(speculative):
+        draft = draft_of(vllm_config.speculative_config)
+        if draft is None:
+            return theirs(vllm_config, device, req_states)
+        if draft is Draft.ITSELF:
             return SelfDrafter(vllm_config, device)
-        if _names(speculative, [OUR_DRAFTER]):
+        if draft is Draft.NETWORK:
             return Drafter(vllm_config, device)
-        if drafts_remotely(speculative) or (
-            is_steered(speculative) and speculative.method == LOOKUP
-        ):
-            return ScheduledDrafts(vllm_config, device)
-        if is_steered(speculative):
-            return make_steered(vllm_config, device)
-        return theirs(vllm_config, device, req_states)
+        make = make_steered if draft is Draft.SOURCE else ScheduledDrafts
+        return make(vllm_config, device)

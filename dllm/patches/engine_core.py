@@ -5,7 +5,7 @@ from typing import Any
 
 from dllm.drafter.scheduler import DraftingScheduler
 from dllm.patches.contract import CPU_WORKER
-from dllm.patches.drafting import drafts_with_ours
+from dllm.patches.drafts import draft_of
 from dllm.patches.replace import replaces
 
 
@@ -32,9 +32,10 @@ def _skip_drafting_when_all_finished() -> None:
 
     @replaces(EngineCore)
     def post_step(theirs: Any, self: Any, model_executed: bool) -> None:
-        drafts = drafts_with_ours(self.vllm_config.speculative_config)
-        on_cpu = self.vllm_config.parallel_config.worker_cls == CPU_WORKER
-        if drafts and on_cpu and model_executed and not self.scheduler.running:
+        draft = draft_of(self.vllm_config.speculative_config)
+        is_late = self.vllm_config.parallel_config.worker_cls == CPU_WORKER
+        is_late &= draft is not None and draft.is_of_worker
+        if is_late and model_executed and not self.scheduler.running:
             self.model_executor.collective_rpc("save_context_only")
         else:
             theirs(self, model_executed)

@@ -19,7 +19,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from dllm.engine.warm_up import warm_up
 from dllm.patches.compile_check import drop_wrong_code
 from dllm.patches.cuda_graphs import canvas_runner, keep_mixed_batches_out
-from dllm.patches.drafting import drafts_itself, drafts_with_ours
+from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.graph_check import drop_wrong_graphs
 from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
 from dllm.patches.worker import Drafts, EngineSteps, Records
@@ -39,10 +39,10 @@ class CanvasGPUWorker(Records, EngineSteps, Drafts, Worker):
 
     def load_model(self, **options: Any) -> None:
         """Test the kernels first. For sleep mode, note which tensors lie beside the weights."""
-        speculative = self.vllm_config.speculative_config
+        draft = draft_of(self.vllm_config.speculative_config)
         if self.serves_canvases:
             replace_wrong_kernels(self.vllm_config, self.device)
-        elif drafts_with_ours(speculative) and not drafts_itself(speculative):
+        elif draft in (Draft.NETWORK, Draft.SOURCE):
             replace_wrong_drafter_kernels(self.vllm_config, self.device)
         load = partial(super().load_model, **options)
         if self.model_config.enable_sleep_mode:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches import configure, contract, cpu, decoding, drafting, remote
+from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.neighbours import is_disabled
 from dllm.patches.replace import replaces
 from dllm.settings.drafting import WHERE
@@ -76,7 +77,7 @@ CANVASES = Kind(
 # Our worker verifies drafts by our rule; our scheduler passes their counts to the metrics.
 SELF_DRAFTS = Kind(
     "drafting for itself",
-    lambda config, options: drafting.drafts_itself(config.speculative_config),
+    lambda config, options: draft_of(config.speculative_config) is Draft.ITSELF,
     on_cpu=OURS,
     on_cuda=OURS,
     scheduler=contract.DRAFTING_SCHEDULER,
@@ -115,7 +116,7 @@ STEERED = Kind(
 # Our scheduler asks the draft workers between two steps.
 REMOTE = Kind(
     "remote drafting",
-    lambda config, options: remote.drafts_remotely(config.speculative_config),
+    lambda config, options: draft_of(config.speculative_config) is Draft.REMOTE,
     on_cpu=OURS,
     on_cuda=OURS,
     scheduler=contract.REMOTE_SCHEDULER,

@@ -4,21 +4,14 @@ A target asks for it in ``--speculative-config``: method "custom_class", and as 
 ``dllm.remote.speculator.RemoteDrafts``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from dllm.patches.replace import replaces
+from dllm.patches.drafts import REMOTE_DRAFTS
 from dllm.settings.remote import WHERE
 from dllm.settings.server import options_of
 
-SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
 WHY_STEPS_WAIT = "the host decides behind each step what is verified in the next one"
-
-
-def drafts_remotely(speculative_config: Any) -> bool:
-    """Whether draft workers make the drafts (``dllm.remote``)."""
-    method = getattr(speculative_config, "method", None)
-    return method == "custom_class" and bool(speculative_config.model == SPECULATOR)
 
 
 def remote_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
@@ -31,7 +24,7 @@ def refuse_without_speculator() -> NoReturn:
     """Raises ValueError: draft workers are named, but vLLM is not told to take their drafts."""
     raise ValueError(
         f'{WHERE} without --speculative-config \'{{"method": "custom_class", "model": '
-        f'"{SPECULATOR}", "num_speculative_tokens": K}}\'. Give both or none.'
+        f'"{REMOTE_DRAFTS}", "num_speculative_tokens": K}}\'. Give both or none.'
     )
 
 
@@ -49,7 +42,7 @@ def configure_remote(vllm_config: Any) -> None:
     speculative, options = vllm_config.speculative_config, options_of(vllm_config).remote
     if options is None:
         raise ValueError(
-            f"--speculative-config names {SPECULATOR}; name draft workers, too: {WHERE}: "
+            f"--speculative-config names {REMOTE_DRAFTS}; name draft workers, too: {WHERE}: "
             '{"workers": ["~/.cache/dllm/drafts/worker.sock"]}.'
         )
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
@@ -60,15 +53,3 @@ def configure_remote(vllm_config: Any) -> None:
         Keys(options.keys)
     if options.discovery == "dynamo":
         find_python()
-
-
-def run_custom_speculators_on_v2(is_ours: Callable[[Any], bool]) -> None:
-    """Let Model Runner V2 take the speculators of which ``is_ours`` is true; vLLM refuses all."""
-    from vllm.config import VllmConfig
-
-    @replaces(VllmConfig)
-    def _get_v2_model_runner_unsupported_features(theirs: Any, self: Any) -> list[str]:
-        unsupported: list[str] = theirs(self)
-        if is_ours(self.speculative_config):
-            unsupported = [each for each in unsupported if "custom_class" not in each]
-        return unsupported

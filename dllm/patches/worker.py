@@ -20,9 +20,9 @@ from dllm.drafter.recording import (
 from dllm.engine.warm_up import canvas_batch
 from dllm.patches.adapters import adapt_passes, adapted_layers
 from dllm.patches.contract import SCHEDULERS
-from dllm.patches.drafting import drafts_with_ours, make_our_speculators
+from dllm.patches.drafting import make_our_speculators
+from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.new_weights import loading, refuse_other_checkpoint
-from dllm.patches.remote import drafts_remotely
 from dllm.patches.replace import replaces
 from dllm.settings.server import options_of
 
@@ -125,12 +125,10 @@ class Drafts:
     model_runner: Any
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        speculative = vllm_config.speculative_config
-        is_remote = drafts_remotely(speculative)
-        self._is_ours = is_remote or drafts_with_ours(speculative)
+        self._draft = draft_of(vllm_config.speculative_config)
         looks_up = options_of(vllm_config).drafter.prompt_lookup
-        self._has_scheduled_drafts = is_remote or looks_up
-        if self._is_ours:
+        self._has_scheduled_drafts = looks_up or self._draft is Draft.REMOTE
+        if self._draft is not None:
             make_our_speculators()
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
@@ -148,7 +146,8 @@ class Drafts:
         super().load_model(**options)  # type: ignore[misc]
         runner = self.model_runner
         theirs = getattr(runner, "rejection_sampler", None)
-        if isinstance(theirs, RejectionSampler) and (self._is_ours or runner.device.type == "cpu"):
+        is_ours = self._draft is not None or runner.device.type == "cpu"
+        if isinstance(theirs, RejectionSampler) and is_ours:
             runner.rejection_sampler = rule(
                 runner.sampler,
                 runner.speculative_config,

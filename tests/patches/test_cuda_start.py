@@ -27,7 +27,7 @@ from dllm.patches.cuda_graphs import (
     keep_mixed_batches_out,
 )
 from dllm.patches.drafting import DRAFTER_MODEL
-from dllm.patches.remote import SPECULATOR
+from dllm.patches.drafts import REMOTE_DRAFTS
 from dllm.quantize import recipes
 from tests.support.cuda_start import rehearse
 from tests.support.process import ROOT
@@ -72,7 +72,7 @@ REFUSED = {
 REMOTE = {
     "speculative_config": {
         "method": "custom_class",
-        "model": SPECULATOR,
+        "model": REMOTE_DRAFTS,
         "num_speculative_tokens": 4,
     },
     "additional_config": {"dllm": {"remote": {"workers": ["/nowhere/worker.sock"]}}},

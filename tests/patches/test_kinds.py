@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import cloudpickle
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
@@ -14,9 +15,8 @@ from dllm.patches.contract import (
     SCHEDULER,
 )
 from dllm.patches.cpu import is_cpu_without_triton
-from dllm.patches.drafting import SELF_DRAFTER
+from dllm.patches.drafts import REMOTE_DRAFTS, SELF_DRAFTER, Draft, draft_of
 from dllm.patches.neighbours import vllm_version
-from dllm.patches.remote import SPECULATOR
 from tests.support.forced_async import asynchronous_platform
 from tests.support.process import ROOT
 
@@ -38,20 +38,27 @@ def options(**given: Any) -> dict[str, Any]:
     return {"additional_config": {"dllm": given}}
 
 
-def configured(model: str, **flags: Any) -> tuple[str, Any]:
-    """The worker and the scheduler of a server."""
+def config_of(model: str, **flags: Any) -> Any:
     load_general_plugins()
     arguments = EngineArgs(str(ROOT / "checkpoints" / model), enforce_eager=True, **flags)
-    config = arguments.create_engine_config()
+    return arguments.create_engine_config()
+
+
+def configured(model: str, **flags: Any) -> tuple[str, Any]:
+    """The worker and the scheduler of a server."""
+    config = config_of(model, **flags)
     return config.parallel_config.worker_cls, config.scheduler_config.scheduler_cls
 
 
 DFLASH, NGRAM = dflash(), drafts("ngram", prompt_lookup_max=3)
-REMOTE = drafts("custom_class", model=SPECULATOR)
+REMOTE = drafts("custom_class", model=REMOTE_DRAFTS)
 REMOTE |= options(remote={"workers": ["/nowhere/w.sock"]})
 BOTH = options(remote={"workers": ["/nowhere/w.sock"]}, drafter={"policy": "adaptive"})
 BLOCKWISE = dflash(rejection_sample_method="block")
 RECORD = options(drafter={"record": "/nowhere", "record_layers": [1]})
+TARGET = str(ROOT / "checkpoints/tiny-ar")
+ADAPTIVE = options(drafter={"policy": "adaptive"})
+LOOKUP = options(drafter={"policy": "adaptive", "prompt_lookup": True})
 
 
 @pytest.mark.parametrize(
@@ -109,6 +116,24 @@ def test_worker_and_scheduler(model, flags, worker, scheduler):
 def test_what_belongs_to_another_kind_is_refused(model, flags, message):
     with pytest.raises(ValueError, match=message):
         configured(model, **flags)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "draft"),
+    [
+        ("tiny-ar", DFLASH, Draft.NETWORK),
+        ("tiny-ar", drafts("draft_model", model=TARGET) | ADAPTIVE, Draft.SOURCE),
+        ("tiny-ar", NGRAM | LOOKUP, Draft.TEXTS),
+        ("tiny-ar", NGRAM, None),
+        ("tiny-ar", REMOTE, Draft.REMOTE),
+        ("tiny-nemotron", options(decoding="self_speculation"), Draft.ITSELF),
+        ("tiny-nemotron", options(decoding="ar"), None),
+    ],
+)
+def test_every_process_of_a_server_knows_what_drafts(model, flags, draft):
+    config = config_of(model, **flags)
+    for known in (config, cloudpickle.loads(cloudpickle.dumps(config))):
+        assert draft_of(known.speculative_config) is draft
 
 
 def test_drafter_batches_that_are_not_padded_wait_for_each_step_with_vllm_0_32_alone():

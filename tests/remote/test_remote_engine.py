@@ -19,7 +19,7 @@ from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import REMOTE_SCHEDULER
-from dllm.patches.remote import SPECULATOR
+from dllm.patches.drafts import REMOTE_DRAFTS
 from dllm.remote.engine import EngineDrafts
 from dllm.remote.link import Link
 from dllm.remote.scheduler import RemoteDrafter
@@ -95,7 +95,7 @@ def remote_engine(target: Path = TARGET, **options: Any) -> Engine:
     """A target with remote drafts, and nobody at the worker's address."""
     given = {"workers": ["/nowhere/worker.sock"], "policy": "fixed"}
     remote = {**given, **options.pop("remote", {})}
-    speculative = {"method": "custom_class", "model": SPECULATOR}
+    speculative = {"method": "custom_class", "model": REMOTE_DRAFTS}
     speculative["num_speculative_tokens"] = options.pop("num_drafts", NUM_DRAFTS)
     return get_engine(
         target,
@@ -363,7 +363,11 @@ def test_remote_drafts_and_their_options_come_together():
             TARGET, additional_config={"dllm": {"remote": {"workers": ["/nowhere/worker.sock"]}}}
         )
     with pytest.raises(ValueError, match="name draft workers"):
-        speculative = {"method": "custom_class", "model": SPECULATOR, "num_speculative_tokens": 2}
+        speculative = {
+            "method": "custom_class",
+            "model": REMOTE_DRAFTS,
+            "num_speculative_tokens": 2,
+        }
         get_engine(TARGET, speculative_config=speculative)
     with pytest.raises(ValueError, match=REMOTE_SCHEDULER):
         remote_engine(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench.toys.suite import questions
-from dllm.patches.remote import SPECULATOR
+from dllm.patches.drafts import REMOTE_DRAFTS
 from tests.support.draft_workers import WorkerProcess
 from tests.support.drafter_harness import greedy, plain_engine
 from tests.support.server_harness import Server
@@ -26,7 +26,7 @@ DEADLINE_MS = 10_000  # the longest: a worker that waits for a busy machine does
 def flags(**where: object) -> list[str]:
     """Of a target; ``where`` says how it finds its workers."""
     remote = {"policy": "fixed", "deadline_ms": DEADLINE_MS} | where
-    speculative = {"method": "custom_class", "model": SPECULATOR, "num_speculative_tokens": 4}
+    speculative = {"method": "custom_class", "model": REMOTE_DRAFTS, "num_speculative_tokens": 4}
     return [
         "--dtype=float32",
         "--enforce-eager",
