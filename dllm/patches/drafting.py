@@ -15,6 +15,7 @@ from dllm.models import AUTOREGRESSIVE
 from dllm.patches.contract import (
     ASYNC_DRAFTING_SCHEDULER,
     CPU_WORKER,
+    DRAFTING_SCHEDULER,
     GPU_WORKER,
 )
 from dllm.patches.cpu import is_cpu_without_triton, register_model, schedules_no_step_ahead
@@ -98,10 +99,32 @@ def draft_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     )
     why = 'the policy "adaptive" reads how likely drafts are, which is not computed'
     yield is_unseen, "use_local_argmax_reduction", why
+    named = vllm_config.scheduler_config.scheduler_cls
+    why = f"it chooses widths; allowed: subclasses of {DRAFTING_SCHEDULER}"
+    yield _chooses_widths(vllm_config) and _is_other(named), f"--scheduler-cls {named}", why
     is_idle = options.prompt_lookup and not may_skip_passes(vllm_config)
     why = "ranks would verify other numbers of drafts, or leave out a pass alone, with "
     why += "--prefill-context-parallel-size, or with --data-parallel-size of a target with experts"
     yield is_idle, "prompt_lookup", why
+
+
+def _chooses_widths(vllm_config: Any) -> bool:
+    """Whether a scheduler cuts drafts. A pilot's blocks come as long as it says."""
+    options = options_of(vllm_config).drafter
+    num_drafts = vllm_config.speculative_config.num_speculative_tokens
+    return options.policy != "pilot" and not always_verifies_all(options, num_drafts)
+
+
+def _is_other(scheduler: Any) -> bool:
+    """Whether a scheduler, by its path, is none of ours."""
+    if scheduler in (None, DRAFTING_SCHEDULER, ASYNC_DRAFTING_SCHEDULER):
+        return False
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from dllm.drafter.scheduler import DraftingScheduler
+
+    found = resolve_obj_by_qualname(scheduler) if isinstance(scheduler, str) else scheduler
+    return not issubclass(found, DraftingScheduler)
 
 
 def configure_drafting(vllm_config: Any) -> None:

@@ -85,7 +85,9 @@ WIDTHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "narrow": ({"width": 2}, {}),
     "adaptive": (ADAPTIVE, {}),
     "adaptive, in turn": (ADAPTIVE, {"async_scheduling": False}),
+    "adaptive, named scheduler": (ADAPTIVE, {"scheduler_cls": DRAFTING_SCHEDULER}),
     "adaptive, another scheduler": (ADAPTIVE, {"scheduler_cls": THEIRS}),
+    "fixed, another scheduler": ({}, {"scheduler_cls": THEIRS}),
     "lookup": (LOOKUP, {}),
     "renewed": (ADAPTIVE | {"renew": "/nowhere"}, {}),
     "lookup, ahead": (LOOKUP, {"async_scheduling": True}),
@@ -340,13 +342,16 @@ def test_widths_are_chosen_ahead_unless_an_option_waits_for_each_step(on_h200):
         ("narrow", ASYNC_DRAFTING_SCHEDULER, True),
         ("adaptive", ASYNC_DRAFTING_SCHEDULER, True),
         ("adaptive, in turn", DRAFTING_SCHEDULER, False),
-        ("adaptive, another scheduler", THEIRS, False),
+        ("adaptive, named scheduler", DRAFTING_SCHEDULER, False),
+        ("fixed, another scheduler", THEIRS, True),
         ("lookup", DRAFTING_SCHEDULER, False),
         ("renewed", DRAFTING_SCHEDULER, False),
     ):
         start = on_h200[name]
         assert (start["scheduler"], start["async"]) == (scheduler, is_async), name
     assert "--async-scheduling: drafts are looked up" in on_h200["lookup, ahead"]["refusal"]
+    refusal = on_h200["adaptive, another scheduler"]["refusal"]
+    assert f"--scheduler-cls {THEIRS}" in refusal and DRAFTING_SCHEDULER in refusal
 
 
 def test_remote_drafts_have_no_asynchronous_scheduling(on_h200):
