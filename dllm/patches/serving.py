@@ -179,10 +179,10 @@ class Render(ServingRender):
     """What it returns is for ``/inference/v1/generate``, which takes extra arguments alone."""
 
     async def render_chat_request(
-        self, request: Any, raw_request: Any = None, **options: Any
+        self, request: Any, raw_request: Any = None, *args: Any, **options: Any
     ) -> Any:
         await refuse_fields(type(request), raw_request)
-        return await super().render_chat_request(request, raw_request, **options)
+        return await super().render_chat_request(request, raw_request, *args, **options)
 
     async def render_completion_request(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
