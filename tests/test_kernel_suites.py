@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 ATTENTION = {"tests/attention/attention_kernel_suite.py": 130}
 OTHERS = {
     "tests/drafter/context_kernel_suite.py": 34,
-    "tests/grammar/kernel_suite.py": 22,
+    "tests/grammar/kernel_suite.py": 24,
     "tests/ops/row_stats_kernel_suite.py": 48,
     "tests/ops/tile_product_kernel_suite.py": 26,
 }

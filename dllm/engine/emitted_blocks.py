@@ -13,8 +13,16 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from dllm.grammar.automaton import DEAD, START
 from dllm.grammar.constraint import Constraint, Thoughts
-from dllm.grammar.device import CHUNK, Sizes
-from dllm.grammar.table import MOST_CELLS, MOST_CLASSES, MOST_EDGES, MOST_STATES, Table
+from dllm.grammar.device import CHUNK, LABEL_CHUNK, NOTHING, Sizes
+from dllm.grammar.table import (
+    MOST_CELLS,
+    MOST_CLASSES,
+    MOST_EDGES,
+    MOST_LABELS,
+    MOST_MEMBERS,
+    MOST_STATES,
+    Table,
+)
 from dllm.settings.request import grammar_of
 
 
@@ -84,19 +92,26 @@ def capacity_for(num_requests: int, vocab_size: int) -> Sizes:
     some 300 MB for 64 requests and 262,144 tokens.
     """
     chunks = vocab_size // CHUNK
-    largest = Sizes(0, MOST_CELLS, MOST_STATES, MOST_EDGES, chunks + MOST_CLASSES)
+    label_chunks = MOST_MEMBERS // LABEL_CHUNK + MOST_LABELS
+    parts = MOST_CELLS, MOST_STATES, MOST_EDGES, chunks + MOST_CLASSES, label_chunks
+    largest = Sizes(0, *parts)
     most = Sizes(num_requests, *(2 * size for size in largest[1:]))
     for _ in range(num_requests):
-        most = most.plus(Sizes(0, 1 << 18, 1 << 10, 1 << 14, chunks + 512))
+        most = most.plus(Sizes(0, 1 << 18, 1 << 10, 1 << 14, chunks + 512, 1 << 10))
     return most
 
 
 def with_thoughts(sizes: Sizes, table: Table, thoughts: Thoughts) -> Sizes:
-    """What a table takes at most with thoughts in front: a state, and classes of single tokens."""
+    """What a table takes at most with thoughts in front: a state, and classes of single tokens.
+
+    The state is behind itself and in front of the start. Every label may get the new classes.
+    """
     more = 3 + len(thoughts.forbidden)
     classes = table.num_classes + more
     chunks = len(table.class_of) // CHUNK + more
-    return sizes.plus(Sizes(0, more * sizes.states + classes, 1, classes, chunks))
+    num_labels = len(table.edges.bounds) - 1
+    label_chunks = num_labels * (more // LABEL_CHUNK + 1) + classes // LABEL_CHUNK + 2
+    return sizes.plus(Sizes(0, more * sizes.states + classes, 1, 2, chunks, label_chunks))
 
 
 class GrammarCapacity:
@@ -108,7 +123,7 @@ class GrammarCapacity:
 
     def __init__(self, capacity: Sizes) -> None:
         self._capacity = capacity
-        self._used = Sizes(0, 0, 0, 0, 0)
+        self._used = NOTHING
         self._let_in: dict[str, EmittedText] = {}
         self._count: Counter[Any] = Counter()  # of those, by equal tables
 

@@ -33,6 +33,7 @@ from dllm.engine.thoughts import Thought
 from dllm.grammar.constraint import Constraint, Grammar, SlotGrammar
 from dllm.grammar.device import (
     NO_TABLE,
+    NOTHING,
     OverCapacity,
     PackedTables,
     Paths,
@@ -41,15 +42,15 @@ from dllm.grammar.device import (
     TablePool,
     padded,
 )
-from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
+from dllm.grammar.table import MOST_CLASSES, MOST_LABELS, MOST_STATES, Table
 from dllm.grammar.viterbi import STOPPED, UNLIMITED, Path, budget_of
 from dllm.ops.dispatch import GRAMMAR_PATHS, WRONG_KERNELS
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import grammar_of
 
-# Classes and states of a table with thoughts in front, with a few forbidden tokens.
-LARGEST = MOST_CLASSES + 64, MOST_STATES + 1
+# Classes, labels and states of a table with thoughts in front, with a few forbidden tokens.
+LARGEST = MOST_CLASSES + 64, MOST_LABELS + 2, MOST_STATES + 1
 KEPT_GRAMMARS = 8  # that no request has any more, unpacked
 
 # The scores of some rows of logits: ``[n, V]`` fp32 (``DenoisingAlgorithm.scores_of_texts``).
@@ -265,14 +266,14 @@ class DeviceGrammars(CanvasGrammars):
         vocab_size = vllm_config.model_config.get_vocab_size()
         self._capacity = capacity_for(num_slots, vocab_size)
         self._pool = TablePool(self._capacity, vocab_size, device)
-        self._least = 0, 0  # classes and states that kernels have room for
+        self._least = 0, 0, 0  # classes, labels and states that kernels have room for
 
     def _put(self, slot: int, found: SlotGrammar | None) -> None:
         """The state goes to the device with ``apply_staged_writes``."""
         super()._put(slot, found)
         self._staged[slot] = found.state if found else 0
         # The scheduler lets in no more than there is room for.
-        needed = Sizes(0, 0, 0, 0, 0)
+        needed = NOTHING
         for grammar in self._grammars() if found else ():
             needed = needed.plus(Sizes.of(grammar.canvas.table))
         if not needed.fits(self._capacity):
@@ -301,7 +302,7 @@ class DeviceGrammars(CanvasGrammars):
         try:
             yield
         finally:
-            self._least = 0, 0
+            self._least = 0, 0, 0
             for slot in range(len(self.slots)):
                 self._put(slot, None)
 
@@ -324,7 +325,8 @@ class DeviceGrammars(CanvasGrammars):
         return PreparedTables(
             tables=tables._replace(
                 most_classes=max(tables.most_classes, self._least[0]),
-                most_states=max(tables.most_states, self._least[1]),
+                most_labels=max(tables.most_labels, self._least[1]),
+                most_states=max(tables.most_states, self._least[2]),
             ),
             # A row that only writes a block's KV has logits, but no canvas (`engine.pending`).
             table_of=torch.where(widths > 0, table_of, NO_TABLE),

@@ -1,16 +1,17 @@
 """Tables on a device, and what kernels read and write for canvases under grammars.
 
-With x the logits of a row, and edges from a state r to s by tokens of a class k,
+With x the logits of a row, and edges from a state r to s by the tokens of a label l, which is a set
+of classes (`table.Edges`),
 
-    best[k] = max of x over the tokens of k            class maxima
+    best[l] = max of x over the tokens of l            label maxima, from those of classes
     at[0] = 0 in the canvas's state, else -inf
-    at[p + 1, s] = max over edges e into s of at[p, r] + (best[p, k] - max x[p])
+    at[p + 1, s] = max over edges e into s of at[p, r] + (best[p, l] - max x[p])
     a text that stops before p = at[p, s] + stop[p] + fill[p + 1] + fill[p + 2] + ...    s accepts
 
 The best of at[C] and of the texts that stop is the best path. `viterbi` defines it, and finds it on
 a CPU; `kernels` find the same one, also among nearly equal ones, because paths are sums of at most
-C fp32 numbers in fp64, in one order. Among equals the lowest token, the first edge, the lowest
-state and the earliest stop win.
+C fp32 numbers in fp64, in one order. Among equals the first edge, the lowest class of its label and
+the lowest token of that, the lowest state and the earliest stop win.
 
 Several tables lie in one pool, because rows of one batch have different grammars or none.
 """
@@ -25,7 +26,8 @@ from torch import Tensor
 from dllm.grammar.table import Table
 
 NO_TABLE = -1
-CHUNK = 256  # tokens of one class that a kernel reduces at once
+# What a kernel reduces at once: tokens of one class, and classes of one label.
+CHUNK, LABEL_CHUNK = 256, 16
 
 
 class PackedTables(NamedTuple):
@@ -36,21 +38,26 @@ class PackedTables(NamedTuple):
     accepts: Tensor  # [sum of S] int8
     left: Tensor  # [sum of S] int32
     source: Tensor  # [sum of E] int32
-    kind: Tensor  # [sum of E] int32
+    label: Tensor  # [sum of E] int32
     target: Tensor  # [sum of E] int32
     is_last: Tensor  # [sum of E] int8, the next edge leads elsewhere
     into: Tensor  # [sum of S, plus 1] int32, the first edge into each state
     chunk: Tensor  # [chunks, CHUNK] int32, tokens of one class; the last one is repeated
     chunk_class: Tensor  # [chunks] int32
+    label_chunk: Tensor  # [label chunks, LABEL_CHUNK] int32, classes of one label, likewise
+    chunk_label: Tensor  # [label chunks] int32
     # [T + 1] int32 each: where each table begins.
     first_next: Tensor
     first_state: Tensor
     first_edge: Tensor
     first_chunk: Tensor
+    first_label_chunk: Tensor
     num_classes: Tensor  # [T] int32
     most_classes: int
     most_states: int
     most_chunks: int
+    most_labels: int
+    most_label_chunks: int
 
 
 class Sizes(NamedTuple):
@@ -61,12 +68,15 @@ class Sizes(NamedTuple):
     states: int
     edges: int
     chunks: int
+    label_chunks: int
 
     @classmethod
     def of(cls, table: Table) -> "Sizes":
-        members, starts = table.members
-        num_chunks = int((-(-np.diff(np.append(starts, len(members))) // CHUNK)).sum())
-        return cls(1, table.next.size, len(table.accepts), len(table.edges[0]), num_chunks)
+        edges, (members, starts) = table.edges, table.members
+        num_chunks = _num_chunks(np.append(starts, len(members)), CHUNK).sum()
+        num_label_chunks = _num_chunks(edges.bounds, LABEL_CHUNK).sum()
+        sizes = table.next.size, len(table.accepts), len(edges.source)
+        return cls(1, *sizes, int(num_chunks), int(num_label_chunks))
 
     def plus(self, other: "Sizes") -> "Sizes":
         return Sizes(*(one + more for one, more in zip(self, other, strict=True)))
@@ -76,6 +86,9 @@ class Sizes(NamedTuple):
 
     def fits(self, capacity: "Sizes") -> bool:
         return all(one <= most for one, most in zip(self, capacity, strict=True))
+
+
+NOTHING = Sizes(0, 0, 0, 0, 0, 0)
 
 
 class OverCapacity(ValueError):
@@ -92,7 +105,7 @@ class TablePool:
     def __init__(
         self, capacity: Sizes, vocab_size: int, device: torch.device | str = "cpu"
     ) -> None:
-        if max(capacity.cells, capacity.edges, capacity.chunks) >= 1 << 31:
+        if max(capacity) >= 1 << 31:
             raise OverCapacity(f"{capacity}: the kernels count in 32 bits")
         self.vocab_size = vocab_size
         self._capacity = capacity
@@ -106,24 +119,30 @@ class TablePool:
             accepts=empty(capacity.states, dtype=torch.int8),
             left=empty(capacity.states),
             source=empty(capacity.edges),
-            kind=empty(capacity.edges),
+            label=empty(capacity.edges),
             target=empty(capacity.edges),
             is_last=empty(capacity.edges, dtype=torch.int8),
             into=empty(capacity.states + 1),
             chunk=empty(capacity.chunks, CHUNK),
             chunk_class=empty(capacity.chunks),
+            label_chunk=empty(capacity.label_chunks, LABEL_CHUNK),
+            chunk_label=empty(capacity.label_chunks),
             **{name: empty(capacity.tables + 1) for name in FIRSTS},
             num_classes=empty(capacity.tables),
             most_classes=0,
             most_states=0,
             most_chunks=0,
+            most_labels=0,
+            most_label_chunks=0,
         )
         self._clear()
 
     def _clear(self) -> None:
         self._placed: list[Table] = []
-        self._used = Sizes(0, 0, 0, 0, 0)
-        self._packed = self._packed._replace(most_classes=0, most_states=0, most_chunks=0)
+        self._used = NOTHING
+        self._packed = self._packed._replace(
+            most_classes=0, most_states=0, most_chunks=0, most_labels=0, most_label_chunks=0
+        )
 
     def place(self, tables: Sequence[Table]) -> tuple[PackedTables, list[int]]:
         """(the pool's tables, the numbers of those that were given).
@@ -157,8 +176,10 @@ class TablePool:
         behind = used.plus(sizes)
         if not behind.fits(self._capacity):
             raise OverCapacity(f"{behind} into {self._capacity}")
-        source, kind, target = table.edges
-        chunk, chunk_class = _chunks(table)
+        source, label, target, classes, bounds = table.edges
+        order, starts = table.members
+        chunk, chunk_class = _chunks(order, np.append(starts, len(order)), CHUNK)
+        label_chunk, chunk_label = _chunks(classes, bounds, LABEL_CHUNK)
         is_last = np.append(target[1:] != target[:-1], True)[: len(target)]
         into = used.edges + np.searchsorted(target, np.arange(sizes.states + 1))
         for part, first, values in (
@@ -167,26 +188,28 @@ class TablePool:
             (packed.accepts, used.states, table.accepts),
             (packed.left, used.states, table.left),
             (packed.source, used.edges, source),
-            (packed.kind, used.edges, kind),
+            (packed.label, used.edges, label),
             (packed.target, used.edges, target),
             (packed.is_last, used.edges, is_last),
             (packed.into, used.states, into),
             (packed.chunk, used.chunks, chunk),
             (packed.chunk_class, used.chunks, chunk_class),
+            (packed.label_chunk, used.label_chunks, label_chunk),
+            (packed.chunk_label, used.label_chunks, chunk_label),
             (packed.num_classes, used.tables, [table.next.shape[1]]),
             (packed.first_next, used.tables, [used.cells, behind.cells]),
             (packed.first_state, used.tables, [used.states, behind.states]),
             (packed.first_edge, used.tables, [used.edges, behind.edges]),
             (packed.first_chunk, used.tables, [used.chunks, behind.chunks]),
+            (packed.first_label_chunk, used.tables, [used.label_chunks, behind.label_chunks]),
         ):
             narrow = np.int8 if part.dtype == torch.int8 else np.int32
             _put(np.asarray(values, narrow), part[first : first + len(values)])
         self._used = behind
-        self._packed = packed._replace(
-            most_classes=max(packed.most_classes, table.next.shape[1]),
-            most_states=max(packed.most_states, sizes.states),
-            most_chunks=max(packed.most_chunks, sizes.chunks),
-        )
+        of_table = table.num_classes, sizes.states, sizes.chunks, len(bounds) - 1
+        for name, size in zip(MOST, (*of_table, sizes.label_chunks), strict=True):
+            packed = packed._replace(**{name: max(getattr(packed, name), size)})
+        self._packed = packed
 
 
 def _put(values: np.ndarray, target: Tensor) -> None:
@@ -195,27 +218,33 @@ def _put(values: np.ndarray, target: Tensor) -> None:
     target.copy_(on_host.pin_memory() if target.is_cuda else on_host, non_blocking=True)
 
 
-FIRSTS = ("first_next", "first_state", "first_edge", "first_chunk")
+FIRSTS = ("first_next", "first_state", "first_edge", "first_chunk", "first_label_chunk")
+MOST = ("most_classes", "most_states", "most_chunks", "most_labels", "most_label_chunks")
 
 
 def pack(tables: Sequence[Table], device: torch.device | str = "cpu") -> PackedTables:
     """Tables of one vocabulary, at least one, in this order and in a pool of their size."""
-    capacity = Sizes(0, 0, 0, 0, 0)
+    capacity = NOTHING
     for table in tables:
         capacity = capacity.plus(Sizes.of(table))
     return TablePool(capacity, len(tables[0].class_of), device).place(tables)[0]
 
 
-def _chunks(table: Table) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens ``[chunks, CHUNK]``, the class of each chunk)."""
-    order, starts = table.members
-    sizes = np.diff(np.append(starts, len(order)))
-    num_chunks = -(-sizes // CHUNK)
-    classes = np.repeat(np.arange(len(sizes)), num_chunks)
-    within = np.arange(len(classes)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
-    offset = within[:, None] * CHUNK + np.arange(CHUNK)
-    at = starts[classes][:, None] + np.minimum(offset, sizes[classes][:, None] - 1)
-    return order[at].reshape(-1, CHUNK), classes
+def _num_chunks(bounds: np.ndarray, size: int) -> np.ndarray:
+    return -(-np.diff(bounds) // size)
+
+
+def _chunks(members: np.ndarray, bounds: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(members ``[chunks, size]`` of one group each, the group of each chunk).
+
+    Args:
+        bounds: ``[groups + 1]``, where each group begins in ``members``, and the last one ends.
+    """
+    num_chunks = _num_chunks(bounds, size)
+    groups = np.repeat(np.arange(len(num_chunks)), num_chunks)
+    within = np.arange(len(groups)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    at = bounds[groups][:, None] + within[:, None] * size + np.arange(size)
+    return members[np.minimum(at, bounds[groups + 1][:, None] - 1)].reshape(-1, size), groups
 
 
 class Ends(NamedTuple):

@@ -20,7 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm.grammar import automaton, viterbi
-from dllm.grammar.class_maxima import HIGHEST, NO_TABLE, ClassMaxima, class_maxima
+from dllm.grammar.class_maxima import (
+    HIGHEST,
+    NO_TABLE,
+    ClassMaxima,
+    LabelMaxima,
+    class_maxima,
+    label_maxima,
+)
 from dllm.grammar.device import Ends, PackedTables, Paths, Searches, ends, pointers
 
 DEAD = tl.constexpr(automaton.DEAD)
@@ -70,8 +77,9 @@ def write_paths(
     row_of = canvases.row_of
     table_of, its_stops = canvases.table[row_of], stops[row_of]
     maxima = class_maxima(scores, tables, table_of)
+    labels = label_maxima(maxima, tables, table_of)
     found = ends(scores, scores.argmax(dim=1), its_stops, fillers[row_of])
-    paths = best_paths_kernels(maxima, found, tables, canvases, cut)
+    paths = best_paths_kernels(maxima, labels, found, tables, canvases, cut)
     places = torch.arange(len(row_of), device=logits.device) - canvases.first_row[row_of]
     budgets = (canvases.budget[row_of] - places).int()
     goes_on = places < canvases.thoughts_end[row_of]
@@ -80,7 +88,12 @@ def write_paths(
 
 
 def best_paths_kernels(
-    maxima: ClassMaxima, found: Ends, tables: PackedTables, canvases: Searches, cut: PathTiles
+    maxima: ClassMaxima,
+    labels: LabelMaxima,
+    found: Ends,
+    tables: PackedTables,
+    canvases: Searches,
+    cut: PathTiles,
 ) -> Paths:
     """The allowed text with the highest score on each canvas.
 
@@ -106,8 +119,8 @@ def best_paths_kernels(
     inputs = found, pointers(canvases), pointers(tables)
     _read_kernel[(num_canvases,)](*inputs, is_text, paths, tables.class_of.shape[1], num_warps=1)
     _search_kernel[(num_canvases,)](
-        *inputs, is_text, paths, maxima, kept,
-        maxima.best.shape[1], shape[1], tables.most_states,
+        *inputs, is_text, paths, maxima.token, labels, kept,
+        maxima.token.shape[1], labels.best.shape[1], shape[1], tables.most_states,
         BLOCK=cut.edges, num_warps=cut.num_warps,
     )  # fmt: skip
     return paths
@@ -164,10 +177,10 @@ def _finite(score):
     return tl.where(score > LOWEST, score.to(tl.float64), WORST)  # also for NaN
 
 
-@triton.jit(do_not_specialize=["most_classes", "num_places_kept", "most_states"])
+@triton.jit(do_not_specialize=["most_classes", "most_labels", "num_places_kept", "most_states"])
 def _search_kernel(
-    found, canvases, tables, is_text, paths, maxima, kept,
-    most_classes, num_places_kept, most_states, BLOCK: tl.constexpr,
+    found, canvases, tables, is_text, paths, class_token, labels, kept,
+    most_classes, most_labels, num_places_kept, most_states, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find and write the best path of one canvas whose likeliest tokens are no text.
 
@@ -201,7 +214,7 @@ def _search_kernel(
         tl.store(accepted + place, highest)
         tl.store(accepted_state + place, which)
         top = tl.load(found.peak + row + place)
-        of_row = maxima.best + (row + place) * most_classes
+        of_row = labels.best + (row + place) * most_labels
         no_longer = tl.where(place < last_thought, -1, thinking)
         held_behind = tl.where(place == last_thought, thinking, -1)
         carried = tl.full((), float("-inf"), tl.float64)
@@ -211,7 +224,7 @@ def _search_kernel(
             is_edge = edge < high_edge
             to = tl.load(tables.target + edge, mask=is_edge, other=-3)
             origin = tl.load(tables.source + edge, mask=is_edge, other=0)
-            weight = tl.load(of_row + tl.load(tables.kind + edge, mask=is_edge, other=0)) - top
+            weight = tl.load(of_row + tl.load(tables.label + edge, mask=is_edge, other=0)) - top
             is_held = (origin == held_behind) & (to != thinking)
             weight = tl.where(is_held, 0.0, _finite(weight))
             value = tl.where(is_edge, tl.load(here + origin) + weight, float("-inf"))
@@ -252,7 +265,7 @@ def _search_kernel(
         if place < stop_place:
             here = at + place * most_states
             top = tl.load(found.peak + row + place)
-            of_row = (row + place) * most_classes
+            of_row = (row + place) * most_labels
             held_behind = tl.where(place == last_thought, thinking, -1)
             low = tl.load(tables.into + first + state)
             high = tl.load(tables.into + first + state + 1)
@@ -262,8 +275,8 @@ def _search_kernel(
                 edge = begin + lane
                 is_edge = edge < high
                 origin = tl.load(tables.source + edge, mask=is_edge, other=0)
-                kind = tl.load(tables.kind + edge, mask=is_edge, other=0)
-                weight = tl.load(maxima.best + of_row + kind) - top
+                label = tl.load(tables.label + edge, mask=is_edge, other=0)
+                weight = tl.load(labels.best + of_row + label) - top
                 is_held = (origin == held_behind) & (state != thinking)
                 value = tl.load(here + origin) + tl.where(is_held, 0.0, _finite(weight))
                 value = tl.where(is_edge, value, float("-inf"))
@@ -271,7 +284,8 @@ def _search_kernel(
                 earliest = tl.min(tl.where(value == largest, edge, HIGHEST), axis=0)
                 chosen = tl.where(largest > highest, earliest, chosen)
                 highest = tl.where(largest > highest, largest, highest)
-            token = tl.load(maxima.token + of_row + tl.load(tables.kind + chosen))
+            kind = tl.load(labels.kind + of_row + tl.load(tables.label + chosen))
+            token = tl.load(class_token + (row + place) * most_classes + kind)
             tl.store(paths.tokens + row + place, token.to(tl.int64))
             state = tl.load(tables.source + chosen)
             tl.store(paths.states + row + place, state)

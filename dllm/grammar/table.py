@@ -9,9 +9,11 @@ word without its last byte, and then that byte's. Few of the maps are different,
 once for all words that share it, along the tree of the beginnings of all words.
 """
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,13 +26,32 @@ MOST_STATES = 4096
 # Entries of all maps together, int16 each.
 MOST_MAP_ENTRIES = 1 << 25
 MOST_EDGES = 1 << 17  # every denoise step follows all of them, at each position of a canvas
+MOST_LABELS = 1 << 12
+MOST_MEMBERS = 1 << 18  # classes of all labels together
 MOST_CELLS = 1 << 22  # states times classes
 MOST_CLASSES = 1 << 12
 
 
+class Edges(NamedTuple):
+    """Which states lead to which: E pairs, sorted by the second state and then by the first.
+
+    The label of a pair is the set of classes that lead along it. L labels are different.
+    """
+
+    source: np.ndarray  # [E] int64
+    label: np.ndarray  # [E] int64
+    target: np.ndarray  # [E] int64
+    members: np.ndarray  # [M] int64, the classes of each label side by side, ascending
+    bounds: np.ndarray  # [L + 1] int64, where each label begins, and the last one ends
+
+    def classes(self, label: int) -> np.ndarray:
+        """The classes of a label."""
+        return self.members[self.bounds[label] : self.bounds[label + 1]]
+
+
 @dataclass(frozen=True)
 class Table:
-    """States are numbered from 0, the start; S of them, K classes, E edges.
+    """States are numbered from 0, the start; S of them, K classes.
 
     Attributes:
         class_of: ``[V]`` int32, the class of each token; -1 for those that are in no text.
@@ -99,12 +120,24 @@ class Table:
         return cls(class_of.astype(np.int32), following.astype(np.int32), accepts, left)
 
     @cached_property
-    def edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(from, class, to), ``[E]`` each, sorted by where they lead."""
+    def edges(self) -> Edges:
         source, kind = np.nonzero(self.next != DEAD)
-        target = self.next[source, kind]
+        target = self.next[source, kind].astype(np.int16)  # which numpy sorts in linear time
         order = np.argsort(target, kind="stable")
-        return source[order], kind[order], target[order]
+        source, kind, target = source[order], kind[order], target[order].astype(np.int64)
+        is_first = (np.diff(source, prepend=-1) != 0) | (np.diff(target, prepend=-1) != 0)
+        first = np.flatnonzero(is_first)
+        numbers: dict[bytes, int] = {}
+        label = np.array(
+            [
+                numbers.setdefault(kind[low:high].tobytes(), len(numbers))
+                for low, high in itertools.pairwise([*first.tolist(), len(kind)])
+            ],
+            dtype=np.int64,
+        )
+        members = np.frombuffer(b"".join(numbers), dtype=kind.dtype)
+        bounds = np.cumsum([0, *(len(one) // kind.itemsize for one in numbers)])
+        return Edges(source[first], label, target[first], members, bounds)
 
     @cached_property
     def members(self) -> tuple[np.ndarray, np.ndarray]:
@@ -164,18 +197,24 @@ def by_tokens(states: ByteTable, vocabulary: Vocabulary, marks: Sequence[int] = 
             f"allowed: a product of {MOST_CELLS:,}. Make it smaller: fewer choices and patterns."
         )
     following = following[:, first].astype(np.int32)
-    num_edges = int((following != DEAD).sum())
-    if num_edges > MOST_EDGES:
-        raise Unsupported(
-            f"The grammar has {num_edges:,} ways from state to state; allowed: {MOST_EDGES:,}. "
-            "Make it smaller: fewer choices and patterns."
-        )
-    return Table(
+    table = Table(
         class_of=class_of_kind[kind_of],
         next=following,
         accepts=accepts,
         left=steps_to_end(following, accepts),
     )
+    edges = table.edges
+    for what, number, most in (
+        ("pairs of states, one behind the other", len(edges.source), MOST_EDGES),
+        ("sets of tokens that lead from state to state", len(edges.bounds) - 1, MOST_LABELS),
+        ("kinds of tokens in such sets", len(edges.members), MOST_MEMBERS),
+    ):
+        if number > most:
+            raise Unsupported(
+                f"The grammar has {number:,} {what}; allowed: {most:,}. Make it smaller: fewer "
+                "choices and patterns."
+            )
+    return table
 
 
 def _of_marks(states: ByteTable, words: Sequence[bytes]) -> tuple[ByteTable, list[np.ndarray]]:

@@ -11,7 +11,7 @@ state of a table, ``constraint``) end at a given place at the latest. The token 
 costs nothing: else a path would rather end them at any earlier place where it is a bit likelier.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,16 +76,17 @@ class Canvas:
         self.stops = np.array(sorted(stops), dtype=np.int64)
         self.fillers = np.array(sorted({*stops, *fillers}), dtype=np.int64)
         self._is_stop = frozenset(stops)
-        source, kind, target = table.edges
-        can_end = table.left[target] < NEVER
+        edges = table.edges
+        can_end = table.left[edges.target] < NEVER
         self._thinking = len(table.accepts) - 1  # if there are thoughts
-        self._source, self._kind, target = source[can_end], kind[can_end], target[can_end]
+        self._source, self._label = edges.source[can_end], edges.label[can_end]
+        target = edges.target[can_end]
         # Edges come sorted by target: one segment for each state that has any.
         self._reached, self._segment = np.unique(target, return_index=True)
         self._segment_end = np.append(self._segment[1:], len(target))
-        # Of the token that ends thoughts, which is in no answer.
+        # Of the token that ends thoughts, which is in no answer, nor in another label.
         ends_thoughts = (self._source == self._thinking) & (target != self._thinking)
-        self._end_of_thoughts = self._kind[ends_thoughts]
+        self._end_of_thoughts = self._label[ends_thoughts]
         self._segment_of = np.full(len(table.accepts), -1)
         self._segment_of[self._reached] = np.arange(len(self._reached))
         self._accepting = np.flatnonzero(table.accepts)
@@ -180,18 +181,21 @@ class Canvas:
     def _search(
         self, scores: np.ndarray, likeliest: np.ndarray, state: int, budget: int, thoughts_end: int
     ) -> Path:
-        num_places, table = len(scores), self.table
+        num_places, edges = len(scores), self.table.edges
         best = np.take_along_axis(scores, likeliest[:, None], axis=1)
-        order, starts = table.members
+        order, starts = self.table.members
         # [C, K]; row by row, because a copy of all rows in the order of classes is much slower.
         by_class = np.stack([np.maximum.reduceat(np.take(row, order), starts) for row in scores])
         by_class -= best
-        by_class = _finite(by_class)
+        by_class[np.isnan(by_class)] = -np.inf
+        first = edges.bounds[:-1]
+        of_labels = [np.maximum.reduceat(np.take(row, edges.members), first) for row in by_class]
+        by_label = _finite(np.stack(of_labels))  # [C, L]
         if thoughts_end < num_places:
-            by_class[thoughts_end, self._end_of_thoughts] = 0.0
+            by_label[thoughts_end, self._end_of_thoughts] = 0.0
         stop = _finite(scores[:, self.stops].max(axis=1) - best[:, 0])
         filled = _finite(scores[:, self.fillers].max(axis=1) - best[:, 0])
-        at = self._forward(by_class, state, budget, thoughts_end)  # [C + 1, S]
+        at = self._forward(by_label, state, budget, thoughts_end)  # [C + 1, S]
         # A text that stops at a place: what led there, the stop, and what fills the rest.
         rest = np.append(np.cumsum(filled[:0:-1])[::-1], 0.0)
         ending = at[:num_places, self._accepting].max(axis=1, initial=-np.inf) + stop + rest
@@ -204,19 +208,20 @@ class Canvas:
             tokens[place] = self.stops[scores[place, self.stops].argmax()]
         else:
             place, score = num_places, at[num_places, last]
-        self._trace(scores, by_class, at, place, last, tokens, states)
+        labels = self._trace(by_label, at, place, last, states)
+        tokens[:place] = [*self._tokens_of(labels, by_class, scores)]
         return Path(tokens, states, float(score))
 
     def _forward(
-        self, by_class: np.ndarray, state: int, budget: int, thoughts_end: int
+        self, by_label: np.ndarray, state: int, budget: int, thoughts_end: int
     ) -> np.ndarray:
         """``[C + 1, S]`` fp64: the score of the best path to each state, before each position."""
-        num_places, left = len(by_class), self.table.left
+        num_places, left = len(by_label), self.table.left
         at = np.full((num_places + 1, len(left)), -np.inf)
         at[0, state] = 0.0
         for place in range(num_places):
-            arriving = at[place, self._source]
-            arriving += by_class[place, self._kind]
+            arriving = np.take(at[place], self._source)
+            arriving += np.take(by_label[place], self._label)
             at[place + 1, self._reached] = np.maximum.reduceat(arriving, self._segment)
             if self._longest > budget - place - 1:
                 at[place + 1, left > budget - place - 1] = -np.inf
@@ -225,27 +230,31 @@ class Canvas:
         return at
 
     def _trace(
-        self,
-        scores: np.ndarray,
-        by_class: np.ndarray,
-        at: np.ndarray,
-        place: int,
-        state: int,
-        tokens: np.ndarray,
-        states: np.ndarray,
-    ) -> None:
-        """Write the path that leads to ``state`` before ``place``, from its end to its start."""
-        order, starts = self.table.members
-        ends = np.append(starts[1:], len(order))
+        self, by_label: np.ndarray, at: np.ndarray, place: int, state: int, states: np.ndarray
+    ) -> list[int]:
+        """Write the path that leads to ``state`` before ``place``; returns its labels."""
         states[place] = state
+        labels = []
         for before in range(place - 1, -1, -1):
             segment = self._segment_of[states[before + 1]]
             low, high = self._segment[segment], self._segment_end[segment]
-            through = at[before, self._source[low:high]] + by_class[before, self._kind[low:high]]
+            through = at[before, self._source[low:high]] + by_label[before, self._label[low:high]]
             edge = low + through.argmax()
-            some = order[starts[self._kind[edge]] : ends[self._kind[edge]]]
-            tokens[before] = some[scores[before, some].argmax()]
+            labels.append(int(self._label[edge]))
             states[before] = self._source[edge]
+        return labels[::-1]
+
+    def _tokens_of(
+        self, labels: list[int], by_class: np.ndarray, scores: np.ndarray
+    ) -> Iterator[int]:
+        """The best token of the best class of each label."""
+        order, starts = self.table.members
+        ends = np.append(starts[1:], len(order))
+        for place, label in enumerate(labels):
+            classes = self.table.edges.classes(label)
+            best = classes[by_class[place, classes].argmax()]
+            some = order[starts[best] : ends[best]]
+            yield int(some[scores[place, some].argmax()])
 
 
 def _finite(scores: np.ndarray) -> np.ndarray:

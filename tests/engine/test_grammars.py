@@ -21,8 +21,8 @@ from dllm.engine.emitted_blocks import EmittedText, GrammarCapacity
 from dllm.engine.grammars import DeviceGrammars, HostGrammars
 from dllm.engine.warm_up import canvas_batch
 from dllm.grammar.constraint import Constraint
-from dllm.grammar.device import Sizes
-from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
+from dllm.grammar.device import NOTHING, Sizes
+from dllm.grammar.table import MOST_CLASSES, MOST_LABELS, MOST_STATES, Table
 from dllm.grammar.viterbi import Canvas
 from dllm.patches.grammars import _begin
 from dllm.settings.request import with_grammar
@@ -147,7 +147,8 @@ def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
     seen = []
 
     def write(logits, scores, rows, prepared):
-        seen.append((prepared.tables.most_classes, prepared.tables.most_states))
+        tables = prepared.tables
+        seen.append((tables.most_classes, tables.most_labels, tables.most_states))
         return DeviceGrammars.write_(on_device, logits, scores, rows, prepared)
 
     on_device.write_ = write
@@ -155,7 +156,8 @@ def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
     batch = canvas_batch(runner.input_buffers, runner.max_num_reqs, runner.num_speculative_steps)
     hidden = torch.zeros(batch.num_draft_tokens, state.model_config.get_hidden_size())
     sampler.profile(runner.model.compute_logits(hidden), batch)
-    assert seen and seen[0] >= (MOST_CLASSES, MOST_STATES)
+    most = MOST_CLASSES, MOST_LABELS, MOST_STATES
+    assert seen and all(size >= least for size, least in zip(seen[0], most, strict=True))
     assert on_device.prepare.__func__ is DeviceGrammars.prepare
 
 
@@ -179,8 +181,8 @@ def test_requests_wait_for_room_for_their_tables(engine, monkeypatch):
     )
     assert engine.generate([prompt(12)] * 4, asked) == expected
     assert set(held) == {1}
-    assert not tables._count and tables._used == Sizes(0, 0, 0, 0, 0)
-    nothing = GrammarCapacity(Sizes(0, 0, 0, 0, 0))
+    assert not tables._count and tables._used == NOTHING
+    nothing = GrammarCapacity(NOTHING)
     monkeypatch.setattr(scheduler, "_grammar_capacity", nothing)
     large, free = engine.outputs([prompt(12)] * 2, [asked[0], params(None, max_tokens=4)])
     assert large.outputs[0].finish_reason == "error"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dllm.grammar import kernels
-from dllm.grammar.class_maxima import ClassMaxima, class_maxima
+from dllm.grammar.class_maxima import ClassMaxima, class_maxima, label_maxima
 from dllm.grammar.device import NO_TABLE, Searches, pack
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import OTHER_THAN_FIXED, STOPPED, Canvas
@@ -42,9 +42,9 @@ def on_device(parts):
     return type(parts)._make(moved)
 
 
-def maxima_of(made: Batch, chunks: int = 2) -> ClassMaxima:
+def maxima_of(made: Batch, members: int = 512) -> ClassMaxima:
     tables = on_device(made.tables)
-    found = class_maxima(made.logits.to(DEVICE), tables, made.table_of.to(DEVICE), chunks)
+    found = class_maxima(made.logits.to(DEVICE), tables, made.table_of.to(DEVICE), members)
     return ClassMaxima(*(part.cpu() for part in found))
 
 
@@ -62,14 +62,43 @@ def assert_maxima(found: ClassMaxima, made: Batch) -> None:
                 assert found.best[row, kind] == x.max()
 
 
-@pytest.mark.parametrize("chunks", [2, 8])
+@pytest.mark.parametrize("members", [512, 2048])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_class_maxima(dtype, chunks):
+def test_class_maxima(dtype, members):
     made = batch(1, dtype=dtype)
     made.logits[3, 50:120] = math.nan
     made.logits[5] = math.nan
     made.logits[6] = -math.inf
-    assert_maxima(maxima_of(made, chunks), made)
+    assert_maxima(maxima_of(made, members), made)
+
+
+@pytest.mark.parametrize("members", [32, 4096])
+def test_label_maxima(members):
+    """By hand: the lowest of equal classes wins."""
+    made = batch(1)
+    made.logits[:] = made.logits.round()
+    made.logits[5] = -math.inf
+    maxima, table_of = maxima_of(made), made.table_of.to(DEVICE)
+    found = label_maxima(on_device(maxima), on_device(made.tables), table_of, members)
+    num_ties = 0
+    for row, which in enumerate(made.table_of.tolist()):
+        labels = [] if which == NO_TABLE else labels_of(unpacked(made.tables, which))
+        for label in range(made.tables.most_labels):
+            best, kind = float(found.best[row, label]), int(found.kind[row, label])
+            if label >= len(labels):
+                assert (best, kind) == (-math.inf, -1)
+                continue
+            x = maxima.best[row].numpy()[labels[label]]
+            tied = labels[label][x == x.max()]
+            num_ties += len(tied) > 1
+            assert (best, kind) == (float(x.max()), tied[0])
+    assert num_ties > 10
+
+
+def labels_of(table: Table) -> list[np.ndarray]:
+    """The classes of each label."""
+    edges = table.edges
+    return [edges.classes(label) for label in range(len(edges.bounds) - 1)]
 
 
 def test_class_maxima_of_strided_rows():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dllm.grammar.device import OverCapacity, PackedTables, Sizes, TablePool, pack
+from dllm.grammar.device import MOST, OverCapacity, PackedTables, Sizes, TablePool, pack
 from tests.support.grammars import GRAMMARS, WORDS, table
 
 
@@ -21,10 +21,12 @@ def test_a_pool_holds_what_fits_and_makes_room():
     for name, expected in parts(pack([three, two])):
         found = getattr(packed, name)[: len(expected)]
         assert torch.equal(found[: len(expected)], expected), name
-    assert [packed.most_classes, packed.most_states, packed.most_chunks] == [
+    assert [getattr(packed, name) for name in MOST] == [
         max(two.num_classes, three.num_classes),
         max(len(two.accepts), len(three.accepts)),
         max(sizes[1].chunks, sizes[2].chunks),
+        max(len(two.edges.bounds), len(three.edges.bounds)) - 1,
+        max(sizes[1].label_chunks, sizes[2].label_chunks),
     ]
     with pytest.raises(OverCapacity):
         pool.place([one, two, three])
@@ -37,7 +39,7 @@ def parts(packed: PackedTables) -> list[tuple[str, torch.Tensor]]:
     return [(name, part) for name, part in fields if isinstance(part, torch.Tensor)]
 
 
-@pytest.mark.parametrize("part", ["cells", "edges", "chunks"])
+@pytest.mark.parametrize("part", ["cells", "edges", "chunks", "label_chunks"])
 def test_a_pool_beyond_what_kernels_count_is_refused(part):
     with pytest.raises(OverCapacity, match="32 bits"):
-        TablePool(Sizes(1, 1, 1, 1, 1)._replace(**{part: 1 << 31}), 1, "meta")
+        TablePool(Sizes(1, 1, 1, 1, 1, 1)._replace(**{part: 1 << 31}), 1, "meta")

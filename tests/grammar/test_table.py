@@ -55,6 +55,19 @@ def test_it_allows_the_tokens_that_the_automaton_allows(name):
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
+def test_edges_are_what_follows(name):
+    found, _ = table(*GRAMMARS[name], most_states=300)
+    edges, following = found.edges, np.full_like(found.next, DEAD)
+    for source, label, target in zip(edges.source, edges.label, edges.target, strict=True):
+        following[source, edges.classes(label)] = target
+    np.testing.assert_array_equal(following, found.next)
+    pairs = [*zip(edges.target.tolist(), edges.source.tolist(), strict=True)]
+    assert pairs == sorted(set(pairs))
+    labels = [edges.classes(label).tobytes() for label in range(len(edges.bounds) - 1)]
+    assert len(set(labels)) == len(labels) == len(set(edges.label.tolist()))
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
 def test_every_state_leads_to_an_end(name):
     found, _ = table(*GRAMMARS[name], most_states=300)
     assert (found.left < NEVER).all()

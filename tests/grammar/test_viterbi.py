@@ -125,6 +125,46 @@ def test_through_fixed_tokens_it_is_the_best_of_their_texts(name):
     assert searched > 20
 
 
+def by_classes(found: Table, scores: np.ndarray, budget: int) -> tuple[list[int], float]:
+    """(tokens, score) of the best path over all classes and states, that ends nowhere.
+
+    Among equals the lowest state, then the lowest class, then the lowest token.
+    """
+    relative = scores - scores.max(axis=1, keepdims=True)
+    order, starts = found.members
+    tokens = np.split(order, starts[1:])
+    weights = np.stack([relative[:, some].max(axis=1) for some in tokens], axis=1)
+    at = [np.where(np.arange(len(found.accepts)) == 0, 0.0, -np.inf)]
+    for place, weight in enumerate(weights):
+        through = np.where(found.next >= 0, at[-1][:, None] + weight, -np.inf)
+        behind = np.full(len(found.accepts), -np.inf)
+        np.maximum.at(behind, found.next, through)
+        behind[found.left > budget - place - 1] = -np.inf
+        at.append(behind)
+    state, path = int(at[-1].argmax()), []
+    for place in reversed(range(len(scores))):
+        through = at[place][:, None] + weights[place]
+        before = np.argwhere((found.next == state) & (through == at[place + 1][state]))[0]
+        some = tokens[before[1]]
+        path.append(int(some[scores[place, some].argmax()]))
+        state = int(before[0])
+    return path[::-1], float(at[-1].max())
+
+
+@pytest.mark.parametrize("name", ["person", "short text", "list", "words"])
+def test_labels_find_the_path_that_classes_find(name):
+    """Also among equals: half of the scores are whole numbers."""
+    rng = np.random.default_rng(0)
+    found, _ = table(*GRAMMARS[name], most_states=300)
+    for trial in range(8):
+        scores = rng.normal(0, 3, (int(rng.integers(2, 20)), len(WORDS))).astype(np.float32)
+        scores = scores.round() if trial % 2 else scores
+        scores[:, [STOP, PADDING]] = -1e9
+        budget = int(found.left[0]) + 30
+        path = Canvas(found, STOPS).best_path(scores, 0, budget)
+        assert (path.tokens.tolist(), path.score) == by_classes(found, scores, budget)
+
+
 def test_where_positions_are_independent_it_is_the_best_of_each():
     found, _ = table("regex", "[a-z]*")
     scores = np.random.default_rng(1).normal(0, 3, (12, len(WORDS)))
@@ -167,6 +207,13 @@ def test_there_is_room_for_the_stop_if_the_text_can_be_shorter():
             scores[:tokens_left], 0, budget_of(found, 0, tokens_left)
         )
         assert bool(path.states[-1] == STOPPED) is stops, tokens_left
+
+
+def test_the_only_text_may_be_empty():
+    found, _ = table("regex", "")
+    assert not len(found.edges.source)
+    path = Canvas(found, STOPS).best_path(np.zeros((3, len(WORDS))), 0, 3)
+    assert path.tokens[0] == STOP and (path.states[1:] == STOPPED).all()
 
 
 def test_padding_behind_the_end_costs_nothing():

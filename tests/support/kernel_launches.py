@@ -28,7 +28,7 @@ from dllm.attention.planning import plan_attention
 from dllm.attention.tuning import TileConfig, tile_config
 from dllm.attention.visible_pages import VisiblePages
 from dllm.grammar import kernels as grammar
-from dllm.grammar.device import CHUNK, PackedTables, Searches
+from dllm.grammar.device import CHUNK, LABEL_CHUNK, PackedTables, Searches
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats, tile_width
 from dllm.ops.row_stats_gpu import row_stats_kernels
@@ -178,12 +178,13 @@ def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
     """Canvases under grammars of any sizes."""
     canvases, tables = rng.randint(1, 20), rng.randint(1, 5)
     rows = sum(rng.randint(1, CANVAS) for _ in range(canvases))
-    states, classes, edges, chunks = (rng.randint(1, 5000) for _ in range(4))
+    states, classes, edges, chunks, labels = (rng.randint(1, 5000) for _ in range(5))
     packed = PackedTables(
         ints(tables, VOCAB), ints(states * classes), meta(states, dtype=torch.int8), ints(states),
         ints(edges), ints(edges), ints(edges), meta(edges, dtype=torch.int8), ints(states + 1),
-        ints(chunks, CHUNK), ints(chunks), *(ints(tables + 1) for _ in range(4)),
-        ints(tables), classes, states, chunks,
+        ints(chunks, CHUNK), ints(chunks), ints(labels, LABEL_CHUNK), ints(labels),
+        *(ints(tables + 1) for _ in range(5)), ints(tables),
+        classes, states, chunks, labels, labels,
     )  # fmt: skip
     cut, logits = grammar.PathTiles(), meta(rows, VOCAB, dtype=dtype)
     row_of = torch.zeros(rows, dtype=torch.int64, device="meta")
