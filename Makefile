@@ -1,11 +1,12 @@
-# make serve | test | test-all | test-next | contract-next | check | bench | bench-compare |
-#      kernels | setup | setup-dev | setup-quant | setup-dynamo | setup-all | smollm2 | lm_eval |
-#      chromium | lock | release | container | clean
+# make serve | test | test-all | test-next | test-vllm | test-vllm-next | contract-next | check |
+#      bench | bench-compare | kernels | setup | setup-dev | setup-quant | setup-dynamo |
+#      setup-all | smollm2 | lm_eval | chromium | lock | release | container | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
 #   HOST, PORT, MODEL, ARGS   of `make serve`; ARGS goes to `vllm serve` as it is
-#   NEXT      of `make test-next`: the version of vLLM
+#   NEXT      of `make test-next` and its like: the version of vLLM
+#   PART      of `make test-vllm`: whole, or short, which takes a few minutes
 #   WORKERS   of `make test`: processes that run tests at once; one starts every engine once
 #   BASE      of `make bench-compare`: the commit that HEAD is compared with
 #   TRITON    of `make kernels`: the version that compiles our kernels, for instance 3.6.0
@@ -23,6 +24,8 @@ BIN     := $(VENV)/bin
 QUANT   := .venv-quant
 DYNAMO  := .venv-dynamo
 NEXT    ?= 0.33.0
+VLLM    := 0.32.0
+PART    ?= whole
 RELEASE := .venv-release
 # Nothing is compiled to bytecode ahead: that takes longer than all the rest, for files rarely run.
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
@@ -38,7 +41,7 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-quant setup-dynamo setup-all smollm2 lm_eval chromium serve test test-all test-next contract-next check lint types \
+.PHONY: help setup setup-dev setup-quant setup-dynamo setup-all smollm2 lm_eval chromium serve test test-all test-next test-vllm test-vllm-next contract-next check lint types \
         bench bench-compare kernels lock release container clean
 
 help:
@@ -171,6 +174,29 @@ ON_NEXT = PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$(NEXT):$(CURDIR)
 
 test-next: $(VENV)/.vllm-$(NEXT)
 	$(ON_NEXT) $(MAKE) test-all
+
+# vLLM's own tests with our checkpoints (tests/vllm_suite).
+test-vllm: setup-dev
+	@if $(MAKE) $(VENV)/.vllm-tests-$(VLLM); then \
+	    $(BIN)/python tests/vllm_suite/run.py $(VENV)/vllm-tests-$(VLLM) --part $(PART) $(ARGS); \
+	elif [ -z "$$CI" ]; then \
+	    echo "Skipped: pip did not get vLLM's sources, which hold its tests; it needs a package index."; \
+	else exit 1; fi
+
+test-vllm-next: $(VENV)/.vllm-$(NEXT)
+	$(ON_NEXT) $(MAKE) test-vllm VLLM=$(NEXT)
+
+# vLLM's sources are not built: pip asks them for their metadata alone, for which they need a few tools.
+$(VENV)/.vllm-tests-%: requirements/vllm_tests.txt $(VENV)/.locked
+	rm -rf $(VENV)/vllm-tests-$*
+	$(PIP) --target $(VENV)/vllm-tests-$*/tools -r requirements/vllm_tests.txt
+	PYTHONPATH=$(CURDIR)/$(VENV)/vllm-tests-$*/tools VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
+	    $(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps \
+	    --no-binary vllm --no-build-isolation --dest $(VENV)/vllm-tests-$* $(PIP_ARGS) vllm==$*
+	tar --extract --gzip --directory $(VENV)/vllm-tests-$* --strip-components 1 --wildcards \
+	    --file $(VENV)/vllm-tests-$*/vllm-$*.tar.gz '*/tests' '*/examples' '*/pyproject.toml'
+	rm $(VENV)/vllm-tests-$*/vllm-$*.tar.gz
+	@touch $@
 
 contract-next: setup-dev $(VENV)/.vllm-$(NEXT)
 	$(ON_NEXT) $(BIN)/python -m pytest tests/patches/test_contract.py \
