@@ -101,7 +101,7 @@ class Renderer(OnlineRenderer):
     async def preprocess_chat(self, request: Any, *args: Any, **options: Any) -> Any:
         """As vLLM's. It reads tools on the event loop; what a thread has read, it reads no more."""
         parser = options.get("parser")
-        if parser is not None and request.tools:
+        if parser is not None and getattr(request, "tools", None):
             reader = parser(self.renderer.get_tokenizer(), request.tools)
             adjust = make_async(reader.adjust_request, self.renderer._executor)
             await adjust(copy.copy(request))
