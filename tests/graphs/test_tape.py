@@ -65,6 +65,19 @@ def test_tape_tells_of_memory_of_the_host():
     assert tape.FAULTS
 
 
+def test_tape_takes_a_number_that_is_assigned_for_a_number():
+    tape.FAULTS.clear()
+    out = torch.ones(4)
+
+    def assign() -> None:
+        out[2:] = 5
+
+    graph = captured(assign)
+    out.zero_()
+    graph.replay()
+    assert not tape.FAULTS and out.tolist() == [0, 0, 5, 5]
+
+
 @pytest.mark.parametrize(
     "wait",
     [

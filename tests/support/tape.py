@@ -95,7 +95,6 @@ class Memory:
 
     def poison(self) -> None:
         """Fill it with what no right computation reads."""
-        assert self.bytes is not None
         size = self.dtype.itemsize
         if self.dtype.is_floating_point and size > 1:
             whole = self.bytes[: self.num_bytes // size * size]
@@ -115,7 +114,6 @@ class View:
     offset: int
 
     def tensor(self) -> torch.Tensor:
-        assert self.memory.bytes is not None
         empty = torch.empty(0, dtype=self.dtype)
         return empty.set_(self.memory.bytes.untyped_storage(), self.offset, self.size, self.stride)
 
@@ -145,7 +143,6 @@ class Entry:
         self.bound = args, kwargs, [real(view) for view in self.made]
 
     def replay(self) -> None:
-        assert self.bound is not None
         args, kwargs, made = self.bound
         if self.name in TAKES:
             return
@@ -165,6 +162,7 @@ class TapeGraph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.tape: list[Entry] = []
+        self.numbers: list[torch.Tensor] = []
         self.memories: dict[int, Memory] = {}  # by the storage's own address
         self.number = next(self._numbers)
         self.graphs.add(self)
@@ -193,13 +191,9 @@ class TapeGraph:
         storage = tensor.untyped_storage()
         memory = self.memories.get(storage._cdata)
         if memory is None:
-            memory = self.memories[storage._cdata] = Memory(
-                StorageWeakRef(storage),
-                storage.data_ptr(),
-                storage.nbytes(),
-                is_result,
-                tensor.dtype,
-            )
+            place = storage.data_ptr(), storage.nbytes()
+            memory = Memory(StorageWeakRef(storage), *place, is_result, tensor.dtype)
+            self.memories[storage._cdata] = memory
         return View(
             memory, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )
@@ -293,7 +287,10 @@ class Recorder(TorchDispatchMode):
         if name in WAITS or (name in ("index", "index_put_") and _counts_a_mask(args[1])):
             raise CaptureError(f"{name} waits for the device, {_where()}")
         result = func(*args, **kwargs)
-        self.graph.note(func, name, args, kwargs, result)
+        if name == "lift_fresh" and result.dim() == 0:
+            self.graph.numbers.append(result)  # a launch carries it; there is no copy
+        else:
+            self.graph.note(func, name, args, kwargs, result)
         return result
 
 
