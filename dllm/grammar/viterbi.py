@@ -188,9 +188,8 @@ class Canvas:
         by_class = np.stack([np.maximum.reduceat(np.take(row, order), starts) for row in scores])
         by_class -= best
         by_class[np.isnan(by_class)] = -np.inf
-        first = edges.bounds[:-1]
-        of_labels = [np.maximum.reduceat(np.take(row, edges.members), first) for row in by_class]
-        by_label = _finite(np.stack(of_labels))  # [C, L]
+        of_members = np.take(by_class, edges.members, axis=1)
+        by_label = _finite(np.maximum.reduceat(of_members, edges.bounds[:-1], axis=1))  # [C, L]
         if thoughts_end < num_places:
             by_label[thoughts_end, self._end_of_thoughts] = 0.0
         stop = _finite(scores[:, self.stops].max(axis=1) - best[:, 0])
