@@ -100,10 +100,7 @@ class DraftingScheduler(SessionScheduler):
         self._plan(scheduler_output)
 
     def _plan(self, scheduled: SchedulerOutput) -> None:
-        self._can_use = []
-        if not num_drafts_behind(scheduled):
-            return
-        names = scheduled.num_scheduled_tokens
+        names = scheduled.num_scheduled_tokens if num_drafts_behind(scheduled) else ()
         self._can_use = [name for name in names if not self.requests[name].is_prefill_chunk]
         if not self.driver.plan(self._can_use) and self.driver.policy.may_skip:
             scheduled.num_spec_tokens_to_schedule = 0
