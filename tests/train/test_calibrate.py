@@ -272,7 +272,7 @@ def test_a_run_goes_on_from_a_drafter_and_from_a_buffer(target_path, target, fil
         ("[1, 3]", "[1, 4]", "which has 4 layers; allowed: 0 to 3"),
         (f"mask_token_id = {MASK}", "mask_token_id = 512", "allowed: 0 to 511"),
         ("block_size = 4", "block_size = 1", "drafter.block_size = 1; allowed"),
-        ("num_layers = 1", "num_layer = 1", "did you mean 'drafter.num_layers'?"),
+        ("num_layers = 1", "num_layer = 1", "did you mean 'num_layers'?"),
     ],
 )
 def test_bad_settings_are_refused_before_any_work(target_path, files, capsys, old, new, message):
