@@ -1,6 +1,7 @@
 """Patches of the API server: what cannot be served is refused there, with HTTP 400 and a reason."""
 
 import importlib.util
+from copy import copy
 from http import HTTPStatus
 from typing import Any
 
@@ -10,6 +11,7 @@ from dllm import LOGGER
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.patches.replace import replaces
+from dllm.patches.streaming import refuse_unseen_canvases
 from dllm.settings.server import options_of
 
 logger = init_logger(LOGGER)
@@ -17,20 +19,38 @@ logger = init_logger(LOGGER)
 LONGEST_NAME = 1000  # of a model, in characters; nothing is served under a longer one
 
 
-def prepare(processor: Any, params: Any) -> Any:
-    """Check a request's sampling parameters where it comes in, and complete them.
+# What vLLM refuses for diffusion models and our sampler serves; by name, a value that it takes.
+SERVED: dict[str, Any] = {
+    "temperature": 1.0,
+    "min_p": 0.0,
+    "seed": None,
+    "min_tokens": 0,
+    "logit_bias": None,
+    "bad_words": [],
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+}
+
+
+def prepare(processor: Any, prompt: Any, params: Any) -> Any:
+    """Check a request where it comes in, and complete its sampling parameters.
+
+    Called when a route starts a request, before the first byte of a stream (``async_llm``), and by
+    ``LLMEngine.add_request`` (``grammars``). Nothing else checks a request of the engine.
 
     1. What our model does not serve, or what the worker's tables cannot hold, is refused.
-    2. So is a thinking budget that this server cannot keep.
+    2. So is a thinking budget that this server cannot keep, and what nobody would see.
     3. vLLM checks the rest.
     4. Stop tokens and bad words become ids, unless their text is too long for a table.
     5. Our own arguments become vLLM's edits of logits.
     6. Ids that are too many, and edits that leave no token, are refused.
 
-    Of a model that is served token by token, steps 2 and 5 are vLLM's; of other models, all are.
+    Of a model that is served token by token, steps 2 and 5 are vLLM's; of other models, all are,
+    but for grammars beside drafts that are sampled.
 
     Args:
         processor: vLLM's InputProcessor.
+        prompt: as vLLM takes it; of one with ids, they are checked.
         params: stay as they are, because one object may belong to several requests.
 
     Returns:
@@ -42,27 +62,47 @@ def prepare(processor: Any, params: Any) -> Any:
     from vllm.sampling_params import SamplingParams
 
     from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
-    from dllm.settings.request import constrained
+    from dllm.settings.request import constrained, of_one_canvas
     from dllm.settings.thoughts import admit_budget
 
     if not isinstance(params, SamplingParams):
         return params
     model, tasks = processor.model_config, ("generate",)
+    _refuse_grammar_of_sampled_drafts(params, processor.vllm_config)
     if model.architecture in AUTOREGRESSIVE:
         admit_next_tokens(params)
         processor._validate_params(params, tasks)
         check_sizes(with_resolved_ids(processor, params))
     if model.architecture not in FAMILIES:
         return params
+    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None:
+        processor.renderer.validate_token_ids(prompt["prompt_token_ids"])
     settings, vocab_size = settings_of(processor.vllm_config), model.get_vocab_size()
-    admit(params, settings, vocab_size)
+    options = admit(params, settings, vocab_size)
     admit_budget(params, processor.vllm_config)
-    params = params.clone()
-    processor._validate_params(params, tasks)  # changes a request that only reads
+    refuse_unseen_canvases(params, processor.vllm_config)
+    _check_grammar(params, processor.tokenizer)
+    processor._validate_params(params, tasks)
     _check_length_of_words(processor, params)
+    params = of_one_canvas(params, options.canvas_width)
     params = constrained(with_resolved_ids(processor, params))
     admit_ids(params, settings, vocab_size)
     return params
+
+
+def _check_grammar(params: Any, tokenizer: Any) -> None:
+    """Refuse a grammar that is none. The process that compiles it checks the rest.
+
+    vLLM would ask xgrammar, in the thread that serves all requests.
+    """
+    from dllm.api.structured_outputs import spec_of
+    from dllm.settings.request import has_structured_outputs, refuse
+
+    if not has_structured_outputs(params):
+        return
+    if tokenizer is None:
+        refuse("structured_outputs", "Structured outputs need a tokenizer. Serve with one.")
+    spec_of(params.structured_outputs, is_compact=False)
 
 
 def _check_length_of_words(processor: Any, params: Any) -> None:
@@ -97,33 +137,23 @@ def _keep_to_vllms_checks() -> None:
 
     @replaces(InputProcessor)
     def _validate_params(theirs: Any, self: Any, params: Any, supported_tasks: Any) -> Any:
-        _refuse_grammar_of_sampled_drafts(params, self.vllm_config)
-        extra = getattr(params, "extra_args", None)
-        if not extra or self.model_config.architecture not in FAMILIES:
+        is_ours = self.model_config.architecture in FAMILIES
+        if not is_ours or not isinstance(params, SamplingParams):
             return theirs(self, params, supported_tasks)
-        params.extra_args = without_noise(extra)
-        try:
-            return theirs(self, params, supported_tasks)
-        finally:
-            params.extra_args = extra
+        rest = copy(params)
+        for name, taken in SERVED.items():
+            setattr(rest, name, taken)
+        rest.extra_args = without_noise(rest.extra_args or {})
+        return theirs(self, rest, supported_tasks)
 
     @replaces(InputProcessor)
-    def process_inputs(
-        theirs: Any, self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if kwargs.get("resumable"):  # a piece of a prompt, which may have other parameters
-            params = prepare(self, params)
-        request = theirs(self, request_id, prompt, params, *args, **kwargs)
+    def process_inputs(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = theirs(self, *args, **kwargs)
         worker = self.vllm_config.parallel_config.worker_cls
         is_ours = self.model_config.architecture in FAMILIES or worker in (CPU_WORKER, GPU_WORKER)
         if is_ours and request.sampling_params is not None:
             drop_impossible_ids(request.sampling_params, self.model_config.get_vocab_size())
         return request
-
-    @replaces(SamplingParams)
-    def _validate_diffusion(theirs: Any, self: Any, model_config: Any) -> None:
-        if model_config.architecture not in FAMILIES:
-            theirs(self, model_config)
 
 
 def _refuse_grammar_of_sampled_drafts(params: Any, vllm_config: Any) -> None:

@@ -7,7 +7,8 @@ the first output is asked for, and sends the request to the engine core.
 import asyncio
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -40,11 +41,9 @@ def check_requests_early() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self.model_config.architecture in FAMILIES:
-            ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-            if ids is not None:
-                self.renderer.validate_token_ids(ids)
-        params = prepare(self.input_processor, sampling_params)
+        params = prepare(self.input_processor, prompt, sampling_params)
+        if isinstance(prompt, AsyncGenerator):
+            prompt = _prepared_pieces(self.input_processor, prompt)
         if self.model_config.architecture in FAMILIES:
             request_id = start_watching(self, params, request_id)
             hole = (prompt, sampling_params, request_id, *args)
@@ -54,6 +53,14 @@ def check_requests_early() -> None:
             wait_before_the_stream(self, prompt, params, _reasoning(kwargs))
         given = (self, prompt, params, request_id, *args)
         return _paced(theirs, *given, **kwargs)
+
+
+async def _prepared_pieces(processor: Any, pieces: AsyncGenerator[Any, None]) -> Any:
+    """The pieces of a prompt, each of which may have parameters of its own."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            own = piece.sampling_params
+            yield replace(piece, sampling_params=own and prepare(processor, piece.prompt, own))
 
 
 def _reasoning(options: Mapping[str, Any]) -> tuple[bool | None, Mapping[str, Any]]:
@@ -101,10 +108,11 @@ def _start_fill(
     widths = hole.width_range(params.min_tokens, params.max_tokens, room)
     _count(len(widths), params.n)
     candidate = hole.candidate(params, widths[-1], 0)
-    prepare(llm.input_processor, candidate)
+    prepare(llm.input_processor, prompt, candidate)
 
     def start(prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
-        return _paced(generate, llm, prompt, prepare(llm.input_processor, params), *args, **options)
+        params = prepare(llm.input_processor, prompt, params)
+        return _paced(generate, llm, prompt, params, *args, **options)
 
     decode = functools.partial(
         llm.renderer.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens

@@ -57,11 +57,9 @@ PATCHES = {
     "vllm.v1.attention.backends.registry.register_backend": (
         "on CUDA: our attention kernel, as the backend that vLLM names CUSTOM"
     ),
-    "vllm.sampling_params.SamplingParams._validate_diffusion": (
-        "admits the parameters that the built-in sampler cannot honour and ours does"
-    ),
     "vllm.v1.engine.input_processor.InputProcessor._validate_params": (
-        "it takes the places of a first canvas that stand for noise"
+        "it does not see what the built-in sampler cannot honour and ours does: parameters, "
+        "structured outputs, places of a first canvas that stand for noise"
     ),
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": (
         "leaves out ends and bad words that are outside of the vocabulary, which vLLM adds here"
@@ -70,9 +68,6 @@ PATCHES = {
         "requests are prepared: a bad one gets HTTP 400, also if it streams. "
         "LogitsProcessor.validate_params sees parameters alone: neither the model, nor its "
         "tokenizer; and its class would be a logits processor of every model"
-    ),
-    "vllm.sampling_params.SamplingParams._validate_structured_outputs": (
-        "admits structured outputs, which vLLM refuses for diffusion models"
     ),
     "vllm.v1.structured_output.StructuredOutputManager.grammar_init": (
         "what is emitted is checked with the request's table; vLLM would compile its grammar again"

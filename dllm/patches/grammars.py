@@ -1,6 +1,6 @@
 """Patches of the API server for structured outputs: grammars are compiled there.
 
-    admission       a request's combination of parameters         -> HTTP 400
+    admission       the request, and the form of its grammar      -> HTTP 400
     before engine   a child process compiles the grammar's table  -> HTTP 400
     engine core     checks with the table what is emitted (``engine.emitted_blocks``)
     worker          reads the table from the request (``engine.grammars``)
@@ -22,34 +22,13 @@ from dllm.grammar.constraint import Constraint
 from dllm.models import FAMILIES
 from dllm.patches.admission import prepare, with_resolved_ids
 from dllm.patches.replace import replaces
-from dllm.settings.request import STREAM, has_structured_outputs, refuse, with_grammar
+from dllm.settings.request import has_structured_outputs, refuse, with_grammar
 
 
 def serve_structured_outputs() -> None:
-    """Admit structured outputs and ship their tables, for our architectures."""
-    _admit()
+    """Ship the tables of structured outputs, for our architectures."""
     _check_in_the_engine()
     _compile_before_an_offline_engine()
-
-
-def _admit() -> None:
-    """Take the place of vLLM's checks of structured outputs, for our architectures.
-
-    They refuse diffusion models, and ask xgrammar in the thread that serves all requests. Here the
-    process that compiles the grammar checks it, before the request goes on.
-    """
-    from vllm.sampling_params import SamplingParams
-
-    @replaces(SamplingParams)
-    def _validate_structured_outputs(
-        theirs: Any, self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
-    ) -> None:
-        if model_config.architecture not in FAMILIES or not has_structured_outputs(self):
-            theirs(self, model_config, structured_outputs_config, tokenizer)
-            return
-        if tokenizer is None:
-            refuse("structured_outputs", "Structured outputs need a tokenizer. Serve with one.")
-        spec_of(self.structured_outputs, is_compact=False)
 
 
 def _check_in_the_engine() -> None:
@@ -71,21 +50,14 @@ def _check_in_the_engine() -> None:
 
 
 def _compile_before_an_offline_engine() -> None:
-    """Prepare a request of vLLM's Python classes, and send its table, as a server (``async_llm``).
-
-    One that asks for its canvases is refused: they are shown in streams alone.
-    """
-    from vllm import SamplingParams
+    """Prepare a request of vLLM's Python classes and send its table, as ``async_llm`` does."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     @replaces(LLMEngine)
     def add_request(
         theirs: Any, self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        is_ours = self.model_config.architecture in FAMILIES
-        if is_ours and isinstance(params, SamplingParams) and (params.extra_args or {}).get(STREAM):
-            refuse(STREAM, f"{STREAM} needs a server (vllm serve). Leave it out.")
-        params = prepare(self.input_processor, params)
+        params = prepare(self.input_processor, prompt, params)
         if needs_table(self, params):
             with refusing():
                 table = _begin(self, params).result()

@@ -25,32 +25,35 @@ Create = Callable[[Any, Any, Any], Awaitable[Any]]  # a route's method: self, re
 _watchers: weakref.WeakKeyDictionary[Any, Watchers] = weakref.WeakKeyDictionary()
 
 
+def refuse_unseen_canvases(params: Any, vllm_config: Any) -> None:
+    """Raises VLLMValidationError for canvases or traces that no stream of the route shows."""
+    is_shown = (params.extra_args or {}).get(STREAM) is not None
+    is_watched = (one := current.get()) is not None and one.feed is not None
+    if is_shown and not is_watched:
+        refuse_route(STREAM)
+    worker = vllm_config.parallel_config.worker_cls
+    asked = STREAM if is_shown else TRACE
+    is_taken = worker in (CPU_WORKER, GPU_WORKER)
+    if is_watched and not is_taken and (is_shown or traced(params) is not None):
+        refuse(asked, f"{asked} is not served with the worker {worker}. Leave it out.")
+
+
 def start_watching(llm: Any, params: Any, request_id: str) -> str:
-    """Give a request that asks for its canvases to the stream of its route.
+    """Give a prepared request that asks for its canvases to the stream of its route.
 
     Called before a request starts, with vLLM's ``AsyncLLM``.
 
     Returns:
         The request's id for the engine; the same one if nobody watches.
-
-    Raises:
-        VLLMValidationError: no stream shows them.
     """
-    is_shown = (params.extra_args or {}).get(STREAM) is not None
-    if not is_shown and traced(params) is None:
+    if (params.extra_args or {}).get(STREAM) is None and traced(params) is None:
         return request_id
     one = current.get()
     if one is None or one.feed is None:
-        if not is_shown:
-            # Nobody watches, but frames are taken out before vLLM cuts what arrives into slices.
-            # In a slice behind the one that ends its request, a frame would find no request.
-            _watchers_of(llm)
-            return request_id
-        refuse_route(STREAM)
-    worker = llm.vllm_config.parallel_config.worker_cls
-    if worker not in (CPU_WORKER, GPU_WORKER):  # nobody would take the frames
-        asked = STREAM if is_shown else TRACE
-        refuse(asked, f"{asked} is not served with the worker {worker}. Leave it out.")
+        # Nobody watches, but frames are taken out before vLLM cuts what arrives into slices. In a
+        # slice behind the one that ends its request, a frame would find no request.
+        _watchers_of(llm)
+        return request_id
     one.feed.request_id = one.feed.request_id or request_id
     return _watchers_of(llm).start(request_id, one.feed)
 

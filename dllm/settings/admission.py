@@ -56,6 +56,10 @@ def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) 
             refuse_value(PIN_IDS, never[0], allowed, "Leave this pin out.")
         if extra.get(CONSTRAINED):
             _check_constrained(params)
+    if params.allowed_token_ids == []:
+        refuse("allowed_token_ids", "allowed_token_ids is empty; allowed: one and more. Send some.")
+    check_integers("allowed_token_ids", params.allowed_token_ids, 0, vocab_size - 1)
+    check_integers("logit_bias", params.logit_bias, 0, vocab_size - 1)
     if has_structured_outputs(params):
         _refuse_beside_structured_outputs(params, settings)
     return options

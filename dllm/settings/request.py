@@ -223,6 +223,15 @@ def traced(params: "SamplingParams") -> frozenset[str] | None:
     return frozenset() if asked else None
 
 
+def of_one_canvas(params: "SamplingParams", canvas_width: int) -> "SamplingParams":
+    """A copy of the parameters with ``diffusion_read_only`` written out, as in vLLM."""
+    params = params.clone()
+    if (params.extra_args or {}).get(READ_ONLY):
+        params.max_tokens = min(params.max_tokens or canvas_width, canvas_width)
+        params.ignore_eos = True
+    return params
+
+
 def constrained(params: "SamplingParams") -> "SamplingParams":
     """The parameters of a request with our own arguments written as vLLM's edits of logits.
 

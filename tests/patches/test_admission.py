@@ -1,7 +1,9 @@
 """Requests are checked when they start, and an image for a text-only server is refused."""
 
+import ast
 import asyncio
 import importlib
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,17 +11,23 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.protocol import StreamingInput
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.registry import MultiModalRegistry
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.input_processor import InputProcessor
 
+from dllm import patches
 from dllm.models import FAMILIES
 from dllm.patches import install
 from dllm.patches.admission import prepare
+from dllm.patches.async_llm import _prepared_pieces
+from dllm.settings.request import of_one_canvas
 from tests.support import family_checkpoints
 
 install.install()
 
+PROMPT = {"prompt_token_ids": [1]}
 PIXEL = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
     "AAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -95,26 +103,93 @@ def test_what_is_prepared_is_complete_and_the_given_parameters_stay(processor):
     extra = {"diffusion_pin_at": [3], "diffusion_pin_ids": [5], "diffusion_pin_mode": "hold"}
     extra |= {"diffusion_constrained": True, "thinking_token_budget": -1}
     given = SamplingParams(max_tokens=8, logprob_token_ids=[5, 6], extra_args=dict(extra))
-    prepared = prepare(processor, given)
+    prepared = prepare(processor, PROMPT, given)
     assert (given.min_tokens, given.allowed_token_ids, given.extra_args) == (0, None, extra)
     assert (prepared.min_tokens, prepared.allowed_token_ids) == (3, [5, 6])
-    assert prepare(processor, prepared) == prepared
+    assert prepare(processor, PROMPT, prepared) == prepared
+
+
+def test_a_request_that_only_reads_is_one_canvas_without_an_end(processor):
+    given = SamplingParams(max_tokens=99, extra_args={"diffusion_read_only": True})
+    one = of_one_canvas(given, 8)
+    assert (one.max_tokens, one.ignore_eos) == (8, True) and given.max_tokens == 99
 
 
 def test_parameters_are_checked_for_each_request(processor):
     """Somebody may have changed them; and each piece of a prompt may have its own."""
     params = SamplingParams(max_tokens=8)
-    prepare(processor, params)
+    prepare(processor, PROMPT, params)
     params.extra_args = {"diffusion_max_steps": 0}
-    for again in (
-        lambda: prepare(processor, params),
-        lambda: processor.process_inputs(
-            "a piece", {"prompt_token_ids": [1]}, params, ("generate",), resumable=True
-        ),
-    ):
+
+    async def pieces() -> AsyncGenerator[StreamingInput, None]:
+        yield StreamingInput(PROMPT)
+        yield StreamingInput(PROMPT, params)
+
+    async def all_pieces() -> None:
+        async for _ in _prepared_pieces(processor, pieces()):
+            pass
+
+    for again in (lambda: prepare(processor, PROMPT, params), lambda: asyncio.run(all_pieces())):
         with pytest.raises(VLLMValidationError) as refusal:
             again()
         assert refusal.value.parameter == "diffusion_max_steps"
+
+
+@pytest.mark.parametrize(
+    ("given", "parameter"),
+    [
+        (dict(allowed_token_ids=[]), "allowed_token_ids"),
+        (dict(allowed_token_ids=[1, 10**6]), "allowed_token_ids"),
+        (dict(logit_bias={10**6: 1.0}), "logit_bias"),
+        (dict(structured_outputs=StructuredOutputsParams(regex="a")), "structured_outputs"),
+        (dict(extra_args={"diffusion_stream": "text"}), "diffusion_stream"),
+        (dict(logprobs=10**6), "logprobs"),  # by vLLM's own check
+    ],
+)
+def test_what_no_route_and_no_worker_can_serve_is_refused(processor, given, parameter):
+    with pytest.raises(VLLMValidationError) as refusal:
+        prepare(processor, PROMPT, SamplingParams(**given))
+    assert refusal.value.parameter == parameter
+
+
+def test_vllm_takes_what_was_prepared(processor):
+    """A diffusion model of its own it would refuse each of these."""
+    served = dict(temperature=0.5, min_p=0.1, seed=3, min_tokens=2, bad_words=["x"])
+    served |= dict(logit_bias={3: 1.0}, allowed_token_ids=[3, 4])
+    prepared = prepare(processor, PROMPT, SamplingParams(**served))
+    request = processor.process_inputs("a", PROMPT, prepared, ("generate",))
+    assert {name: getattr(request.sampling_params, name) for name in served} == served
+
+
+CHECKS = ("admit", "admit_budget", "admit_ids", "admit_next_tokens")  # of ``dllm.settings``
+# Where a request comes in; a hole that is filled starts requests of its own.
+ENTRANCES = {
+    "prepare": {
+        "async_llm.generate",
+        "async_llm._prepared_pieces",
+        "async_llm._start_fill",
+        "async_llm.start",
+        "grammars.add_request",
+    },
+    **{check: {"admission.prepare"} for check in CHECKS},
+}
+
+
+def test_a_request_is_checked_at_its_entrances_alone():
+    called: dict[str, set[str]] = {name: set() for name in ENTRANCES}
+    for path in Path(patches.__file__).parents[1].rglob("*.py"):
+        if path.parent.name == "quantize":  # has a function of this name
+            continue
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            inner = [one for one in ast.walk(function) if isinstance(one, type(function))][1:]
+            within = {id(node) for one in inner for node in ast.walk(one)}
+            for node in ast.walk(function):
+                name = getattr(getattr(node, "func", None), "id", None)
+                if name in called and id(node) not in within:
+                    called[name].add(f"{path.stem}.{function.name}")
+    assert called == ENTRANCES
 
 
 @pytest.mark.parametrize("family", ["SDARForCausalLM", "Qwen3ForCausalLM"])

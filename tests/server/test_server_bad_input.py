@@ -47,7 +47,7 @@ OURS = [
     # What each extra argument may be, tests/settings/test_request.py has.
     xargs("'diffusion_canvas_lenght'", "did you mean 'diffusion_canvas_length'?",
           diffusion_canvas_lenght=8),
-    xargs("'x'", "Known: diffusion_canvas_length, diffusion_max_steps", x=[1, "a"]),
+    xargs("'x'", "Known: diffusion_canvas_length, ", x=[1, "a"]),
     xargs("kv_transfer_params = 'x'", "allowed: a valid dict", kv_transfer_params="x"),
     xargs("diffusion_t_max = nan", "allowed: a finite number", diffusion_t_max=float("nan")),
     xargs(f"diffusion_seed_canvas = {VOCAB_SIZE}", f"from -1 to {VOCAB_SIZE - 1}",
@@ -57,7 +57,7 @@ OURS = [
          + ["z y x w v" * 300]),
     case("allowed_token_ids leaves no token", "at least one", allowed_token_ids=[1, 6],
          min_tokens=1),
-    case("repetition_penalty = 1e+38", "at most 10000", repetition_penalty=1e38),
+    case("repetition_penalty = 1e+38", "to 10000", repetition_penalty=1e38),
     # Parameters that canvases, or this server, do not honour.
     case("thinking_token_budget", "--reasoning-parser", thinking_token_budget=3),
     xargs("thinking_token_budget", "--reasoning-parser", thinking_token_budget=3),
