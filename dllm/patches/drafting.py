@@ -155,8 +155,6 @@ def steering_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     yield is_sampled and _has_reduced_vocabulary(vllm_config), flag, why
     if speculative.method == LOOKUP:
         yield is_sampled, flag, "drafts that are looked up are not drawn"
-        is_given = "hysteresis" in options_of(vllm_config).drafter.given()
-        yield is_given, "hysteresis", "there is no drafter that starts or stops"
 
 
 def _has_reduced_vocabulary(vllm_config: Any) -> bool:

@@ -18,7 +18,7 @@ from dllm.settings.server import PluginOptions, options_of
 
 # Options of ``drafter`` that a kind may take: how many drafts are verified; recording; draft
 # blocks; our drafter's network.
-WIDTHS = frozenset({"policy", "width", "hysteresis", "prompt_lookup"})
+WIDTHS = frozenset({"policy", "width", "prompt_lookup"})
 RECORDING = frozenset({"record", "record_mb"})
 BLOCKS = frozenset({"pilot", "denoise_steps", "noise_schedule", "verification"})
 NETWORK = frozenset({"fused_context", "window", "mask_token_id", "renew"})

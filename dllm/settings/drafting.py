@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
-from dllm.settings.options import CHECKED, Count, Natural, Share
+from dllm.settings.options import CHECKED, Count, Natural
 
 # "architectures" in a drafter's config.json. vLLM uses this name for both checkpoint formats.
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
@@ -21,7 +21,6 @@ WHERE = '--additional-config: "dllm": "drafter"'
 # Options that only one policy has; any other policy refuses them.
 POLICY_OPTIONS = {
     "width": "fixed",
-    "hysteresis": "adaptive",
     "pilot": "pilot",
     "prompt_lookup": "adaptive",
 }
@@ -46,10 +45,6 @@ class DrafterOptions:
 
     width: Natural | None = None
     """of `fixed`: drafts to verify, by default num_speculative_tokens; 0 drafts nothing"""
-
-    hysteresis: Share = 0.03
-    """of `adaptive`: drafting stops (starts) when it is this share slower (faster) than plain
-    decoding"""
 
     pilot: str | None = None
     """of `pilot`: the file that `dllm train pilot` wrote"""

@@ -7,8 +7,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from dllm.settings.checks import refuse_value
-from dllm.settings.drafting import DrafterOptions
-from dllm.settings.options import CHECKED, Natural, Share
+from dllm.settings.options import CHECKED, Natural
 
 WHERE = '--additional-config: "dllm": "remote"'
 MAX_DRAFTS = 127  # of a request, in a step
@@ -34,9 +33,6 @@ class RemoteOptions:
     width: Natural | None = None
     """of `fixed`: drafts verified in each step, by default num_speculative_tokens"""
 
-    hysteresis: Share = DrafterOptions.hysteresis
-    """of `adaptive`"""
-
     keys: str | None = None
     """folder of `dllm draft-keys`; needed for workers on other machines"""
 
@@ -46,8 +42,6 @@ class RemoteOptions:
     def __post_init__(self) -> None:
         if self.width is not None and self.policy != "fixed":
             raise ValueError(f'{WHERE}: width belongs to the policy "fixed". Leave it out.')
-        if self.hysteresis != RemoteOptions.hysteresis and self.policy != "adaptive":
-            raise ValueError(f'{WHERE}: hysteresis belongs to the policy "adaptive". Leave it out.')
         if len(set(self.workers)) < len(self.workers):
             refuse_value(f"{WHERE}: workers", list(self.workers), "each address once")
         if (self.discovery == "dynamo") == bool(self.workers):

@@ -406,7 +406,6 @@ DRAWN = {"draft_sample_method": "probabilistic"}
     ("speculative", "options", "more", "words"),
     [
         ({"method": "ngram", "prompt_lookup_max": 3}, {}, {}, "'ngram'.*allowed: draft_model"),
-        ({"method": "ngram"}, LOOKUP | {"hysteresis": 0.1}, {}, "hysteresis does not work"),
         ({"method": "ngram", **DRAWN}, LOOKUP, {}, "looked up are not drawn"),
         ({}, {"window": 9}, {}, "window = 9 does nothing"),
         ({}, {"mask_token_id": 9}, {}, "mask_token_id = 9 does nothing"),

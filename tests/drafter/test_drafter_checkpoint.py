@@ -179,7 +179,6 @@ def test_another_tokenizer_is_refused_with_both_ids():
         ({"polcy": "fixed"}, ["'polcy'", "did you mean 'policy'"]),
         ({"policy": "adaptve"}, ["adaptve", "adaptive"]),
         ({"policy": "adaptive", "width": 3}, ["width = 3", '"fixed"', '"adaptive"']),
-        ({"policy": "adaptive", "hysteresis": 2}, ["hysteresis = 2"]),
         ({"prompt_lookup": 1}, ["prompt_lookup = 1"]),
         ({"width": -1}, ["width = -1"]),
         ({"width": True}, ["width = True"]),

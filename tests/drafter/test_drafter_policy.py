@@ -592,8 +592,7 @@ def test_a_pass_that_is_made_in_any_case_costs_nothing(may_skip):
 
 
 def test_the_adaptive_policy_from_options():
-    options = DrafterOptions(policy="adaptive", hysteresis=0.1)
+    options = DrafterOptions(policy="adaptive")
     policy = make_policy(options, 7, 4)
     assert isinstance(policy, AdaptiveWidth)
-    assert policy.hysteresis == 0.1
     assert not always_verifies_all(options, 7)

@@ -42,7 +42,7 @@ def make_policy(
         reads_confidence: whether the drafter's probabilities are known where it is asked.
     """
     if options.policy == "adaptive":
-        return AdaptiveWidth(num_drafts, num_slots, reads_confidence, options.hysteresis)
+        return AdaptiveWidth(num_drafts, num_slots, reads_confidence)
     return FixedWidth(num_drafts, options.width)  # of a pilot's blocks: all that was drafted
 
 
