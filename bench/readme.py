@@ -6,7 +6,8 @@
 A section is what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; NAME is a key of
 ``SECTIONS``, whose value turns the folder of the CSV files into Markdown. To add one, write a table
 beside the command that makes its CSV file (``bench.tables`` has the pieces), name it here in a
-``Section``, and put the marks where the text shall stand. ``tests/bench/test_bench_readme.py``
+``Section``, and put the marks where the text shall stand. ``OPTIONS`` names
+tables of options (``bench.options``). ``tests/bench/test_bench_readme.py``
 fails when they disagree.
 """
 
@@ -29,9 +30,13 @@ from bench import (
 )
 from bench.context import ROOT, Rows, command_line, read_csv
 from bench.drafter import FILE as DRAFTER
+from bench.options import table
 from bench.serve import AUTOREGRESSIVE, BUILTIN, ENGINE, OURS, PIPELINE, REFERENCE, SERVING
 from bench.tables import Section, contestant_table, load_tables, markdown, of, ratios
 from bench.workloads import ADAPTIVE, MIXED
+from dllm.settings.decisions import DecisionOptions
+from dllm.settings.drafting import DrafterOptions
+from dllm.settings.remote import RemoteOptions
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # Before a link that a section writes: paths are relative to the top of the repository.
@@ -127,6 +132,12 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "decisions": decisions.SECTION,
     "floors": roofline.SECTION,
 }
+# Tables of options come from the models that check them.
+OPTIONS: dict[str, type] = {
+    "drafter-options": DrafterOptions,
+    "remote-options": RemoteOptions,
+    "decision-options": DecisionOptions,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,8 +170,8 @@ def document(text: str, results: Path, to_root: str = "") -> str:
 
     def written(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
-        section = LINK.sub(f"]({to_root}", SECTIONS[name](results))
-        return f"{begin}{section}\n{end}"
+        section = table(OPTIONS[name]) if name in OPTIONS else SECTIONS[name](results)
+        return f"{begin}{LINK.sub(f']({to_root}', section)}\n{end}"
 
     return MARKED.sub(written, text)
 

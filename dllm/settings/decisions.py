@@ -32,4 +32,4 @@ class DecisionOptions:
     temperature: Mapping[QuestionType, Annotated[float, Field(ge=0.01, le=100)]] = field(
         default_factory=dict
     )
-    """by type of question, what log-probabilities of labels are divided by"""
+    """`{"predicate": ..., "choice": ..., "score": ...}`: divides log-probabilities of labels"""

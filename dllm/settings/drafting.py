@@ -41,50 +41,51 @@ class DrafterOptions:
     """The ``drafter`` object of the options."""
 
     policy: Literal["fixed", "adaptive", "pilot"] = "fixed"
-    """decides how many drafts of a request the target verifies (its width)"""
+    """how many drafts are verified: the width"""
 
     width: Natural | None = None
-    """of `fixed`: drafts to verify, by default num_speculative_tokens; 0 drafts nothing"""
+    """of `fixed`: verified drafts, by default num_speculative_tokens; 0: none"""
 
     pilot: str | None = None
-    """of `pilot`: the file that `dllm train pilot` wrote"""
+    """of `pilot`: the file of `dllm train pilot`"""
 
     prompt_lookup: bool = False
-    """of `adaptive`: draft what stood behind the same tokens before, where that promises more than
-    the drafter does: [below](#drafts-from-the-text-itself)"""
+    """of `adaptive`: draft what stood behind the same tokens before:
+    [below](#drafts-from-the-text-itself)"""
 
     verification: Literal["drafter_invariant", "rejection"] = "drafter_invariant"
     """which drafts are kept: [below](#what-the-output-promises)"""
 
     fused_context: bool = False
-    """on CUDA: one kernel for the drafter's keys and values of context tokens: below"""
+    """on CUDA: one kernel (`attention/context_kv.py`) for context tokens; no quantized projections.
+    No GPU has timed it: `python -m bench.kernels context`"""
 
     window: Count | None = None
-    """context tokens in front of the draft block that the drafter attends to, which bounds its KV
-    cache; by default the checkpoint's"""
+    """context tokens that the drafter attends to and keeps; by default the
+    checkpoint's"""
 
     denoise_steps: Count = 1
-    """passes over a draft block: [passes.md](passes.md)"""
+    """passes over a block: [passes.md](passes.md)"""
 
     noise_schedule: Literal["linear", "cosine", "sqrt"] = "cosine"
-    """how many drafts each of them decides"""
+    """how many drafts each decides"""
 
     mask_token_id: Natural | str | None = None
-    r"""for checkpoints that name no mask token: its id, or the token as the target's tokenizer
-    writes it, `"<\|MASK\|>"`"""
+    r"""where the checkpoint names none: an id, or a token,
+    `"<\|MASK\|>"`"""
 
     record: str | None = None
-    """a folder in which tokens and hidden states of live traffic are recorded. They reveal what
-    users wrote ([calibration.md](calibration.md))"""
+    """a folder in which live traffic is recorded. It reveals what users wrote
+    ([calibration.md](calibration.md))"""
 
     record_layers: Ascending | None = None
-    """for a server without a drafter: the target's layers (0-based) to record"""
+    """without a drafter: the target's layers (0-based) to record"""
 
     record_mb: Count = 1000
-    """limit of that folder, in MB (10^6 bytes); the oldest recordings are deleted first"""
+    """limit of that folder, MB (10^6 bytes); the oldest go"""
 
     renew: str | None = None
-    """a folder from which newer drafters are taken while the server runs:
+    """a folder of newer drafters to take:
     [calibration.md](calibration.md#while-the-server-runs)"""
 
     def __post_init__(self) -> None:

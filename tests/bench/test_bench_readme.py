@@ -8,8 +8,10 @@ import pytest
 
 from bench import readme
 from bench.context import ROOT, write_csv
+from bench.options import table
 from bench.runs import FIGURES
 from bench.serve import BUILTIN, OURS, PIPELINE
+from dllm.settings.remote import RemoteOptions
 
 ABOUT = {
     "commit": "abc1234",
@@ -43,7 +45,10 @@ def test_our_pages_agree_with_the_csv_files() -> None:
 
 def test_every_section_stands_somewhere() -> None:
     text = "".join(page.read_text() for page in readme.pages(ROOT))
-    assert {name for _, name, _ in readme.MARKED.findall(text)} == set(readme.SECTIONS)
+    assert {name for _, name, _ in readme.MARKED.findall(text)} == {
+        *readme.SECTIONS,
+        *readme.OPTIONS,
+    }
 
 
 def test_a_typed_figure_is_found_and_rewritten(results: Path, tmp_path: Path) -> None:
@@ -121,3 +126,10 @@ def compared(tmp_path: Path) -> Path:
 def test_wins_and_losses_stand_side_by_side(line: str, compared: Path) -> None:
     assert line in readme.comparison(compared)
     assert readme.comparison(compared).endswith("\n\na machine, vllm 0.")
+
+
+def test_a_table_of_options_says_what_their_model_allows() -> None:
+    rows = table(RemoteOptions).splitlines()
+    assert "| `policy` | `adaptive`, `fixed` | `adaptive` | " in rows[4]
+    assert rows[3].startswith("| `deadline_ms` | above 0 to 10,000 | `50.0` | how long")
+    assert rows[5].startswith("| `width` | at least 0 | - | ")
