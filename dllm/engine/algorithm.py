@@ -154,6 +154,9 @@ class DenoisingAlgorithm(ABC):
             earlier steps stay. False: every step decides all positions anew.
         begins_causally: the first token of a canvas is decided by the causal pass in front of it
             (``engine.first_token``).
+        is_shifted: row i of the model's output predicts token i + 1, so that a canvas is decided by
+            the token in front of it and by all of its own but the last (``engine.shifted_rows``).
+            ``denoise`` gets a row for each token of a canvas, as of any other model.
         soft_size: last dimension of what ``soft_embeddings`` returns. None: a step depends on its
             canvas alone, and ``soft_embeddings`` and ``self_condition`` are never called.
     """
@@ -162,6 +165,7 @@ class DenoisingAlgorithm(ABC):
     step_state: tuple[Column, ...] = ()
     decides_for_good: bool = False
     begins_causally: bool = False
+    is_shifted: bool = False
     soft_size: int | None = None
 
     @abstractmethod

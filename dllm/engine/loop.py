@@ -208,6 +208,7 @@ class CanvasForward:
             else:
                 batch.input_ids[rows] = canvases.to(batch.input_ids.dtype)
             hidden = run(state.canvas_inputs(batch))
+            state.before_logits(hidden, batch)
             logits: Logits = state.model.compute_logits(hidden if is_canvas_alone else hidden[rows])
             return logits
 

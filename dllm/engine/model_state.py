@@ -10,6 +10,7 @@ Our own loop asks for the canvases alone (``engine.loop``):
 
     canvas_attention  once for an engine step that goes on after its first pass
     canvas_inputs     for each further pass
+    before_logits     behind each pass, the first one, too (``patches.worker``)
 
 ``DiffusionModelState`` subclasses vLLM's ``ModelState``; the model class names it in
 ``get_model_state_cls``.
@@ -42,6 +43,7 @@ from dllm.engine.grammars import CanvasGrammars, grammars_for
 from dllm.engine.logit_rows import leave_out_rows
 from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
+from dllm.engine.shifted_rows import ShiftedRows
 from dllm.engine.spans import Sequences, Spans
 from dllm.engine.state import CanvasState, request_seed
 from dllm.engine.step_rows import condition_rows
@@ -55,6 +57,7 @@ class DiffusionModelState(ModelState):
     """Per-request state and input preparation of a diffusion model in Model Runner V2."""
 
     first_tokens: FirstTokens | None = None  # where the algorithm asks for them
+    shifted_rows: ShiftedRows | None = None  # likewise
     map_adapters: Callable[[InputBatch], None] | None = None  # with --enable-lora (``adapters``)
     # vLLM adds this to the number of draft tokens. A canvas has no extra token behind it.
     num_new_sampled_tokens_per_step = 0
@@ -121,6 +124,8 @@ class DiffusionModelState(ModelState):
         if self.algorithm.begins_causally:
             mask = self.model_config.hf_config.mask_token_id
             self.first_tokens = FirstTokens(self.model, ours, mask)
+        if self.algorithm.is_shifted:
+            self.shifted_rows = ShiftedRows(self.canvases, self._inputs_embeds)
         return ours, None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
@@ -151,6 +156,17 @@ class DiffusionModelState(ModelState):
         """Send what ``add_request`` stored to the device."""
         self.canvases.apply_staged_writes()
         self.grammars.apply_staged_writes()
+
+    def before_logits(self, hidden_states: torch.Tensor, input_batch: InputBatch) -> None:
+        """Called behind each forward pass.
+
+        Args:
+            hidden_states: ``[tokens, hidden]``, of the last layer; may be changed in place.
+        """
+        if self.first_tokens is not None:
+            self.first_tokens.write(hidden_states, input_batch)
+        if self.shifted_rows is not None:
+            self.shifted_rows.shift_(hidden_states, input_batch)
 
     def prepare_inputs_embeds(
         self,

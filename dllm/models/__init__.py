@@ -77,6 +77,7 @@ FAMILIES = {
         Served(
             "StableDiffcoderForCausalLM", "sdar", "StableDiffcoderSettings", "StableDiffcoderConfig"
         ),
+        Served("Fast_dLLM_QwenForCausalLM", "fast_dllm", "FastDLLMSettings", "FastDLLMConfig"),
         Served(
             "NemotronLabsDiffusionModel",
             "nemotron",
@@ -100,10 +101,6 @@ SEES_ALL = "each token sees the whole sequence in every step, so no KV cache cou
 REFUSED = {
     "Dream": f"in Dream, DiffuCoder and d3LLM {SEES_ALL}",
     "llada": f"in LLaDA-8B, LLaDA-MoE and d3LLM {SEES_ALL}",
-    "Fast_dLLM_Qwen": (
-        "in Fast-dLLM v2 a token is decided by the logits of the position in front of it, also the "
-        "first one of a canvas, and no logits are computed in front of a canvas"
-    ),
 }
 
 

@@ -101,7 +101,7 @@ class EngineSteps:
         They may still be on their way from the device.
         """
         if self.serves_canvases:
-            self._decide_first_tokens()
+            self._before_logits()
         answer = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self.serves_canvases and answer is not None:
             output = getattr(answer, "model_runner_output", answer)
@@ -110,12 +110,10 @@ class EngineSteps:
         return answer
 
     @torch.inference_mode()
-    def _decide_first_tokens(self) -> None:
-        """Decide first tokens before canvases are denoised, where the family asks for them."""
-        first_tokens = self.model_runner.model_state.first_tokens
+    def _before_logits(self) -> None:
         step = self.model_runner.execute_model_state
-        if first_tokens is not None and step is not None:
-            first_tokens.write(step.hidden_states, step.input_batch)
+        if step is not None:
+            self.model_runner.model_state.before_logits(step.hidden_states, step.input_batch)
 
 
 class Drafts:

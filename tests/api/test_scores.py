@@ -37,7 +37,8 @@ def looped(model: Any, rule: DecodingRule, prompt: list[int], text: list[int], r
     canvas = [rule.mask_token_id] * width
     for at, token in enumerate(read.tokens):
         canvas[at] = rule.mask_token_id if at in read.masked else token
-    logits = logits_of(model, context + canvas, len(context), rule.block_size)[len(context) :]
+    start, size = len(context), rule.block_size
+    logits = logits_of(model, context + canvas, start, size, rule.is_shifted)[start:]
     logits[:, rule.mask_token_id] = -torch.inf
     return [float(logits[at].log_softmax(-1)[read.tokens[at]]) for at in read.masked]
 

@@ -65,7 +65,7 @@ def replayed_masks(model: Any, rule: DecodingRule, prompt: list[int], trace: Any
         for step in range(passes + 1):
             canvas = [tokens[n] if steps[n] < step else rule.mask_token_id for n in of_block]
             ids = context + (canvas if step else [])  # step 0 is the causal pass in front
-            logits = logits_of(model, ids, len(context), rule.block_size)
+            logits = logits_of(model, ids, len(context), rule.block_size, rule.is_shifted)
             logits[:, rule.mask_token_id] = -torch.inf
             for n in of_block:
                 if steps[n] == step:

@@ -12,6 +12,7 @@ from tests.support.engine_harness import DenoiseStep, get_engine, relative_error
 from tests.support.family_checkpoints import (
     A2D_QWEN2,
     A2D_QWEN3,
+    FAST_DLLM,
     LLADA2,
     NEMOTRON,
     SDAR,
@@ -35,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "a2d-0.6b": A2D_QWEN3,
     "a2d-0.5b": A2D_QWEN2,
     "diffcoder": STABLE_DIFFCODER,
+    "fast-dllm-8": FAST_DLLM | {"bd_size": 8},
     "nemotron-32": NEMOTRON,
 }
 
@@ -47,7 +49,7 @@ def worst(
     for step in steps:
         start = step.canvas_start
         ids = (prompt + tokens)[:start] + step.canvas
-        theirs = logits_of(model, ids, start, rule.block_size)[start:]
+        theirs = logits_of(model, ids, start, rule.block_size, rule.is_shifted)[start:]
         theirs[:, rule.mask_token_id] = -torch.inf  # as served
         found = max(found, relative_error(step.logits, theirs))
     return found

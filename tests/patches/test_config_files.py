@@ -103,7 +103,12 @@ def test_the_length_of_a_nemotrons_canvas_may_come_from_the_command_line(
 
 @pytest.mark.parametrize(
     ("name", "block_size", "mask_token_id"),
-    [("A2D_QWEN3", 32, 151669), ("A2D_QWEN2", 32, 151665), ("STABLE_DIFFCODER", 4, 5)],
+    [
+        ("A2D_QWEN3", 32, 151669),
+        ("A2D_QWEN2", 32, 151665),
+        ("STABLE_DIFFCODER", 4, 5),
+        ("FAST_DLLM", 32, 151665),
+    ],
 )
 def test_what_a_config_does_not_say_of_blocks_has_the_released_models_value(
     name, block_size, mask_token_id, tmp_path

@@ -102,7 +102,7 @@ REFUSED = {
 
 
 # The keys of `dllm.models.REFUSED`, which this module does not import: it runs without the plugin.
-NOT_SERVED = ("Dream", "llada", "Fast_dLLM_Qwen")
+NOT_SERVED = ("Dream", "llada")
 # Models with remote code, by model_type: their architecture. vLLM has a class for the last one, and
 # we have one for "sdar", which is not loaded here.
 REMOTE_CODE = {

@@ -67,6 +67,12 @@ STABLE_DIFFCODER = {name: value for name, value in A2D_QWEN2.items() if name != 
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
+FAST_DLLM = A2D_QWEN2 | {
+    "architectures": ["Fast_dLLM_QwenForCausalLM"],
+    "model_type": "Fast_dLLM_Qwen",
+    "bd_size": 32,
+    "layer_types": ["full_attention"] * 3,
+}
 NEMOTRON = COMMON | {
     "architectures": ["NemotronLabsDiffusionModel"],
     "model_type": "nemotron_labs_diffusion",
@@ -118,6 +124,7 @@ FAMILIES = {
     "a2d-qwen3": A2D_QWEN3,
     "a2d-qwen2": A2D_QWEN2,
     "stable-diffcoder": STABLE_DIFFCODER,
+    "fast-dllm": FAST_DLLM,
     "llada2": LLADA2,
     "nemotron": NEMOTRON,
 }

@@ -14,9 +14,15 @@ from dllm.models.unmasking.reference import additive, block_causal
 Choose = Callable[[Tensor, int], list[int]]
 
 
-def logits_of(model: Any, ids: list[int], start: int, block_size: int = 1) -> Tensor:
-    """Logits ``[L, V]``: causal over blocks, and the tokens from ``start`` on see all of them."""
-    return logits_of_all(model, [ids], [start], block_size)[0]
+def logits_of(
+    model: Any, ids: list[int], start: int, block_size: int = 1, is_shifted: bool = False
+) -> Tensor:
+    """Logits ``[L, V]``: causal over blocks, and the tokens from ``start`` on see all of them.
+
+    Shifted ones come back at the tokens that they predict.
+    """
+    (logits,) = logits_of_all(model, [ids], [start], block_size)
+    return torch.cat([logits[:1], logits[:-1]]) if is_shifted else logits
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@ and without a cache, and tokens that it is sure of replace masks. The model is a
 attention mask.
 
 Source: ``LLaDA2Pipeline`` and ``BlockRefinementScheduler.step`` of diffusers 0.42.1 with greedy
-sampling and one transfer a step. Without editing this is SDAR's ``low_confidence_dynamic``.
+sampling and one transfer a step. Without editing this is SDAR's ``low_confidence_dynamic``. Shifted
+logits and sub-blocks: arXiv 2509.26328, section 3.3.
 """
 
 import json
@@ -33,6 +34,7 @@ from dllm.models.nemotron.shapes import TO_TRANSFORMERS
 
 # By model_type. All others but LLaDA2 are a Qwen3 or, if there are experts, a Qwen3-MoE.
 BACKBONES: Mapping[object, type[PreTrainedModel]] = {
+    "Fast_dLLM_Qwen": Qwen2ForCausalLM,
     "a2d-qwen2": Qwen2ForCausalLM,
     "llama": LlamaForCausalLM,
     "nemotron_labs_diffusion": Ministral3ForCausalLM,
@@ -77,6 +79,10 @@ class DecodingRule:
             tokens are never replaced.
         max_post_steps: steps that edit, after the first one without a mask.
         canvas_length: tokens of a canvas that starts with a block. None: B.
+        sub_block: tokens; masks are replaced in the first sub-block of a block that has any. None:
+            wherever they are.
+        is_shifted: a token is decided by the logits of the one in front of it. The first one of a
+            block is decided before the others.
     """
 
     block_size: int
@@ -86,6 +92,8 @@ class DecodingRule:
     editing_threshold: float | None = None
     max_post_steps: int = 16
     canvas_length: int | None = None
+    sub_block: int | None = None
+    is_shifted: bool = False
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> "DecodingRule":
@@ -110,7 +118,20 @@ class DecodingRule:
             values["editing_threshold"] if values.get("editing") else None,
             values.get("max_post_steps", 0),
             config.canvas_length,
+            values.get("small_block_size"),
+            family.settings_class().is_shifted,
         )
+
+    def decides(self, is_mask: Tensor, position: Tensor) -> Tensor:
+        """Which masks a step may replace: ``[N, L]`` bool, of these masks at positions ``[L]``."""
+        if self.sub_block is None:
+            return is_mask
+        place = position % self.block_size
+        number = place // self.sub_block
+        if self.is_shifted:
+            number[place == 0] = -1
+        number = torch.where(is_mask, number, self.block_size)
+        return is_mask & (number == number.amin(dim=1, keepdim=True))
 
 
 class Generated(NamedTuple):
@@ -171,8 +192,14 @@ def _decode_blocks(
     while bool(is_open.any()):
         rows = is_open.nonzero().squeeze(1)
         logits = model(input_ids=ids[rows], attention_mask=mask[rows], use_cache=False).logits
+        if rule.is_shifted:
+            logits = shifted(logits)
         before = ids[rows]
-        ids[rows], is_edited = decide(logits.float(), before, is_canvas[rows], rule)
+        may_change = is_canvas[rows]
+        if rule.editing_threshold is None:
+            is_mask = may_change & (before == rule.mask_token_id)
+            may_change = rule.decides(is_mask, position)
+        ids[rows], is_edited = decide(logits.float(), before, may_change, rule)
         had_masks = ((before == rule.mask_token_id) & is_canvas[rows]).any(dim=1)
         mask_steps[rows] += had_masks
         post_steps[rows] += ~had_masks
@@ -223,6 +250,11 @@ def _is_settled(
     # With editing, diffusers asks only in steps that put a stop token in.
     has_new_stop = (is_stop & (before != after)).any(dim=1)
     return (ends & has_new_stop) | (is_edited_enough & ~is_mask.any(dim=1))
+
+
+def shifted(logits: Tensor) -> Tensor:
+    """Logits ``[N, L, V]`` at the tokens that they predict; the first ones predict nothing."""
+    return torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
 
 
 def block_causal(positions: Tensor, block_size: int) -> Tensor:

@@ -44,6 +44,7 @@ class Proposal(NamedTuple):
     was_stop: Tensor  # bool: the canvas token that entered the model does
     confidence: Tensor  # fp32: its probability
     entropy: Tensor  # fp32, nats: of the distribution that it is from
+    sub_block: Tensor | None = None  # int64: a number; one sub-block is filled in after the other
 
 
 class Outcome(NamedTuple):
@@ -84,6 +85,13 @@ def masks_to_replace(
     )
 
 
+def in_first_sub_block(is_mask: Tensor, sub_block: Tensor) -> Tensor:
+    """Which masks are in the first sub-block that has any: [R, C] bool, as both arguments."""
+    last = torch.iinfo(sub_block.dtype).max
+    first = torch.where(is_mask, sub_block, last).amin(dim=-1, keepdim=True)
+    return is_mask & (sub_block == first)
+
+
 def _unsorted(flags: Tensor, order: Tensor) -> Tensor:
     """Flags of sorted values, back at the places that the values come from."""
     return torch.zeros_like(flags).scatter(-1, order, flags)
@@ -119,7 +127,10 @@ def unmask_step(
     step = steps_done - post_steps
     # `max_steps` is 0 in the empty row of `CanvasRows.of_batch`.
     count = num_revealed(step, max_steps.clamp(min=1), block_size, parameters["schedule"])
-    replaced = masks_to_replace(is_mask, proposal, count, parameters)
+    is_open = is_mask
+    if proposal.sub_block is not None:
+        is_open = in_first_sub_block(is_mask, proposal.sub_block)
+    replaced = masks_to_replace(is_open, proposal, count, parameters)
     is_last = step + 1 >= max_steps
     replaced |= is_mask & is_last[:, None]
     edited = torch.zeros_like(is_mask)

@@ -36,6 +36,7 @@ class UnmaskingSettings:
     defaults: ClassVar[Mapping[str, Any]] = {}
     modes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     canvas_window: ClassVar[CanvasWindow] = "symmetric"
+    is_shifted: ClassVar[bool] = False  # as of ``engine.algorithm.DenoisingAlgorithm``
 
     vocab_size: int
     canvas_length: int

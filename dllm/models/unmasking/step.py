@@ -47,6 +47,7 @@ class Unmasking(DenoisingAlgorithm):
     def __init__(self, settings: UnmaskingSettings) -> None:
         self.settings: UnmaskingSettings = settings
         self.begins_causally = settings.begins_causally
+        self.is_shifted = settings.is_shifted
 
     def fresh_canvas(self, seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         shape = (len(seeds), self.settings.canvas_length)
@@ -126,8 +127,24 @@ class Unmasking(DenoisingAlgorithm):
             was_stop=is_stop[slots, ids],
             confidence=confidence[rows.padded],
             entropy=stats.entropy[rows.padded],
+            sub_block=self._sub_blocks(rows, canvases),
         )
         return proposal, ids, stats
+
+    def _sub_blocks(self, rows: CanvasRows, canvases: Canvases) -> torch.Tensor | None:
+        """The sub-block of every position, ``[R, C]`` int64; None in a family that has none.
+
+        The first token of a block is one by itself where logits are shifted: it is decided by the
+        causal pass over the context, and the others see it.
+        """
+        length = canvases.parameters.get("sub_block")
+        if length is None:
+            return None
+        place = torch.arange(self.settings.canvas_length, device=length.device)
+        place = rows.starts[:, None] % self.settings.block_size + place
+        # 0 in the empty row of `CanvasRows.of_batch`.
+        number = place // length.clamp(min=1)[:, None]
+        return torch.where(place == 0, -1, number) if self.is_shifted else number
 
     def scores_of_texts(
         self,
