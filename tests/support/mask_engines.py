@@ -14,7 +14,7 @@ from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import FAMILIES, NEMOTRON, write
 
 MASKS = FAMILIES | {"nemotron-causal": NEMOTRON}
-TOLERANCE = 1e-4  # of log-probabilities; fp32 products of two libraries
+TOLERANCE = 5e-4  # of log-probabilities; the reference in fp32 is up to 4e-4 off what it is in fp64
 
 
 @pytest.fixture(scope="session")
