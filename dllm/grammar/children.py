@@ -97,11 +97,17 @@ class Children:
                 ours.send_bytes(json.dumps(request).encode())
                 return ours.recv_bytes()
             except (EOFError, OSError):
-                if time.monotonic() - begun < self.seconds:  # no time is over: it was killed
+                waited = time.monotonic() - begun
+                if waited < self.seconds:  # no time is over: it was killed
                     return b""
+                if waited >= PATIENCE * self.seconds:
+                    raise TooSlow(
+                        f"The grammar was not compiled in {waited:.0f} s: the machine is busy. "
+                        "Send it again, or make it smaller."
+                    ) from None
                 raise TooSlow(
-                    f"The grammar took more than {self.seconds:g} s to compile. Make it smaller: "
-                    "fewer choices and repetitions, less nesting."
+                    f"The grammar took more than {self.seconds:g} s of a processor to compile. "
+                    "Make it smaller: fewer choices and repetitions, less nesting."
                 ) from None
 
     def _running(self) -> socket.socket:

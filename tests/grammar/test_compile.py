@@ -286,6 +286,14 @@ def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_served():
     children.close()
 
 
+def test_a_machine_that_is_busy_is_named(monkeypatch):
+    monkeypatch.setattr("dllm.grammar.children.PATIENCE", 1)  # here, and not where it is compiled
+    children = Children(VOCABULARY, seconds=0.5)
+    with pytest.raises(TooSlow, match="the machine is busy"):
+        grammars(children).begin(SLOW, []).result()
+    children.close()
+
+
 @pytest.mark.parametrize(
     ("patience", "work", "ended_by"),
     [("10**6", "while True: pass", signal.SIGPROF), ("1", "time.sleep(10**6)", signal.SIGALRM)],
