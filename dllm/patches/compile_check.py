@@ -75,7 +75,7 @@ def drop_wrong_code(runner: Any) -> None:
     for module in modules:
         module.do_not_compile = not is_model_right
     if not is_model_right:
-        _leave_pieces_out(runner.cudagraph_manager)
+        _leave_pieces_out(runner)
 
 
 def _served(runner: Any) -> Iterator[Any]:
@@ -101,11 +101,11 @@ def _is_right(name: str, found: Passes, expected: Passes) -> bool:
     return False
 
 
-def _leave_pieces_out(graphs: Any) -> None:
+def _leave_pieces_out(runner: Any) -> None:
     """Pieces are made by the compiler; full graphs are captured without it."""
-    pieces = CUDAGraphMode.PIECEWISE
+    graphs, pieces = runner.cudagraph_manager, CUDAGraphMode.PIECEWISE
     graphs._capture_descs.pop(pieces, None)
-    graphs._candidates = {
+    runner.cudagraph_manager._candidates = {
         size: [graph for graph in which if graph.cg_mode != pieces]
         for size, which in graphs._candidates.items()
     }

@@ -266,15 +266,8 @@ OBJECTS = {
     ),
     "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._candidates": (
         "runner.cudagraph_manager._candidates",
-        "at start: steps run with one kind of graphs and without, and a wrong kind is not used",
-    ),
-    "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._capture_descs": (
-        "graphs._capture_descs",
-        "at start: no graphs in pieces of a compiled model that is wrong",
-    ),
-    "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.cudagraph_mode": (
-        "graphs.cudagraph_mode",
-        "the same",
+        "at start: steps run with one kind of graphs and without, and a wrong kind is not used, "
+        "nor pieces of a compiled model that is wrong",
     ),
     "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph": (
         "graphs.run_fullgraph",
