@@ -150,7 +150,9 @@ def test_two_ranks_generate_the_tokens_of_one(checkpoint, family, cases):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours[0] == theirs[0], case
             for of_token, expected_entry in zip(ours[1], theirs[1], strict=True):
-                assert of_token == pytest.approx(expected_entry, abs=RUN_TOLERANCE), case
+                # Of unlikely tokens fp32 has fewer digits behind the point.
+                close = pytest.approx(expected_entry, abs=RUN_TOLERANCE, rel=2e-5)
+                assert of_token == close, case
 
 
 def on_two_ranks(model: str, family: str, scheduling: str) -> list[Any]:
