@@ -382,6 +382,7 @@ def test_sampled_drafts_of_dspark_need_the_targets_vocabulary(size, is_refused):
     hf_config = SimpleNamespace(draft_vocab_size=size, vocab_size=512)
     speculative = SimpleNamespace(
         method="dspark",
+        num_speculative_tokens=2,
         draft_sample_method="probabilistic",
         use_local_argmax_reduction=False,
         draft_model_config=SimpleNamespace(hf_config=hf_config),
@@ -389,6 +390,7 @@ def test_sampled_drafts_of_dspark_need_the_targets_vocabulary(size, is_refused):
     config = SimpleNamespace(
         speculative_config=speculative,
         model_config=SimpleNamespace(get_vocab_size=lambda: 512),
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
         lora_config=None,
         additional_config=None,
     )
