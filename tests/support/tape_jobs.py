@@ -1,6 +1,7 @@
 """The servers whose graphs are replayed from a tape, and when that is tested (``tape_worker``).
 
-daily   in ``make test``
+daily    in ``make test``
+nightly  in ``make test-all``
 """
 
 import json
@@ -29,7 +30,7 @@ def canvases(family: str, *batches: list[str], **more: Any) -> dict[str, Any]:
     sizes = [size, 4 * size]
     if more.get("mode") == IN_PIECES:
         sizes = [size, 4 * size, 128]  # of prompts, too
-    options = {"reasoning_parser": PARSER, "sizes": sizes, "num_tokens": max(size, 12)}
+    options = {"reasoning_parser": PARSER, "sizes": sizes, "num_tokens": 8}
     return {"model": family, "batches": list(batches)} | options | more
 
 
@@ -50,9 +51,10 @@ OURS = speculative("dflash", TINY_DRAFTER, 7)
 
 JOBS: dict[str, dict[str, dict[str, Any]]] = {
     "daily": {
-        "gemma": canvases("gemma", *SAMPLES),
+        "gemma": canvases("gemma", *SAMPLES, num_tokens=12),
         "drafter": drafts(TINY_AR, 8, OURS),
     },
+    "nightly": {"sdar": canvases("sdar", *SAMPLES)},
 }
 
 

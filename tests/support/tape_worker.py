@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
         }
     },
     "thoughts": SAMPLED | {"thinking_token_budget": 3, "logit_bias": BEGINS_A_THOUGHT},
-    "logprobs": {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+    "logprobs": {"temperature": 0.0, "logprobs": 2},
     "decision": {"temperature": 0.0, "max_tokens": 2, "logprob_token_ids": [30, 31]},
     "adapter": {"temperature": 0.0},
 }
