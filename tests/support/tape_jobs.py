@@ -58,6 +58,30 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+PLANTS = (
+    "nothing",
+    "python_number",
+    "inputs_elsewhere",
+    "metadata_of_capture",
+    "lengths_of_capture",
+    "wait",
+    "number_of_host",
+    "table_of_capture",
+    "padding_with_a_slot",
+    "memory_of_another_graph",
+)
+# One request, and two, padded to three; both still have slots when a start is tried.
+PLANTED = canvases(
+    "gemma",
+    ["greedy"],
+    ["greedy"] * 2,
+    num_tokens=12,
+    sizes=[12, 36],
+    max_num_seqs=8,
+    plants=PLANTS,
+)
+
+
 def write_with_thoughts(source: Path, path: Path) -> Path:
     """A copy of a checkpoint, in whose tokenizer the tokens have the parser's NAMES."""
     shutil.copytree(source, path)

@@ -32,7 +32,7 @@ def python_number(engine: Any) -> None:
         return made
 
     Builder._metadata = metadata
-    _behind_attention(lambda output, made: output.add_(0.02 * made.longest))
+    _behind_attention(engine, lambda output, made: output.add_(0.02 * made.longest))
 
 
 def inputs_elsewhere(engine: Any) -> None:
@@ -81,7 +81,7 @@ def wait(engine: Any) -> None:
         if bool((made.calls[0].batch.is_causal != 0).any()):
             output.add_(0)
 
-    _behind_attention(ask)
+    _behind_attention(engine, ask)
 
 
 def number_of_host(engine: Any) -> None:
@@ -93,7 +93,7 @@ def number_of_host(engine: Any) -> None:
             number = np.asarray([0.01 * float(lengths.max())], dtype=np.float32)
         output.add_(torch.from_numpy(number))
 
-    _behind_attention(copy)
+    _behind_attention(engine, copy)
 
 
 def table_of_capture(engine: Any) -> None:
@@ -106,7 +106,7 @@ def table_of_capture(engine: Any) -> None:
                 tables.append(torch.ones(len(output), 1, 1) * 1.0)
             output.mul_(tables[0][: len(output)])
 
-    _behind_attention(lazily)
+    _behind_attention(engine, lazily)
 
 
 def padding_with_a_slot(engine: Any) -> None:
@@ -144,15 +144,19 @@ def memory_of_another_graph(engine: Any) -> None:
     model.forward, runner.model.compute_logits = keep, compute_logits
 
 
-def _behind_attention(change: Callable[[torch.Tensor, Any], object]) -> None:
+def _behind_attention(engine: Any, change: Callable[[torch.Tensor, Any], object]) -> None:
     """Let each layer change its output; ``change`` gets the step's metadata, too."""
-    forward = backend.CanvasAttentionImpl.forward
 
-    def changed(self: Any, *args: Any, **given: Any) -> torch.Tensor:
-        result: torch.Tensor = forward(self, *args, **given)
-        metadata = given.get("attn_metadata", args[5] if len(args) > 5 else None)
-        if metadata is not None:
-            change(result, metadata)
-        return result
+    def followed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def changed(*args: Any, **given: Any) -> torch.Tensor:
+            result = forward(*args, **given)
+            if args[5] is not None:
+                change(result, args[5])
+            return result
 
-    backend.CanvasAttentionImpl.forward = changed
+        return changed
+
+    layers = engine.runner.vllm_config.compilation_config.static_forward_context.values()
+    for layer in layers:
+        if hasattr(layer, "impl"):  # not of an instance's class: a CPU wraps each
+            layer.impl.forward = followed(layer.impl.forward)

@@ -9,6 +9,7 @@ what they return. A process of its own, with the variables of ``tape_jobs.run_jo
 import json
 import os
 import sys
+import traceback
 from contextlib import nullcontext
 from itertools import chain
 from tempfile import TemporaryDirectory
@@ -74,6 +75,8 @@ def run_planted(plants: list[str], **job: Any) -> dict[str, Any]:
                 try:
                     getattr(tape_plants, name)(engine)
                     torch.save(_compare(engine, checks=True, **asked), path)
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(0)
             os.waitpid(child, 0)
