@@ -1,17 +1,18 @@
 """Serving a quantized (compressed-tensors) checkpoint on a CPU.
 
-vLLM has CPU kernels for FP8 and INT8 linear layers, and they are used; INT8 layers take their
-activations in fp32 on every CPU. It has none for quantized experts and NVFP4 linear layers: those
-are emulated here, that is, their weights are dequantized when they are loaded and their inputs are
-rounded as the format says. ``dllm.models.quantized`` puts this configuration in the place of
+vLLM has CPU kernels for FP8 and INT8 linear layers, and they are used where they are right
+(``Int8Linear``). It has none for quantized experts and NVFP4 linear layers: those are emulated
+here, that is, their weights are dequantized when they are loaded and their inputs are rounded as
+the format says. ``dllm.models.quantized`` puts this configuration in the place of
 vLLM's, for our models alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -25,7 +26,13 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 
 from dllm.quant.cpu_experts import EXPERT_METHODS
-from dllm.quant.formats import NVFP4_GROUP, dequantize_nvfp4, round_trip, unpack_fp4
+from dllm.quant.formats import (
+    NVFP4_GROUP,
+    QuantDtype,
+    dequantize_nvfp4,
+    round_trip,
+    unpack_fp4,
+)
 from dllm.quant.schemes import Plan, parse_plan
 
 
@@ -82,18 +89,39 @@ class EmulatingConfig(CompressedTensorsConfig):
 
 
 class Int8Linear(CompressedTensorsW8A8Int8):
-    """vLLM's linear layer with int8 weights and inputs, for activations in fp32, too.
+    """vLLM's linear layer with int8 weights and inputs, where its kernels fail by other means.
 
     On a CPU with AMX, vLLM's kernel chooses AMX by the shape of the weight alone, and AMX refuses
-    activations in fp32. They are given to oneDNN, as on CPUs without AMX.
+    activations in fp32. They are given to oneDNN, as on CPUs without AMX. On an x86 CPU without
+    VNNI, oneDNN adds pairs of products in 16 bits, which saturate: sums of large weights were off
+    by 15 %. There the layer is emulated.
     """
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        if layer.params_dtype != torch.float32:
+        if not adds_in_32_bits(torch.cpu.get_capabilities()):
+            scale = layer.weight_scale.data.reshape(len(layer.weight_scale), -1)
+            if self.strategy == QuantizationStrategy.TENSOR:  # one for each of the fused layers
+                scale = scale.repeat_interleave(torch.tensor(layer.logical_widths), dim=0)
+            weight = (layer.weight.data * scale).to(layer.params_dtype)
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            self.kernel.linear_method = self._emulate
+        elif layer.params_dtype == torch.float32:
+            self.kernel.linear_method = self.kernel._apply_weights_onednn
+            self.kernel.process_weights_for_onednn(layer)
+        else:
             super().process_weights_after_loading(layer)
-            return
-        self.kernel.linear_method = self.kernel._apply_weights_onednn
-        self.kernel.process_weights_for_onednn(layer)
+
+    @staticmethod
+    def _emulate(
+        layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return F.linear(round_inputs(x, "int8", None), layer.weight, bias)
+
+
+def adds_in_32_bits(capabilities: Mapping[str, bool | int | str]) -> bool:
+    """Whether a CPU (``torch.cpu.get_capabilities``) adds int8 products without saturation."""
+    has_vnni = any(capabilities.get(name) for name in ("avx512_vnni", "avx_vnni"))
+    return has_vnni or capabilities.get("architecture") != "x86_64"
 
 
 class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
@@ -164,7 +192,7 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
     ) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]``."""
         outputs = [
-            F.linear(x if divisor is None else round_inputs(x, divisor), weight)
+            F.linear(x if divisor is None else round_inputs(x, "nvfp4", divisor), weight)
             for divisor, weight in layer.parts
         ]
         output = torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
@@ -172,15 +200,20 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
 
 
 @torch.library.custom_op("dllm::round_inputs", mutates_args=())
-def round_inputs(inputs: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """Round inputs ``[..., n]`` to NVFP4 and back, in their own dtype; ``divisor`` is one value.
+def round_inputs(
+    inputs: torch.Tensor, quant_dtype: str, divisor: torch.Tensor | None
+) -> torch.Tensor:
+    """Round inputs ``[..., n]`` to a format and back, in their own dtype (``round_trip``).
 
     One operation for torch.compile, which does not look inside: the bits are the same with and
     without compilation, and there is nothing to compile.
+
+    Args:
+        divisor: the global scale, of one value; NVFP4 only.
     """
-    return round_trip(inputs, "nvfp4", divisor)
+    return round_trip(inputs, cast(QuantDtype, quant_dtype), divisor)
 
 
 @round_inputs.register_fake
-def _(inputs: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+def _(inputs: torch.Tensor, quant_dtype: str, divisor: torch.Tensor | None) -> torch.Tensor:
     return inputs.new_empty(inputs.shape)

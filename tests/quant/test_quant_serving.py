@@ -20,6 +20,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from dllm.models.gemma.weights import refuse_missing
 from dllm.models.quantized import copy_k_proj_entries_to_v_proj
 from dllm.patches.install import install
+from dllm.quant import cpu_config
 from dllm.quant.checks import checked
 from dllm.quant.cpu_config import EmulatingConfig, Int8Linear
 from dllm.quant.formats import round_trip
@@ -143,9 +144,14 @@ def test_an_unsupported_scheme_is_refused_before_anything_is_loaded(checkpoint, 
 # --- what computes -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has_vnni", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
-def test_int8_layers_take_activations_of_every_dtype(dtype, tolerance, monkeypatch):
+def test_int8_layers_take_activations_of_every_dtype(dtype, tolerance, has_vnni, monkeypatch):
     """With fp32, every CPU claims AMX, which vLLM then chooses and which does not take fp32."""
+    if not has_vnni:
+        monkeypatch.setattr(cpu_config, "adds_in_32_bits", lambda capabilities: False)
+    elif not cpu_config.adds_in_32_bits(torch.cpu.get_capabilities()):
+        pytest.skip("this CPU has no VNNI: what vLLM's kernel computes is wrong, and is not used")
     if dtype == torch.float32:
         monkeypatch.setattr(int8_kernels, "check_cpu_sgl_kernel", lambda *shape: True)
     generator = torch.Generator().manual_seed(0)
