@@ -279,7 +279,8 @@ def test_more_label_tokens_than_are_given_at_once_are_several_reads_of_one_canva
     with engine.watch(keep_logits=True) as watched:
         (read,) = reads.ask([choice(0, names)])
     logits = [steps[0].logits for steps in watched.values()]
-    assert len(logits) == 2 and torch.equal(*logits)
+    # Both are rows of one GEMM, which sums rows in more orders than one: 2e-5 was measured.
+    assert len(logits) == 2 and torch.allclose(*logits, atol=TOLERANCE)
     sums = brute_force(reads, choice(0, names), logits[0])
     assert read.probs == pytest.approx(sums.softmax(-1).tolist(), rel=TOLERANCE, abs=1e-12)
 
