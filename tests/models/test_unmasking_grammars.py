@@ -10,6 +10,7 @@ import os
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -42,7 +43,7 @@ END, ALSO = WORDS.index(b"true"), WORDS.index(b"null")
 
 def with_mask(found: Table) -> Table:
     """The table for a vocabulary with one more token, which is in no text."""
-    return Table(np.append(found.class_of, -1).astype(np.int32), *list(vars(found).values())[1:])
+    return replace(found, class_of=np.append(found.class_of, -1).astype(np.int32))
 
 
 class Asked(NamedTuple):
