@@ -162,11 +162,11 @@ serve: setup
 	    "Port $(PORT) is taken, perhaps by another server; give another one: make serve PORT=...")'
 	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 
-# Without the tests that are marked `nightly`; `make test-all` runs those, too, and
-# `make test-nightly` those alone that are marked `long`.
-test: SELECT := -m "not nightly and not long"
-test-all: SELECT := -m "not long"
-test-nightly: SELECT := -m long
+# `make test-all` runs the tests that are marked `extended`, too; `make test-nightly` those alone
+# that are marked `nightly`.
+test: SELECT := -m "not extended and not nightly"
+test-all: SELECT := -m "not nightly"
+test-nightly: SELECT := -m nightly
 test test-all test-nightly: export HF_HUB_OFFLINE ?= 1
 test-all: lm_eval $(addprefix $(VENV)/,.images .clients)
 test-nightly: setup-dev

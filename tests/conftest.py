@@ -26,14 +26,15 @@ settings.load_profile("any machine")
 
 # What all families are asked, `make test` asks DiffusionGemma and SDAR alone. These families share
 # SDAR's code, and most have longer canvases, which take longer.
-NIGHTLY = {"sdar-moe", "a2d-qwen3", "a2d-qwen2", "stable-diffcoder", "llada2", "nemotron"}
+EXTENDED = {"sdar-moe", "a2d-qwen3", "a2d-qwen2", "stable-diffcoder", "llada2", "nemotron"}
+EXTENDED |= {"fast-dllm"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test as nightly that is one of these families because of a parameter."""
+    """Mark a test as extended that is one of these families because of a parameter."""
     given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    if any(isinstance(value, str) and value in NIGHTLY for value in given):
-        item.add_marker(pytest.mark.nightly)
+    if any(isinstance(value, str) and value in EXTENDED for value in given):
+        item.add_marker(pytest.mark.extended)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ HARNESS = Path(os.environ.get("DLLM_LM_EVAL", Path(sys.prefix) / "lm_eval"))
 FAMILIES = 11
 
 pytestmark = [
-    pytest.mark.nightly,
+    pytest.mark.extended,
     pytest.mark.skipif(not HARNESS.exists(), reason="lm_eval is not installed: make lm_eval"),
 ]
 

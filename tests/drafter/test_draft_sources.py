@@ -97,7 +97,7 @@ NIGHTLY = "mtp", "lilicorr", "dspark", "eagle3, sampled", "dspark, sampled"
 
 def params_of(names: Iterable[str]) -> list[Any]:
     return [
-        pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY), id=name)
+        pytest.param(name, marks=[pytest.mark.extended] * (name in NIGHTLY), id=name)
         for name in names
     ]
 
@@ -278,7 +278,7 @@ def widths_of(steps: Iterable[SchedulerOutput]) -> set[int]:
 
 @pytest.mark.parametrize(
     "name",
-    ["draft_model, sampled", pytest.param("eagle3", marks=pytest.mark.nightly), "dflash 2"],
+    ["draft_model, sampled", pytest.param("eagle3", marks=pytest.mark.extended), "dflash 2"],
 )
 def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(folders, monkeypatch, name):
     """Prompts in chunks, preemptions, random widths and none; the policy learns what happened."""
@@ -328,7 +328,7 @@ def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(folders,
         assert sum(int(step.verified.sum()) for step in told.steps) > 20
 
 
-@pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.extended)])
 def test_what_a_source_reads_of_the_target_is_recorded(folders, tmp_path, name):
     """Also of tokens that were drafted, and not of those that were rejected."""
     folder = tmp_path / "buffer"

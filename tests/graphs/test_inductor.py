@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.process import run_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 NUM_TESTS = 1
 

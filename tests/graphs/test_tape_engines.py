@@ -15,7 +15,7 @@ from tests.support.engine_harness import RUN_TOLERANCE, relative_error
 from tests.support.family_checkpoints import write
 from tests.support.tape_jobs import CANVAS, JOBS, run_jobs, write_with_thoughts
 
-MARKS = {"daily": [], "nightly": [pytest.mark.nightly]}
+MARKS = {"daily": [], "extended": [pytest.mark.extended]}
 CASES = [
     pytest.param(group, name, marks=MARKS[group], id=name)
     for group, jobs in JOBS.items()

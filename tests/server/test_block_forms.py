@@ -24,7 +24,7 @@ from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Serve
 
 pytest_plugins = ["tests.support.sdar_server"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 PASSES = "vllm:diffusion_num_denoising_steps_total"
 
@@ -37,8 +37,11 @@ class Served(NamedTuple):
     block: int
 
 
-SERVERS = [("tiny-sdar", 32), ("tiny-llada2", 32), ("tiny-sdar", 8), ("tiny-sdar", 4)]
-IDS = [f"{name}-{block}" for name, block in SERVERS]
+ALL = [("tiny-sdar", 32), ("tiny-llada2", 32), ("tiny-sdar", 8), ("tiny-sdar", 4)]
+SERVERS = [
+    pytest.param(one, id=f"{one[0]}-{one[1]}", marks=[pytest.mark.nightly] if place else [])
+    for place, one in enumerate(ALL)
+]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +125,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("served", SERVERS, ids=IDS, indirect=True)
+@pytest.mark.parametrize("served", SERVERS, indirect=True)
 def test_every_answer_has_its_form(served):
     server, name, block = served
     free_answers: dict[tuple[str, str], tuple[list[str], float]] = {}  # many forms ask the same
@@ -166,7 +169,7 @@ def answers(
 TOKENIZER = Tokenizer.from_file(str(CHECKPOINTS / "tiny-sdar" / "tokenizer.json"))  # of both models
 
 
-@pytest.mark.parametrize("served", SERVERS[:2], ids=IDS[:2], indirect=True)
+@pytest.mark.parametrize("served", SERVERS[:2], indirect=True)
 def test_holes_that_fit_their_block_are_found(served):
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(8) as pool:

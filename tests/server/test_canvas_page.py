@@ -20,7 +20,7 @@ JSON_QUESTION = "Write name, age and city as JSON: Lou is 28 and lives in Baku."
 
 pytest_plugins = ["tests.support.chromium"]
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ pytest_plugins = ["tests.support.server_harness"]
 
 CLIENTS = Path(sys.prefix) / "clients"
 pytestmark = [
-    pytest.mark.nightly,
+    pytest.mark.extended,
     pytest.mark.skipif(not CLIENTS.exists(), reason="`make test-all` installs the clients"),
 ]
 

@@ -27,7 +27,9 @@ MAX_TOKENS = 120
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["gemma", pytest.param("hermes", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module", params=["gemma", pytest.param("hermes", marks=pytest.mark.extended)]
+)
 def style(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,7 +1,7 @@
 """The servers whose graphs are replayed from a tape, and when that is tested (``tape_worker``).
 
 daily    in ``make test``
-nightly  in ``make test-all``
+extended in ``make test-all``
 """
 
 import json
@@ -54,7 +54,7 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         "gemma": canvases("gemma", *SAMPLES, num_tokens=12),
         "drafter": drafts(TINY_AR, 8, OURS),
     },
-    "nightly": {"sdar": canvases("sdar", *SAMPLES)},
+    "extended": {"sdar": canvases("sdar", *SAMPLES)},
 }
 
 
