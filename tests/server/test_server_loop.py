@@ -1,7 +1,8 @@
-"""No body of at most 1 MB holds the event loop of the API server for more than 100 ms.
+"""No body of at most 1 MB holds the event loop of the API server for long.
 
 What is measured is CPU time of the loop's thread between two turns of the loop, as the least of
-three: whatever else the machine does makes it longer, up to twice, and nothing makes it shorter.
+three. Its unit is the time in which the same thread reads 1 MB of JSON
+(``tests/support/loop_gap.py``), on one quiet core 20 ms.
 """
 
 import json
@@ -16,7 +17,7 @@ from tests.support.server_harness import MODEL, Server
 
 pytest_plugins = ["tests.support.server_harness"]
 
-LONGEST_MS = 100
+LONGEST = 6  # of these units
 MEGABYTE = 1_000_000
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -188,7 +189,7 @@ def loop(server: Server) -> Iterator[Any]:
     pings.start()
     try:
         server.get("/loop-gap")
-        yield lambda: json.loads(server.get("/loop-gap").text)["longest_ms"]
+        yield lambda: json.loads(server.get("/loop-gap").text)["longest"]
     finally:
         done.set()
         pings.join()
@@ -196,7 +197,7 @@ def loop(server: Server) -> Iterator[Any]:
     assert not sick
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_the_worst_bodies_hold_no_loop(server, loop):
     expected = {name: (400, parameter) for name, (_, parameter) in REFUSED.items()}
     expected |= dict.fromkeys(ANSWERED, (200, None))
@@ -209,12 +210,12 @@ def test_the_worst_bodies_hold_no_loop(server, loop):
             loop()
             reply = server.post(route, data)
             held[name] = min(held[name], loop())
-            if held[name] <= LONGEST_MS:
+            if held[name] <= LONGEST:
                 break
         found[name] = reply.status, None if reply.status == 200 else reply.parameter
     print(json.dumps(held, indent=0))
     assert found == expected
-    assert not {name: ms for name, ms in held.items() if ms > LONGEST_MS}
+    assert not {name: units for name, units in held.items() if units > LONGEST}
 
 
 def test_json_that_is_too_deep_holds_no_loop(server, loop):
@@ -223,7 +224,7 @@ def test_json_that_is_too_deep_holds_no_loop(server, loop):
         server.post(COMPLETIONS, b'{"prompt":' + b"[" * 450_000 + b"]" * 450_000 + b"}").status
         == 400
     )
-    assert loop() <= LONGEST_MS
+    assert loop() <= LONGEST
 
 
 def branching(levels: int) -> Any:
@@ -257,4 +258,4 @@ def test_a_strict_tool_is_read_off_the_loop(server, loop, route):
         reply = server.post(route, body)
         held.append(loop())
     assert reply.status == 400 and "nested" in reply.message
-    assert min(held) <= LONGEST_MS
+    assert min(held) <= LONGEST

@@ -117,8 +117,7 @@ def test_a_client_that_replaces_content_ends_with_the_answer(client):
 
 
 def test_frames_of_a_step_are_fewer_and_end_alike(client):
-    # Canvases of many steps: in one engine step of 50 ms even a busy machine takes more than one of
-    # them.
+    # Canvases of many denoise steps, of which one engine step takes several (denoise_loop_ms).
     each = read(chat(client, stream=True, extra_body={"vllm_xargs": DOUBTS}))
     every = DOUBTS | {"diffusion_stream_every": "visit"}
     some = read(chat(client, stream=True, extra_body={"vllm_xargs": every}))

@@ -1,15 +1,17 @@
 """``vllm serve --middleware tests.support.loop_gap.LoopGap``: how long the event loop was held.
 
 ``GET /loop-gap`` answers how long a timer of the loop had to wait at most while the thread of the
-loop was at work, in milliseconds, and begins anew. It is CPU time of that thread, so that it does
-not depend on what else the machine does. The first such request starts the timer, and ``?stop``
-ends it.
+loop was at work, and begins anew. It is CPU time of that thread, in units of the time in which the
+same thread reads ``MEGABYTE`` as JSON: what else the machine does makes both longer. The first such
+request starts the timer, and ``?stop`` ends it.
 """
 
 import asyncio
 import json
 import time
 from typing import Any
+
+MEGABYTE = json.dumps([{"a": 1}] * 100_000)
 
 
 class LoopGap:
@@ -30,7 +32,10 @@ class LoopGap:
         elif scope["query_string"] == b"stop":
             self._watching.cancel()
             self._watching = None
-        body = json.dumps({"longest_ms": self._longest * 1000}).encode()
+        before = time.thread_time()
+        json.loads(MEGABYTE)
+        unit = time.thread_time() - before
+        body = json.dumps({"longest": self._longest / unit, "unit_ms": unit * 1000}).encode()
         self._longest = 0.0
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -45,11 +45,13 @@ COMMON_FLAGS = (
     f"--max-model-len={MAX_MODEL_LEN}",
     "--max-num-seqs=8",
 )
+# Every frame of a watched canvas, however fast the machine is, and engine steps of several denoise
+# steps, however slow.
+ANY_MACHINE = {"canvas_frames_per_s": 1000, "denoise_loop_ms": 500}
 FLAGS = (
     *COMMON_FLAGS,
     f"--max-num-batched-tokens={MAX_NUM_BATCHED_TOKENS}",
-    # Every frame of a watched canvas, however fast the machine is.
-    f"--additional-config={json.dumps({'dllm': {'canvas_frames_per_s': 1000}})}",
+    f"--additional-config={json.dumps({'dllm': ANY_MACHINE})}",
 )
 # Of the server that many files share.
 SHARED_FLAGS = (
