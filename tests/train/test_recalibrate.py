@@ -40,8 +40,10 @@ def record(target, folder: Path, number: int, tokens: list[int], count: int = 60
 
 
 @pytest.fixture
-def start(target, target_path, tmp_path):
+def start(target, target_path, tmp_path, monkeypatch):
     """The arguments of the command, with a recording of one shard."""
+    # A process cannot take back what it gave away, and this one has other tests to run.
+    monkeypatch.setattr(recalibrate.os, "nice", lambda _: 0)
     config = drafter_config(block_size=6)
     config["dflash_config"] = config["dflash_config"] | {"target_layer_ids": list(LAYERS)}
     write_drafter(tmp_path / "drafter", config, random_drafter())
