@@ -55,6 +55,7 @@ class SharedServers:
             environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
             names = [model, *(name for name in self.names if name != model)]
             args = [*args, "--served-model-name", *names]
+            options.setdefault("max_wait_seconds", 1500)  # a busy machine takes long
             with self.log.open("a") as log, redirect_stdout(log), redirect_stderr(log):
                 self.start(new, model, args, env_dict=environment, **options)
             self.running[key] = new
