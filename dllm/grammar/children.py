@@ -160,8 +160,8 @@ def main(seconds: float, most_memory: int) -> None:
     # Which tokens xgrammar knows does not matter: only its automaton over bytes is read.
     info = xgrammar.TokenizerInfo([b"a", b""], vocab_size=2, stop_token_ids=[1])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    # Behind the imports, which the first request waits for. Beside processes that keep every core
-    # busy, a child still gets a quarter of one: its limit counts what it uses, not how long it waits.
+    # Behind the imports, for which the first request waits. Beside processes that keep every core
+    # busy, a child still gets a quarter of one: its limit counts what it uses, not its waits.
     os.nice(5)
     control.sendall(b"!")
     while True:
