@@ -166,7 +166,7 @@ serve: setup
 # that are marked `nightly`.
 test: SELECT := -m "not extended and not nightly"
 test-all: SELECT := -m "not nightly"
-test-nightly: SELECT := -m nightly
+test-nightly: SELECT := -m nightly --timeout 3600
 test test-all test-nightly: export HF_HUB_OFFLINE ?= 1
 test-all: lm_eval $(addprefix $(VENV)/,.images .clients)
 test-nightly: setup-dev
