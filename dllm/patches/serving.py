@@ -6,6 +6,7 @@ fields (``patches.routes``), all other routes refuse.
 """
 
 import copy
+import json
 from typing import Any
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -160,9 +161,21 @@ class Messages(Translating, AnthropicServingMessages):
         request.seed = await seed_of(raw_request)
         return await super().create_chat_completion(request, raw_request)
 
+    async def message_stream_converter(self, generator: Any) -> Any:
+        """As vLLM's, which cannot read a chat's event that is an error: it says what it says."""
+        async for event in super().message_stream_converter(_errors_raised(generator)):
+            yield event
+
     async def count_tokens(self, request: Any, raw_request: Any = None) -> Any:
         let_think(request)
         return await super().count_tokens(request, raw_request)
+
+
+async def _errors_raised(events: Any) -> Any:
+    async for event in events:
+        if event.startswith('data: {"error"'):
+            raise RuntimeError(json.loads(event.removeprefix("data:"))["error"]["message"])
+        yield event
 
 
 class Scoring(ServingGenerativeScoring):

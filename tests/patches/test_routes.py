@@ -1,6 +1,7 @@
 """Routes that drop fields that they do not know refuse ours: those of a flag or a package."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 
 from dllm.models import FAMILIES
 from dllm.patches import install, serving
-from dllm.patches.serving import Chat, Completion, Render, Tokens, Translating, taken_over
+from dllm.patches.serving import Chat, Completion, Messages, Render, Tokens, Translating, taken_over
 
 install.install()
 
@@ -137,3 +138,18 @@ def test_what_is_served_token_by_token_refuses_canvases():
     with pytest.raises(VLLMValidationError) as refused:
         asyncio.run(state.openai_serving_chat.create_chat_completion(None, sent({"diffusing": 1})))
     assert refused.value.parameter == "diffusing"
+
+
+def test_anthropics_streams_say_what_ended_an_answer():
+    async def events() -> Any:
+        message = CohereLike().create_streaming_error_response("not finite")
+        stream = taken_over(CohereLike(), Messages).message_stream_converter(data(message))
+        return [event async for event in stream]
+
+    async def data(*messages: str) -> Any:
+        for message in messages:
+            yield f"data: {message}\n\n"
+
+    (event,) = asyncio.run(events())
+    assert event.startswith("event: error")
+    assert json.loads(event.partition("data:")[2])["error"]["message"] == "not finite"
