@@ -2,6 +2,9 @@
 
 daily    in ``make test``
 extended in ``make test-all``
+others   in ``make test-nightly``
+
+The jobs of a group run in one process.
 """
 
 import json
@@ -20,13 +23,15 @@ from tests.support.tape_modes import IN_PIECES
 NAMES = {'"<|image>"': '"<think>"', '"<|image|>"': '"</think>"'}
 PARSER = "deepseek_r1"
 
+REQUESTS = [["grammar", "pins"], ["thoughts", "prompt_logprobs"]]
+OTHERS = ["sdar, other", "sdar"]  # the last ones are those of the start
 SAMPLES = [["greedy"], ["sampled", "filtered", "logprobs"]]  # alone, and three padded to four
-CANVAS = {"gemma": 12, "sdar": 4, "llada2": 32, "nemotron": 32, "stable-diffcoder": 32}
+CANVAS = {"gemma": 12, "sdar": 4, "sdar-moe": 4}  # the others: 32
 
 
 def canvases(family: str, *batches: list[str], **more: Any) -> dict[str, Any]:
     """A job of a random model of a family, whose batches are those given."""
-    size = CANVAS[family]
+    size = CANVAS.get(family, 32)
     sizes = [size, 4 * size]
     if more.get("mode") == IN_PIECES:
         sizes = [size, 4 * size, 128]  # of prompts, too
@@ -48,6 +53,8 @@ def speculative(method: str, drafter: str, num_drafts: int) -> dict[str, Any]:
 
 TINY_AR, TINY_DRAFTER = (str(ROOT / "checkpoints" / name) for name in ("tiny-ar", "tiny-drafter"))
 OURS = speculative("dflash", TINY_DRAFTER, 7)
+FEW = {"override_generation_config": {"max_denoising_steps": 8}}
+ALONE = {"additional_config": {"dllm": {"first_step": "separate"}}}
 
 JOBS: dict[str, dict[str, dict[str, Any]]] = {
     "daily": {
@@ -55,6 +62,15 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         "drafter": drafts(TINY_AR, 8, OURS),
     },
     "extended": {"sdar": canvases("sdar", *SAMPLES)},
+    "requests": {
+        "decisions": canvases("sdar", ["decision"], ["decision"] * 3, **ALONE),
+        "new weights": canvases("sdar", ["greedy"], weights=OTHERS),
+        "grammar, pins, thoughts": canvases("gemma", *REQUESTS, num_tokens=24),
+    },
+    "drafts": {
+        "eagle3": drafts("target", 6, speculative("eagle3", "eagle3", 5), sizes=[4, 6, 24]),
+    },
+    "families": {"sdar-moe": canvases("sdar-moe", *SAMPLES, **FEW)},
 }
 
 
