@@ -2,7 +2,7 @@
 
     python -m bench.soak [--minutes 12] [--model tiny-dllm tiny-sdar ...] [--results DIR]
 
-For each model (an hour for all of them) three phases, with the same clients for good requests
+For each model (84 minutes for all of them) three phases, with the same clients for good requests
 (``bench/soak_load.py``):
 
     calm        good requests alone                                        (a quarter of the time)
@@ -42,8 +42,10 @@ import psutil  # type: ignore[import-untyped]
 from bench.context import ROOT, Row, Rows, command_line, progress, publish, reporting_failures
 from bench.servers import SERVE_FLAGS, Server
 from bench.soak_load import (
+    ADAPTED,
     ADAPTER,
     CONVERSATION,
+    DECIDING,
     HEAVY,
     LEFT_TO_RIGHT,
     MASKS,
@@ -90,7 +92,9 @@ ITSELF = '{"dllm": {"decoding": "self_speculation", "drafter": {"policy": "adapt
 # Checkpoint -> (kinds of good requests, flags of the server).
 MODELS: dict[str, tuple[Kinds, tuple[str, ...]]] = {
     "tiny-dllm": (NOISE, FLAGS),
-    "tiny-sdar": (MASKS, (*FLAGS, *SIGNED)),
+    "tiny-sdar": (ADAPTED, (*FLAGS, *SIGNED)),
+    "tiny-llada2": (MASKS, FLAGS),
+    "tiny-decisions": (DECIDING, FLAGS),
     "tiny-tools": (TALKING, (*FLAGS, *PARSERS, "--reasoning-parser", "gemma4")),
     "tiny-ar": (
         LEFT_TO_RIGHT,

@@ -184,12 +184,11 @@ NOISE: Kinds = GOOD | {  # of DiffusionGemma
     "sampling parameters": lambda dice: _sampled(dice, prompt_logprobs=0),
     "denoising parameters": _noisy,
 }
-MASKS: Kinds = GOOD | {
-    "denoising parameters": _masked,
-    "adapter": lambda dice: _chat(dice, model=ADAPTER),
-}
+MASKS: Kinds = GOOD | {"denoising parameters": _masked}
+ADAPTED: Kinds = MASKS | {"adapter": lambda dice: _chat(dice, model=ADAPTER)}
 
 
+DECIDING: Kinds = {name: GOOD[name] for name in ("decision", "question", "sampling parameters")}
 TALKING: Kinds = NOISE | {"tool call": _called, "thought": _thought}
 LEFT_TO_RIGHT: Kinds = {  # without a canvas
     **{name: GOOD[name] for name in ("question", "several at once (n)", "sampling parameters")},
@@ -205,7 +204,7 @@ def good(dice: Random, kinds: Kinds) -> Request:
     path, body = kinds[kind](dice)
     if path == DECISIONS:
         return Request(kind, path, body)
-    if path == COMPLETIONS and body.get("logprobs") is None and "suffix" not in body:
+    if body.get("logprobs") is None and "suffix" not in body:
         body["return_token_ids"] = True
     return Request(kind, path, body | {"seed": dice.randrange(2**31)})
 
@@ -245,8 +244,11 @@ def joined(events: list[Body]) -> Answer:
             text, ids, end = choices.get(one["index"], ("", (), ""))
             ids += tuple(one.get("token_ids") or ())
             choices[one["index"]] = text + _said(one), ids, one["finish_reason"] or end
-    whole = bool(choices) and all(end for *_, end in choices.values())
-    problem = "" if whole else "the stream ended without a finish reason"
+    problem = ""
+    if not choices or not all(end for *_, end in choices.values()):
+        problem = "the stream ended without a finish reason"
+    elif any({*ids} == {0} for _, ids, _ in choices.values()):  # the most likely of NaN
+        problem = "an answer of token 0 alone"
     return Answer(200, tuple(choices.values()), problem)
 
 
