@@ -50,7 +50,7 @@ def compiled(arch: int, *, branches: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "arch",
-    [pytest.param(arch, marks=[] if arch == 90 else pytest.mark.extended) for arch in SHARED_KIB],
+    [pytest.param(arch, marks=[] if arch == 90 else pytest.mark.nightly) for arch in SHARED_KIB],
 )
 def test_kernels_fit_every_gpu(arch: int) -> None:
     found = compiled(arch, branches=False)

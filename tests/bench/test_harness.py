@@ -67,6 +67,7 @@ def test_the_right_of_four_answers_is_the_likeliest_by_scores(sdar_server, tmp_p
     assert figures(tmp_path, "dllm_choices")["acc,none"] > 0.8
 
 
+@pytest.mark.nightly
 def test_echoed_logprobs_are_refused_with_a_reason(sdar_server, tmp_path):
     asked = ("lm_eval", "local-completions", "completions", "dllm_choices")
     said = evaluate(sdar_server, asked, 1, tmp_path, status=1)
@@ -154,6 +155,7 @@ def answer(messages: list[dict[str, str]]) -> str:
     return "It is \\boxed{12}." if asked.endswith("\nAnswer:") else "3 * 4 = 12. The answer is 12."
 
 
+@pytest.mark.nightly
 def test_the_recipe_asks_with_thoughts_and_scores_the_answers(tmp_path):
     with serve(Stub(answer, models=("m",))) as stub:
         results = run_recipe(stub.url, "m", tmp_path, RECIPE)
@@ -166,6 +168,7 @@ def test_the_recipe_asks_with_thoughts_and_scores_the_answers(tmp_path):
     assert RECIPE in (ROOT / "docs/clients.md").read_text()
 
 
+@pytest.mark.nightly
 def test_a_server_takes_the_requests_of_the_recipe(sdar_server, tmp_path):
     results = run_recipe(sdar_server.url, MODEL, tmp_path, RECIPE.replace("32768", "64"))
     assert all(0 <= results[task][metric] <= 1 for task, (*_, metric, _) in TASKS.items())

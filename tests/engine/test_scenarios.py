@@ -23,7 +23,14 @@ from tests.support.recorded_calls import record_calls
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[*SIZES])
+# Nemotron's canvases are scheduled as SDAR's are.
+NIGHTLY = ("nemotron",)
+MODELS = [
+    pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in SIZES
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
     return model_named(request.param)
 
