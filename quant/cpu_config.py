@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -99,10 +99,7 @@ class Int8Linear(CompressedTensorsW8A8Int8):
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         if not adds_in_32_bits(torch.cpu.get_capabilities()):
-            scale = layer.weight_scale.data.reshape(len(layer.weight_scale), -1)
-            if self.strategy == QuantizationStrategy.TENSOR:  # one for each of the fused layers
-                scale = scale.repeat_interleave(torch.tensor(layer.logical_widths), dim=0)
-            weight = (layer.weight.data * scale).to(layer.params_dtype)
+            weight = (layer.weight.data * layer.weight_scale.data).to(layer.params_dtype)
             layer.weight = torch.nn.Parameter(weight, requires_grad=False)
             self.kernel.linear_method = self._emulate
         elif layer.params_dtype == torch.float32:
