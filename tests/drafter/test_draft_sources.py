@@ -92,12 +92,12 @@ class Pair:
         return self.drafting.runner.speculator
 
 
-NIGHTLY = "mtp", "lilicorr", "dspark", "eagle3, sampled", "dspark, sampled"
+EXTENDED = "mtp", "lilicorr", "dspark", "eagle3, sampled", "dspark, sampled"
 
 
 def params_of(names: Iterable[str]) -> list[Any]:
     return [
-        pytest.param(name, marks=[pytest.mark.extended] * (name in NIGHTLY), id=name)
+        pytest.param(name, marks=[pytest.mark.extended] * (name in EXTENDED), id=name)
         for name in names
     ]
 

@@ -24,10 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 # Nemotron's canvases are scheduled as SDAR's are.
-NIGHTLY = ("nemotron",)
-MODELS = [
-    pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in SIZES
-]
+MODELS = [pytest.param(name, marks=[pytest.mark.nightly] * (name == "nemotron")) for name in SIZES]
 
 
 @pytest.fixture(scope="module", params=MODELS)

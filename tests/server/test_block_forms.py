@@ -37,10 +37,14 @@ class Served(NamedTuple):
     block: int
 
 
-ALL = [("tiny-sdar", 32), ("tiny-llada2", 32), ("tiny-sdar", 8), ("tiny-sdar", 4)]
 SERVERS = [
-    pytest.param(one, id=f"{one[0]}-{one[1]}", marks=[pytest.mark.nightly] if place else [])
-    for place, one in enumerate(ALL)
+    pytest.param((name, block), id=f"{name}-{block}", marks=marks)
+    for name, block, marks in (
+        ("tiny-sdar", 32, []),
+        ("tiny-llada2", 32, pytest.mark.nightly),
+        ("tiny-sdar", 8, pytest.mark.nightly),
+        ("tiny-sdar", 4, pytest.mark.nightly),
+    )
 ]
 
 
