@@ -1,4 +1,6 @@
-"""vLLM's CPU attention backend, plus the anchored window and blocks.
+"""vLLM's CPU attention backend, plus the anchored window, blocks, and an FP8 cache that is rounded.
+
+Our CPU worker registers it as CPU_ATTN, so that all layers of its process have it.
 
 vLLM's CPU kernel takes sequences that are causal or bidirectional, and one symmetric window for all
 of them. It knows neither blocks nor a first visible key (`masks.py`). So a batch is translated:
@@ -27,33 +29,19 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from dllm.attention.cpu_fp8_cache import nearest
+from dllm.attention.inputs import FP8_OF
 from dllm.attention.ragged import spread, starts_of
 
 
 def translate(layer: Attention, *, is_anchored: bool = False, block_size: int = 1) -> None:
     """Let the backend of one layer translate its batches, for an anchored window or for blocks."""
     impl = layer.impl
-    assert type(impl) is CPUAttentionBackendImpl, f"expected vLLM's CPU attention, got {type(impl)}"
+    assert isinstance(impl, CanvasCPUImpl), f"expected our CPU attention, got {type(impl)}"
     assert not is_anchored or impl.sliding_window > 0, "only sliding-window layers can be anchored"
-    impl.__class__ = TranslatingImpl
     impl.is_anchored, impl.block_size = is_anchored, block_size
+    # vLLM shares metadata among layers with one builder. Layers that translate need another.
     layer.attn_backend = TranslatingBackend
-
-
-def zero_padding(impl: CPUAttentionBackendImpl) -> None:
-    """Let a layer write zeros behind a batch's rows, where vLLM's kernel leaves what was in memory.
-
-    That may be NaN, which products with AMX can carry from a row of padding into its neighbours.
-    """
-    theirs = impl.forward
-
-    def forward(*given: Any, output: torch.Tensor, **scales: Any) -> torch.Tensor:
-        metadata = given[5]
-        parts = [part.metadata for part in metadata] if isinstance(metadata, tuple) else [metadata]
-        output[sum(part.num_actual_tokens for part in parts if part is not None) :] = 0
-        return theirs(*given, output=output, **scales)
-
-    impl.forward = forward
 
 
 @dataclass
@@ -163,12 +151,12 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         return Part(where, window, metadata)
 
 
-class TranslatingImpl(CPUAttentionBackendImpl):
-    """Attention of one layer: runs vLLM's forward pass once per part."""
+class CanvasCPUImpl(CPUAttentionBackendImpl):
+    """Attention of one layer: runs vLLM's forward pass once, or once per part."""
 
     sliding_window: int
-    is_anchored: bool
-    block_size: int
+    is_anchored: bool = False
+    block_size: int = 1
 
     def forward(
         self,
@@ -177,14 +165,23 @@ class TranslatingImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: tuple[Part, ...] | None,  # type: ignore[override]
+        attn_metadata: tuple[Part, ...] | CPUAttentionMetadata | None,  # type: ignore[override]
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write ``[tokens, heads, head_size]`` into ``output``; keys are already in the cache."""
+        """Write ``[tokens, heads, head_size]`` into ``output``; keys are already in the cache.
+
+        Rows of padding become zero. vLLM's kernel leaves in them what was in memory, which may be
+        NaN, and products with AMX can carry that into neighbouring rows.
+        """
+        if attn_metadata is None:  # profiling
+            return output
+        if not isinstance(attn_metadata, tuple):
+            attn_metadata = (_whole(attn_metadata, self.sliding_window),)
         usual, scales = self.sliding_window, (output_scale, output_block_scale)
-        for part in attn_metadata or ():
+        output[sum(part.metadata.num_actual_tokens for part in attn_metadata) :] = 0
+        for part in attn_metadata:
             self.sliding_window, tokens = part.window, part.tokens
             own, rows = query[tokens], output[tokens]
             super().forward(layer, own, key, value, kv_cache, part.metadata, rows, *scales)
@@ -193,17 +190,41 @@ class TranslatingImpl(CPUAttentionBackendImpl):
         self.sliding_window = usual
         return output
 
+    def do_kv_cache_update(
+        self,
+        layer: Attention,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Round what goes to an FP8 cache, as on a GPU; vLLM's kernel cuts it off."""
+        if self.is_fp8_kv_cache:
+            dtype = FP8_OF[self.kv_cache_dtype]
+            key = nearest(key, dtype, layer._k_scale_float)
+            value = nearest(value, dtype, layer._v_scale_float)
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
-class TranslatingBackend(CPUAttentionBackend):
-    """vLLM's CPU backend (CPU_ATTN) for layers that were given to `translate`."""
+
+class CanvasCPUBackend(CPUAttentionBackend):
+    """The backend of all layers in a process of our CPU worker."""
 
     @staticmethod
-    def get_impl_cls() -> type[TranslatingImpl]:
-        return TranslatingImpl
+    def get_impl_cls() -> type[CanvasCPUImpl]:
+        return CanvasCPUImpl
+
+
+class TranslatingBackend(CanvasCPUBackend):
+    """The same for layers that were given to `translate`."""
 
     @staticmethod
     def get_builder_cls() -> type[TranslatingBuilder]:
         return TranslatingBuilder
+
+
+def _whole(metadata: CPUAttentionMetadata, window: int) -> Part:
+    """A batch that is not translated, as one call."""
+    return Part(slice(0, metadata.num_actual_tokens), window, metadata)
 
 
 def _is_causal(common: CommonAttentionMetadata) -> np.ndarray:

@@ -55,7 +55,8 @@ PATCHES = {
         "so, too, also for those who read them with their own remote code and serve nothing"
     ),
     "vllm.v1.attention.backends.registry.register_backend": (
-        "on CUDA: our attention kernel, as the backend that vLLM names CUSTOM"
+        "on CUDA: our attention kernel, as the backend that vLLM names CUSTOM; in our CPU worker: "
+        "our CPU_ATTN, which adds blocks, anchored windows, rounded FP8, and zeros for padding"
     ),
     "vllm.v1.engine.input_processor.InputProcessor._validate_params": (
         "it does not see what the built-in sampler cannot honour and ours does: parameters, "
@@ -297,21 +298,9 @@ OBJECTS = {
         "self.requests[data.req_id].num_output_placeholders",
         "the same under asynchronous scheduling",
     ),
-    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.__class__": (
-        "impl.__class__",
-        "on a CPU: blocks and anchored windows, which vLLM's kernel lacks; a CPU has one backend",
-    ),
     "vllm.model_executor.layers.attention.attention.Attention.attn_backend": (
         "layer.attn_backend",
-        "the same: whose builder translates the batches of this layer",
-    ),
-    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update": (
-        "impl.do_kv_cache_update",
-        "on a CPU: what goes to an FP8 cache is rounded; vLLM's kernel cuts it off",
-    ),
-    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.forward": (
-        "impl.forward",
-        "on a CPU: a padded batch's last rows, which vLLM's kernel leaves unwritten, are zero",
+        "on a CPU: layers with blocks or an anchored window have a builder of their own",
     ),
     "vllm.config.ModelConfig.hf_config": (
         "model_config.hf_config.__class__",

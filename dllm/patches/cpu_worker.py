@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 import psutil
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm import LOGGER
-from dllm.attention.cpu_backend import zero_padding
 from dllm.engine.warm_up import warm_up
 from dllm.patches.compile_cache import prepare_compiler, reload_compiled_backbone, write_checksums
 from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
@@ -34,6 +33,7 @@ from dllm.patches.worker import Drafts, EngineSteps, Records
 
 logger = init_logger(LOGGER)
 
+ATTENTION_BACKEND = "dllm.attention.cpu_backend.CanvasCPUBackend"
 TRIM_SECONDS = 60.0
 
 
@@ -45,6 +45,7 @@ class CanvasCPUWorker(Records, EngineSteps, Drafts, CPUWorker):
         gc.freeze()
         self._compiler_is_ready = prepare_compiler(vllm_config)
         register_cpu_kernels()
+        register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION_BACKEND)
         reload_compiled_backbone()
         allow_product_of_no_rows()
         self._trim_at = time.monotonic() + TRIM_SECONDS
@@ -136,11 +137,6 @@ class PaddingRunner(CPUModelRunner):
     oneDNN compiles each product of matrices for its number of rows, and keeps a limited number of
     them. Prompts have any length: a batch of prompts and canvases would mostly be a new size.
     """
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        for layer in get_layers_from_vllm_config(self.vllm_config, Attention).values():
-            zero_padding(layer.impl)
 
     def prepare_inputs(
         self,

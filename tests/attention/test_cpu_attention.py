@@ -18,6 +18,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import tests.support.engine_harness  # noqa: F401  sets vLLM's environment first
+from dllm.attention.cpu_backend import CanvasCPUBackend, CanvasCPUImpl
 from dllm.attention.inputs import AttentionOptions
 from dllm.attention.layers import see_blocks, use_anchored_window
 from dllm.attention.reference import dense_attention
@@ -51,7 +52,7 @@ def make_layer(monkeypatch):
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
         monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: vllm_config)
-        impl = cpu_attn.CPUAttentionBackendImpl(
+        impl = CanvasCPUImpl(
             num_heads=spec.num_heads,
             head_size=spec.head_size,
             scale=spec.head_size**-0.5,
@@ -61,7 +62,7 @@ def make_layer(monkeypatch):
             kv_cache_dtype="auto",
             logits_soft_cap=spec.logit_softcap or None,
         )
-        layer = Layer(impl, cpu_attn.CPUAttentionBackend)
+        layer = Layer(impl, CanvasCPUBackend)
         if spec.window and spec.window.kind == "anchored":
             use_anchored_window(layer)
         see_blocks(layer, spec.block_size)

@@ -348,6 +348,7 @@ def names_we_use() -> set[str]:
 
 # Methods that vLLM calls although no base of ours has them: of vLLM's module that does.
 CALLED_BY_VLLM = {
+    "do_kv_cache_update": "vllm.model_executor.layers.attention.attention",
     "get_mm_mapping": "vllm.lora.model_manager",
     "get_model_state_cls": "vllm.v1.worker.gpu.model_states",
     "input_quant_key": "vllm.model_executor.layers.fusion.quant_activation",
@@ -359,6 +360,7 @@ ALSO_USED = {
     "CanvasAttentionBackend.get_name",
     "CanvasAttentionImpl.forward",
     "CanvasBackbone.forward",
+    "CanvasCPUImpl.forward",
     "CanvasCPUWorker.execute_model",
     "CanvasCPUWorker.reload_weights",
     "CanvasGPUWorker.sleep",
@@ -391,15 +393,14 @@ ALSO_USED = {
     "ImageProcessingInfo.get_hf_config",
     "ImageProcessingInfo.get_supported_mm_limits",
     "Int8Linear.process_weights_after_loading",
+    "Messages.create_chat_completion",
     "NemotronLabsDiffusionForCausalLM.load_weights",
     "Records.sample_tokens",
     "RemoteScheduler.schedule",
-    "Messages.create_chat_completion",
     "Responses.create_responses",
     "Steered._maybe_predict_acceptance",
     "Tokens.serve_tokens",
     "Translating.create_chat_completion",
-    "TranslatingImpl.forward",
     "UnmaskingModel.compute_logits",
     "UnmaskingModel.forward",
     "UnmaskingModel.load_weights",

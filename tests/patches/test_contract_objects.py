@@ -110,6 +110,7 @@ SET_IN_SUBCLASSES = {
     "CanvasAttentionImpl.kv_cache_dtype",
     "CanvasAttentionImpl.num_heads",
     "CanvasAttentionImpl.scale",
+    "CanvasCPUImpl.sliding_window",
     "CanvasReads.modalities",
     "CanvasReads.tail",
     "CanvasScheduler.need_mamba_block_aligned_split",
@@ -130,7 +131,6 @@ SET_IN_SUBCLASSES = {
     "SelfDrafter.supports_decode_metadata_update",
     "Steered.draft_logits",
     "TranslatingBuilder.window_size",
-    "TranslatingImpl.sliding_window",
 }
 
 

@@ -22,7 +22,6 @@ from vllm.model_executor.models.gemma4 import Gemma4Model
 from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from dllm.attention.cpu_fp8_cache import write_rounded
 from dllm.attention.layers import use_anchored_window
 from dllm.engine.compilation import maybe_compile, of_fixed_size
 from dllm.engine.logit_rows import LogitRows, Logits, RawLogits, rows_at_once
@@ -144,7 +143,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
             # vLLM's own backends do not have this window.
             if self.settings.canvas_window == "anchored" and layer.self_attn.is_sliding:
                 use_anchored_window(layer.self_attn.attn)
-            write_rounded(layer.self_attn.attn)
 
     def make_algorithm(self, vllm_config: VllmConfig) -> EntropyBound:
         vocab_size = vllm_config.model_config.get_vocab_size()

@@ -12,7 +12,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-from dllm.attention.cpu_fp8_cache import write_rounded
 from dllm.attention.layers import see_blocks
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized, settings_of
@@ -43,7 +42,6 @@ class UnmaskingModel:
         for layer in self.modules():  # type: ignore[attr-defined]
             if isinstance(layer, Attention):
                 see_blocks(layer, self.settings.block_size)
-                write_rounded(layer)
 
     def make_algorithm(self, vllm_config: VllmConfig) -> Unmasking:
         return Unmasking(self.settings)
