@@ -18,10 +18,11 @@ from typing import Any
 
 from pydantic import PrivateAttr
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.parser.abstract_parser import DelegatingParser
 
 from dllm.patches.replace import replaces
+from dllm.patches.tool_calls import tools_of
 
-READER = "dllm_reader"  # in the ``__dict__`` of a parser, which vLLM makes for each answer
 Parse = Callable[..., Any]  # vLLM's ``DelegatingParser.parse_delta``
 
 
@@ -46,22 +47,20 @@ def _kind(delta: DeltaMessage) -> str | int | None:
 
 
 @cache
-def read_token_by_token() -> None:
-    """Give vLLM's parsers of streams one token at a time.
+def parser_of(theirs: type[DelegatingParser]) -> type[DelegatingParser]:
+    """Of the parser that vLLM makes of a server's flags: a class of ours."""
+    tools = theirs.tool_parser_cls
+    own = {"tool_parser_cls": tools and tools_of(tools)}
+    return type("CanvasParser", (TokenByToken, theirs), own)
 
-    Called in an API server of one of our models, so that others stay as they are.
-    """
-    from vllm.entrypoints.openai.responses import serving
-    from vllm.parser.abstract_parser import DelegatingParser
 
-    @replaces(serving)
-    def split_delta(theirs: Any, delta: Any) -> list[Any]:
-        return [*delta.in_order()] if isinstance(delta, Ordered) else theirs(delta)
+class TokenByToken(DelegatingParser):
+    """Gets one token of a stream at a time."""
 
-    @replaces(DelegatingParser)
+    _reader: "_Reader | None" = None
+
     def parse_delta(
-        theirs: Any,
-        self: Any,
+        self,
         delta_text: str,
         delta_token_ids: list[int],
         request: Any,
@@ -69,15 +68,37 @@ def read_token_by_token() -> None:
         *,
         finished: bool,
     ) -> Any:
-        if READER not in vars(self):
-            vars(self)[READER] = _Reader(self, request, prompt_token_ids or [])
-        parts = list(vars(self)[READER].parts(delta_text, delta_token_ids, finished))
+        if self._reader is None:
+            self._reader = _Reader(self, request, prompt_token_ids or [])
+        parts = list(self._reader.parts(delta_text, delta_token_ids, finished))
         asked = request, prompt_token_ids
+        parse = super().parse_delta
         read = [
-            _read(theirs, self, part, asked, finished and number == len(parts))
+            _read(parse, self, part, asked, finished and number == len(parts))
             for number, part in enumerate(parts, 1)
         ]
         return _ordered(read)
+
+
+@cache
+def show_in_order() -> None:
+    """Let Responses show what a canvas adds in the order of the answer.
+
+    And a response format beside tools is refused where its grammar is compiled: xgrammar, which
+    vLLM asks about it on the event loop, need not read it.
+
+    Called in an API server of one of our models, so that others stay as they are.
+    """
+    from vllm.entrypoints.openai.responses import serving
+    from vllm.parser import abstract_parser
+
+    @replaces(serving)
+    def split_delta(theirs: Any, delta: Any) -> list[Any]:
+        return [*delta.in_order()] if isinstance(delta, Ordered) else theirs(delta)
+
+    @replaces(abstract_parser)
+    def _xgrammar_supports(theirs: Any, structured_outputs: Any) -> bool:
+        return True
 
 
 class _Reader:
@@ -151,7 +172,7 @@ def _read(
     # A whole answer's calls are read from its text alone.
     if is_read or isinstance(parser.tool_parser, ParserEngineToolAdapter):
         tokens = []
-    rest = parse(parser, behind, tokens, request, prompt, finished=is_last)
+    rest = parse(behind, tokens, request, prompt, finished=is_last)
     return _joined([thought, rest])
 
 

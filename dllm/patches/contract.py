@@ -85,34 +85,8 @@ PATCHES = {
     "vllm.tool_parsers.structural_tag_registry.register_vllm_structural_tag": (
         "in the front end: the grammar of tool calls in Gemma 4's syntax"
     ),
-    "vllm.tool_parsers.gemma4_engine_tool_parser.Gemma4EngineToolParser.structural_tag_model": (
-        "in the front end: its tool calls are held to that grammar; vLLM leaves them free"
-    ),
-    "vllm.tool_parsers.abstract_tool_parser.ToolParser.default_tool_strict_level": (
-        "in the front end: with auto calls name declared tools; in vLLM only beside a strict tool"
-    ),
-    "vllm.tool_parsers.structural_tag_registry.get_model_structural_tag": (
-        "in the front end: tools that are not strict have any object as arguments; vLLM allows any "
-        "JSON value, which in XML comes to too many states"
-    ),
-    "vllm.tool_parsers.abstract_tool_parser.get_json_schema_from_tools": (
-        "the same for parsers without a structural tag, where vLLM holds all tools to their schemas"
-    ),
     "vllm.parser.abstract_parser._xgrammar_supports": (
         "in the front end: xgrammar reads no response format beside tools on the event loop"
-    ),
-    "vllm.parser.gemma4._gemma4_arg_converter": (
-        "in the front end: arguments have the types that they are written with; vLLM guesses them"
-    ),
-    "vllm.parser.gemma4.Gemma4Parser._fix_arg_types": "it is what guesses",
-    "vllm.tool_parsers.hermes_tool_parser.Hermes2ProToolParser.extract_tool_calls": (
-        "in the front end: a call does not end where a string of its arguments says </tool_call>"
-    ),
-    "vllm.tool_parsers.hermes_tool_parser.Hermes2ProToolParser.extract_tool_calls_streaming": (
-        "the same in streams"
-    ),
-    "vllm.parser.abstract_parser.DelegatingParser.parse_delta": (
-        "in the front end: parsers of streams get one token at a time, and every thought"
     ),
     "vllm.v1.engine.core_client.AsyncMPClient.get_output_async": (
         "frames of unfinished canvases go to their streams; vLLM would count them as first tokens"

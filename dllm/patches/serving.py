@@ -21,7 +21,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.async_utils import make_async
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
-from dllm.patches.answers import read_token_by_token
+from dllm.patches.answers import parser_of, show_in_order
 from dllm.patches.replace import replaces
 from dllm.patches.routes import (
     create_chat,
@@ -34,7 +34,6 @@ from dllm.patches.routes import (
     refuse_sent,
     seed_of,
 )
-from dllm.patches.tool_calls import hold_tool_calls
 from dllm.settings.request import refuse
 
 
@@ -61,8 +60,7 @@ def serve_with_ours() -> None:
 
 
 def serve_canvases(state: Any) -> None:
-    hold_tool_calls()
-    read_token_by_token()
+    show_in_order()
     state.online_renderer = taken_over(state.online_renderer, Renderer)
     for name, ours in OURS.items():
         if (theirs := getattr(state, name, None)) is not None:
@@ -93,6 +91,9 @@ def taken_over(theirs: Any, ours: type) -> Any:
     """An object of our class, with what vLLM's has."""
     one: Any = object.__new__(ours)
     vars(one).update(vars(theirs))
+    for name in ("parser", "parser_cls"):
+        if (parser := vars(one).get(name)) is not None:
+            vars(one)[name] = parser_of(parser)
     return one
 
 

@@ -1,4 +1,4 @@
-"""Patches of the API server for tool calls: what is held of them, and how calls are read.
+"""Tool parsers of the API server: what is held of tool calls, and how calls are read.
 
     a tool that is strict    its name, and arguments that its schema allows
     a custom tool            its name, and a text, as the only argument ``input``
@@ -6,6 +6,8 @@
 
 vLLM has this rule for ``tool_choice: required``. With ``auto`` it lets calls of tools that are not
 strict name anything. Text around calls is free.
+
+``tools_of`` makes a class of ours out of the one that ``--tool-call-parser`` names.
 """
 
 import json
@@ -15,12 +17,20 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from openai.types.responses import CustomTool, FunctionTool
 from pydantic import BaseModel
+from vllm.parser import gemma4
+from vllm.parser.engine.adapters import make_adapters
+from vllm.tool_parsers import structural_tag_registry as registry
+from vllm.tool_parsers.abstract_tool_parser import ToolParser
+from vllm.tool_parsers.gemma4_engine_tool_parser import Gemma4EngineToolParser
+from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+from vllm.tool_parsers.utils import custom_tool_as_function_dict
 from xgrammar.structural_tag import JSONSchemaFormat
 
 from dllm.grammar.gemma_calls import QUOTE, structural_tag
 from dllm.grammar.rules import Unsupported
-from dllm.patches.replace import replaces
 from dllm.settings.request import refuse
 
 GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
@@ -33,65 +43,55 @@ ANY_ARGUMENTS = {"qwen_xml": ANY_TEXTS, "minimax_xml": ANY_TEXTS}
 
 
 @cache
-def hold_tool_calls() -> None:
-    """Hold tool calls to names and to the schemas of strict tools.
-
-    Called in an API server of one of our models, so that others stay as they are.
-    """
-    from vllm.parser import abstract_parser
-    from vllm.tool_parsers.abstract_tool_parser import ToolParser
-    from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
-
-    ToolParser.default_tool_strict_level = ToolStrictLevel.FUNCTION
-
-    @replaces(abstract_parser)
-    def _xgrammar_supports(theirs: Any, structured_outputs: Any) -> bool:
-        return True  # a response format beside tools is refused where its grammar is compiled
-
-    _leave_arguments_free()
-    _hold_gemma_calls()
-    _read_typed_gemma_calls()
-    _read_whole_hermes_calls()
+def tools_of(theirs: type[ToolParser]) -> type[ToolParser]:
+    """A tool parser of vLLM that holds calls to names, and to the schemas of strict tools."""
+    kinds: tuple[type, ...] = (HeldCalls,)
+    hermes = Hermes2ProToolParser.extract_tool_calls
+    if theirs is Gemma4EngineToolParser:
+        kinds = HeldCalls, GemmaCalls
+    elif theirs.extract_tool_calls is hermes:  # a parser that is derived from it, too
+        kinds = HeldCalls, HermesCalls
+    return type(theirs.__name__, (*kinds, theirs), {})
 
 
-def _leave_arguments_free() -> None:
-    """Let tools that are not strict have any object as arguments, in a table that is not too large.
+class HeldCalls(ToolParser):
+    """Leaves arguments of tools that are not strict free, in a table that is not too large.
 
     vLLM's tags allow any JSON value there, also in parts of XML, which come to too many states. For
     parsers without a tag it makes a JSON schema, with the schemas of all tools.
     """
-    from vllm.tool_parsers import abstract_tool_parser
-    from vllm.tool_parsers import structural_tag_registry as registry
 
-    @replaces(registry)
-    def get_model_structural_tag(
-        theirs: Any, model: Any, tools: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        tag = theirs(model, tools and [*map(_function_of, tools)], *args, **kwargs)
+    default_tool_strict_level = ToolStrictLevel.FUNCTION
+
+    def get_structural_tag(self, request: Any, **options: Any) -> Any:
+        tools = request.tools and [*map(_function_of, request.tools)]
+        asked = request.model_copy(update={"tools": tools})
+        tag = super().get_structural_tag(asked, **options)
         _let_any_object(tag)
         return tag
 
-    def without_arguments(tool: Any) -> Any:
-        if registry._tool_is_strict(tool):
-            return tool
-        if hasattr(tool, "function"):
-            function = tool.function.model_copy(update={"parameters": ANY_OBJECT})
-            return tool.model_copy(update={"function": function})
-        return tool.model_copy(update={"parameters": ANY_OBJECT})
+    def adjust_request(self, request: Any) -> Any:
+        tools = request.tools
+        request.tools = tools and [_without_arguments(one) for one in map(_function_of, tools)]
+        try:
+            adjusted = super().adjust_request(request)
+        finally:
+            request.tools = tools
+        adjusted.tools = tools
+        return adjusted
 
-    @replaces(abstract_tool_parser)
-    def get_json_schema_from_tools(
-        theirs: Any, tool_choice: Any, tools: Any, parallel_tool_calls: bool | None = None
-    ) -> Any:
-        known = tools and [without_arguments(tool) for tool in map(_function_of, tools)]
-        return theirs(tool_choice, known, parallel_tool_calls)
+
+def _without_arguments(tool: Any) -> Any:
+    if registry._tool_is_strict(tool):
+        return tool
+    if hasattr(tool, "function"):
+        function = tool.function.model_copy(update={"parameters": ANY_OBJECT})
+        return tool.model_copy(update={"function": function})
+    return tool.model_copy(update={"parameters": ANY_OBJECT})
 
 
 def _function_of(tool: Any) -> Any:
     """The tool; of a custom one the function that stands for it, which is strict."""
-    from openai.types.responses import CustomTool, FunctionTool
-    from vllm.tool_parsers.utils import custom_tool_as_function_dict
-
     if isinstance(tool, CustomTool):
         return FunctionTool(strict=True, **custom_tool_as_function_dict(tool))
     return tool
@@ -109,72 +109,69 @@ def _let_any_object(part: Any) -> None:
             _let_any_object(inner)
 
 
-def _hold_gemma_calls() -> None:
-    """Give calls in Gemma 4's syntax a structural tag; vLLM leaves them free."""
-    from vllm.tool_parsers.gemma4_engine_tool_parser import Gemma4EngineToolParser
-    from vllm.tool_parsers.structural_tag_registry import (
-        get_function_parameters,
-        register_vllm_structural_tag,
-    )
-
-    @register_vllm_structural_tag(GEMMA_CALLS)
-    def tag_of_calls(tools: Any, builtin_tools: Any, tool_choice: str, *_: Any) -> Any:
-        given = [(tool.function.name, get_function_parameters(tool.function)) for tool in tools]
-        try:
-            return structural_tag(given, tool_choice)
-        except Unsupported as reason:
-            refuse("tools", str(reason))
-        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            refuse("tools", f"A tool's schema is no valid JSON schema ({error}). Correct it.")
-
-    Gemma4EngineToolParser.structural_tag_model = GEMMA_CALLS
+@registry.register_vllm_structural_tag(GEMMA_CALLS)
+def _tag_of_gemma_calls(tools: Any, builtin_tools: Any, tool_choice: str, *_: Any) -> Any:
+    given = [(one.function.name, registry.get_function_parameters(one.function)) for one in tools]
+    try:
+        return structural_tag(given, tool_choice)
+    except Unsupported as reason:
+        refuse("tools", str(reason))
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        refuse("tools", f"A tool's schema is no valid JSON schema ({error}). Correct it.")
 
 
-def _read_typed_gemma_calls() -> None:
-    """Read arguments of Gemma 4's calls with the types that they are written with.
+class TypedGemma(gemma4.Gemma4Parser):
+    """Reads arguments of Gemma 4's calls with the types that they are written with.
 
     vLLM reads strings and bare words alike and guesses their types from the tool's schema, of which
     it does not know references and constants, and where ``"1"`` may be a string or a number.
     """
-    from vllm.parser import gemma4
 
-    @replaces(gemma4)
-    def _gemma4_arg_converter(theirs: Any, raw_args: str, partial: bool) -> str:
-        parts = raw_args.split(QUOTE)
-        parts[1::2] = [MARK + part for part in parts[1::2]]
-        arguments = json.loads(theirs(QUOTE.join(parts), partial))
-        return json.dumps(_typed(arguments), ensure_ascii=False)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._arg_converter = _typed_arguments
 
-    @replaces(gemma4.Gemma4Parser)
-    def _fix_arg_types(theirs: Any, self: Any, args_json: str, func_name: str) -> str:
+    def _fix_arg_types(self, args_json: str, func_name: str) -> str:
         return args_json
 
-    gemma4.gemma4_config.cache_clear()  # it holds the function
+
+def _typed_arguments(raw_args: str, partial: bool) -> str:
+    parts = raw_args.split(QUOTE)
+    parts[1::2] = [MARK + part for part in parts[1::2]]
+    arguments = json.loads(gemma4._gemma4_arg_converter(QUOTE.join(parts), partial))
+    return json.dumps(_typed(arguments), ensure_ascii=False)
 
 
-def _read_whole_hermes_calls() -> None:
-    """Let a call in JSON end behind its arguments, and not inside of one of their strings.
+class GemmaCalls(make_adapters(TypedGemma)[1]):  # type: ignore[misc]
+    """Holds calls in Gemma 4's syntax by a structural tag; vLLM leaves them free."""
+
+    structural_tag_model = GEMMA_CALLS
+
+
+class HermesCalls(ToolParser):
+    """Lets a call in JSON end behind its arguments, and not inside of one of their strings.
 
     vLLM's parser ends it at the first ``</tool_call>``. Of strings it gets ``<\\/tool_call>`` to
     read, the same in JSON. It reads the whole text again for each piece of a stream.
     """
-    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser as Parser
 
-    @replaces(Parser)
-    def extract_tool_calls(theirs: Any, self: Any, model_output: str, request: Any) -> Any:
-        marks = self.tool_call_start_token, self.tool_call_end_token
-        found = theirs(self, without_end_in_strings(model_output, *marks), request)
+    tool_call_start_token: str
+    tool_call_end_token: str
+
+    def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+        found = super().extract_tool_calls(self._escaped(model_output), request)
         if not found.tools_called:
             found.content = model_output
         return found
 
-    @replaces(Parser)
     def extract_tool_calls_streaming(
-        theirs: Any, self: Any, previous_text: str, current_text: str, *args: Any, **kwargs: Any
+        self, previous_text: str, current_text: str, *args: Any, **kwargs: Any
     ) -> Any:
-        marks = self.tool_call_start_token, self.tool_call_end_token
-        text = without_end_in_strings(current_text, *marks)
-        return theirs(self, previous_text, text, *args, **kwargs)
+        escaped = self._escaped(current_text)
+        return super().extract_tool_calls_streaming(previous_text, escaped, *args, **kwargs)
+
+    def _escaped(self, text: str) -> str:
+        return without_end_in_strings(text, self.tool_call_start_token, self.tool_call_end_token)
 
 
 def without_end_in_strings(text: str, start: str, end: str) -> str:

@@ -15,8 +15,7 @@ from vllm.entrypoints.openai.responses.streaming_events import SimpleStreamingEv
 from vllm.parser.parser_manager import ParserManager
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from dllm.patches.answers import read_token_by_token
-from dllm.patches.tool_calls import hold_tool_calls
+from dllm.patches.answers import parser_of, show_in_order
 
 TOKENIZER = AutoTokenizer.from_pretrained("checkpoints/tiny-tools")
 TOKENIZER.add_tokens(["<think>", "</think>"])
@@ -41,8 +40,7 @@ PARSERS = [
 ]
 WORDS = ("The sum", " is 8 < 9", "\n", " ", "<|", "<tool", "é 日本 🎉", "call:")
 
-hold_tool_calls()
-read_token_by_token()
+show_in_order()
 
 
 def words(rng: random.Random) -> str:
@@ -92,7 +90,7 @@ def read(delta: Any, found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("reasoning", "marks", "several", "tool"), PARSERS)
 def test_a_stream_reads_what_the_whole_answer_says(reasoning, marks, several, tool):
-    make = ParserManager.get_parser(tool, reasoning, enable_auto_tools=True)
+    make = parser_of(ParserManager.get_parser(tool, reasoning, enable_auto_tools=True))
     schema = {"type": "object", "properties": {}}
     request = ChatCompletionRequest(
         messages=[{"role": "user", "content": "x"}],
@@ -143,7 +141,7 @@ def events_of(deltas: list[Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("text", [CALL + "7.", f"One.{CALL}two.{CALL}{CALL}3.", THOUGHT + CALL])
 def test_responses_have_the_same_items_whatever_the_parts(text):
-    make = ParserManager.get_parser("gemma4", "gemma4", enable_auto_tools=True)
+    make = parser_of(ParserManager.get_parser("gemma4", "gemma4", enable_auto_tools=True))
     tool = {"type": "function", "name": "t0", "parameters": {"type": "object"}, "strict": False}
     request = ResponsesRequest(input="x", tools=[tool], skip_special_tokens=False)
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
@@ -162,7 +160,7 @@ def test_responses_have_the_same_items_whatever_the_parts(text):
 @pytest.mark.parametrize("tool", ["qwen3_coder", "hermes"])
 def test_a_required_array_of_calls_is_read_in_parts(tool, monkeypatch):
     """As it is with VLLM_ENFORCE_STRICT_TOOL_CALLING=0."""
-    make = ParserManager.get_parser(tool, None, enable_auto_tools=True)
+    make = parser_of(ParserManager.get_parser(tool, None, enable_auto_tools=True))
     monkeypatch.setattr(make.tool_parser_cls, "supports_required_and_named", True)
     function = {"name": "t0", "parameters": {"type": "object"}}
     request = ChatCompletionRequest(

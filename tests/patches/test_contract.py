@@ -146,9 +146,6 @@ NO_FUNCTIONS = {
     "vllm.model_executor.models.gemma4_mm": ModuleType,
     "vllm.v1.worker.gpu_worker.HAS_TRITON": bool,
     "vllm.triton_utils.triton.next_power_of_2": object,
-    "vllm.tool_parsers.gemma4_engine_tool_parser.Gemma4EngineToolParser.structural_tag_model": str
-    | None,
-    "vllm.tool_parsers.abstract_tool_parser.ToolParser.default_tool_strict_level": int | None,
 }
 
 
@@ -390,6 +387,8 @@ ALSO_USED = {
     "EngineSteps.execute_model",
     "EngineSteps.reload_weights",
     "EngineSteps.sample_tokens",
+    "HeldCalls.adjust_request",
+    "HermesCalls.extract_tool_calls",
     "ImageProcessingInfo.get_hf_config",
     "ImageProcessingInfo.get_supported_mm_limits",
     "Int8Linear.process_weights_after_loading",

@@ -131,6 +131,7 @@ SET_IN_SUBCLASSES = {
     "SelfDrafter.supports_decode_metadata_update",
     "Steered.draft_logits",
     "TranslatingBuilder.window_size",
+    "TypedGemma._arg_converter",
 }
 
 

@@ -17,7 +17,7 @@ from dllm.grammar.children import Children
 from dllm.grammar.compile import Grammars, Spec, Tokens
 from dllm.grammar.lowering import lower
 from dllm.grammar.table import Table
-from dllm.patches.tool_calls import hold_tool_calls
+from dllm.patches.answers import parser_of, show_in_order
 from tests.support.grammars import VOCABULARY, WORDS, accepts
 from tests.support.tool_schemas import random_text, tool_schema
 
@@ -32,7 +32,7 @@ CALLS = {
     "\n</tool_call>",
 }
 
-hold_tool_calls()
+show_in_order()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ class Asked:
     def __init__(self, parser: str, tools: list[tuple[bool | None, Any]], choice: Any) -> None:
         named = enumerate(tools)
         functions = [{"name": f"t{n}", "parameters": p, "strict": s} for n, (s, p) in named]
-        self._make = ParserManager.get_parser(parser, enable_auto_tools=True)
+        self._make = parser_of(ParserManager.get_parser(parser, enable_auto_tools=True))
         self._fields = {
             "messages": [{"role": "user", "content": "x"}],
             "tools": [{"type": "function", "function": function} for function in functions],
@@ -153,7 +153,7 @@ def test_an_argument_may_hold_the_text_that_ends_a_call(grammars, name):
 
 def test_what_is_no_call_is_returned_as_it_was_written():
     text = '<tool_call>{"name": "</tool_call>, 5'
-    parser = ParserManager.get_parser("hermes", enable_auto_tools=True)(TOKENIZER, [])
+    parser = parser_of(ParserManager.get_parser("hermes", enable_auto_tools=True))(TOKENIZER, [])
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}])
     _, content, calls = parser.parse(text, request, enable_auto_tools=True)
     assert (content, calls or []) == (text, [])
@@ -177,7 +177,7 @@ HERMES = '<tool_call>\n{"name": "patch", "arguments": {*}}\n</tool_call>'
 )
 def test_a_custom_tool_is_given_one_text(grammars, parser, choice, call):
     request = ResponsesRequest(input="x", tools=[NAMED], tool_choice=choice)
-    make = ParserManager.get_parser(parser, enable_auto_tools=True)
+    make = parser_of(ParserManager.get_parser(parser, enable_auto_tools=True))
     outputs = make(TOKENIZER, request.tools).adjust_request(request).extract_structured_outputs()
     kind = "structural_tag" if outputs.structural_tag else "json"
     spec = Spec(kind, outputs.structural_tag or json.dumps(lower(outputs.json)))
