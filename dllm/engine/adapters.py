@@ -17,7 +17,6 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import is_in_target_modules, parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class Adapter(LoRAModel):
@@ -112,10 +111,10 @@ def _refuse_other_shape(name: str, lora: Any, manager: Any) -> None:
         )
 
 
-def load_lora_model(
-    runner: Any, model: nn.Module, vllm_config: VllmConfig, device: torch.device
-) -> nn.Module:
-    """In the place of the method of vLLM's model runner: gives linear layers adapters.
+def manager_of_adapters(
+    model: nn.Module, vllm_config: VllmConfig, device: torch.device
+) -> Adapters:
+    """What gives the linear layers of a model adapters.
 
     Raises:
         ValueError: ``--lora-target-modules`` names something else.
@@ -136,17 +135,7 @@ def load_lora_model(
     config.target_modules = sorted(
         name for name in linear if is_in_target_modules(name, config.target_modules, packed)
     )
-    runner.lora_manager = Adapters(vllm_config, device, {}, lora_model_cls=Adapter)
-    served: nn.Module = runner.lora_manager.create_lora_manager(model, vllm_config)
-    return served
-
-
-def map_rows(runner: Any, batch: InputBatch) -> None:
-    """Tell the layers which row of ``batch`` has which adapter, as vLLM does for a whole batch."""
-    inputs = runner.lora_state.make_lora_inputs(
-        batch.req_ids, batch.idx_mapping_np, batch.num_scheduled_tokens
-    )
-    runner._set_active_loras(*inputs)
+    return Adapters(vllm_config, device, {}, lora_model_cls=Adapter)
 
 
 class PunicaByRuns(PunicaWrapperCPU):

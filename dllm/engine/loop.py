@@ -24,7 +24,6 @@ and the worker's answer how many it had (``num_passes``). vLLM's messages have n
 so these are attributes of them, which survive pickling.
 """
 
-import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -91,19 +90,9 @@ class DenoiseLoop:
         self.replay = None
         self._start = self._last = self.clock()
 
-    def replay_graphs_of(self, graphs: Any) -> None:
-        """Remember which full CUDA graph vLLM's runner takes for the first pass of an engine step.
-
-        Args:
-            graphs: the runner's CudaGraphManager.
-        """
-        run = graphs.run_fullgraph
-
-        def run_fullgraph(description: Any) -> torch.Tensor:
-            self.replay = functools.partial(run, description)
-            return self.replay()
-
-        graphs.run_fullgraph = run_fullgraph
+    def repeat_with(self, replay: Callable[[], torch.Tensor]) -> None:
+        """Call it in an engine step whose first pass is a full CUDA graph (``replay``)."""
+        self.replay = replay
 
     def may_repeat(self, input_batch: InputBatch) -> bool:
         """Whether the batch of this engine step can be repeated: every row has a canvas."""
@@ -160,7 +149,7 @@ class CanvasForward:
     def of_batch(self, input_batch: InputBatch) -> Iterator[Forward]:
         """The pass of the canvases of ``input_batch``, all of whose rows have one.
 
-        A full CUDA graph is one of canvases alone (``patches.cuda_graphs``). It is replayed with
+        A full CUDA graph is one of canvases alone (``engine.runner``). It is replayed with
         other tokens in the memory that it reads.
         """
         state = self._state

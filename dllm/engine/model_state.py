@@ -10,7 +10,7 @@ Our own loop asks for the canvases alone (``engine.loop``):
 
     canvas_attention  once for an engine step that goes on after its first pass
     canvas_inputs     for each further pass
-    before_logits     behind each pass, the first one, too (``patches.worker``)
+    before_logits     behind each pass, the first one, too (``engine.runner``)
 
 ``DiffusionModelState`` subclasses vLLM's ``ModelState``; the model class names it in
 ``get_model_state_cls``.
@@ -28,7 +28,6 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
@@ -58,7 +57,7 @@ class DiffusionModelState(ModelState):
 
     first_tokens: FirstTokens | None = None  # where the algorithm asks for them
     shifted_rows: ShiftedRows | None = None  # likewise
-    map_adapters: Callable[[InputBatch], None] | None = None  # with --enable-lora (``adapters``)
+    map_adapters: Callable[[InputBatch], None] | None = None  # with --enable-lora (``runner``)
     # vLLM adds this to the number of draft tokens. A canvas has no extra token behind it.
     num_new_sampled_tokens_per_step = 0
 
@@ -102,20 +101,7 @@ class DiffusionModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Our sampler in place of vLLM's. It also says what is rejected: no rejection sampler."""
-        requests = self._requests = sampler.req_states
-        # vLLM's table of draft tokens is the tensor of canvases: from there the runner copies the
-        # canvases into a batch's input ids.
-        requests.draft_tokens = self.canvases.canvas
-        # For prompt logprobs vLLM reads the id behind each scheduled token. A canvas may end at
-        # max_model_len, and then the last request's next id is behind the table. So the table gets
-        # another row, in place, because vLLM's logits processors hold it.
-        StagedWriteTensor.__init__(
-            requests.all_token_ids,
-            (self.max_num_reqs + 1, self.max_model_len),
-            dtype=torch.int32,
-            device=self.device,
-            uva_instead_of_gpu=True,
-        )
+        self._requests = sampler.req_states
         forward = CanvasForward(self, self.canvases.canvas)
         self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
         ours = self._sampler = DiffusionSampler(
@@ -307,7 +293,7 @@ class DiffusionModelState(ModelState):
     ) -> dict[str, Any]:
         """A batch in which each request is one sequence, in the tensors that a full graph reads.
 
-        ``patches.cuda_graphs`` keeps rows with a causal span and a canvas out of full graphs.
+        ``engine.runner`` keeps rows with a causal span and a canvas out of full graphs.
         """
         sequences, num_padded = self._sequences(input_batch), input_batch.num_reqs_after_padding
         num_reqs = input_batch.num_reqs

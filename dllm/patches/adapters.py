@@ -1,6 +1,5 @@
 """Patches for LoRA adapters, with ``--enable-lora`` and a diffusion model."""
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -11,7 +10,7 @@ from dllm.patches.replace import replaces
 
 
 @contextmanager
-def adapted_layers(runner: Any) -> Iterator[None]:
+def adapted_layers() -> Iterator[None]:
     """While a model is loaded: experts keep their kernels, linear layers get adapters.
 
     vLLM's classes are changed meanwhile, and restored: other models of this process need them.
@@ -19,8 +18,6 @@ def adapted_layers(runner: Any) -> Iterator[None]:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.platforms import current_platform
     from vllm.platforms.cpu import CpuPlatform
-
-    from dllm.engine.adapters import load_lora_model
 
     replaced = (FusedMoEConfig, "__post_init__"), (CpuPlatform, "get_punica_wrapper")
     kept = [(owner, name, vars(owner)[name]) for owner, name in replaced]
@@ -37,19 +34,11 @@ def adapted_layers(runner: Any) -> Iterator[None]:
         def get_punica_wrapper(theirs: Any, cls: Any) -> str:
             return "dllm.engine.adapters.PunicaByRuns"
 
-    runner.load_lora_model = functools.partial(load_lora_model, runner)
     try:
         yield
     finally:
         for owner, name, value in kept:
             setattr(owner, name, value)
-
-
-def adapt_passes(runner: Any) -> None:
-    """Let passes over canvases alone use the right adapters. Called when the model is loaded."""
-    from dllm.engine.adapters import map_rows
-
-    runner.model_state.map_adapters = functools.partial(map_rows, runner)
 
 
 def refuse_wrong_adapters() -> None:

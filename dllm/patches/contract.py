@@ -136,6 +136,9 @@ PATCHES = {
     "vllm.sampling_params.SamplingParams._validate_spec_decode": (
         "with a drafter of ours: admits min_p and logit_bias, which Model Runner V2 honours"
     ),
+    "vllm.v1.worker.cpu.model_runner.CPUModelRunner": (
+        "while our CPU worker makes its runner: ours; vLLM's worker names its class itself"
+    ),
     "vllm.v1.worker.gpu.model_runner.init_speculator": (
         "in the worker: makes our speculators, or our subclass of vLLM's where options ask for it"
     ),
@@ -211,50 +214,14 @@ ROUTES = {
 # Of objects. By vLLM's name: the expression of ours that is assigned to, and why. vLLM has no hook
 # for any of them.
 OBJECTS = {
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run": (
-        "self.model_runner._dummy_sampler_run",
-        "memory profiling sees the denoise step that needs the most; vLLM's sees no canvas",
-    ),
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.structured_outputs_worker": (
-        "self.model_runner.structured_outputs_worker",
-        "grammars are our sampler's; vLLM's bit for each token and row is 0.5 GiB",
-    ),
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.rejection_sampler": (
-        "runner.rejection_sampler",
-        "drafts are kept by our rule; of a diffusion model custom_sampler, vLLM's hook, does it",
-    ),
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.use_aux_hidden_state_outputs": (
-        "self.model_runner.use_aux_hidden_state_outputs",
-        "a target without a drafter returns hidden states, to be recorded",
-    ),
-    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin.load_lora_model": (
-        "runner.load_lora_model",
-        "adapters of a diffusion model go to the layers that take them",
-    ),
-    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin.lora_manager": (
-        "runner.lora_manager",
-        "set by our load_lora_model, as by vLLM's",
-    ),
-    "vllm.v1.worker.cpu.model_runner.CPUModelRunner.__class__": (
-        "self.model_runner.__class__",
-        "batches of a diffusion model have few sizes on a CPU, where vLLM names its class itself",
-    ),
     "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._candidates": (
         "runner.cudagraph_manager._candidates",
         "at start: steps run with one kind of graphs and without, and a wrong kind is not used, "
         "nor pieces of a compiled model that is wrong",
     ),
-    "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph": (
-        "graphs.run_fullgraph",
-        "the denoise loop replays the graph of an engine step's first pass",
-    ),
     "vllm.v1.worker.gpu.states.RequestState.draft_tokens": (
-        "requests.draft_tokens",
+        "self.req_states.draft_tokens",
         "a row for each canvas, and one that is spare",
-    ),
-    "vllm.v1.worker.gpu.buffer_utils.StagedWriteTensor.__init__": (
-        "requests.all_token_ids.__init__",
-        "a row more: vLLM reads the id behind each token, and a canvas may end with the context",
     ),
     "vllm.v1.worker.gpu.sample.sampler.Sampler.use_flashinfer": (
         "sampler.use_flashinfer",

@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -25,11 +26,13 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm import LOGGER
+from dllm.drafter.runner import DraftingRunner
+from dllm.engine.runner import CanvasRunner
 from dllm.engine.warm_up import warm_up
 from dllm.patches.compile_cache import prepare_compiler, reload_compiled_backbone, write_checksums
 from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
 from dllm.patches.new_weights import pack_new_weights, refuse_new_int8_weights
-from dllm.patches.worker import Drafts, EngineSteps, Records
+from dllm.patches.worker import OurRunners
 
 logger = init_logger(LOGGER)
 
@@ -37,7 +40,7 @@ ATTENTION_BACKEND = "dllm.attention.cpu_backend.CanvasCPUBackend"
 TRIM_SECONDS = 60.0
 
 
-class CanvasCPUWorker(Records, EngineSteps, Drafts, CPUWorker):
+class CanvasCPUWorker(OurRunners, CPUWorker):
     """A CPU worker that replaces Triton kernels, and compiles everything before it is ready."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
@@ -55,11 +58,13 @@ class CanvasCPUWorker(Records, EngineSteps, Drafts, CPUWorker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
-        """The runner of a diffusion model pads its batches."""
-        super().init_device()
-        if self.serves_canvases:
-            assert type(self.model_runner) is CPUModelRunner
-            self.model_runner.__class__ = PaddingRunner
+        """Make one of our runners. vLLM makes the one that has this name in its module."""
+        theirs = model_runner.CPUModelRunner
+        model_runner.CPUModelRunner = CanvasCPURunner if self.serves_canvases else DraftingCPURunner
+        try:
+            super().init_device()
+        finally:
+            model_runner.CPUModelRunner = theirs
 
     def determine_available_memory(self) -> int:
         self._compiler_is_ready()
@@ -131,8 +136,12 @@ def return_free_memory() -> None:
         trim(0)
 
 
-class PaddingRunner(CPUModelRunner):
-    """vLLM's runner for a CPU, whose batches have one of few sizes.
+class DraftingCPURunner(DraftingRunner, CPUModelRunner):
+    """On a CPU: of a target with or without drafts."""
+
+
+class CanvasCPURunner(CanvasRunner, CPUModelRunner):
+    """On a CPU: of a diffusion model, whose batches have one of few sizes.
 
     oneDNN compiles each product of matrices for its number of rows, and keeps a limited number of
     them. Prompts have any length: a batch of prompts and canvases would mostly be a new size.

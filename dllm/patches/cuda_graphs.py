@@ -2,8 +2,8 @@
 
 vLLM chooses the graph of a batch from three numbers, before any attention metadata exists
 (``CudaGraphManager.dispatch``): tokens, requests, and the query length if it is the same for all
-requests and none reads its prompt. So the attention backend has no say in it. With vLLM's default
-mode, ``FULL_AND_PIECEWISE``,
+requests and none reads its prompt. So the attention backend has no say in it, and our runner has
+(``CanvasRunner.gather_batch_req_state``). With vLLM's default mode, ``FULL_AND_PIECEWISE``,
 
     canvases alone, all as wide as the model's    a FULL graph: it runs the attention, too
     causal spans, narrow canvases, images         a PIECEWISE graph, between whose pieces the
@@ -17,7 +17,6 @@ A batch is padded to the next captured size. vLLM's default sizes end at 512 tok
 canvases of 256; a batch that is larger than all sizes runs without a graph.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -69,45 +68,6 @@ def keep_mixed_batches_out(vllm_config: Any) -> None:
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-
-
-def canvas_runner(check_code: Callable[[Any], None], check: Callable[[Any], None]) -> Any:
-    """vLLM's runner of a diffusion model, with full graphs for canvases alone.
-
-    vLLM uses a full graph where all requests have as many tokens as the widest canvas, and none
-    reads its prompt. That may be a causal span and a narrower canvas behind it. With blocks it is
-    always one block, which is one sequence. A part of it may be the tail of a prompt, which vLLM
-    takes for a prompt that is read.
-
-    Args:
-        check_code: is called with a runner before it captures graphs (``compile_check``).
-        check: is called with a runner whose graphs were captured (``graph_check``).
-    """
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    class CanvasModelRunner(GPUModelRunner):
-        def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-            state, num_tokens_each = super().gather_batch_req_state(scheduler_output, dummy_run)
-            widths = getattr(state, "num_draft_tokens_np", None)
-            if widths is None:
-                return state, num_tokens_each
-            has_canvas, lengths = widths > 0, state.num_scheduled_tokens
-            if self.model_state.algorithm.settings.block_size == 1:
-                if (has_canvas & (widths < lengths)).any():
-                    num_tokens_each = None
-            elif (has_canvas | ~state.is_prefilling_np).all() and (lengths == lengths[0]).all():
-                num_tokens_each = int(lengths[0])
-            return state, num_tokens_each
-
-        def capture_model(self, *, profile_only: bool = False) -> int:
-            if profile_only:
-                return int(super().capture_model(profile_only=True))
-            check_code(self)
-            taken: int = super().capture_model()
-            check(self)
-            return taken
-
-    return CanvasModelRunner
 
 
 def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:

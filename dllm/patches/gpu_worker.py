@@ -12,30 +12,35 @@ from weakref import ref
 
 import torch
 from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from dllm.drafter.runner import DraftingRunner
+from dllm.engine.runner import CanvasRunner
 from dllm.engine.warm_up import warm_up
 from dllm.patches.compile_check import drop_wrong_code
-from dllm.patches.cuda_graphs import canvas_runner, keep_mixed_batches_out
+from dllm.patches.cuda_graphs import keep_mixed_batches_out
 from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.graph_check import drop_wrong_graphs
 from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
-from dllm.patches.worker import Drafts, EngineSteps, Records
+from dllm.patches.worker import OurRunners
 
 
-class CanvasGPUWorker(Records, EngineSteps, Drafts, Worker):
+class CanvasGPUWorker(OurRunners, Worker):
     """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
 
     loaded: "LoadedTensors | None" = None  # where sleep mode is enabled
 
     def _make_model_runner(self) -> Any:
-        """For a diffusion model, a runner that knows which batches can be a full graph."""
+        """One of our runners, unless the server needs another one of vLLM's than V2."""
         if self.serves_canvases:
             keep_mixed_batches_out(self.vllm_config)
-            return canvas_runner(drop_wrong_code, drop_wrong_graphs)(self.vllm_config, self.device)
-        return super()._make_model_runner()
+            return CanvasGPURunner(self.vllm_config, self.device)
+        theirs = super()._make_model_runner
+        is_v2 = self.use_v2_model_runner and not self.vllm_config.is_mm_encoder_only
+        return DraftingGPURunner(self.vllm_config, self.device) if is_v2 else theirs()
 
     def load_model(self, **options: Any) -> None:
         """Test the kernels first. For sleep mode, note which tensors lie beside the weights."""
@@ -76,9 +81,31 @@ class CanvasGPUWorker(Records, EngineSteps, Drafts, Worker):
         if self.vllm_config.kernel_config.enable_jit_warmup:
             warm_up(runner, self.execute_model)
         gpu_worker.warmup_kernels = _made_up_requests_of_vllm
-        times = super().compile_or_warm_up_model()
-        runner.model_state.loop.replay_graphs_of(runner.cudagraph_manager)
-        return times
+        return super().compile_or_warm_up_model()
+
+
+class DraftingGPURunner(DraftingRunner, GPUModelRunner):
+    """On a GPU: of a target with or without drafts."""
+
+
+class CanvasGPURunner(CanvasRunner, GPUModelRunner):
+    """On a GPU: of a diffusion model. What is compiled and captured is compared at start.
+
+    Attributes:
+        check_code: is called before graphs are captured.
+        check_graphs: is called when they were captured.
+    """
+
+    check_code = staticmethod(drop_wrong_code)
+    check_graphs = staticmethod(drop_wrong_graphs)
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        if profile_only:
+            return int(super().capture_model(profile_only=True))
+        self.check_code(self)
+        taken: int = super().capture_model()
+        self.check_graphs(self)
+        return taken
 
 
 def _made_up_requests_of_vllm(

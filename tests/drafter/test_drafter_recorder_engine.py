@@ -58,7 +58,7 @@ def recorded(tmp_path_factory):
     engine = recording_engine(folder)
     assert engine.runner.speculator is None
     outputs = engine.generate(prompts, greedy(NUM_TOKENS))
-    engine.core.model_executor.driver_worker.worker.recorder.close()
+    engine.runner.recorder.close()
     return prompts, outputs, folder
 
 

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 from dllm.engine.grammars import Written
 from dllm.engine.warm_up import canvas_batch, serve_made_up, warm_up
 from dllm.patches import gpu_worker
-from dllm.patches.worker import Records
+from dllm.patches.worker import OurRunners
 from dllm.settings.request import LEAST_ROWS
 from tests.support.engine_harness import Engine, Run, assert_same_runs, get_engine
 from tests.support.patience import HANG_S
@@ -249,10 +249,10 @@ def test_vllms_made_up_passes_are_waited_for_one_by_one(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("serves_canvases", "warms_kernels", "max_model_len", "runs"),
     [
-        (True, True, 1537, ["ours", "vllm's requests", "vllm", "graphs"]),
-        (True, True, 1536, ["ours", "vllm", "graphs"]),
+        (True, True, 1537, ["ours", "vllm's requests", "vllm"]),
+        (True, True, 1536, ["ours", "vllm"]),
         (False, True, 1536, ["vllm's requests", "vllm"]),
-        (True, False, 1537, ["vllm", "graphs"]),
+        (True, False, 1537, ["vllm"]),
     ],
 )
 def test_a_gpu_worker_warms_up_before_graphs_are_captured(
@@ -271,13 +271,10 @@ def test_a_gpu_worker_warms_up_before_graphs_are_captured(
     monkeypatch.setattr(vllm_worker, "warmup_kernels", requests)
     monkeypatch.setattr(gpu_worker, "warmup_kernels", requests)
     monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: ran.append("ours"))
-    monkeypatch.setattr(Records, "compile_or_warm_up_model", of_vllm)
+    monkeypatch.setattr(OurRunners, "compile_or_warm_up_model", of_vllm)
     worker = object.__new__(gpu_worker.CanvasGPUWorker)
-    loop = SimpleNamespace(replay_graphs_of=lambda graphs: ran.append(graphs))
     worker.serves_canvases = serves_canvases
     worker.model_runner = SimpleNamespace(
-        cudagraph_manager="graphs",
-        model_state=SimpleNamespace(loop=loop),
         max_model_len=max_model_len,
         decode_query_len=256,
     )

@@ -144,6 +144,7 @@ NO_FUNCTIONS = {
     "vllm.entrypoints.openai.decisions.strategies.READ_STRATEGIES": dict,
     "vllm.entrypoints.openai.decisions.question_types.QUESTION_TYPES": dict,
     "vllm.model_executor.models.gemma4_mm": ModuleType,
+    "vllm.v1.worker.cpu.model_runner.CPUModelRunner": type,
     "vllm.v1.worker.gpu_worker.HAS_TRITON": bool,
     "vllm.triton_utils.triton.next_power_of_2": object,
 }
@@ -305,7 +306,7 @@ def test_our_subclasses_are_found():
     assert names >= {"CanvasAttentionImpl", "CanvasGPUWorker", "ImageProcessingInfo"}
     assert names >= {"DraftReport", "RemoteScheduler", "EmulatedFp8Experts", "SDARForCausalLM"}
     methods = {str(each) for each in overrides()}
-    assert methods >= {"EngineSteps.execute_model", "ImageProcessingInfo.get_hf_config"}
+    assert methods >= {"CanvasRunner.execute_model", "ImageProcessingInfo.get_hf_config"}
 
 
 def test_an_override_takes_the_calls_of_its_base():
@@ -364,6 +365,8 @@ ALSO_USED = {
     "CanvasReads._image_parts",
     "CanvasReads.num_requests",
     "CanvasReads.read",
+    "CanvasRunner.execute_model",
+    "CanvasRunner.sample_tokens",
     "CanvasScheduler._update_request_with_output",
     "CanvasScheduler.schedule",
     "Chat.create_chat_completion",
@@ -378,15 +381,13 @@ ALSO_USED = {
     "DrafterNetwork._build_fused_kv_buffers",
     "DrafterNetwork.load_weights",
     "DrafterNetwork.precompute_and_store_context_kv",
-    "Drafts.execute_model",
+    "DraftingRunner.execute_model",
+    "DraftingRunner.sample_tokens",
     "EmittedText.reset",
     "EmulatedExperts.apply",
     "EmulatedExperts.process_weights_after_loading",
     "EmulatedNvfp4Linear.process_weights_after_loading",
     "EmulatingConfig.from_config",
-    "EngineSteps.execute_model",
-    "EngineSteps.reload_weights",
-    "EngineSteps.sample_tokens",
     "HeldCalls.adjust_request",
     "HermesCalls.extract_tool_calls",
     "ImageProcessingInfo.get_hf_config",
@@ -394,7 +395,7 @@ ALSO_USED = {
     "Int8Linear.process_weights_after_loading",
     "Messages.create_chat_completion",
     "NemotronLabsDiffusionForCausalLM.load_weights",
-    "Records.sample_tokens",
+    "OurRunners.reload_weights",
     "RemoteScheduler.schedule",
     "Responses.create_responses",
     "Steered._maybe_predict_acceptance",

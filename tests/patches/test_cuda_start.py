@@ -21,13 +21,13 @@ from dllm.patches.contract import (
     SCHEDULER,
 )
 from dllm.patches.cuda_graphs import (
-    canvas_runner,
     capture_sizes,
     choose_cuda_graphs,
     keep_mixed_batches_out,
 )
 from dllm.patches.drafting import DRAFTER_MODEL
 from dllm.patches.drafts import REMOTE_DRAFTS
+from dllm.patches.gpu_worker import CanvasGPURunner
 from dllm.quantize import recipes
 from tests.support.cuda_start import rehearse
 from tests.support.process import ROOT
@@ -304,7 +304,7 @@ def test_a_causal_span_with_a_canvas_is_in_no_full_graph(
 ):
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    runner = object.__new__(canvas_runner(*[lambda runner: None] * 2))
+    runner = object.__new__(CanvasGPURunner)
     settings = SimpleNamespace(block_size=block_size)
     runner.model_state = SimpleNamespace(algorithm=SimpleNamespace(settings=settings))
     state = SimpleNamespace(

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm.patches import graph_check
-from dllm.patches.cuda_graphs import canvas_runner
+from dllm.patches.gpu_worker import CanvasGPURunner
 from dllm.patches.graph_check import FULL, LEAST, MOST, PIECES, TIMES, error_of, rounding
 
 FULL_GRAPH = SimpleNamespace(cg_mode=FULL, num_reqs=4)
@@ -165,6 +165,7 @@ def test_graphs_are_checked_when_they_are_captured(monkeypatch):
     """Not those of vLLM's memory profile, which it throws away."""
     monkeypatch.setattr(GPUModelRunner, "capture_model", lambda self, *, profile_only=False: 5)
     checked: list[object] = []
-    runner = object.__new__(canvas_runner(lambda runner: checked.append("code"), checked.append))
+    runner = object.__new__(CanvasGPURunner)
+    runner.check_code, runner.check_graphs = lambda runner: checked.append("code"), checked.append
     assert runner.capture_model(profile_only=True) == 5 and not checked
     assert runner.capture_model() == 5 and checked == ["code", runner]

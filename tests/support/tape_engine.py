@@ -18,7 +18,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
 from dllm.engine.model_state import DiffusionModelState
-from dllm.patches.cuda_graphs import canvas_runner
+from dllm.patches.gpu_worker import CanvasGPURunner
 from tests.support import tape
 from tests.support.tape_modes import IN_PIECES
 
@@ -92,8 +92,8 @@ def run_as_on_cuda(
         check, check_code: are called when graphs were captured, and before.
     """
     if isinstance(runner.model_state, DiffusionModelState):
-        of_canvases = canvas_runner(check_code, check)
-        runner.__class__ = type("CanvasModelRunner", (of_canvases, CPUModelRunner), {})
+        checks = {"check_code": staticmethod(check_code), "check_graphs": staticmethod(check)}
+        runner.__class__ = type("OnCuda", (CanvasGPURunner, CPUModelRunner), checks)
 
 
 def capture(runner: Any) -> tuple[Replays, list[tuple[int, int]]]:
@@ -114,8 +114,6 @@ def capture(runner: Any) -> tuple[Replays, list[tuple[int, int]]]:
     tested = list(replayed["model"])
     for found in replayed.values():
         found.clear()
-    if isinstance(runner.model_state, DiffusionModelState):
-        runner.model_state.loop.replay_graphs_of(graphs)
     return replayed, tested
 
 
