@@ -44,7 +44,7 @@ from dllm.settings.request import RequestOptions
 from dllm.settings.thoughts import NO_MARK
 
 # ``CanvasState.thought`` of a request without a budget.
-NO_THOUGHT = {"begin": ABSENT, "budget": -1, "start": NO_MARK, "end": NO_MARK}
+NO_THOUGHT = {"begin": ABSENT, "budget": -1, "start": NO_MARK, "end": NO_MARK, "call": NO_MARK}
 
 
 class CanvasState:

@@ -1,7 +1,8 @@
 """Thinking budgets: where thoughts have to end, and how far a request has thought.
 
 A thought begins behind a token that starts it (``Marks.start``), in the prompt or in the answer,
-and ends with another (``Marks.end``). As in vLLM, a budget counts the tokens of each thought from
+and ends with another (``Marks.end``), or with one that begins a tool call (``Marks.call``), as the
+reasoning parser reads it. As in vLLM, a budget counts the tokens of each thought from
 the last start on. Where a thought has as many tokens as its budget, the token that ends it is held,
 as a held pin is (``algorithm.Canvases.held``): the model sees it there, and it is emitted, whatever
 the model would write. A thought that ends earlier has no such place.
@@ -96,8 +97,8 @@ class Thought:
         for at, token in enumerate(tokens, position):
             if token == self.marks.start:
                 self.begin = at + 1
-            elif token == self.marks.end and self.begin != ABSENT:
-                num_full += at - self.begin >= self.budget
+            elif token in self.marks[1:] and self.begin != ABSENT:
+                num_full += token == self.marks.end and at - self.begin >= self.budget
                 self.begin = ABSENT
         return num_full
 
@@ -105,7 +106,7 @@ class Thought:
 def _begin(tokens: Sequence[int], marks: Marks) -> int:
     """Where the thought begins that is open behind these tokens, else ABSENT."""
     for place in range(len(tokens) - 1, -1, -1):
-        if tokens[place] == marks.end:
+        if tokens[place] in marks[1:]:
             return ABSENT
         if tokens[place] == marks.start:
             return place + 1
@@ -118,7 +119,7 @@ class Thoughts(NamedTuple):
     Attributes:
         begin: ``[R]`` int64, as of ``Thought``.
         budget: ``[R]`` int64; negative without one.
-        start, end: ``[R]`` int64, the marks of each.
+        start, end, call: ``[R]`` int64, the marks of each.
         canvas_start: ``[R]`` int64, the position of each canvas's first token in its sequence.
         is_asked: ``[]`` bool, on the host, which does not wait for it: whether any has a budget.
     """
@@ -127,6 +128,7 @@ class Thoughts(NamedTuple):
     budget: Tensor
     start: Tensor
     end: Tensor
+    call: Tensor
     canvas_start: Tensor
     is_asked: Tensor = ASKED
 
@@ -147,7 +149,7 @@ class Thoughts(NamedTuple):
         # starts every other one does.
         is_start = tokens == self.start[:, None]
         is_linked = self._full(tokens) & is_start
-        is_mark = is_start | (tokens == self.end[:, None])
+        is_mark = is_start | self._is_end(tokens)
         number = is_mark.long().cumsum(dim=1)
         head = torch.where(is_mark & ~is_linked, number, 0).cummax(dim=1).values
         gives_way = is_linked & ((number - head) % 2 == 1)
@@ -159,13 +161,17 @@ class Thoughts(NamedTuple):
         # A mark as one number: twice the place behind it, and one more if a thought begins there.
         begin = 2 * (self.begin - self.canvas_start) + 1
         begin = torch.where(self.begin < 0, NEVER, begin)
-        mark = torch.where(tokens == self.end[:, None], 2 * place + 2, NEVER)
+        mark = torch.where(self._is_end(tokens), 2 * place + 2, NEVER)
         mark = torch.where(tokens == self.start[:, None], 2 * place + 3, mark)
         # The last one in front of each place.
         last = torch.cat([begin[:, None], mark[:, :-1]], dim=1).cummax(dim=1).values
         count, budget = place - (last >> 1), self.budget[:, None]
         is_full = (count == budget) | ((place == 0) & (count > budget))
         return (last & 1 == 1) & is_full & (budget >= 0)
+
+    def _is_end(self, tokens: Tensor) -> Tensor:
+        """``[R, C]`` bool, of tokens ``[R, C]``."""
+        return (tokens == self.end[:, None]) | (tokens == self.call[:, None])
 
     def moved(self, before: Tensor, after: Tensor, blank: Tensor | int) -> Tensor:
         """``after`` with held ends where they belong, and ``blank`` where they no longer do.
@@ -190,7 +196,7 @@ class Thoughts(NamedTuple):
         place = torch.arange(tokens.shape[1], device=tokens.device)
         is_out = place < counts[:, None]
         start = torch.where(is_out & (tokens == self.start[:, None]), place + 1, 0).amax(dim=1)
-        end = torch.where(is_out & (tokens == self.end[:, None]), place + 1, 0).amax(dim=1)
+        end = torch.where(is_out & self._is_end(tokens), place + 1, 0).amax(dim=1)
         begin = torch.where(start > 0, self.canvas_start + start, self.begin)
         begin = torch.where(end > start, ABSENT, begin)
         return self._replace(begin=begin, canvas_start=self.canvas_start + counts)

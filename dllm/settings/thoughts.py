@@ -12,10 +12,15 @@ NO_MARK = -2  # no token, and none of the placeholders for one
 
 
 class Marks(NamedTuple):
-    """The tokens that begin and end a thought."""
+    """The tokens that begin and end a thought.
+
+    Attributes:
+        call: begins a tool call, and ends a thought, too. NO_MARK: a thought may have it.
+    """
 
     start: int
     end: int
+    call: int = NO_MARK
 
 
 def marks_of(vllm_config: Any) -> Marks | None:
@@ -32,7 +37,21 @@ def marks_of(vllm_config: Any) -> Marks | None:
         return None
     if max(map(max, marks)) >= vllm_config.model_config.get_vocab_size():
         return None
-    return Marks(config.reasoning_start_token_ids[0], ends[0][0])
+    return Marks(marks[0][0], marks[1][0], _call_of(vllm_config))
+
+
+def _call_of(vllm_config: Any) -> int:
+    """The token of a tool call that the reasoning parser takes for the end of a thought."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    if not (name := vllm_config.reasoning_config.reasoning_parser):
+        return NO_MARK
+    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    reasoner = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+    others = set(getattr(reasoner, "reasoning_end_token_ids", ()))
+    others.difference_update(vllm_config.reasoning_config.natural_reasoning_end_token_ids)
+    return max(others, default=NO_MARK)  # of no parser of vLLM are they more
 
 
 def admit_budget(params: "SamplingParams", vllm_config: Any) -> None:

@@ -14,12 +14,12 @@ from dllm.settings.request import with_grammar
 from dllm.settings.thoughts import NO_MARK, Marks
 from tests.support.watched_device import DeviceWatch, on_device
 
-START, END, MASK, AT = 7, 8, 99, 100  # AT: where canvases start
-MARKS = Marks(START, END)
+START, END, CALL, MASK, AT = 7, 8, 9, 99, 100  # AT: where canvases start
+MARKS = Marks(START, END, CALL)
 
 
 def of(begin: int, budget: int) -> Thoughts:
-    return Thoughts(*(torch.tensor([x]) for x in (begin, budget, START, END, AT)))
+    return Thoughts(*(torch.tensor([x]) for x in (begin, budget, *MARKS, AT)))
 
 
 def read(tokens: Sequence[int], begin: int, budget: int) -> tuple[list[bool], list[int], int]:
@@ -30,14 +30,14 @@ def read(tokens: Sequence[int], begin: int, budget: int) -> tuple[list[bool], li
         text.append(END if held[-1] else token)
         if text[-1] == START:
             begin = place + 1
-        elif text[-1] == END:
+        elif text[-1] in (END, CALL):
             begin = ABSENT
     return held, text, begin
 
 
 def drawn(draw: random.Random) -> list[int]:
     """Many marks, one behind the other."""
-    some = draw.choice(([1, START], [START, END], [1, 1, START, END, MASK]))
+    some = draw.choice(([1, START], [START, END], [1, 1, START, END, CALL, MASK]))
     return draw.choices(some, k=draw.choice((1, 2, 5, 16)))
 
 
@@ -102,7 +102,7 @@ def test_under_a_grammar_all_in_front_of_the_answer_is_one_thought():
     for prompt, end_by in (([1, START, 5], 6), ([1, 2], 6), ([START, END], 6)):
         thought = Thought.of_request(behind, prompt, MARKS)
         assert thought is not None and thought.end_by == end_by
-        assert thought.marks == Marks(NO_MARK, END)
+        assert thought.marks == Marks(NO_MARK, END, CALL)
     at_once = with_grammar(params, Constraint.serialize(table, None))
     assert Thought.of_request(at_once, [1, START], MARKS) is None
     assert Thought.of_request(SamplingParams(), [1, START], MARKS) is None

@@ -12,6 +12,7 @@ from dllm.engine.thoughts import Thoughts
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.rule import STRATEGIES, Proposal
 from dllm.ops.schedule import SCHEDULES
+from dllm.settings.thoughts import NO_MARK
 from tests.support import llada2_pipeline as pipeline
 
 BLOCK, MASK, STOP, VOCAB = 8, 99, 7, 100
@@ -227,7 +228,7 @@ def test_thoughts_end_where_their_budget_does_and_by_themselves_before(editing):
     draw, num_held, num_own = np.random.default_rng(5), 0, 0
     for _ in range(300):
         budget, begin = int(draw.integers(0, 6)), int(draw.integers(-2, 1))
-        given = (50 + begin, budget, START, END, 50)
+        given = (50 + begin, budget, START, END, NO_MARK, 50)
         thoughts = Thoughts(*(torch.tensor([number]) for number in given))
         ids = torch.full((1, BLOCK), MASK)
         ids = torch.where(thoughts.ends_at(ids), END, ids)

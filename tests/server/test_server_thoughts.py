@@ -114,6 +114,9 @@ def test_completions_and_responses(server):
     (bound,) = server.ask(COMPLETIONS, asked | {"thinking_token_budget": 40})["choices"]
     given = len(bound["prompt_token_ids"]) - bound["prompt_token_ids"].index(START) - 1
     assert bound["token_ids"].index(END) == 40 - given  # what the prompt thinks counts
+    call = {"prompt": f"{prompt}<|tool_call>call:add{{", "thinking_token_budget": 4}
+    (called,) = server.ask(COMPLETIONS, asked | call)["choices"]
+    assert END not in called["token_ids"]  # a call ends the thought as its end does
     answer = server.client().responses.create(
         model=MODEL,
         input="What is 3 + 5?",

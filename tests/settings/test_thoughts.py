@@ -15,6 +15,7 @@ def config(
     start: list[int], end: list[int], natural: list[int] | None = None, **structured: Any
 ) -> Any:
     reasoning = SimpleNamespace(
+        reasoning_parser="",
         enabled=bool(start),
         reasoning_start_token_ids=start,
         reasoning_end_token_ids=end,
