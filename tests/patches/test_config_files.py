@@ -205,3 +205,11 @@ def test_a_servers_mode_sets_what_is_not_set_by_itself(tmp_path):
     assert served(mode="quality") == (0.7, 1, 0.5, 16)
     with pytest.raises(ValueError, match="mode = 'fast'; allowed: one of plain, quality, speed"):
         served(mode="fast")
+
+
+def test_a_dflash_drafter_drafts_its_block_unless_the_user_says():
+    drafter = {"method": "dflash", "model": "checkpoints/tiny-drafter"}
+    for given, number in (({}, 15), ({"num_speculative_tokens": 4}, 4)):
+        served = configured(Path("checkpoints/tiny-ar"), speculative_config={**drafter, **given})
+        assert served.speculative_config is not None
+        assert served.speculative_config.num_speculative_tokens == number
