@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -115,11 +116,20 @@ def serve_made_up(
 
 @contextmanager
 def made_up_adapters(runner: Any) -> Iterator[list[LoRARequest | None]]:
-    """What made-up requests are asked with: no adapter, and one of vLLM's where there are any."""
-    lora = runner.lora_config
-    with runner.maybe_setup_dummy_loras(lora):
-        # The first of those that vLLM makes up.
-        yield [None] if lora is None else [None, LoRARequest("warmup_1", 1, "/not/a/real/path")]
+    """What made-up requests are asked with: no adapter, and one of vLLM's where there are any.
+
+    vLLM's are zeros, which change nothing: the first is made random.
+    """
+    with runner.maybe_setup_dummy_loras(runner.lora_config):
+        if runner.lora_config is None:
+            yield [None]
+            return
+        random = torch.Generator().manual_seed(0)
+        for layer in runner.lora_manager._adapter_manager.get_adapter(1).loras.values():
+            for matrix in tree_leaves((layer.lora_a, layer.lora_b)):
+                if matrix is not None:
+                    matrix.normal_(std=matrix.shape[-1] ** -0.5, generator=random)
+        yield [None, LoRARequest("warmup_1", 1, "/not/a/real/path")]
 
 
 def _with_any_text(params: SamplingParams, vocab_size: int) -> SamplingParams:

@@ -13,7 +13,9 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm.engine.warm_up import made_up_adapters, serve_made_up
 from dllm.patches.cpu_worker import padded_size
+from dllm.patches.graph_check import MOST, largest_error
 from tests.support.adapters import asked, merged, projections, write_adapter
 from tests.support.engine_harness import Engine, assert_same_runs, get_engine, relative_error
 from tests.support.family_checkpoints import FAMILIES as CONFIGS
@@ -120,6 +122,18 @@ def test_more_adapters_than_slots_wait_and_pages_are_of_one_adapter(
         assert its.engine().generate([prompt] * 4, GREEDY, adapters) == alone
     (again,) = its.engine().outputs([prompt], GREEDY, [third])
     assert again.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["gemma", "sdar"])
+def test_a_start_compares_with_an_adapter_whose_absence_it_would_see(
+    family: str, case: Callable[[str], Case]
+) -> None:
+    runner = case(family).engine().runner
+    with made_up_adapters(runner) as adapters:
+        without, adapted = (
+            [serve_made_up(runner, runner.execute_model, 2, adapter=one)] for one in adapters
+        )
+    assert MOST < largest_error(adapted, without) < float("inf")
 
 
 @pytest.mark.parametrize("family", ["gemma", "sdar"])
