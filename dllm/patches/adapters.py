@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import Any
 
-from dllm.models import FAMILIES
 from dllm.patches.replace import replaces
 
 
@@ -39,22 +37,3 @@ def adapted_layers() -> Iterator[None]:
     finally:
         for owner, name, value in kept:
             setattr(owner, name, value)
-
-
-def refuse_wrong_adapters() -> None:
-    """Answer HTTP 400, not 500, if an adapter cannot be loaded into a diffusion model."""
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-
-    @replaces(OpenAIServingModels)
-    async def load_lora_adapter(theirs: Any, self: Any, *args: Any, **options: Any) -> Any:
-        answer = await theirs(self, *args, **options)
-        if (
-            isinstance(answer, ErrorResponse)
-            and answer.error.code == HTTPStatus.INTERNAL_SERVER_ERROR
-            and self.model_config.architecture in FAMILIES
-            and not self.engine_client.errored
-        ):
-            answer.error.code = HTTPStatus.BAD_REQUEST.value
-            answer.error.type = "BadRequestError"
-        return answer

@@ -2,7 +2,6 @@
 
 import importlib.util
 from copy import copy
-from http import HTTPStatus
 from typing import Any
 
 from vllm.logger import init_logger
@@ -15,9 +14,6 @@ from dllm.patches.streaming import refuse_unseen_canvases
 from dllm.settings.server import options_of
 
 logger = init_logger(LOGGER)
-
-LONGEST_NAME = 1000  # of a model, in characters; nothing is served under a longer one
-
 
 # What vLLM refuses for diffusion models and our sampler serves; by name, a value that it takes.
 SERVED: dict[str, Any] = {
@@ -120,7 +116,6 @@ def check_requests_at_admission() -> None:
     """Patch what checks a request before and behind ``prepare``, which other patches call."""
     _keep_to_vllms_checks()
     _explain_refusals()
-    _name_served_models()
     _explain_missing_images()
 
 
@@ -215,33 +210,6 @@ def drop_impossible_ids(params: Any, vocab_size: int) -> None:
         params._bad_words_token_ids = [word for word in words if all(map(is_possible, word))]
 
 
-def _name_served_models() -> None:
-    """Say which models and adapters are served where a request names another one.
-
-    vLLM leaves out adapters, and writes ``<path>`` for a model that is called by its folder, as it
-    is without --served-model-name. ``/v1/models`` shows all of these names.
-    """
-    from vllm.entrypoints.serve.engine.serving import BaseServing
-
-    from dllm.settings.checks import did_you_mean
-
-    @replaces(BaseServing)
-    async def _check_model(theirs: Any, self: Any, request: Any) -> Any:
-        is_ours = self.model_config.architecture in FAMILIES
-        if is_ours and request.model and len(request.model) > LONGEST_NAME:
-            # What is searched for in it, here and in vLLM, would hold the server for seconds.
-            request.model = f"{request.model[:LONGEST_NAME]}..."
-        refused = await theirs(self, request)
-        if is_ours and refused is not None and refused.error.code == HTTPStatus.NOT_FOUND:
-            models = self.models
-            names = [*(one.name for one in models.base_model_paths), *models.lora_requests]
-            refused.error.message = (
-                f"model = {request.model!r}{did_you_mean(request.model, names)}; allowed: "
-                f"{', '.join(names)}."
-            )
-        return refused
-
-
 def _explain_missing_images() -> None:
     """Say why an image cannot be served; vLLM only says that the model is not multimodal."""
     from vllm.exceptions import VLLMValidationError
@@ -268,7 +236,6 @@ def _text_only_message(hf_config: Any) -> str:
 
 def _explain_refusals() -> None:
     """Say what is allowed and what to do where vLLM's own refusals do not."""
-    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.exceptions import VLLMValidationError
     from vllm.renderers.base import BaseRenderer
 
@@ -291,14 +258,3 @@ def _explain_refusals() -> None:
                         parameter=parameter or "prompt",
                     )
         theirs(self, token_ids, parameter=parameter)
-
-    @replaces(BeamSearchOnlineMixin)
-    async def beam_search(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.model_config.architecture in FAMILIES:
-            raise VLLMValidationError(
-                "use_beam_search = True; allowed: False, because a canvas has no next token to "
-                "branch on. Leave it out; n = 2 asks for two samples.",
-                parameter="use_beam_search",
-            )
-        async for output in theirs(self, *args, **kwargs):
-            yield output

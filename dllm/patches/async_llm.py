@@ -123,20 +123,11 @@ def _start_fill(
 def start_in_turn() -> None:
     """Let a request wait for its grammar, and the API server answer others between two requests.
 
-    vLLM checks all prompts of a list in one loop, and then starts all of them in one turn of the
-    event loop.
+    vLLM starts all prompts of a list in one turn of the event loop.
     """
-    from vllm.entrypoints.serve.engine.serving import BaseServing
     from vllm.v1.engine.async_llm import AsyncLLM
 
     turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
-
-    @replaces(BaseServing)
-    async def _get_trace_headers(theirs: Any, self: Any, headers: Any) -> Any:
-        """Let other requests run. vLLM's routes await this, and nothing else, between prompts."""
-        if self.model_config.architecture in FAMILIES:
-            await asyncio.sleep(0)
-        return await theirs(self, headers)
 
     @replaces(AsyncLLM)
     async def add_request(

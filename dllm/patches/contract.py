@@ -76,9 +76,6 @@ PATCHES = {
     "vllm.v1.engine.async_llm.AsyncLLM.add_request": (
         "requests of one body start one by one; a request's grammar is compiled and sent with it"
     ),
-    "vllm.entrypoints.serve.engine.serving.BaseServing._get_trace_headers": (
-        "between two prompts of a body the API server answers others"
-    ),
     "vllm.v1.engine.llm_engine.LLMEngine.add_request": (
         "the same without a server: requests are prepared, grammars compiled and sent with them"
     ),
@@ -120,12 +117,6 @@ PATCHES = {
     ),
     "vllm.renderers.base.BaseRenderer.validate_token_ids": (
         "token ids outside the model's vocabulary are refused with the range; so is no token"
-    ),
-    "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search": (
-        "beam search is refused: a canvas has no next token to branch on"
-    ),
-    "vllm.entrypoints.serve.engine.serving.BaseServing._check_model": (
-        "a wrong model name gets the names of all models and adapters; vLLM leaves some out"
     ),
     "vllm.multimodal.registry.MultiModalRegistry.create_processor": (
         "an image request gets HTTP 400 with the reason; vLLM only says 'not a multimodal model'"
@@ -174,9 +165,6 @@ PATCHES = {
     ),
     "vllm.platforms.cpu.CpuPlatform.get_punica_wrapper": (
         "while a CPU worker with --enable-lora loads: vLLM's adapts rows that have no adapter"
-    ),
-    "vllm.entrypoints.openai.models.serving.OpenAIServingModels.load_lora_adapter": (
-        "in the API server: an adapter that does not fit gets HTTP 400, not 500"
     ),
     "vllm._custom_ops.weight_packed_linear_cpu": (
         "in the CPU worker: a product of zero rows divides by zero and kills the process"

@@ -43,7 +43,6 @@ def _serve_families() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     # Not loaded where vLLM's own classes serve.
-    from dllm.patches.adapters import refuse_wrong_adapters
     from dllm.patches.admission import check_requests_at_admission
     from dllm.patches.async_llm import check_requests_early, start_in_turn
     from dllm.patches.endpoints import add_endpoint_plugins
@@ -65,7 +64,6 @@ def _serve_families() -> None:
     check_requests_early()
     start_in_turn()
     serve_with_ours()
-    refuse_wrong_adapters()
     add_endpoint_plugins()
     take_frames_out()
 

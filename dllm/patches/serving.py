@@ -5,8 +5,10 @@ been built with, and a class derived from vLLM's. What chats and completions tak
 fields (``patches.routes``), all other routes refuse.
 """
 
+import asyncio
 import copy
 import json
+from http import HTTPStatus
 from typing import Any
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -14,9 +16,13 @@ from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerati
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.renderers.online_derenderer import OnlineDerenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.async_utils import make_async
 
@@ -34,7 +40,10 @@ from dllm.patches.routes import (
     refuse_sent,
     seed_of,
 )
+from dllm.settings.checks import did_you_mean
 from dllm.settings.request import refuse
+
+LONGEST_NAME = 1000  # of a model, in characters; nothing is served under a longer one
 
 
 def serve_with_ours() -> None:
@@ -60,15 +69,26 @@ def serve_with_ours() -> None:
 
 
 def serve_canvases(state: Any) -> None:
+    """Put objects of ours in the place of vLLM's."""
     show_in_order()
-    state.online_renderer = taken_over(state.online_renderer, Renderer)
-    for name, ours in OURS.items():
-        if (theirs := getattr(state, name, None)) is not None:
-            setattr(state, name, one := taken_over(theirs, ours))
+    renderer = state.online_renderer = taken_over(state.online_renderer, Renderer)
+    state.online_derenderer = taken_over(state.online_derenderer, OnlineDerenderer)
+    models = state.openai_serving_models
+    if isinstance(models, OpenAIServingModels):  # of a server that only renders it is another
+        models = state.openai_serving_models = taken_over(models, Models)
+    objects = vars(state)["_state"]
+    for name, theirs in objects.items():
+        if isinstance(theirs, BaseServing):
+            kind = Translating if name == COHERES else Ours
+            ours = OURS.get(name) or _derived(kind, type(theirs))
+            objects[name] = one = taken_over(theirs, ours)
+            one.models = models
             if hasattr(one, "online_renderer"):
-                one.online_renderer = state.online_renderer
-    if (theirs := getattr(state, COHERES, None)) is not None:  # its package is there
-        setattr(state, COHERES, taken_over(theirs, type("Cohere", (Translating, type(theirs)), {})))
+                one.online_renderer = renderer
+
+
+def _derived(ours: type, theirs: type) -> type:
+    return type(theirs.__name__, (ours, theirs), {})
 
 
 def refuse_canvases(state: Any) -> None:
@@ -110,38 +130,90 @@ class Renderer(OnlineRenderer):
         return await super().preprocess_chat(request, *args, **options)
 
 
-class Chat(OpenAIServingChat):
+class Models(OpenAIServingModels):
+    """The names of models and adapters."""
+
+    async def load_lora_adapter(self, *args: Any, **options: Any) -> Any:
+        """Answer HTTP 400, not 500, if an adapter cannot be loaded into a diffusion model."""
+        answer = await super().load_lora_adapter(*args, **options)
+        if (
+            isinstance(answer, ErrorResponse)
+            and answer.error.code == HTTPStatus.INTERNAL_SERVER_ERROR
+            and not self.engine_client.errored
+        ):
+            answer.error.code = HTTPStatus.BAD_REQUEST.value
+            answer.error.type = "BadRequestError"
+        return answer
+
+
+class Ours(BaseServing):
+    """What all routes of a diffusion model have in common."""
+
+    async def _get_trace_headers(self, headers: Any) -> Any:
+        """Let other requests run. vLLM's routes await this, and nothing else, between prompts."""
+        await asyncio.sleep(0)
+        return await super()._get_trace_headers(headers)
+
+    async def _check_model(self, request: Any) -> Any:
+        """Say which models and adapters are served where a request names another one.
+
+        vLLM leaves out adapters, and writes ``<path>`` for a model that is called by its folder, as
+        it is without --served-model-name. ``/v1/models`` shows all of these names.
+        """
+        if request.model and len(request.model) > LONGEST_NAME:
+            # What is searched for in it, here and in vLLM, would hold the server for seconds.
+            request.model = f"{request.model[:LONGEST_NAME]}..."
+        refused = await super()._check_model(request)
+        if refused is not None and refused.error.code == HTTPStatus.NOT_FOUND:
+            models = self.models
+            names = [*(one.name for one in models.base_model_paths), *models.lora_requests]
+            refused.error.message = (
+                f"model = {request.model!r}{did_you_mean(request.model, names)}; allowed: "
+                f"{', '.join(names)}."
+            )
+        return refused
+
+    async def beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        refuse(
+            "use_beam_search",
+            "use_beam_search = True; allowed: False, because a canvas has no next token to branch "
+            "on. Leave it out; n = 2 asks for two samples.",
+        )
+        yield  # callers iterate
+
+
+class Chat(Ours, OpenAIServingChat):
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         theirs = OpenAIServingChat.create_chat_completion
         return await handled(self, theirs, request, raw_request, create_chat)
 
 
-class Completion(OpenAIServingCompletion):
+class Completion(Ours, OpenAIServingCompletion):
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
         theirs = OpenAIServingCompletion.create_completion
         return await handled(self, theirs, request, raw_request, create_completion)
 
 
-class Responses(OpenAIServingResponses):
+class Responses(Ours, OpenAIServingResponses):
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
         return await handled(self, OpenAIServingResponses.create_responses, request, raw_request)
 
 
-class Batch(OpenAIServingChatBatch):
+class Batch(Ours, OpenAIServingChatBatch):
     async def create_batch_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
         theirs = OpenAIServingChatBatch.create_batch_chat_completion
         return await handled(self, theirs, request, raw_request)
 
 
-class Tokens(ServingTokens):
+class Tokens(Ours, ServingTokens):
     async def serve_tokens(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
         return await handled(self, ServingTokens.serve_tokens, request, raw_request)
 
 
-class Translating:
+class Translating(Ours):
     """A route that translates a request into one of chats, and what that answers."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
@@ -179,7 +251,7 @@ async def _errors_raised(events: Any) -> Any:
         yield event
 
 
-class Scoring(ServingGenerativeScoring):
+class Scoring(Ours, ServingGenerativeScoring):
     async def create_generative_scoring(self, request: Any, raw_request: Any = None) -> Any:
         """Refuse: the score of a label would depend on the noise that a canvas began with."""
         refuse(
@@ -189,7 +261,7 @@ class Scoring(ServingGenerativeScoring):
         )
 
 
-class Render(ServingRender):
+class Render(Ours, ServingRender):
     """What it returns is for ``/inference/v1/generate``, which takes extra arguments alone."""
 
     async def render_chat_request(
