@@ -18,7 +18,8 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from dllm.api.events import TRACE_FIELD, TraceWriter, append_trace, block_trace
-from dllm.engine.frames import Frame, frame_of, is_frame
+from dllm.engine.channels import frame_in
+from dllm.engine.frames import Frame, frame_of
 
 # Of more unread frames of unfinished canvases the oldest are dropped. A frame has 3 KB for 256
 # positions.
@@ -142,7 +143,7 @@ def frames_taken(processor: Any, arrived: list[EngineCoreOutput]) -> Iterator[tu
     Traces are kept in the state, for the request's output.
     """
     first = len(arrived)
-    while first and is_frame(arrived[first - 1]):  # they are the last ones
+    while first and frame_in(arrived[first - 1]) is not None:  # they are the last ones
         first -= 1
     frames = arrived[first:]
     del arrived[first:]
@@ -151,6 +152,7 @@ def frames_taken(processor: Any, arrived: list[EngineCoreOutput]) -> Iterator[tu
         if state is None:
             continue
         frame = frame_of(output)
+        assert frame is not None
         if (block := block_trace(frame)) is not None:
             append_trace(vars(state).setdefault(TRACE_FIELD, {}), block)
         yield state, frame
@@ -158,7 +160,7 @@ def frames_taken(processor: Any, arrived: list[EngineCoreOutput]) -> Iterator[tu
 
 def has_frames(arrived: list[EngineCoreOutput]) -> bool:
     """Whether outputs of a step hold frames, which are its last ones."""
-    return bool(arrived) and is_frame(arrived[-1])
+    return bool(arrived) and frame_in(arrived[-1]) is not None
 
 
 async def interleaved(

@@ -18,7 +18,8 @@ import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
 
-from dllm.engine.metrics import LABELS, put_into, take_out
+from dllm.engine.channels import put_into, take_out
+from dllm.engine.metrics import LABELS
 
 KEY = "dllm_drafting"
 

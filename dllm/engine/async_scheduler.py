@@ -26,6 +26,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from dllm.engine import metrics
+from dllm.engine.channels import put_into
 from dllm.engine.scheduler import CanvasScheduler
 
 
@@ -107,5 +108,5 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         stats = super().make_stats(*args, **kwargs)
         count, self._num_commits = self._num_commits, 0
         if stats is not None and count:
-            metrics.put_into(stats, metrics.KEY, count)
+            put_into(stats, metrics.KEY, count)
         return stats

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from vllm.distributed import get_tp_group
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import ModelRunnerOutput
 
 from dllm.engine.frames import StepFrames
 from dllm.engine.steps import StepRecord
@@ -61,13 +60,13 @@ class FrameTaker:
         every = [self._every[slot] for slot in slots[index]]
         self._pending.append(StepFrames([batch.req_ids[i] for i in index], every, packed))
 
-    def attach(self, answer: ModelRunnerOutput) -> None:
-        """Send the frames of an engine step with the worker's answer.
+    def take(self) -> list[StepFrames]:
+        """The frames of an engine step, to be sent with the worker's answer.
 
         Their copies were queued before vLLM's own, so they are complete when those are.
         """
-        if self._pending:
-            answer.canvas_frames, self._pending = self._pending, []  # type: ignore[attr-defined]
+        taken, self._pending = self._pending, []
+        return taken
 
 
 def _packed(

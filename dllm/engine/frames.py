@@ -6,27 +6,24 @@ The frame of a canvas that has converged also holds its trace (``engine.traces``
     engine core   FrameMail addresses them to the API server that has the request
     API server    ``api.watching`` keeps those that the client has not read yet
 
-They travel in messages that are sent anyway: in the worker's answer to an engine step, and in the
-engine core's outputs. There are none if nobody watches.
+They travel in messages that are sent anyway (``engine.channels``). There are none if nobody
+watches.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
 
+from dllm.engine.channels import frame_in, frame_output
 from dllm.settings.request import traced
 
 if TYPE_CHECKING:
     import torch
 
-# `kv_transfer_params` is the field of an output that may hold anything, and KV transfer is refused
-# for diffusion models. An output with this key holds a frame and nothing else.
-KEY = "dllm_frame"
 # Rows of `StepFrames.packed`, and the types of their numbers: attributes of a `Frame`.
 LINES: dict[str, Any] = {
     "canvas": np.int32,
@@ -62,11 +59,14 @@ class StepFrames:
 class FrameMail:
     """In the engine core: the frames of an engine step, by the API servers of their requests."""
 
-    def __init__(self, answer: ModelRunnerOutput, requests: Mapping[str, Any]) -> None:
-        """Read the worker's answer. ``requests`` holds those that end in this step, too."""
+    def __init__(self, steps: Sequence[StepFrames], requests: Mapping[str, Any]) -> None:
+        """Address the frames of an engine step.
+
+        Args:
+            requests: by id, those that end in this step, too.
+        """
         # Of each frame its server, and what its trace is made of.
         self._frames: list[tuple[EngineCoreOutput, int, np.ndarray, frozenset[str] | None]] = []
-        steps: list[StepFrames] = getattr(answer, "canvas_frames", [])
         for number, step in enumerate(steps):
             seen_later = {req_id for later in steps[number + 1 :] for req_id in later.req_ids}
             packed = np.asarray(step.packed)
@@ -94,8 +94,8 @@ class FrameMail:
             return
         emitted = {one.request_id: one for sent in outputs.values() for one in sent.outputs}
         for output, server, packed, asked in self._frames:
-            assert output.kv_transfer_params is not None
-            frame, answer = output.kv_transfer_params[KEY], emitted.get(output.request_id)
+            frame, answer = frame_in(output), emitted.get(output.request_id)
+            assert frame is not None
             if frame["is_final"] and answer is None:
                 continue
             if answer is not None and asked is not None:
@@ -109,7 +109,7 @@ def _frame_output(req_id: str, num_prompt_tokens: int, packed: np.ndarray) -> En
     frame["is_final"] = bool(is_final)
     for line, (name, kind) in zip(packed, LINES.items(), strict=False):  # traces behind them
         frame[name] = line[:width].astype(kind).tobytes()
-    return EngineCoreOutput(request_id=req_id, new_token_ids=[], kv_transfer_params={KEY: frame})
+    return frame_output(req_id, frame)
 
 
 def _trace(packed: np.ndarray, emitted: EngineCoreOutput, asked: frozenset[str]) -> dict[str, Any]:
@@ -162,14 +162,10 @@ class Frame:
     trace: dict[str, Any] | None = None
 
 
-def is_frame(output: EngineCoreOutput) -> bool:
-    """Whether an output of the engine core is a frame."""
-    return output.kv_transfer_params is not None and KEY in output.kv_transfer_params
-
-
-def frame_of(output: EngineCoreOutput) -> Frame:
-    """The frame in an output of which ``is_frame`` is true."""
-    assert output.kv_transfer_params is not None
-    frame = output.kv_transfer_params[KEY]
+def frame_of(output: EngineCoreOutput) -> Frame | None:
+    """The frame that an output of the engine core holds; None if it is another output."""
+    frame = frame_in(output)
+    if frame is None:
+        return None
     arrays = {name: np.frombuffer(frame[name], kind) for name, kind in LINES.items()}
     return Frame(**frame | arrays)

@@ -19,9 +19,8 @@ There is no loop if a row of the batch has no canvas (its prompt goes on in the 
 or if the scheduler knows of requests that are not in the batch. Where data parallel replicas share
 experts (on a GPU) there is none at all: the replicas run each pass together.
 
-The scheduler's message says whether an engine step may have more passes (``allows_more_passes``),
-and the worker's answer how many it had (``num_passes``). vLLM's messages have no fields for that,
-so these are attributes of them, which survive pickling.
+The scheduler's message says whether an engine step may have more passes, and the worker's answer
+how many it had (``engine.channels``).
 """
 
 import time

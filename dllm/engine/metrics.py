@@ -7,18 +7,17 @@ writes its KV (``engine.async_scheduler``).
 ``dllm:thoughts_ended_by_budget``: thoughts that have taken their whole budget, and end there
 (``engine.thoughts``).
 
-How a count travels:
-
-    engine core   the scheduler puts it into vLLM's statistics
-    front end     adds it to its counter under /metrics
+The scheduler puts a count into vLLM's statistics (``engine.channels``); the front end adds it to
+its counter under /metrics.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
+
+from dllm.engine.channels import take_out
 
 LABELS = ("model_name", "engine")
 KEY = "dllm_commit_passes"
@@ -30,23 +29,6 @@ COUNTERS = {  # by key: name and text
         "Thoughts that took their whole thinking budget, and ended there.",
     ),
 }
-
-# vLLM's statistics have no field for plugins. `ec_connector_stats` is a dictionary that vLLM itself
-# uses only where multimodal encoders run on another server.
-
-
-def put_into(stats: SchedulerStats, key: str, counts: Any) -> None:
-    """Engine core: put counts into vLLM's statistics, which go to the front end."""
-    stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), key: counts}
-
-
-def take_out(stats: SchedulerStats, key: str) -> Any:
-    """Front end: take them out again; None if there are none."""
-    carried = dict(stats.ec_connector_stats or {})
-    counts = carried.pop(key, None)
-    if counts is not None:
-        stats.ec_connector_stats = carried or None
-    return counts
 
 
 def record_counts(stats: SchedulerStats, labels: Sequence[str]) -> None:

@@ -17,12 +17,14 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm.engine.adapters import manager_of_adapters
+from dllm.engine.channels import CanvasAnswer, RepeatableSchedule, extended
 from dllm.engine.warm_up import canvas_batch
 
 Base: Any = GPUModelRunner if TYPE_CHECKING else object
@@ -104,9 +106,8 @@ class CanvasRunner(Base):
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **options: Any) -> Any:
         """First tell the loop what the scheduler allows."""
-        self.model_state.loop.begin_engine_step(
-            getattr(scheduler_output, "allows_more_passes", False)
-        )
+        is_repeatable = isinstance(scheduler_output, RepeatableSchedule)
+        self.model_state.loop.begin_engine_step(allows_more_passes=is_repeatable)
         return super().execute_model(scheduler_output, *args, **options)
 
     def prepare_inputs(
@@ -135,8 +136,9 @@ class CanvasRunner(Base):
         if step is not None:
             self.model_state.before_logits(step.hidden_states, step.input_batch)
         answer = super().sample_tokens(grammar_output)
-        if answer is not None:
-            output = getattr(answer, "model_runner_output", answer)
-            output.num_passes = self.model_state.loop.num_passes
-            self.sampler.frames.attach(output)
+        own = {"num_passes": self.model_state.loop.num_passes, "frames": self.sampler.frames.take()}
+        if isinstance(answer, AsyncOutput):
+            answer.model_runner_output = extended(answer.model_runner_output, CanvasAnswer, **own)
+        elif answer is not None:
+            answer = extended(answer, CanvasAnswer, **own)
         return answer

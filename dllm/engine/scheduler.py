@@ -21,9 +21,10 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from dllm import LOGGER
+from dllm.engine.channels import CanvasAnswer, RepeatableSchedule, extended, put_into
 from dllm.engine.emitted_blocks import GrammarCapacity, capacity_for
 from dllm.engine.frames import FrameMail
-from dllm.engine.metrics import KEY_OF_THOUGHTS, put_into
+from dllm.engine.metrics import KEY_OF_THOUGHTS
 from dllm.engine.sessions import SessionScheduler
 from dllm.engine.thoughts import Thought
 from dllm.settings.denoising import NO_TOKEN, block_size_of
@@ -125,7 +126,7 @@ class CanvasScheduler(SessionScheduler):
         if self._overlaps_first_step:
             self._give_canvases_to_new_requests(output)
         if self._may_repeat(output):
-            output.allows_more_passes = True  # type: ignore[attr-defined]
+            output = extended(output, RepeatableSchedule)
         return output
 
     def _mamba_block_aligned_split(
@@ -242,8 +243,9 @@ class CanvasScheduler(SessionScheduler):
         """vLLM's accounting of an engine step; prompt logprobs are kept until the first block."""
         self._end_broken_requests(model_runner_output)
         self._postpone_prompt_logprobs(model_runner_output)
-        self._num_passes = getattr(model_runner_output, "num_passes", 1)
-        frames = FrameMail(model_runner_output, self.requests)
+        passes = model_runner_output if isinstance(model_runner_output, CanvasAnswer) else None
+        self._num_passes = passes.num_passes if passes else 1
+        frames = FrameMail(passes.frames if passes else [], self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         frames.add_to(outputs)
         return outputs

@@ -29,10 +29,6 @@ def packed(start: int = 10, step: int = 1, width: int = WIDTH, is_final: bool = 
     return rows
 
 
-def answer(*steps: StepFrames) -> Any:
-    return SimpleNamespace(canvas_frames=list(steps)) if steps else SimpleNamespace()
-
-
 def requests(*names: str, server: int = 0) -> dict[str, Any]:
     about = dict(num_prompt_tokens=7, client_index=server, sampling_params=SamplingParams())
     return {name: SimpleNamespace(**about) for name in names}
@@ -83,7 +79,7 @@ def mailed(
     """The messages for each API server, where some requests of the first one emit a token."""
     tokens = [EngineCoreOutput(request_id=name, new_token_ids=[5]) for name in emits]
     outputs = {0: EngineCoreOutputs(outputs=tokens)} if tokens else {}
-    FrameMail(answer(*steps), of).add_to(outputs)
+    FrameMail(steps, of).add_to(outputs)
     return outputs
 
 

@@ -61,13 +61,11 @@ def record(where: Any = lambda x: x) -> Any:
 
 
 def take(taker: FrameTaker, traces: torch.Tensor | None = None, where: Any = lambda x: x) -> Any:
-    """The answer with the frames."""
+    """The frames."""
     canvases = torch.zeros(5, C, dtype=torch.int64)
     canvases[SLOTS] = torch.arange(4 * C).view(4, C) + 262_000
     taker.read(record(where), where(canvases), where(traces))
-    answer: Any = SimpleNamespace()
-    taker.attach(answer)
-    return answer
+    return taker.take()
 
 
 def test_watched_canvases_are_packed_and_others_are_not(taker):
@@ -75,7 +73,7 @@ def test_watched_canvases_are_packed_and_others_are_not(taker):
     taker.add_request(1, watched())  # has no canvas in this step
     taker.add_request(0, watched(every="visit"))
     taker.add_request(2, SamplingParams())
-    (frames,) = take(taker).canvas_frames
+    (frames,) = take(taker)
     assert frames.req_ids == ["a", "c"] and frames.every == ["pass", "visit"]
     assert frames.packed.shape == (2, 4, C + 1)
     first, second = frames.packed
@@ -91,9 +89,9 @@ def test_watched_canvases_are_packed_and_others_are_not(taker):
 def test_a_gpu_packs_what_the_host_packs_and_nobody_waits(taker, traces):
     for slot in range(4):
         taker.add_request(slot, watched())
-    (expected,) = take(taker, traces).canvas_frames
+    (expected,) = take(taker, traces)
     with DeviceWatch() as watch:
-        (found,) = take(taker, traces, on_device).canvas_frames
+        (found,) = take(taker, traces, on_device)
         assert found.packed.is_pinned()
     assert isinstance(expected.packed, np.ndarray) and not watch.findings
     assert torch.equal(found.packed, torch.from_numpy(expected.packed))
@@ -102,4 +100,4 @@ def test_a_gpu_packs_what_the_host_packs_and_nobody_waits(taker, traces):
 def test_only_the_first_rank_sends_frames(taker):
     taker.group.is_first_rank = False
     taker.add_request(3, watched())
-    assert not hasattr(take(taker), "canvas_frames")
+    assert not take(taker)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.v1.engine.core import EngineCoreProc
 
+from dllm.engine.channels import RepeatableSchedule
 from dllm.engine.loop import DenoiseLoop
 from dllm.settings.server import PluginOptions
 from tests.engine.test_engine import page_contents, params, scheduled_spans
@@ -279,7 +280,7 @@ def permissions(monkeypatch: pytest.MonkeyPatch, engine: Engine, is_crowded: Any
 
     def spy(self: Any, throttle_prefills: bool = False) -> Any:
         output = schedule(self, throttle_prefills)
-        messages.append((is_crowded(self, output), hasattr(output, "allows_more_passes")))
+        messages.append((is_crowded(self, output), isinstance(output, RepeatableSchedule)))
         return output
 
     monkeypatch.setattr(type(engine.scheduler), "schedule", spy)

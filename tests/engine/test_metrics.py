@@ -4,6 +4,7 @@ import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 
 from dllm.engine import metrics
+from dllm.engine.channels import put_into
 
 
 def counted(model: str) -> float | None:
@@ -14,7 +15,7 @@ def counted(model: str) -> float | None:
 def test_commit_passes_reach_prometheus_and_leave_the_statistics() -> None:
     for carried in (None, {"another": 1}):
         stats = SchedulerStats(ec_connector_stats=carried)
-        metrics.put_into(stats, metrics.KEY, 3)
+        put_into(stats, metrics.KEY, 3)
         metrics.record_counts(stats, ["of this test", "0"])
         metrics.record_counts(stats, ["of this test", "0"])  # not twice
         assert stats.ec_connector_stats == carried

@@ -1,0 +1,77 @@
+"""Channels: what of ours travels between the processes of a server, in which message of vLLM.
+
+vLLM's messages have no fields for plugins. Where a message is a plain dataclass, ours is a subclass
+of it. Where vLLM encodes a struct, ours rides in a field of it that may hold anything, and that
+vLLM itself uses only for what is refused with a diffusion model.
+
+| what                    | from -> to                 | in                                      |
+|-------------------------|----------------------------|-----------------------------------------|
+| a request's options     | API server -> core, worker | ``SamplingParams.extra_args``           |
+| its grammar's table     | the same                   | the same, under ``GRAMMAR_ARG``         |
+| may the loop go on      | core -> worker             | ``RepeatableSchedule``                  |
+| looked up, remote drafts| core -> worker             | ``scheduled_spec_decode_tokens``        |
+| passes, frames          | worker -> core             | ``CanvasAnswer``                        |
+| drafts, counts of them  | worker -> core             | ``drafter.metrics.DraftReport``         |
+| a frame, a trace        | core -> API server         | ``EngineCoreOutput.kv_transfer_params`` |
+| counts                  | core -> API server         | ``SchedulerStats.ec_connector_stats``   |
+
+The first two are read by ``settings.request``.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+
+FRAME = "dllm_frame"
+Message = TypeVar("Message")
+
+
+class RepeatableSchedule(SchedulerOutput):
+    """vLLM's message to the worker, of an engine step that may have more than one pass."""
+
+
+@dataclass
+class CanvasAnswer(ModelRunnerOutput):
+    """vLLM's answer of the worker.
+
+    Attributes:
+        num_passes: of the engine step.
+        frames: of watched canvases (``frames.StepFrames``), of each pass that has some.
+    """
+
+    num_passes: int = 1
+    frames: list[Any] = field(default_factory=list)
+
+
+def extended(message: Any, kind: type[Message], **more: Any) -> Message:
+    """vLLM's message as one of ours."""
+    return kind(**vars(message), **more)
+
+
+def frame_output(req_id: str, frame: dict[str, Any]) -> EngineCoreOutput:
+    """An output of the engine core that holds a frame and nothing else."""
+    return EngineCoreOutput(request_id=req_id, new_token_ids=[], kv_transfer_params={FRAME: frame})
+
+
+def frame_in(output: EngineCoreOutput) -> dict[str, Any] | None:
+    """The frame that an output holds; None if it is another output."""
+    frame: dict[str, Any] | None = (output.kv_transfer_params or {}).get(FRAME)
+    return frame
+
+
+def put_into(stats: SchedulerStats, key: str, counts: Any) -> None:
+    """Engine core: put counts into vLLM's statistics, which go to the front end."""
+    stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), key: counts}
+
+
+def take_out(stats: SchedulerStats, key: str) -> Any:
+    """Front end: take them out again; None if there are none."""
+    carried = dict(stats.ec_connector_stats or {})
+    counts = carried.pop(key, None)
+    if counts is not None:
+        stats.ec_connector_stats = carried or None
+    return counts
