@@ -81,7 +81,7 @@ def our_step(rows: int, weight: Tensor, is_exact: bool, is_compiled: bool) -> St
     starts = torch.zeros(2, dtype=torch.int64, device=weight.device)
     canvas_rows = CanvasRows.whole(starts, length)
     made: Any = SimpleNamespace(settings=settings, step_state=step_state(length), soft_size=None)
-    state = CanvasState(made, len(starts), len(weight), weight.dtype, weight.device)
+    state = CanvasState.allocate(made, len(starts), len(weight), weight.dtype, weight.device)
     for one in settings.parameters:
         state.parameters[one.name].fill_(getattr(settings, one.setting))
     state.steps_done.fill_(MAX_STEPS // 2)

@@ -1,7 +1,7 @@
 """DiffusionModelState: the methods through which vLLM's model runner asks about a diffusion model.
 
     custom_sampler  once, at start: vLLM's sampler is replaced by DiffusionSampler
-    add_request     for each new request: CanvasState.reset(slot)
+    add_request     for each new request: Records.reset(slot)
     apply_staged_writes  after a step's new requests: what they brought goes to the device
     prepare_attn    each engine step: which rows are causal -> metadata for the attention backend
     prepare_inputs  each engine step: embeddings of the tokens, with self-conditioning on canvases
@@ -41,10 +41,11 @@ from dllm.engine.first_token import FirstTokens
 from dllm.engine.grammars import CanvasGrammars, grammars_for
 from dllm.engine.logit_rows import leave_out_rows
 from dllm.engine.loop import CanvasForward, DenoiseLoop
+from dllm.engine.records import Records, request_seed
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.shifted_rows import ShiftedRows
 from dllm.engine.spans import Sequences, Spans
-from dllm.engine.state import CanvasState, request_seed
+from dllm.engine.state import CanvasState
 from dllm.engine.step_rows import condition_rows
 from dllm.engine.thoughts import Thought
 from dllm.ops.staging import to_device
@@ -72,9 +73,10 @@ class DiffusionModelState(ModelState):
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
         self.algorithm: DenoisingAlgorithm = model.make_algorithm(vllm_config)  # type: ignore[operator]
         vocab_size = self.model_config.get_vocab_size()
-        self.canvases = CanvasState(
+        self.canvases = CanvasState.allocate(
             self.algorithm, self.max_num_reqs, vocab_size, self.dtype, device
         )
+        self._records = Records(self.canvases)
         self._thought_marks = marks_of(vllm_config)
         self.grammars: CanvasGrammars = grammars_for(vllm_config, self.max_num_reqs, device)
         hidden_size = self.model_config.hf_text_config.hidden_size
@@ -130,7 +132,7 @@ class DiffusionModelState(ModelState):
         self.grammars.add_request(req_index, new_req_data, thought)
         if thought is not None:
             thought.read(tokens[prompt_len:], prompt_len)
-        self.canvases.reset(req_index, options, seed, prompt_len, thought)
+        self._records.reset(req_index, options, seed, prompt_len, thought)
         self._num_logit_rows[req_index] = options.num_rows
 
     def remove_request(self, req_id: str) -> None:
@@ -140,7 +142,7 @@ class DiffusionModelState(ModelState):
 
     def apply_staged_writes(self) -> None:
         """Send what ``add_request`` stored to the device."""
-        self.canvases.apply_staged_writes()
+        self._records.send()
         self.grammars.apply_staged_writes()
 
     def before_logits(self, hidden_states: torch.Tensor, input_batch: InputBatch) -> None:

@@ -12,6 +12,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from dllm.engine.algorithm import Denoised
 from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.records import Records
 from dllm.engine.state import CanvasState
 from dllm.engine.step_rows import denoise_rows
 from dllm.models.gemma.settings import GemmaSettings
@@ -41,10 +42,11 @@ def step(steps_done: int = 0, entropy_bound: float = 1e5, **options) -> Denoised
     params = SamplingParams(extra_args={"diffusion_entropy_bound": entropy_bound}, **options)
     parsed = admit(params, CONFIG, VOCAB)
     gemma = family(CONFIG, VOCAB)
-    canvases = CanvasState(gemma, SLOTS, VOCAB, torch.float32, torch.device("cpu"))
+    canvases = CanvasState.allocate(gemma, SLOTS, VOCAB, torch.float32, torch.device("cpu"))
+    records = Records(canvases)
     for slot in range(SLOTS):
-        canvases.reset(slot, parsed, seed=1000 + slot, prompt_len=5)
-        canvases.apply_staged_writes()
+        records.reset(slot, parsed, seed=1000 + slot, prompt_len=5)
+    records.send()
     canvases.steps_done[:] = steps_done
     num_rows = SLOTS * CANVAS
     rows = CanvasRows.whole(torch.full((SLOTS,), 5), CANVAS)
