@@ -207,6 +207,10 @@ OBJECTS = {
         "at start: steps run with one kind of graphs and without, and a wrong kind is not used, "
         "nor pieces of a compiled model that is wrong",
     ),
+    "vllm.v1.worker.gpu.async_utils.AsyncOutput.model_runner_output": (
+        "answer.model_runner_output",
+        "ours, with the passes and frames of the step (``engine.channels``)",
+    ),
     "vllm.v1.worker.gpu.states.RequestState.draft_tokens": (
         "self.req_states.draft_tokens",
         "a row for each canvas, and one that is spare",

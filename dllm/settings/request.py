@@ -140,7 +140,7 @@ class RequestOptions:
         temperature: of the request; 1 if it is greedy.
         is_greedy: ``temperature`` is 0: the most likely token is taken instead of a sample.
             Entropies and stopping are those of the model's own temperature schedule.
-        seed: of the request's noise; None: the server chooses one (``engine.records.request_seed``).
+        seed: of the request's noise; None: the server chooses (``engine.records.request_seed``).
         stops: tokens that end the request. What follows the first of them in a canvas need not
             converge. Empty with ``diffusion_eos_stop: false``, the reference's rule.
         seed_canvas: the first contents of the first canvas, -1 for noise; None: noise everywhere.

@@ -396,6 +396,8 @@ ALSO_USED = {
     "Messages.create_chat_completion",
     "NemotronLabsDiffusionForCausalLM.load_weights",
     "OurRunners.reload_weights",
+    "Ours._check_model",
+    "Ours._get_trace_headers",
     "RemoteScheduler.schedule",
     "Responses.create_responses",
     "Steered._maybe_predict_acceptance",
@@ -491,7 +493,7 @@ layers = ("vllm.model_executor.layers.attention.", "vllm.model_executor.models.g
 ours = ("dllm.models.gemma.backbone", "dllm.engine", "dllm.cpu", "dllm.attention")
 assert "ARCH" in ModelRegistry.models
 heavy = {name for name in sys.modules if name.startswith(runner + layers + ours)}
-light = {"dllm.engine", "dllm.engine.frames"}  # which the API server reads
+light = {"dllm.engine", "dllm.engine.frames", "dllm.engine.channels"}  # the API server reads
 light |= {"dllm.cpu", "dllm.cpu.instructions"}  # which read /proc/cpuinfo
 print(sorted(heavy - light), torch.cuda.is_initialized())
 """.replace("ARCH", install.BUILTIN_ARCHITECTURE)

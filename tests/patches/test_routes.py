@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.datastructures import State
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -121,12 +122,12 @@ def test_objects_of_other_models_stay_vllms(architecture, kind):
     """Also where vLLM has no endpoint plugins, as in ``vllm run-batch``."""
     from vllm.entrypoints.launchers.api_server.app_state import init_endpoint_plugins_state
 
-    theirs, renderer = object.__new__(OpenAIServingChat), object.__new__(serving.OnlineRenderer)
+    theirs, state = object.__new__(OpenAIServingChat), State()
     model = SimpleNamespace(architecture=architecture)
-    config = SimpleNamespace(model_config=model)
-    state = SimpleNamespace(
-        vllm_config=config, openai_serving_chat=theirs, online_renderer=renderer
-    )
+    state.vllm_config = SimpleNamespace(model_config=model)
+    state.online_renderer = object.__new__(serving.OnlineRenderer)
+    state.online_derenderer = object.__new__(serving.OnlineDerenderer)
+    state.openai_serving_models, state.openai_serving_chat = None, theirs
     asyncio.run(init_endpoint_plugins_state(None, state, None))
     assert type(state.openai_serving_chat) is (kind or OpenAIServingChat)
     assert (state.openai_serving_chat is theirs) is (kind is None)
