@@ -139,7 +139,10 @@ def _keep_to_vllms_checks() -> None:
         for name, taken in SERVED.items():
             setattr(rest, name, taken)
         rest.extra_args = without_noise(rest.extra_args or {})
-        return theirs(self, rest, supported_tasks)
+        watermarking = theirs(self, rest, supported_tasks)
+        # An array, in which form alone the engine core reads it.
+        params.prompt_logprob_token_ids = rest.prompt_logprob_token_ids
+        return watermarking
 
     @replaces(InputProcessor)
     def process_inputs(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

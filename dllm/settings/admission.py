@@ -170,7 +170,7 @@ def _refuse_unserved(params: "SamplingParams", settings: DenoiseSettings) -> Non
         extra = params.extra_args or {}
         unserved += [(name, extra.get(name), why) for name in WHOLE_CANVAS_ARGS]
     for name, value, why in unserved:
-        if value is not None and value != []:
+        if value is not None and not (isinstance(value, list) and not value):
             refuse(
                 name, f"{name} = {shown(value)} is not served for this model: {why}. Leave it out."
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -15,7 +16,9 @@ from vllm.engine.protocol import StreamingInput
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.registry import MultiModalRegistry
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dllm import patches
 from dllm.patches import install, serving
@@ -142,6 +145,7 @@ def test_parameters_are_checked_for_each_request(processor):
         (dict(logit_bias={10**6: 1.0}), "logit_bias"),
         (dict(structured_outputs=StructuredOutputsParams(regex="a")), "structured_outputs"),
         (dict(extra_args={"diffusion_stream": "text"}), "diffusion_stream"),
+        (dict(prompt_logprob_token_ids=np.array([[1, 2]])), "prompt_logprob_token_ids"),
         (dict(logprobs=10**6), "logprobs"),  # by vLLM's own check
     ],
 )
@@ -158,6 +162,18 @@ def test_vllm_takes_what_was_prepared(processor):
     prepared = prepare(processor, PROMPT, SamplingParams(**served))
     request = processor.process_inputs("a", PROMPT, prepared, ("generate",))
     assert {name: getattr(request.sampling_params, name) for name in served} == served
+
+
+def test_ids_of_prompt_logprobs_come_to_the_engine_in_the_form_it_reads(checkpoint):
+    arguments = EngineArgs(str(checkpoint()), enforce_eager=True, skip_tokenizer_init=True)
+    processor, prompt = (
+        InputProcessor(arguments.create_engine_config()),
+        {"prompt_token_ids": [1] * 3},
+    )
+    prepared = prepare(processor, prompt, SamplingParams(prompt_logprob_token_ids=[[3, 4], [5]]))
+    request = processor.process_inputs("a", prompt, prepared, ("generate",))
+    sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
+    assert sent.sampling_params.prompt_logprob_token_ids.tolist() == [[3, 4], [5, -1]]
 
 
 CHECKS = ("admit", "admit_budget", "admit_ids", "admit_next_tokens")  # of ``dllm.settings``
