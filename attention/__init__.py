@@ -5,6 +5,7 @@ Read the files in this order; each uses only the ones before it:
     masks.py             the specification: which keys a query row sees
     inputs.py            the tensors of one call, and the checks that refuse inconsistent ones
     reference.py         dense fp32 attention written from the specification
+    cases.py             batches that kernels are checked with, and how far from right they may be
     tuning.py            the committed table of tile sizes (nothing is searched at start-up)
     planning.py          from static shapes to a launch plan; pure Python, no device access
     splits.py            long sequences cut into parts, and how the parts are merged
@@ -17,7 +18,7 @@ Read the files in this order; each uses only the ones before it:
     visible_pages.py     for FlashAttention: leaves out pages in front of a window
     ragged.py            spans of different lengths, end to end
 
-None of these imports vLLM; the first five, choice.py, calls.py and ragged.py do not import Triton.
+None of these imports vLLM; the first six, choice.py, calls.py and ragged.py do not import Triton.
 Five files connect them, or vLLM's own kernels, to a server:
 
     layers.py            what a model says of its layers: the anchored window, blocks, most rows

@@ -32,17 +32,19 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from dllm.attention.cache_write import check_write, write_kv
 from dllm.attention.calls import MIXED, Call, calls_of
 from dllm.attention.canvas_attention import canvas_attention, plan_of
-from dllm.attention.choice import CANVASES, CAUSAL, flash_kinds, mask_of
+from dllm.attention.choice import CANVASES, CAUSAL, flash_kinds
 from dllm.attention.flash import flash_attention
 from dllm.attention.inputs import (
     FP8_OF,
     MAX_HEAD_SIZE,
     MIN_HEAD_SIZE,
     AttentionOptions,
+    Layer,
     PagedKV,
     RaggedBatch,
     check_inputs,
 )
+from dllm.attention.masks import Mask
 from dllm.attention.planning import BatchShape
 from dllm.attention.visible_pages import VisiblePages
 
@@ -73,19 +75,20 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names]
-        windows = {(impl.options.window, impl.is_anchored) for impl in impls}
-        assert len(windows) == 1, f"layers of one KV cache group have the windows {windows}"
-        self._window, self._is_anchored = windows.pop()
+        masks = {impl.options.mask for impl in impls}
+        assert len(masks) == 1, f"layers of one KV cache group have the masks {masks}"
+        self._mask: Mask = masks.pop()
         scheduler = vllm_config.scheduler_config
         self._max_query_len = max(
             impl.max_query_len or scheduler.max_num_batched_tokens for impl in impls
         )
         self._max_model_len = vllm_config.model_config.max_model_len
         self._flash_kinds, self._shorten = impls[0].flash_kinds(), None
-        if self._window is not None and self._flash_kinds:
+        window = self._mask.window
+        if window is not None and self._flash_kinds:
             page_size = kv_cache_spec.block_size
-            if self._max_model_len >= self._window + page_size:  # or nothing can be left out
-                sizes = self._window, page_size, scheduler.max_num_seqs
+            if self._max_model_len >= window + page_size:  # or nothing can be left out
+                sizes = window, page_size, scheduler.max_num_seqs
                 self._shorten = VisiblePages(*sizes, scheduler.max_num_batched_tokens, device)
         # Tensors with an entry for each sequence: True, False, and first keys. They lie in memory
         # that a captured CUDA graph reads again. A batch of more sequences than max_num_seqs is no
@@ -123,7 +126,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             seq_lens=common.seq_lens[:num_seqs],
             block_tables=common.block_table_tensor[:num_seqs],
             is_causal=is_causal,
-            first_keys=self._anchors(common, is_causal) if self._is_anchored else None,
+            first_keys=self._anchors(common, is_causal) if self._mask.is_anchored else None,
             max_query_len=self._max_query_len,
             max_seq_len=max_seq_len,
             max_ahead=_max_ahead(common, kind),
@@ -132,14 +135,12 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         return CanvasAttentionMetadata(calls, common.num_actual_tokens)
 
     def _anchors(self, common: CommonAttentionMetadata, is_causal: torch.Tensor) -> torch.Tensor:
-        """`masks.anchor` of canvases; -1 for causal sequences and for images.
-
-        Images are the keys of ``mm_req_doc_ranges``.
-        """
-        num_seqs = common.num_reqs
+        """`Mask.first_key` of each sequence, or -1; images are keys of ``mm_req_doc_ranges``."""
+        num_seqs, window = common.num_reqs, self._mask.window
+        assert window is not None
         query_lens = common.query_start_loc[: num_seqs + 1].diff()
         first_rows = common.seq_lens[:num_seqs] - query_lens
-        anchors = (first_rows - (self._window - 1)).clamp_(min=0)
+        anchors = (first_rows - (window - 1)).clamp_(min=0)
         first_keys = torch.where(is_causal != 0, -1, anchors)
         if common.mm_req_doc_ranges:
             images = torch.tensor(list(common.mm_req_doc_ranges), dtype=torch.int64)
@@ -179,14 +180,12 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
     """Attention of one layer.
 
     Attributes:
-        is_anchored: canvases have a first visible key instead of the window (`masks.py`).
         max_query_len: rows that a sequence of this layer has at most, None for those of a step. It
             is the same for every step: with the longest sequence of each, tile heights would depend
             on who shares the batch and on whether a CUDA graph runs it, and so would the bits of a
             sequence.
     """
 
-    is_anchored = False
     max_query_len: int | None = None
 
     def __init__(
@@ -213,7 +212,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.options = AttentionOptions(float(scale), sliding_window, logits_soft_cap or 0.0)
+        self.options = AttentionOptions(float(scale), Mask(sliding_window), logits_soft_cap or 0.0)
         self._cache: PagedKV | None = None  # the memory of ``_viewed``
         self._viewed: weakref.ref[torch.Tensor] | None = None
         self._read_cache: PagedKV | None = None  # checked against the layer's queries
@@ -279,9 +278,13 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         assert self._vllm_config is not None, "layers without a server's configuration have no step"
         capability = current_platform.get_device_capability()
         arch = 0 if capability is None else capability.to_int()
-        dtype = FP8_OF.get(self.kv_cache_dtype, self._vllm_config.model_config.dtype)
-        mask = mask_of(self.options.window, self.is_anchored, self.options.block_size)
-        return flash_kinds(arch, self.head_size, dtype, mask, self._has_flash, None)
+        layer = Layer(
+            head_size=self.head_size,
+            mask=self.options.mask,
+            dtype=self._vllm_config.model_config.dtype,
+            cache_dtype=FP8_OF.get(self.kv_cache_dtype),
+        )
+        return flash_kinds(layer, arch, self._has_flash)
 
     def do_kv_cache_update(
         self,

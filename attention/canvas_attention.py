@@ -88,16 +88,16 @@ def pairs_of_tile(query_start_loc, seq, tile, GROUP: tl.constexpr, BLOCK_M: tl.c
 @triton.jit
 def row_bounds(
     row, query_len, seq_len, is_causal, first_key,
-    WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_LENGTH: tl.constexpr,
 ):  # fmt: skip
     """The keys [start, stop) that each row sees: `masks.visible_range` for a vector of rows.
 
     row ``[BLOCK_M]``; the other arguments are of their sequence. first_key: -1 for none. WINDOW: 0
-    for none. BLOCK_SIZE: of the model, 1 for none.
+    for none. BLOCK_LENGTH: of the model, 1 for none.
     """
     pos = seq_len - query_len + row
-    if BLOCK_SIZE > 1:
-        stop = tl.where(is_causal, (pos // BLOCK_SIZE + 1) * BLOCK_SIZE, seq_len)
+    if BLOCK_LENGTH > 1:
+        stop = tl.where(is_causal, (pos // BLOCK_LENGTH + 1) * BLOCK_LENGTH, seq_len)
     else:
         stop = tl.where(is_causal, pos + 1, seq_len)
     start = tl.zeros_like(pos)
@@ -122,7 +122,7 @@ def canvas_attention_kernel(
     HAS_FIRST_KEYS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
-    PROGRAMS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_V output columns of one row tile.
 
@@ -154,7 +154,7 @@ def canvas_attention_kernel(
     if HAS_FIRST_KEYS:
         first_key = tl.load(first_keys + seq)
     row_start, row_stop = row_bounds(
-        row, query_len, seq_len, tl.load(is_causal + seq) != 0, first_key, WINDOW, BLOCK_SIZE
+        row, query_len, seq_len, tl.load(is_causal + seq) != 0, first_key, WINDOW, BLOCK_LENGTH
     )
     # Keys that any row of the tile sees, and keys that all of them see.
     union_low, union_high = tl.min(row_start, 0), tl.max(row_stop, 0)
@@ -287,7 +287,7 @@ def plan_of(
     """
     arch = _arch_of(query.device)
     config = tile_config(shape.head_size, query.element_size(), arch, is_fp8_cache)
-    return plan_attention(shape, config, options.window)
+    return plan_attention(shape, config, options.mask.window)
 
 
 def canvas_attention(
@@ -330,7 +330,7 @@ def launch(
     # The accumulators first, so that they are aligned for any number of rows.
     partial_acc, partial_max = workspace, workspace[rows * head_size :]
     partial_sum = partial_max[rows:]
-    window = options.window
+    window = options.mask.window
     shared = {
         "GROUP": group,
         "NUM_KV_HEADS": num_kv_heads,
@@ -355,7 +355,8 @@ def launch(
         SOFTCAP=options.logit_softcap > 0, HAS_K_SCALE=cache.k_scale is not None,
         BLOCK_M=plan.block_m, BLOCK_N=config.block_n,
         BLOCK_V=plan.block_v,
-        UPCAST=query.dtype == torch.bfloat16 and not _IS_COMPILED, BLOCK_SIZE=options.block_size,
+        UPCAST=query.dtype == torch.bfloat16 and not _IS_COMPILED,
+        BLOCK_LENGTH=options.mask.block_length,
         num_warps=config.num_warps, num_stages=config.num_stages, **shared,
     )  # fmt: skip
     if plan.is_split:

@@ -16,56 +16,29 @@ wait for each other for ever.
 
 from __future__ import annotations
 
-import torch
+from dllm.attention.inputs import Layer
 
 OURS, FLASH, TRITON = "CUSTOM", "FLASH_ATTN", "TRITON_ATTN"  # vLLM's names of the backends
 BACKENDS = (OURS, FLASH, TRITON)
-# Which keys rows see (``masks``). UNBOUNDED: all of those in front of them. SYMMETRIC: only those
-# in the window, which reaches to both sides of a canvas row. ANCHORED: those from the first visible
-# key on. BLOCKS: whole blocks.
-UNBOUNDED, SYMMETRIC, ANCHORED, BLOCKS = "unbounded", "symmetric", "anchored", "blocks"
 CAUSAL, CANVASES = KINDS = ("causal", "canvases")  # of rows
 HOPPER = 90
 
 
-def mask_of(window: int | None, is_anchored: bool, block_size: int) -> str:
-    """The mask of a kind of layer, as ``masks`` defines it.
-
-    Args:
-        window: W of ``masks``; None: the layer has none.
-        is_anchored: its window is the anchored one.
-        block_size: tokens of a block that causal rows see whole; 1: there are no such blocks.
-    """
-    if block_size > 1:
-        return BLOCKS
-    if window is None:
-        return UNBOUNDED
-    return ANCHORED if is_anchored else SYMMETRIC
-
-
-def choose_kernel(
-    arch: int,
-    head_size: int,
-    dtype: torch.dtype,
-    mask: str,
-    kind: str,
-    has_flash: bool,
-    option: str | None,
-) -> str:
+def choose_kernel(layer: Layer, kind: str, arch: int, has_flash: bool, option: str | None) -> str:
     """The backend whose kernel serves rows of a kind in a layer: one of ``BACKENDS``.
 
     Args:
-        arch: compute capability, for instance 90 for 9.0.
         kind: one of ``KINDS``.
+        arch: compute capability, for instance 90 for 9.0.
         has_flash: whether FlashAttention 4 is installed and runs on this GPU.
         option: the backend that the user asks for, for all rows; None: the fastest.
 
     Raises:
         ValueError: what the user asks for cannot serve this layer.
     """
-    can_flash = has_flash and _has_head(arch, head_size, dtype)
+    mask, can_flash = layer.mask, has_flash and _has_head(arch, layer)
     if option is None:
-        has_mask = mask in (UNBOUNDED, SYMMETRIC) or (mask == ANCHORED and kind == CAUSAL)
+        has_mask = mask.block_length == 1 and (kind == CAUSAL or not mask.is_anchored)
         return FLASH if can_flash and has_mask and arch == HOPPER else OURS
     if option not in BACKENDS:
         allowed = ", ".join(BACKENDS)
@@ -73,11 +46,11 @@ def choose_kernel(
             f"--attention-backend {option}: allowed for diffusion models are {allowed}. Leave the "
             "flag out for the fastest."
         )
-    if option != OURS and mask == BLOCKS:
+    if option != OURS and mask.block_length > 1:
         raise ValueError(
             f"--attention-backend {option} has no heads that see blocks. Leave the flag out."
         )
-    if option != OURS and mask == ANCHORED:
+    if option != OURS and mask.is_anchored:
         raise ValueError(
             f"--attention-backend {option} has no anchored canvas window. Leave the flag out, or "
             """serve with --hf-overrides '{"canvas_window": "symmetric"}'."""
@@ -87,22 +60,20 @@ def choose_kernel(
             "--attention-backend FLASH_ATTN: diffusion models need FlashAttention 4, which takes a "
             "causal flag per sequence. It serves 16-bit caches on compute capability 9.0, and with "
             f"heads of at most 128 on 10.x. Here it is {'' if has_flash else 'not '}available, "
-            f"heads have {head_size} elements of {dtype}, and the compute capability is "
-            f"{arch / 10}. Leave the flag out, or use --attention-backend TRITON_ATTN."
+            f"heads have {layer.head_size} elements of {layer.cache_dtype or layer.dtype}, and the "
+            f"compute capability is {arch / 10}. Leave the flag out, or use --attention-backend "
+            "TRITON_ATTN."
         )
     return option
 
 
-def flash_kinds(
-    arch: int, head_size: int, dtype: torch.dtype, mask: str, has_flash: bool, option: str | None
-) -> list[str]:
+def flash_kinds(layer: Layer, arch: int, has_flash: bool, option: str | None = None) -> list[str]:
     """The kinds of rows that FlashAttention serves in a layer; as ``choose_kernel``."""
-    chosen = {
-        kind: choose_kernel(arch, head_size, dtype, mask, kind, has_flash, option) for kind in KINDS
-    }
+    chosen = {kind: choose_kernel(layer, kind, arch, has_flash, option) for kind in KINDS}
     return [kind for kind in KINDS if chosen[kind] == FLASH]
 
 
-def _has_head(arch: int, head_size: int, dtype: torch.dtype) -> bool:
+def _has_head(arch: int, layer: Layer) -> bool:
     largest = {9: 512, 10: 128}.get(arch // 10, 0)
-    return dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= largest
+    bytes_stored = (layer.cache_dtype or layer.dtype).itemsize
+    return bytes_stored == 2 and layer.head_size % 8 == 0 and layer.head_size <= largest

@@ -31,15 +31,15 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from dllm.attention.cpu_fp8_cache import nearest
 from dllm.attention.inputs import FP8_OF
+from dllm.attention.masks import ALL, Mask
 from dllm.attention.ragged import spread, starts_of
 
 
-def translate(layer: Attention, *, is_anchored: bool = False, block_size: int = 1) -> None:
+def translate(layer: Attention, is_anchored: bool, block_length: int) -> None:
     """Let the backend of one layer translate its batches, for an anchored window or for blocks."""
     impl = layer.impl
     assert isinstance(impl, CanvasCPUImpl), f"expected our CPU attention, got {type(impl)}"
-    assert not is_anchored or impl.sliding_window > 0, "only sliding-window layers can be anchored"
-    impl.is_anchored, impl.block_size = is_anchored, block_size
+    impl.mask = Mask(max(impl.sliding_window, 0) or None, is_anchored, block_length)
     # vLLM shares metadata among layers with one builder. Layers that translate need another.
     layer.attn_backend = TranslatingBackend
 
@@ -67,7 +67,7 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], *args: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, *args)
         layer = self.vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self.is_anchored, self.blocks = layer.impl.is_anchored, layer.impl.block_size
+        self.mask: Mask = layer.impl.mask
 
     def build(
         self,
@@ -81,7 +81,7 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         of ``mm_req_doc_ranges``: an image.
         """
         common = common_attn_metadata
-        parts = self._anchored(common) if self.is_anchored else self._blocks(common)
+        parts = self._anchored(common) if self.mask.is_anchored else self._blocks(common)
         return tuple(parts)
 
     def _blocks(self, common: CommonAttentionMetadata) -> Iterator[Part]:
@@ -89,7 +89,8 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         is_causal, lens = _is_causal(common), _query_lens(common)
         stops = common.seq_lens.numpy()
         starts = stops - lens
-        size = np.where(is_causal, self.blocks, np.maximum(stops, 1))  # one block of all keys
+        whole = np.maximum(stops, 1)  # one block of all keys
+        size = np.where(is_causal, self.mask.block_length, whole)
         counts = np.maximum(-(-stops // size) - starts // size, 1)
         source, number = spread(starts_of(counts))
         first = (starts[source] // size[source] + number) * size[source]
@@ -155,8 +156,7 @@ class CanvasCPUImpl(CPUAttentionBackendImpl):
     """Attention of one layer: runs vLLM's forward pass once, or once per part."""
 
     sliding_window: int
-    is_anchored: bool = False
-    block_size: int = 1
+    mask: Mask = ALL
 
     def forward(
         self,

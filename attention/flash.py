@@ -23,11 +23,11 @@ def flash_attention(
     call without flags would run the kernel that was compiled for those with flags, or the other way
     round: the key under which FlashAttention keeps compiled kernels leaves them out.
     """
-    assert batch.first_keys is None and options.block_size == 1 and not cache.is_fp8, options
+    assert batch.first_keys is None and options.mask.block_length == 1 and not cache.is_fp8, options
     reach = None
-    if options.window is not None:
-        ahead = options.window - 1 if batch.max_ahead is None else batch.max_ahead
-        reach = [options.window - 1, min(ahead, options.window - 1)]
+    if options.mask.window is not None:
+        behind = options.mask.window - 1
+        reach = [behind, behind if batch.max_ahead is None else min(batch.max_ahead, behind)]
     fa_utils.flash_attn_varlen_func(
         q=query,
         # Hopper's loads need strides of 16 bytes, also of an axis of length 1 (one KV head).

@@ -18,6 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dllm.attention.masks import ALL, Mask
+
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # vLLM's names of FP8 cache dtypes.
@@ -27,24 +29,31 @@ MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 512
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What one layer computes: softmax scale, window, logit soft cap and block size.
+    """What one layer computes.
 
-    scale: multiplies every logit. window: in keys, the row itself included; None lets every row see
-    the whole sequence. logit_softcap: logits s become cap * tanh(s / cap); 0 leaves them as they
-    are. block_size: positions of a block, which causal rows see as a whole (`masks.py`); 1: none.
-    Raises ValueError for blocks together with a window.
+    scale: multiplies every logit. logit_softcap: logits s become cap * tanh(s / cap); 0 leaves them
+    as they are.
     """
 
     scale: float
-    window: int | None = None
+    mask: Mask = ALL
     logit_softcap: float = 0.0
-    block_size: int = 1
 
-    def __post_init__(self) -> None:
-        if self.block_size > 1 and self.window is not None:
-            raise ValueError(
-                f"block_size is {self.block_size} and window {self.window}: only one of them"
-            )
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer of a model on one GPU.
+
+    cache_dtype: of stored keys and values; None: ``dtype``. page_size: keys of a page.
+    """
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 32
+    mask: Mask = ALL
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    page_size: int = 16
 
 
 @dataclass(frozen=True)
@@ -122,8 +131,8 @@ class RaggedBatch:
     block_tables ``[num_seqs, max_pages]`` int32: the pages of each sequence, in order. Sequences of
     one request have the same. Entries of pages that no row sees are never read.
     is_causal ``[num_seqs]`` int32: 1 where all rows are causal, 0 where all are bidirectional.
-    first_keys ``[num_seqs]`` int32: the first visible key of a bidirectional sequence, at most
-    window - 1 keys before its first row; -1 where the layer's window decides. None: all -1.
+    first_keys ``[num_seqs]`` int32: `Mask.first_key` of each sequence; -1 where the window decides.
+    None: all -1.
     max_query_len: an upper bound on query rows, known to the host. It decides the tile height,
     and with it how sums are rounded: a sequence gives the same bits in any batch with this bound.
     max_seq_len: an upper bound on seq_lens, known to the host; None means what the tables can hold.

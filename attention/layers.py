@@ -8,31 +8,21 @@ from dataclasses import replace
 
 from vllm.model_executor.layers.attention import Attention
 
-
-def use_anchored_window(layer: Attention) -> None:
-    """Give canvases of a sliding-window layer a first visible key (`masks.py`).
-
-    Without this call the window is symmetric.
-    """
-    if layer.attn_backend.get_name() == "CPU_ATTN":
-        from dllm.attention.cpu_backend import translate
-
-        translate(layer, is_anchored=True)
-    else:
-        assert layer.impl.options.window is not None, "only sliding-window layers can be anchored"
-        layer.impl.is_anchored = True
+from dllm.attention.masks import Mask
 
 
-def see_blocks(layer: Attention, block_size: int) -> None:
-    """Let causal rows see their whole block of ``block_size`` positions (`masks.py`)."""
-    if block_size == 1:
+def see(layer: Attention, *, is_anchored: bool = False, block_length: int = 1) -> None:
+    """Let a layer's rows see what `masks.Mask` says, beside the window that vLLM gave it."""
+    if not is_anchored and block_length == 1:
         return
     if layer.attn_backend.get_name() == "CPU_ATTN":
         from dllm.attention.cpu_backend import translate
 
-        translate(layer, block_size=block_size)
+        translate(layer, is_anchored, block_length)
     else:
-        layer.impl.options = replace(layer.impl.options, block_size=block_size)
+        options = layer.impl.options
+        mask = Mask(options.mask.window, is_anchored, block_length)
+        layer.impl.options = replace(options, mask=mask)
 
 
 def bound_queries(layer: Attention, max_query_len: int) -> None:

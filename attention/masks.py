@@ -25,11 +25,10 @@ p - W + 1 .. p + W - 1. So W counts the row itself, as in vLLM's kernels and in 
 Hugging Face. (Its ``sliding_window_bidirectional_overlay(w)`` includes both ends: W = w + 1.) This
 is the *symmetric* window.
 
-A bidirectional sequence may have a ``first_key`` instead of the window: each of its rows sees the
-keys from there on. With the *anchored* window a canvas has one, W - 1 keys before its first row
-(``anchor``), because the sliding cache of Hugging Face's DiffusionGemma decoder holds W - 1 keys.
-Images have none: they have the symmetric window, as in its encoder. No model has both windows and
-blocks.
+With the *anchored* window a canvas has a *first key* instead, W - 1 keys before its first row: each
+of its rows sees the keys from there on, because the sliding cache of Hugging Face's DiffusionGemma
+decoder holds W - 1 keys. Images have the symmetric window in such a layer, too, as in its encoder.
+No model has both windows and blocks.
 
 Every row sees one contiguous range of keys, so a kernel needs two integers per row and no mask.
 """
@@ -43,23 +42,23 @@ from dataclasses import dataclass
 class QuerySpan:
     """The query rows of one sequence in one forward pass; lengths in tokens.
 
-    ``first_key``: None lets the layer's window decide. ``seq_len`` may be shorter than
-    ``query_len``, with the first rows at negative positions: a drafter shortens ``seq_len`` to
-    draft fewer tokens. Raises ValueError for negative lengths and for causal rows with a first key.
+    ``is_image``: the rows are those of an image. ``seq_len`` may be shorter than ``query_len``,
+    with the first rows at negative positions: a drafter shortens ``seq_len`` to draft fewer tokens.
+    Raises ValueError for negative lengths and for an image that is causal.
     """
 
     query_len: int
     seq_len: int
     is_causal: bool
-    first_key: int | None = None
+    is_image: bool = False
 
     def __post_init__(self) -> None:
         if self.query_len < 0 or self.seq_len < 0:
             raise ValueError(
                 f"query_len is {self.query_len} and seq_len is {self.seq_len}, both must be >= 0"
             )
-        if self.is_causal and self.first_key is not None:
-            raise ValueError(f"first_key is {self.first_key}, causal rows have none")
+        if self.is_causal and self.is_image:
+            raise ValueError("is_image and is_causal are true: rows of an image see each other")
 
     @property
     def start(self) -> int:
@@ -73,14 +72,45 @@ class QuerySpan:
         return self.start + row
 
 
-def anchor(span: QuerySpan, window: int) -> int:
-    """The first visible key of a canvas in a layer with an anchored window of this size."""
-    return max(span.start - (window - 1), 0)
+@dataclass(frozen=True)
+class Mask:
+    """Which keys the rows of a layer see.
+
+    window: W; None: no window. is_anchored: a canvas has a first key instead of the window.
+    block_length: B; 1: there are no blocks. Raises ValueError for an anchor without a window, and
+    for blocks beside one.
+    """
+
+    window: int | None = None
+    is_anchored: bool = False
+    block_length: int = 1
+
+    def __post_init__(self) -> None:
+        if self.is_anchored and self.window is None:
+            raise ValueError("is_anchored is true: only layers with a window can be anchored")
+        if self.block_length > 1 and self.window is not None:
+            raise ValueError(
+                f"block_length is {self.block_length} and window {self.window}: only one of them"
+            )
+
+    def __str__(self) -> str:
+        if self.block_length > 1:
+            return "blocks"
+        if self.window is None:
+            return "unbounded"
+        return "anchored" if self.is_anchored else "symmetric"
+
+    def first_key(self, span: QuerySpan) -> int | None:
+        """The first key that each row of a canvas sees; None where the window decides."""
+        if self.window is None or not self.is_anchored or span.is_causal or span.is_image:
+            return None
+        return max(span.start - (self.window - 1), 0)
 
 
-def may_attend(
-    row: int, key: int, span: QuerySpan, window: int | None = None, block_size: int = 1
-) -> bool:
+ALL = Mask()
+
+
+def may_attend(row: int, key: int, span: QuerySpan, mask: Mask = ALL) -> bool:
     """Whether row ``row`` of the span sees the key at position ``key``.
 
     This is the definition. A key outside the sequence is never seen. Raises IndexError when the
@@ -89,38 +119,33 @@ def may_attend(
     pos = span.position(row)
     if not 0 <= key < span.seq_len:
         return False
-    if span.is_causal and key // block_size > pos // block_size:
+    if span.is_causal and key // mask.block_length > pos // mask.block_length:
         return False
-    if span.first_key is not None:
-        return key >= span.first_key
-    return window is None or abs(pos - key) < window
+    if (first_key := mask.first_key(span)) is not None:
+        return key >= first_key
+    return mask.window is None or abs(pos - key) < mask.window
 
 
-def visible_range(
-    row: int, span: QuerySpan, window: int | None = None, block_size: int = 1
-) -> tuple[int, int]:
+def visible_range(row: int, span: QuerySpan, mask: Mask = ALL) -> tuple[int, int]:
     """The keys that row ``row`` sees, as a half-open range ``(start, stop)``.
 
     The same answer as `may_attend`, without a loop over keys; `canvas_attention.row_bounds`
     computes it on the device. ``start <= stop`` always. A row with an empty range sees nothing; its
     output is 0.
     """
-    pos = span.position(row)
-    start, stop = 0, (pos // block_size + 1) * block_size if span.is_causal else span.seq_len
-    if span.first_key is not None:
-        start = span.first_key
-    elif window is not None:
-        start, stop = pos - (window - 1), min(stop, pos + window)
+    pos, size = span.position(row), mask.block_length
+    start, stop = 0, (pos // size + 1) * size if span.is_causal else span.seq_len
+    if (first_key := mask.first_key(span)) is not None:
+        start = first_key
+    elif mask.window is not None:
+        start, stop = pos - (mask.window - 1), min(stop, pos + mask.window)
     stop = min(max(stop, 0), span.seq_len)
     return min(max(start, 0), stop), stop
 
 
-def picture(span: QuerySpan, window: int | None = None, block_size: int = 1) -> str:
+def picture(span: QuerySpan, mask: Mask = ALL) -> str:
     """The mask of a span as text: a line for each row, in it an 'x' for each key that it sees."""
     return "\n".join(
-        "".join(
-            "x" if may_attend(row, key, span, window, block_size) else "."
-            for key in range(span.seq_len)
-        )
+        "".join("x" if may_attend(row, key, span, mask) else "." for key in range(span.seq_len))
         for row in range(span.query_len)
     )

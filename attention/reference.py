@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from dllm.attention.inputs import AttentionOptions, ContextWeights
-from dllm.attention.masks import QuerySpan, visible_range
+from dllm.attention.masks import ALL, Mask, QuerySpan, visible_range
 
 
-def dense_mask(span: QuerySpan, window: int | None = None, block_size: int = 1) -> Tensor:
+def dense_mask(span: QuerySpan, layer_mask: Mask = ALL) -> Tensor:
     """The mask of one span, ``[query_len, seq_len]`` bool on the CPU: True where a key is seen."""
     mask = torch.zeros(span.query_len, span.seq_len, dtype=torch.bool)
     for row in range(span.query_len):
-        start, stop = visible_range(row, span, window, block_size)
+        start, stop = visible_range(row, span, layer_mask)
         mask[row, start:stop] = True
     return mask
 
@@ -39,7 +39,7 @@ def dense_attention(
     no row sees are replaced by zeros, so that a NaN among them cannot reach the output.
     """
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
-    mask = dense_mask(span, options.window, options.block_size).to(query.device)
+    mask = dense_mask(span, options.mask).to(query.device)
     is_seen = mask.any(dim=0)[:, None, None]  # [seq_len, 1, 1]
     group = num_heads // num_kv_heads
     key = torch.where(is_seen, key.float(), 0.0).repeat_interleave(group, dim=1)

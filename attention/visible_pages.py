@@ -48,7 +48,7 @@ class VisiblePages:
     which is no full graph's, gets memory of its own.
 
     Args:
-        window: in keys, as of ``AttentionOptions``.
+        window: in keys, as of ``Mask``.
         page_size: keys of a page.
         num_seqs: the most sequences of a full graph.
         max_query_len: the most rows that a sequence can have.

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from bench.context import GateError, Row, command_line, publish, reporting_failures
-from dllm.attention.masks import QuerySpan, anchor
+from dllm.attention.masks import ALL, Mask, QuerySpan
 
 CANVAS = 256
 
@@ -60,13 +60,12 @@ class Layer(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_size: int
-    window: int | None = None
-    is_anchored: bool = False
+    mask: Mask = ALL
     page_size: int = 64  # keys of a page
 
 
-SLIDING = Layer("sliding-anchored", 16, 8, 256, 1024, is_anchored=True)
-SYMMETRIC = SLIDING._replace(name="sliding-symmetric", is_anchored=False)
+SLIDING = Layer("sliding-anchored", 16, 8, 256, Mask(1024, is_anchored=True))
+SYMMETRIC = SLIDING._replace(name="sliding-symmetric", mask=Mask(1024))
 FULL = Layer("full", 16, 2, 512, page_size=128)  # vLLM: as many bytes as a sliding layer's
 DRAFTER = Layer("drafter", 32, 8, 128, page_size=16)
 
@@ -75,7 +74,7 @@ def attention_cases(smoke: bool, device: str) -> Iterator[Case]:
     """Canvases behind a context: one request, then many."""
     if smoke:
         small = Layer("full", 4, 2, 32)
-        for layer in (small, small._replace(name="sliding", window=16)):
+        for layer in (small, small._replace(name="sliding", mask=Mask(16))):
             yield attention_case(layer, 2, 48, 8, torch.float32, device)
         return
     for batch, context in ((1, 65536), (1, 1024), (8, 8192), (8, 65536), (32, 1024), (32, 8192)):
@@ -102,12 +101,10 @@ def attention_case(
     lens = torch.full((batch,), length, dtype=torch.int32, device=device)
     is_causal = torch.zeros(batch, dtype=torch.int32, device=device)
     span = QuerySpan(width, length, is_causal=False)
-    first_keys = None
-    if layer.is_anchored and layer.window is not None:
-        first_key = anchor(span, layer.window)
-        span, first_keys = replace(span, first_key=first_key), torch.full_like(lens, first_key)
+    first_key = layer.mask.first_key(span)
+    first_keys = None if first_key is None else torch.full_like(lens, first_key)
     ragged = RaggedBatch(starts, lens, tables, is_causal, width, first_keys)
-    options = AttentionOptions(layer.head_size**-0.5, layer.window)
+    options = AttentionOptions(layer.head_size**-0.5, layer.mask)
     cache = PagedKV(key, value)
     ours, theirs = torch.empty_like(query), torch.empty_like(query)
 
@@ -121,7 +118,7 @@ def attention_case(
         unified_attention(
             q=query, k=key, v=value, out=theirs, cu_seqlens_q=starts, max_seqlen_q=width,
             seqused_k=lens, max_seqlen_k=length, softmax_scale=options.scale, causal=is_causal,
-            window_size=(layer.window - 1, 0) if layer.window else (-1, -1),
+            window_size=(layer.mask.window - 1, 0) if layer.mask.window else (-1, -1),
             block_table=tables, softcap=0.0, q_descale=None, k_descale=None, v_descale=None,
         )  # fmt: skip
         return theirs
@@ -130,7 +127,7 @@ def attention_case(
         return torch.cat(paged_attention(query, key, value, tables, [span] * batch, options))
 
     runs: dict[str, Callable[[], Tensor]] = {}
-    if device == "cuda" and not layer.is_anchored:
+    if device == "cuda" and not layer.mask.is_anchored:
         from dllm.attention.flash import flash_attention, has_flash_attention
         from dllm.attention.visible_pages import VisiblePages
 
@@ -141,8 +138,8 @@ def attention_case(
         runs["vllm_unified"] = vllm_unified
         if has_flash_attention() and torch.cuda.get_device_capability()[0] == 9:
             shorter = replace(ragged, max_seq_len=length, max_ahead=width - 1)
-            if layer.window is not None:  # once a step, for all such layers
-                sizes = layer.window, layer.page_size, batch, width
+            if layer.mask.window is not None:  # once a step, for all such layers
+                sizes = layer.mask.window, layer.page_size, batch, width
                 shorter = VisiblePages(*sizes, query.device)(shorter)
             runs["flash_attention_4"] = flash
     runs["dllm"] = dllm

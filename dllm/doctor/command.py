@@ -335,7 +335,6 @@ def _room(config: Any, model: str) -> Finding:
 
 def _attention(config: Any) -> Iterator[Finding]:
     """What computes the attention of each kind of layer, and what decides it (docs/serving.md)."""
-    from dllm.attention.choice import ANCHORED
     from dllm.engine.attention_layers import layers_of
     from dllm.models import settings_of
     from dllm.patches.self_test import layers_to_check
@@ -346,7 +345,7 @@ def _attention(config: Any) -> Iterator[Finding]:
         keys = str(layer.cache_dtype or layer.dtype).removeprefix("torch.")
         by = backend
         if name in flash:
-            some = " for prompts and emitted blocks" if layer.mask == ANCHORED else ""
+            some = " for prompts and emitted blocks" if layer.mask.is_anchored else ""
             by = f"FlashAttention 4{some}, in place of {backend}"
         why = f"window: {layer.mask}, heads of {layer.head_size}, keys in {keys}"
         yield Finding("attention", "ok", f"{name}: {by} ({why})")

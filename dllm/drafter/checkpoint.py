@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from dllm.attention.masks import ALL, Mask
 from dllm.settings.drafting import WHERE, DrafterOptions
 
 Config = Mapping[str, object]
@@ -35,15 +36,12 @@ class LayerAttention:
     """Which keys the draft positions of one drafter layer see.
 
     Attributes:
-        window: number of keys that a row sees, its own included; None for all keys.
+        mask: without blocks. The rows of a draft block are those of a canvas.
         is_causal: a draft position sees no later one.
-        is_anchored: all rows have the same window, counted from the first position of the draft
-            block (``attention.masks``); otherwise each row's window ends at the row.
     """
 
-    window: int | None = None
+    mask: Mask = ALL
     is_causal: bool = False
-    is_anchored: bool = False
 
 
 @dataclass(frozen=True)
@@ -293,7 +291,7 @@ def _layers(config: Config, dflash: Config) -> list[LayerAttention]:
     if any(is_sliding):
         window = _get(dflash, "swa_window_size", int) or _require(config, "sliding_window", int)
     return [
-        LayerAttention(window if slides else None, causes)
+        LayerAttention(Mask(window if slides else None), causes)
         for slides, causes in zip(is_sliding, causal, strict=True)
     ]
 
@@ -316,8 +314,8 @@ def _windowed(layers: Sequence[LayerAttention], window: int | None) -> tuple[Lay
     size = window + 1  # a window includes the row itself
     return tuple(
         layer
-        if layer.window is not None and layer.window <= size
-        else replace(layer, window=size, is_anchored=not layer.is_causal)
+        if layer.mask.window is not None and layer.mask.window <= size
+        else replace(layer, mask=Mask(size, is_anchored=not layer.is_causal))
         for layer in layers
     )
 

@@ -38,7 +38,7 @@ from vllm.model_executor.models.qwen3_dflash import (
 
 from dllm import LOGGER
 from dllm.attention.inputs import ContextWeights
-from dllm.attention.layers import bound_queries, use_anchored_window
+from dllm.attention.layers import bound_queries, see
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.pair import drafter_config
@@ -65,8 +65,8 @@ class DrafterLayer(DFlashQwen3DecoderLayer):
     ) -> None:
         layer, kinds = drafter.layers[layer_idx], ("full_attention", "sliding_attention")
         own = copy.copy(config)  # of a network whose layers are all like this one
-        own.layer_types = [kinds[layer.window is not None]] * len(drafter.layers)
-        own.sliding_window = layer.window
+        own.layer_types = [kinds[layer.mask.window is not None]] * len(drafter.layers)
+        own.sliding_window = layer.mask.window
         own.is_causal = layer.is_causal
         own.dflash_config = {}
         # What vLLM's layer reads otherwise where a config leaves it out.
@@ -81,8 +81,7 @@ class DrafterLayer(DFlashQwen3DecoderLayer):
             vllm_config, config=own, layer_idx=layer_idx, cache_config=cache_config, **others
         )
         bound_queries(self.self_attn.attn, 1 + vllm_config.num_speculative_tokens)
-        if layer.is_anchored:
-            use_anchored_window(self.self_attn.attn)
+        see(self.self_attn.attn, is_anchored=layer.mask.is_anchored)
 
 
 class DrafterNetwork(DFlashQwen3Model):

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from vllm.config import VllmConfig
 
-from dllm.attention.choice import mask_of
-from dllm.attention.inputs import FP8_OF
+from dllm.attention.inputs import FP8_OF, Layer
+from dllm.attention.masks import Mask
 from dllm.settings.denoising import DenoiseSettings
-
-
-@dataclass(frozen=True)
-class Layer:
-    """An attention layer of a model on one GPU.
-
-    Attributes:
-        cache_dtype: of stored keys and values; None: ``dtype``.
-        page_size: keys of a page.
-        context: of the sequences that a check tries it with.
-    """
-
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 64
-    window: int | None = None
-    is_anchored: bool = False
-    block_size: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    cache_dtype: torch.dtype | None = None
-    page_size: int = 64
-    context: int = 5000  # more than two parts of a split sequence
-
-    @property
-    def mask(self) -> str:
-        """The name of what its rows see."""
-        return mask_of(self.window, self.is_anchored, self.block_size)
 
 
 def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, Layer]:
@@ -47,6 +19,7 @@ def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, L
         # Where layers differ, transformers refuses what is asked of all of them together.
         own = text.per_layer_config[index] if getattr(text, "is_heterogeneous", False) else text
         is_sliding = kind == "sliding_attention"
+        window = own.sliding_window if is_sliding else None
         heads = own.num_attention_heads
         layers.setdefault(
             "sliding layers" if is_sliding else "full layers",
@@ -54,9 +27,11 @@ def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, L
                 heads,
                 own.num_key_value_heads,
                 getattr(own, "head_dim", None) or own.hidden_size // heads,
-                own.sliding_window if is_sliding else None,
-                is_sliding and settings.canvas_window == "anchored",
-                settings.block_size,
+                Mask(
+                    window,
+                    window is not None and settings.canvas_window == "anchored",
+                    settings.block_size,
+                ),
                 vllm_config.model_config.dtype,
             ),
         )

@@ -7,6 +7,7 @@ random, the same each time, and of the shapes that a model is served with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,14 @@ from torch import Tensor
 from dllm.attention.cache_write import write_kv
 from dllm.attention.calls import MIXED, calls_of
 from dllm.attention.canvas_attention import canvas_attention
-from dllm.attention.choice import ANCHORED, CAUSAL, KINDS
+from dllm.attention.cases import CAUSAL as CAUSAL_ROWS
+from dllm.attention.cases import SCALES, Case, Wrong, make_case, within
+from dllm.attention.choice import CAUSAL, KINDS
 from dllm.attention.context_kv import write_context_kv
 from dllm.attention.flash import flash_attention
-from dllm.attention.inputs import AttentionOptions, ContextWeights, PagedKV, RaggedBatch
-from dllm.attention.masks import QuerySpan, anchor
-from dllm.attention.reference import context_kv, paged_attention
+from dllm.attention.inputs import ContextWeights, Layer, PagedKV, RaggedBatch
+from dllm.attention.reference import context_kv
 from dllm.attention.visible_pages import VisiblePages
-from dllm.engine.attention_layers import Layer
 from dllm.grammar.device import Searches, pack
 from dllm.grammar.kernels import write_paths
 from dllm.grammar.table import Table
@@ -42,14 +43,11 @@ from dllm.ops.tile_product_gpu import product_tiles, tile_product_kernels
 ATTENTION, FLASH = "attention", "FlashAttention 4"
 NUM_ROWS, VOCAB, HIDDEN = 24, 1100, 96
 ROWS_OF_GROUPS = 136  # a group of the soft embeddings' product has 128
+CONTEXT = 5000  # more than two parts of a split sequence
 SOFTCAP = 30.0  # DiffusionGemma's
 FP8_SCALE = 0.25  # of an FP8 cache; a power of two, so that nothing is rounded
 # The interpreter truncates to bf16 where a GPU rounds: two units in the last place.
 ROUNDINGS = 2.0
-
-
-class Wrong(Exception):
-    """A kernel computes something else than its definition; the message says how much."""
 
 
 Trials = dict[str, Callable[[], None]]  # by the kernel's name; each may raise anything
@@ -94,7 +92,7 @@ def checks(trials: Trials) -> Iterator[tuple[str, str]]:
             yield name, (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def flash(layer: Layer, device: torch.device) -> None:
+def flash(layer: Layer, device: torch.device, context: int = CONTEXT) -> None:
     """FlashAttention, as a step calls it for causal sequences alone, and beside canvases.
 
     In a layer with an anchored window our kernel serves the canvases.
@@ -103,98 +101,74 @@ def flash(layer: Layer, device: torch.device) -> None:
         Wrong: as of ``attention``.
     """
     for kind in (CAUSAL, MIXED):
-        attention(layer, device, partial(_flash_calls, layer, kind), kind)
+        attention(layer, device, partial(_flash_calls, layer, kind), context, kind)
 
 
 def _flash_calls(
     layer: Layer, kind: str, query: Tensor, cache: PagedKV, batch: RaggedBatch, *others: Any
 ) -> None:
     """The arguments are those of `canvas_attention`."""
-    served = (CAUSAL,) if layer.mask == ANCHORED else KINDS
+    served = (CAUSAL,) if layer.mask.is_anchored else KINDS
     shorten = None
-    if layer.window is not None:
-        sizes = layer.window, cache.page_size, batch.num_seqs, batch.max_query_len
+    if layer.mask.window is not None:
+        sizes = layer.mask.window, cache.page_size, batch.num_seqs, batch.max_query_len
         shorten = VisiblePages(*sizes, query.device)
-    for call in calls_of(batch, kind, served, batch.max_query_len, shorten):
+    # It may read what no row sees, if it leaves it out of its sums: finite numbers.
+    tables = batch.block_tables.clamp(min=0)
+    cache = replace(cache, key=cache.key.nan_to_num(), value=cache.value.nan_to_num())
+    given = replace(batch, block_tables=tables)
+    for call in calls_of(given, kind, served, batch.max_query_len, shorten):
         attend = flash_attention if call.is_flash else canvas_attention
         attend(query, cache, call.batch, *others)
 
 
 def attention(
-    layer: Layer, device: torch.device, attend: Callable[..., Any], kind: str = MIXED
+    layer: Layer,
+    device: torch.device,
+    attend: Callable[..., Any],
+    context: int = CONTEXT,
+    kind: str = MIXED,
 ) -> None:
     """A prompt chunk, a canvas behind a long context, and one behind a short one.
 
     Args:
         attend: `canvas_attention`, or what takes its arguments.
+        context: keys in front of the second canvas.
         kind: CAUSAL: emitted blocks are in the place of the canvases.
 
     Raises:
         Wrong: an output is farther from the definition than rounding explains.
     """
-    block = layer.block_size
-    context = layer.context // block * block
-    spans = [
-        QuerySpan(3 * max(block, 16), 4 * max(block, 16), is_causal=True),
-        QuerySpan(32, context + 32, is_causal=kind == CAUSAL),
-        QuerySpan(32, 64, is_causal=kind == CAUSAL),
+    block = layer.mask.block_length
+    rows = CAUSAL_ROWS if kind == CAUSAL else 0
+    chunk = 3 * max(block, 16), max(block, 16), CAUSAL_ROWS
+    case = make_case(
+        layer, (chunk, (32, context // block * block, rows), (32, 32, rows)), device=device
+    )
+    _check_write(case, layer)
+    bounds = {"max_seq_len": int(case.batch.seq_lens.max()), "max_ahead": 0 if rows else 31}
+    out = case.poisoned_out()
+    attend(case.query, case.cache, replace(case.batch, **bounds), case.options, out)
+    case.check(out, _roundoff(layer.dtype))
+
+
+def _check_write(case: Case, layer: Layer) -> None:
+    """Write a case's keys and values, unused slots as zeros, into an empty cache."""
+    cache = case.cache
+    stored = [each.float().nan_to_num(0.0) for each in (cache.key, cache.value)]
+    scales = (1.0, 1.0) if layer.cache_dtype is None else SCALES
+    given = [
+        (each * scale).to(layer.dtype).flatten(0, 1)
+        for each, scale in zip(stored, scales, strict=True)
     ]
-    first_keys = None
-    if layer.window is not None and layer.is_anchored and kind != CAUSAL:
-        starts = [-1 if span.is_causal else anchor(span, layer.window) for span in spans]
-        first_keys = torch.tensor(starts, dtype=torch.int32, device=device)
-        spans = [
-            span if start < 0 else QuerySpan(span.query_len, span.seq_len, False, start)
-            for span, start in zip(spans, starts, strict=True)
-        ]
-    cache, key, value, tables = _filled_cache(layer, [span.seq_len for span in spans], device)
-    lens = torch.tensor([span.query_len for span in spans])
-    batch = RaggedBatch(
-        query_start_loc=torch.cat([lens.new_zeros(1), lens.cumsum(0)]).int().to(device),
-        seq_lens=torch.tensor([span.seq_len for span in spans], dtype=torch.int32, device=device),
-        block_tables=tables,
-        is_causal=torch.tensor([span.is_causal for span in spans]).int().to(device),
-        max_query_len=int(lens.max()),
-        first_keys=first_keys,
-        max_seq_len=max(span.seq_len for span in spans),
-        max_ahead=max(0 if span.is_causal else span.query_len - 1 for span in spans),
-    )
-    query = _random(int(lens.sum()), layer.num_heads, layer.head_size).to(device, layer.dtype)
-    options = AttentionOptions(layer.head_size**-0.5, layer.window, 0.0, block)
-    out = torch.full_like(query, torch.nan)
-    attend(query, cache, batch, options, out)
-    expected, magnitude = (
-        torch.cat(paged_attention(query, key, values, tables, spans, options))
-        for values in (value, value.abs())
-    )
-    # Each probability is rounded once, and so is the output; sums are in fp32.
-    unit = ROUNDINGS * torch.finfo(layer.dtype).eps / 2
-    _within(out.float() - expected, unit * (magnitude + expected.abs()) + 2e-5 * magnitude)
-
-
-def _filled_cache(
-    layer: Layer, seq_lens: list[int], device: torch.device
-) -> tuple[PagedKV, Tensor, Tensor, Tensor]:
-    """A cache that ``write_kv`` filled, checked; keys; values; the pages of each sequence."""
-    counts = [-(-length // layer.page_size) for length in seq_lens]
-    cache = _empty_cache(layer, sum(counts), device)
-    unit, shape = FP8_SCALE if cache.is_fp8 else 1.0, cache.key.shape
-    stored = [_random(*shape, seed=seed).to(device, cache.key.dtype) for seed in (1, 2)]
-    key, value = (one.to(layer.dtype) * unit for one in stored)
-    write_kv(
-        key.flatten(0, 1),
-        value.flatten(0, 1),
-        cache,
-        torch.arange(sum(counts) * layer.page_size, device=device),
-    )
-    if not (_is_equal(cache.key, stored[0]) and _is_equal(cache.value, stored[1])):
+    written = replace(cache, key=torch.zeros_like(cache.key), value=torch.zeros_like(cache.value))
+    write_kv(*given, written, torch.arange(len(given[0]), device=cache.key.device))
+    if not all(map(torch.equal, (written.key.float(), written.value.float()), stored)):
         raise Wrong("keys or values are written wrongly into the cache")
-    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    first = 0
-    for row, count in enumerate(counts):
-        tables[row, :count] = torch.arange(first, first + count)
-        first += count
-    return cache, key, value, tables.to(device)
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    return ROUNDINGS * torch.finfo(dtype).eps / 2
 
 
 def _empty_cache(layer: Layer, num_pages: int, device: torch.device) -> PagedKV:
@@ -203,10 +177,6 @@ def _empty_cache(layer: Layer, num_pages: int, device: torch.device) -> PagedKV:
     if layer.cache_dtype is not None:
         scales = [torch.tensor([FP8_SCALE], device=device)] * 2
     return PagedKV(*(torch.zeros(shape, dtype=stored_as, device=device) for _ in range(2)), *scales)
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.float(), other.float())  # FP8 numbers have no comparison
 
 
 def drafter_context(layer: Layer, hidden: int, is_neox: bool, device: torch.device) -> None:
@@ -242,7 +212,7 @@ def drafter_context(layer: Layer, hidden: int, is_neox: bool, device: torch.devi
         sums = 4e-5 * (states.float().abs() @ weights.weight.float().abs().T).max()
         smallest = unit * number.smallest_normal * number.eps
         bound = ROUNDINGS * number.eps / 2 * expected.abs() + smallest + sums
-        _within(found[:, :, stored] - expected, bound)
+        within(found[:, :, stored] - expected, bound)
         found[:, :, stored] = 0
         if found.any():
             raise Wrong("something is written where no token has a slot")
@@ -276,7 +246,7 @@ def _row_statistics(device: torch.device, cap: float | None, most: float) -> Non
         if not torch.equal(getattr(found, name), getattr(expected, name)):
             raise Wrong(f"{name} differs")
     for name in ("entropy", "log_z", "probs"):
-        _within(getattr(found, name) - getattr(expected, name), torch.tensor(most, device=device))
+        within(getattr(found, name) - getattr(expected, name), torch.tensor(most, device=device))
 
 
 def soft_embeddings(device: torch.device) -> None:
@@ -298,8 +268,8 @@ def soft_embeddings(device: torch.device) -> None:
     found = tile_product_kernels(logits, *given, cut, 132, SOFTCAP)
     expected = tile_product(softcap(logits, SOFTCAP), *given)
     # The sum over the tokens of p |embedding| is at most the largest number.
-    unit = ROUNDINGS * torch.finfo(weight.dtype).eps / 2
-    _within(found.float() - expected.float(), unit * (weight.abs().max() + expected.abs()))
+    bound = _roundoff(weight.dtype) * (weight.abs().max() + expected.abs())
+    within(found.float() - expected.float(), bound)
 
 
 def grammar_paths(device: torch.device) -> None:
@@ -349,9 +319,3 @@ def _rows(device: torch.device, count: int = NUM_ROWS) -> tuple[Tensor, Tensor, 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _within(difference: Tensor, bound: Tensor) -> None:
-    excess = (difference.abs() - bound).nan_to_num(nan=torch.inf)
-    if (excess > 0).any():
-        raise Wrong(f"off by up to {difference.abs().nan_to_num(nan=torch.inf).max():.2g}")

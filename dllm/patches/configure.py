@@ -250,24 +250,15 @@ def flash_layers(
 
     from dllm.attention.choice import flash_kinds
     from dllm.attention.flash import has_flash_attention
-    from dllm.attention.inputs import FP8_OF
     from dllm.engine.attention_layers import layers_of
 
     version = vllm_config.attention_config.flash_attn_version
     has_flash = version in (None, 4) and has_flash_attention()
-    cache_dtype = vllm_config.cache_config.cache_dtype
     arch = current_platform.get_device_capability().to_int()
     return {
         name: layer
         for name, layer in layers_of(vllm_config, settings).items()
-        if flash_kinds(
-            arch,
-            layer.head_size,
-            FP8_OF.get(cache_dtype, layer.dtype),
-            layer.mask,
-            has_flash,
-            option,
-        )
+        if flash_kinds(layer, arch, has_flash, option)
     }
 
 

@@ -303,7 +303,7 @@ def draft_attention(vllm_config: Any) -> None:
     if speculative.attention_backend == AttentionBackendEnum.CUSTOM:
         return
     name = speculative.attention_backend.name
-    if any(layer.is_anchored for layer in drafter_config(vllm_config).layers):
+    if any(layer.mask.is_anchored for layer in drafter_config(vllm_config).layers):
         raise ValueError(
             f"attention_backend {name} of --speculative-config has no draft window. Leave it out, "
             "or leave the drafter's window out."

@@ -11,7 +11,8 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.attention.choice import OURS, TRITON
-from dllm.engine.attention_layers import Layer, layers_of, on_one_gpu
+from dllm.attention.inputs import Layer
+from dllm.engine.attention_layers import layers_of, on_one_gpu
 from dllm.engine.ranks import all_ranks_say_yes
 from dllm.models import settings_of
 from dllm.ops.dispatch import CONTEXT_KV, WRONG_KERNELS
@@ -78,7 +79,7 @@ def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> Non
     sizes = drafter.num_heads, drafter.num_kv_heads, drafter.head_dim
     layers = {
         f"draft layers {index}": on_one_gpu(
-            Layer(*sizes, each.window, each.is_anchored, dtype=dtype), with_own_cache(vllm_config)
+            Layer(*sizes, each.mask, dtype), with_own_cache(vllm_config)
         )
         for index, each in enumerate(dict.fromkeys(drafter.layers))
         if speculative.attention_backend == AttentionBackendEnum.CUSTOM
@@ -92,7 +93,7 @@ def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> Non
         if not name.startswith(ATTENTION):
             WRONG_KERNELS.add(name)
             return "vLLM's"
-        if any(layer.is_anchored for layer in drafter.layers):
+        if any(layer.mask.is_anchored for layer in drafter.layers):
             raise _no_other(name, wrong)
         speculative.attention_backend = None
         return "vLLM's"

@@ -213,11 +213,11 @@ def visible_keys(layer: LayerAttention, anchors: Tensor, length: int, block: int
     in_context = (keys < anchors[..., None, None]).expand(*rows.shape, length)
     behind = offsets[:, None] - offsets
     in_block = behind >= 0 if layer.is_causal else torch.ones_like(behind, dtype=torch.bool)
-    if layer.window is not None:
-        first = anchors[..., None].expand_as(rows) if layer.is_anchored else rows
-        in_context = in_context & (first[..., None] - keys < layer.window)
-        if not layer.is_anchored:
-            in_block = in_block & (behind.abs() < layer.window)
+    if (window := layer.mask.window) is not None:
+        first = anchors[..., None].expand_as(rows) if layer.mask.is_anchored else rows
+        in_context = in_context & (first[..., None] - keys < window)
+        if not layer.mask.is_anchored:
+            in_block = in_block & (behind.abs() < window)
     own = torch.block_diag(*[in_block] * anchors.shape[1]).bool().expand(len(anchors), -1, -1)
     return torch.cat([in_context.flatten(1, 2), own], -1)[:, None]
 

@@ -1,12 +1,6 @@
 """The attention kernels against the reference; tests/test_kernel_suites.py runs this.
 
-Tolerances, element by element. Let u be the unit roundoff of the query's dtype (2^-8 for bf16,
-2^-11 for fp16) and a = sum(p |v|), which the reference computes too. The kernel rounds two things:
-every probability, which moves the output by at most u a, and the output o itself, by at most u |o|.
-Everything else is fp32: logits of N(0, 1) inputs are off by a few 1e-6, and so are the
-probabilities, relatively. fp8 adds nothing: its numbers are exact in bf16 and fp16, and scales are
-applied in fp32. Hence u (a + |o|) + 2e-5 a.
-The interpreter truncates to bf16 instead of rounding, which doubles its u.
+The interpreter truncates to bf16 instead of rounding, which doubles the unit roundoff of `cases`.
 """
 
 from __future__ import annotations
@@ -24,23 +18,14 @@ from dllm.attention.cache_write import check_write, write_kv
 from dllm.attention.calls import MIXED as BOTH_KINDS
 from dllm.attention.calls import calls_of
 from dllm.attention.canvas_attention import batch_shape, canvas_attention, launch
+from dllm.attention.cases import CAUSAL, IMAGE, Case, make_batch, make_case, sequences_of
 from dllm.attention.choice import CAUSAL as CAUSAL_ROWS
-from dllm.attention.inputs import PagedKV, check_inputs
-from dllm.attention.masks import QuerySpan, visible_range
+from dllm.attention.inputs import Layer, PagedKV, check_inputs
+from dllm.attention.masks import ALL, Mask, QuerySpan, visible_range
 from dllm.attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
 from dllm.attention.reference import paged_attention
 from dllm.attention.tuning import TileConfig
 from dllm.attention.visible_pages import VisiblePages
-from tests.support.attention_cases import (
-    CAUSAL,
-    IMAGE,
-    Case,
-    CaseSpec,
-    Window,
-    make_batch,
-    make_case,
-    sequences_of,
-)
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
 
 speed_up()
@@ -57,12 +42,16 @@ BLOCKS = (
     (64, 0, CAUSAL), (41, 64, CAUSAL), (32, 96, 0), (64, 96, 32), (32, 32, CAUSAL),
     (7, 89, CAUSAL), (1, 96, CAUSAL),
 )  # fmt: skip
-WINDOWS = [None, Window("symmetric", 8), Window("anchored", 8)]
+MASKS = [ALL, Mask(8), Mask(8, is_anchored=True)]
 
 
-def case_of(*spans_and_sizes: Any, **sizes: Any) -> Case:
-    """A `Case` on the device of this suite; the arguments are those of a `CaseSpec`."""
-    return make_case(CaseSpec(*spans_and_sizes, **sizes, device=DEVICE))
+OF_BATCH = ("padding_tokens", "padding_seqs", "logit_softcap", "seed")
+
+
+def case_of(spans: Any, *heads: int, **sizes: Any) -> Case:
+    """A `Case` on the device of this suite; the arguments are those of `Layer` and `make_case`."""
+    of_batch = {name: sizes.pop(name) for name in OF_BATCH if name in sizes}
+    return make_case(Layer(*heads, **sizes), spans, **of_batch, device=DEVICE)
 
 
 def plan_of(case: Case, config: TileConfig | None = TINY) -> AttentionPlan:
@@ -70,7 +59,7 @@ def plan_of(case: Case, config: TileConfig | None = TINY) -> AttentionPlan:
     shape = batch_shape(case.query, case.cache, case.batch)
     if config is None:
         return kernel_module.plan_of(shape, case.query, case.options, case.cache.is_fp8)
-    return plan_attention(shape, config, case.options.window)
+    return plan_attention(shape, config, case.options.mask.window)
 
 
 def launched(case: Case, plan: AttentionPlan, filling: float = float("nan")) -> torch.Tensor:
@@ -99,40 +88,29 @@ def splits(case: Case, plan: AttentionPlan) -> list[int]:
     """Into how many parts each sequence with rows is cut."""
     shape = batch_shape(case.query, case.cache, case.batch)
     return [
-        num_splits(span.query_len, span.seq_len, shape, plan.config, case.options.window)
+        num_splits(span.query_len, span.seq_len, shape, plan.config, case.options.mask.window)
         for span in case.spans
         if span.query_len > 0
     ]
 
 
-def sees_nothing(span: QuerySpan, parts: int, window: int) -> bool:
+def sees_nothing(span: QuerySpan, parts: int, mask: Mask) -> bool:
     """Whether some row tile (16 pairs, groups of 2) sees no key of some part of a span.
 
     Parts are multiples of 32 keys long, from the first visible key on, rounded down to 32.
     """
-    first = (span.seq_len - visible_keys(span.query_len, span.seq_len, window)) // 32 * 32
+    first = (span.seq_len - visible_keys(span.query_len, span.seq_len, mask.window)) // 32 * 32
     part_len = -(-(span.seq_len - first) // parts // 32) * 32
     cuts = [first + part * part_len for part in range(parts)]
     return parts > 1 and any(
         high <= cut or low >= cut + part_len
-        for _, low, high in tiles_of_rows(span, window)
+        for _, low, high in tiles_of_rows(span, mask)
         for cut in cuts
     )
 
 
 def check(case: Case, out: torch.Tensor) -> None:
-    """Every row within the tolerance, every padding token untouched."""
-    start, roundoff = 0, UNIT_ROUNDOFF[case.query.dtype]
-    for span, expected, magnitude in zip(case.spans, case.expected, case.magnitude, strict=True):
-        got = out[start : start + span.query_len].float()
-        if span.seq_len == 0:
-            assert got.isnan().all()
-        else:
-            bound = roundoff * (magnitude + expected.abs()) + 2e-5 * magnitude
-            excess = ((got - expected).abs() - bound).nan_to_num(nan=float("inf"))
-            assert (excess <= 0).all(), f"{span}: out of bounds by up to {excess.max():.3g}"
-        start += span.query_len
-    assert out[start:].isnan().all(), "padding tokens were written"
+    case.check(out, UNIT_ROUNDOFF[case.query.dtype])
 
 
 def rows_of(case: Case, out: torch.Tensor, index: int) -> torch.Tensor:
@@ -150,78 +128,78 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
 def test_every_dtype_and_row_kind(
-    dtype: torch.dtype, cache_dtype: torch.dtype | None, window: Window | None
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, mask: Mask
 ) -> None:
     dtypes = dict(dtype=dtype, cache_dtype=cache_dtype)
-    case = case_of(MIXED, window=window, padding_tokens=3, padding_seqs=2, **dtypes)
+    case = case_of(MIXED, mask=mask, padding_tokens=3, padding_seqs=2, **dtypes)
     out, plan = run(case)
-    assert plan.is_split == (window is None)
-    assert (max(splits(case, plan)) > 1) == (window is None)
+    assert plan.is_split == (mask.window is None)
+    assert (max(splits(case, plan)) > 1) == (mask.window is None)
     check(case, out)
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+@pytest.mark.parametrize("is_anchored", [False, True])
 @pytest.mark.parametrize("context", [0, 10, 11, 25, 26, 60])
-def test_contexts_around_the_window(kind: str, context: int) -> None:
+def test_contexts_around_the_window(is_anchored: bool, context: int) -> None:
     """W = 26: below, at and above W - 1 - canvas, W - 1 and W, where the kinds start to differ."""
     spans = ((15, context, CAUSAL), (15, context, 0), (15, context, 7))
-    case = case_of(spans, window=Window(kind, 26), num_heads=2)
+    case = case_of(spans, mask=Mask(26, is_anchored), num_heads=2)
     check(case, run(case)[0])
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+@pytest.mark.parametrize("is_anchored", [False, True])
 @pytest.mark.parametrize(("size", "page_size"), [(37, 7), (65, 64), (100, 16)])
-def test_windows_that_are_split(kind: str, size: int, page_size: int) -> None:
+def test_windows_that_are_split(is_anchored: bool, size: int, page_size: int) -> None:
     """Odd windows and lengths; pages smaller than, equal to and larger than a part.
 
     Some rows see nothing of some parts: the first rows of a causal head end before the last part,
     and the last rows of a canvas begin behind the first one.
     """
-    window = Window(kind, size)
+    mask = Mask(size, is_anchored)
     spans = ((33, 61, 0), (30, 150, CAUSAL), (21, 43, 13), (1, 95, 0), (9, 0, 0))
     sizes = dict(page_size=page_size, padding_tokens=2, padding_seqs=1)
-    case = case_of(spans, num_kv_heads=1, num_heads=2, window=window, **sizes)
+    case = case_of(spans, num_kv_heads=1, num_heads=2, mask=mask, **sizes)
     out, plan = run(case)
     parts = splits(case, plan)
     assert max(parts) == min(3, -(-(size + 32) // 32))
-    assert any(sees_nothing(*each, size) for each in zip(case.spans, parts, strict=True))
+    assert any(sees_nothing(*each, mask) for each in zip(case.spans, parts, strict=True))
     check(case, out)
     whole, _ = run(case, UNSPLIT)
     torch.testing.assert_close(out, whole, rtol=0, atol=2e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+@pytest.mark.parametrize("is_anchored", [False, True])
 @pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
 def test_dtypes_of_windows_that_are_split(
-    kind: str, dtype: torch.dtype, cache_dtype: torch.dtype | None
+    is_anchored: bool, dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> None:
-    spans, window = ((7, 70, 0), (9, 90, 5), (5, 80, CAUSAL)), Window(kind, 40)
-    case = case_of(spans, 2, 1, dtype=dtype, cache_dtype=cache_dtype, window=window)
+    spans, mask = ((7, 70, 0), (9, 90, 5), (5, 80, CAUSAL)), Mask(40, is_anchored)
+    case = case_of(spans, 2, 1, dtype=dtype, cache_dtype=cache_dtype, mask=mask)
     out, plan = run(case)
     assert min(splits(case, plan)) > 1
     check(case, out)
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+@pytest.mark.parametrize("is_anchored", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 6])
-def test_canvases_wider_than_the_window(kind: str, size: int) -> None:
+def test_canvases_wider_than_the_window(is_anchored: bool, size: int) -> None:
     """Here both edges of a symmetric row lie inside the canvas."""
     spans = ((15, 9, 0), (15, 2, 4), (40, 0, 0))
-    case = case_of(spans, window=Window(kind, size), num_heads=2)
+    case = case_of(spans, mask=Mask(size, is_anchored), num_heads=2)
     check(case, run(case)[0])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype", "block_size"),
+    ("dtype", "cache_dtype", "block_length"),
     [*((*dtypes, 32) for dtypes in DTYPES), *((*DTYPES[0], size) for size in (2, 4, 5, 64))],
     ids=str,
 )
-def test_blocks(dtype: torch.dtype, cache_dtype: torch.dtype | None, block_size: int) -> None:
+def test_blocks(dtype: torch.dtype, cache_dtype: torch.dtype | None, block_length: int) -> None:
     """Heads that see their own block: of every kind, also where blocks and pages do not match."""
-    sizes = dict(block_size=block_size, padding_tokens=3, padding_seqs=2)
+    sizes = dict(mask=Mask(block_length=block_length), padding_tokens=3, padding_seqs=2)
     case = case_of((*BLOCKS, *MIXED), 2, 1, dtype=dtype, cache_dtype=cache_dtype, **sizes)
     out, plan = run(case)
     assert max(splits(case, plan)) > 1
@@ -229,31 +207,31 @@ def test_blocks(dtype: torch.dtype, cache_dtype: torch.dtype | None, block_size:
 
 
 def test_blocks_with_the_committed_tiles() -> None:
-    case = case_of(BLOCKS, num_heads=8, head_size=128, block_size=32, dtype=torch.bfloat16)
+    case = case_of(
+        BLOCKS, num_heads=8, head_size=128, mask=Mask(block_length=32), dtype=torch.bfloat16
+    )
     check(case, run(case, config=None)[0])
 
 
-def tiles_of_rows(
-    span: QuerySpan, window: int | None, block_size: int = 1
-) -> list[tuple[range, int, int]]:
+def tiles_of_rows(span: QuerySpan, mask: Mask) -> list[tuple[range, int, int]]:
     """Rows of each row tile (16 pairs, groups of 2), and from the specification the first and
     last-plus-one key that any of them sees."""
     tiles = []
     for first in range(0, span.query_len, 8):
         rows = range(first, min(first + 8, span.query_len))
-        bounds = [visible_range(row, span, window, block_size) for row in rows]
+        bounds = [visible_range(row, span, mask) for row in rows]
         tiles.append((rows, min(low for low, _ in bounds), max(high for _, high in bounds)))
     return tiles
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts calls in the interpreter")
 @pytest.mark.parametrize(
-    ("window", "block_size"),
-    [(None, 1), (None, 4), (None, 32), (Window("symmetric", 70), 1), (Window("anchored", 70), 1)],
-    ids=str,
+    "mask",
+    [ALL, Mask(block_length=4), Mask(block_length=32), Mask(70), Mask(70, is_anchored=True)],
+    ids=repr,
 )
 def test_only_visible_tiles_are_taken_and_only_edges_masked(
-    window: Window | None, block_size: int, monkeypatch: pytest.MonkeyPatch
+    mask: Mask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts the tiles of 32 keys that each row tile takes, without and with a mask."""
     taken = []
@@ -265,13 +243,13 @@ def test_only_visible_tiles_are_taken_and_only_edges_masked(
 
     monkeypatch.setattr(kernel_module, "attend", spy)
     spans = ((20, 110, CAUSAL), (20, 110, 0), (20, 110, 9), (20, 110, IMAGE))
-    case = case_of(spans, 4, 2, head_size=16, window=window, block_size=block_size)
+    case = case_of(spans, 4, 2, head_size=16, mask=mask)
     _, plan = run(case, UNSPLIT)
     assert (plan.block_m, plan.config.block_n) == (16, 32)
     expected = []
     for span in case.spans:
-        for rows, low, high in tiles_of_rows(span, case.options.window, block_size):
-            bounds = [visible_range(row, span, case.options.window, block_size) for row in rows]
+        for rows, low, high in tiles_of_rows(span, mask):
+            bounds = [visible_range(row, span, mask) for row in rows]
             whole = max(0, min(b[1] for b in bounds) // 32 - -(-max(b[0] for b in bounds) // 32))
             expected += [(False, whole), (True, -(-high // 32) - low // 32 - whole)]
     assert sorted(taken) == sorted(2 * expected)  # two KV heads
@@ -279,22 +257,14 @@ def test_only_visible_tiles_are_taken_and_only_edges_masked(
 
 
 @pytest.mark.parametrize("split", [0, 9, CAUSAL])
-@pytest.mark.parametrize("window", [*WINDOWS, 4, 32], ids=str)
-def test_a_row_tile_loads_nothing_that_its_rows_do_not_see(
-    window: Window | int | None, split: int
-) -> None:
-    """For each row tile, every key outside its rows' ranges is NaN: its rows do not notice.
-
-    window: an integer is the size of blocks.
-    """
-    block_size = 1
-    if isinstance(window, int):
-        window, block_size = None, window
-    case = case_of(((20, 60, split),), window=window, block_size=block_size)
+@pytest.mark.parametrize("mask", [*MASKS, Mask(block_length=4), Mask(block_length=32)], ids=repr)
+def test_a_row_tile_loads_nothing_that_its_rows_do_not_see(mask: Mask, split: int) -> None:
+    """For each row tile, every key outside its rows' ranges is NaN: its rows do not notice."""
+    case = case_of(((20, 60, split),), mask=mask)
     tiles = [
         (index, *tile)
         for index, span in enumerate(case.spans)
-        for tile in tiles_of_rows(span, case.options.window, block_size)
+        for tile in tiles_of_rows(span, mask)
     ]
     for index, rows, low, high in tiles:
         key, value = case.cache.key.clone(), case.cache.value.clone()
@@ -325,8 +295,8 @@ def test_groups_that_are_no_power_of_two(num_heads: int, num_kv_heads: int) -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_head_sizes_with_the_committed_tiles(head_size: int, dtype: torch.dtype) -> None:
     spans = ((20, 130, 0), (9, 5, CAUSAL), (12, 100, 6))
-    window = Window("anchored", 64) if head_size == 256 else None
-    case = case_of(spans, head_size=head_size, dtype=dtype, window=window)
+    mask = Mask(64, is_anchored=True) if head_size == 256 else ALL
+    case = case_of(spans, head_size=head_size, dtype=dtype, mask=mask)
     out, plan = run(case, config=None)
     assert plan.value_blocks == (2 if head_size == 512 else 1)
     check(case, out)
@@ -340,9 +310,9 @@ def test_columns_of_a_head_shared_by_programs_while_split() -> None:
     check(case, out)
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_soft_cap(window: Window | None) -> None:
-    check(case := case_of(MIXED, 2, 1, logit_softcap=1.5, window=window), run(case, UNSPLIT)[0])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_soft_cap(mask: Mask) -> None:
+    check(case := case_of(MIXED, 2, 1, logit_softcap=1.5, mask=mask), run(case, UNSPLIT)[0])
 
 
 def test_splitting_changes_nothing_but_rounding() -> None:
@@ -386,16 +356,16 @@ def test_who_computes_the_parts_does_not_change_a_bit() -> None:
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
-@pytest.mark.parametrize("window", [None, Window("anchored", 40), Window("symmetric", 90)], ids=str)
-def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch(window: Window | None) -> None:
-    case = case_of(MIXED, 2, 1, window=window, padding_tokens=5, padding_seqs=3)
+@pytest.mark.parametrize("mask", [ALL, Mask(40, is_anchored=True), Mask(90)], ids=str)
+def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch(mask: Mask) -> None:
+    case = case_of(MIXED, 2, 1, mask=mask, padding_tokens=5, padding_seqs=3)
     together, _ = run(case)
     again, _ = run(case)
     assert torch.equal(together.nan_to_num(7), again.nan_to_num(7)), "not deterministic"
     for index, span in enumerate(case.spans):
         tables = case.batch.block_tables[index : index + 1]
         batch = dataclasses.replace(
-            make_batch([span], tables, device=DEVICE), max_query_len=case.batch.max_query_len
+            make_batch([span], tables, mask, device=DEVICE), max_query_len=case.batch.max_query_len
         )
         start = sum(s.query_len for s in case.spans[:index])
         alone = dataclasses.replace(
@@ -467,29 +437,27 @@ def test_a_query_that_is_a_view_of_a_fused_projection() -> None:
 
 
 SPAN = st.tuples(st.integers(0, 20), st.integers(0, 90), st.integers(-1, 21))
-WINDOW = st.none() | st.builds(
-    Window, st.sampled_from(["symmetric", "anchored"]), st.integers(1, 100)
+SOME_MASK = st.builds(Mask, st.integers(1, 100), st.booleans()) | st.builds(
+    Mask, block_length=st.sampled_from([1, 3, 4, 32])
 )
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     spans=st.lists(SPAN, min_size=1, max_size=4),
-    window=WINDOW,
+    mask=SOME_MASK,
     head_size=st.sampled_from([16, 24, 32]),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2)]),
     page_size=st.sampled_from([4, 7, 16, 32]),
     config=st.sampled_from([TINY, UNSPLIT, TileConfig(64, 16, 4, 1, 32, 3, block_v=16)]),
-    block_size=st.sampled_from([1, 3, 4, 32]),
     seed=st.integers(0, 9),
 )
 def test_random_batches(
-    spans: list[tuple[int, int, int]], window: Window | None, head_size: int,
-    heads: tuple[int, int], page_size: int, config: TileConfig, block_size: int, seed: int,
+    spans: list[tuple[int, int, int]], mask: Mask, head_size: int,
+    heads: tuple[int, int], page_size: int, config: TileConfig, seed: int,
 ) -> None:  # fmt: skip
     case = case_of(
-        tuple(spans), *heads, head_size, page_size, window=window, seed=seed,
-        block_size=block_size if window is None else 1,
+        spans, *heads, head_size, mask, page_size=page_size, seed=seed,
         padding_tokens=seed % 3, padding_seqs=seed % 2,
     )  # fmt: skip
     check(case, run(case, config)[0])
@@ -565,27 +533,26 @@ def test_cache_write_refuses_tensors_that_do_not_fit() -> None:
         check_write(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), cache, torch.tensor([0, 1]))
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_one_graph_serves_every_mix(window: Window | None) -> None:
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_one_graph_serves_every_mix(mask: Mask) -> None:
     """Captured once with empty sequences; replayed with other kinds, lengths and padding.
 
     Without a GPU the replay is the same launch on the same tensors: one plan and its bounds hold
     for every mix.
     """
     rows, num_seqs = 16, 6
-    spec = CaseSpec((), 2, 1, dtype=torch.bfloat16, window=window, device=DEVICE)
-    shape = (32, spec.page_size, spec.num_kv_heads, spec.head_size)
-    cache = PagedKV(*(torch.zeros(shape, dtype=spec.dtype, device=DEVICE) for _ in range(2)))
-    query = torch.zeros(3 * rows, spec.num_heads, spec.head_size, dtype=spec.dtype, device=DEVICE)
+    layer = Layer(2, 1, mask=mask, dtype=torch.bfloat16)
+    shape = (32, layer.page_size, layer.num_kv_heads, layer.head_size)
+    cache = PagedKV(*(torch.zeros(shape, dtype=layer.dtype, device=DEVICE) for _ in range(2)))
+    query = torch.zeros(3 * rows, 2, layer.head_size, dtype=layer.dtype, device=DEVICE)
     out = torch.zeros_like(query)
     tables = torch.zeros(num_seqs, 12, dtype=torch.int32)
     empty = [QuerySpan(0, 0, is_causal=False)] * num_seqs
-    static = dataclasses.replace(make_batch(empty, tables, device=DEVICE), max_query_len=rows)
-    if window is not None and window.kind == "anchored":
-        static = dataclasses.replace(static, first_keys=static.seq_lens - 1)
-    options = make_case(spec).options
+    static = make_batch(empty, tables, mask, device=DEVICE)
+    static = dataclasses.replace(static, max_query_len=rows)
+    options = case_of((), 2, 1, mask=mask).options
     static_shape = batch_shape(query, cache, static)
-    plan = plan_attention(static_shape, TINY, options.window)
+    plan = plan_attention(static_shape, TINY, options.mask.window)
     workspace = torch.zeros(plan.workspace_elements(static_shape), device=DEVICE)
 
     def replay() -> None:
@@ -606,8 +573,7 @@ def test_one_graph_serves_every_mix(window: Window | None) -> None:
     ):
         padding = 3 * rows - sum(span[0] for span in spans)
         missing = num_seqs - sum(len(sequences_of(*span)) for span in spans)
-        spec = dataclasses.replace(spec, spans=spans, padding_seqs=missing, padding_tokens=padding)
-        case = make_case(spec)
+        case = make_case(layer, spans, 0.0, padding, missing, device=DEVICE)
         for target, source in (
             (static.query_start_loc, case.batch.query_start_loc),
             (static.seq_lens, case.batch.seq_lens),
@@ -616,7 +582,7 @@ def test_one_graph_serves_every_mix(window: Window | None) -> None:
             (query, case.query),
         ):
             if target is not None:
-                target.copy_(-1 if source is None else source)
+                target.copy_(source)
         static.block_tables.fill_(-1)
         static.block_tables[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
         for target, source in ((cache.key, case.cache.key), (cache.value, case.cache.value)):
@@ -646,15 +612,15 @@ def test_a_sequence_without_pages_in_front_of_its_window_is_the_same(
     size: int, page_size: int
 ) -> None:
     """Causal sequences, canvases, an image, padding."""
-    window = Window("symmetric", size)
-    case = case_of(MIXED, window=window, page_size=page_size, padding_seqs=1)
+    mask = Mask(size)
+    case = case_of(MIXED, mask=mask, page_size=page_size, padding_seqs=1)
     batch = dataclasses.replace(case.batch, max_seq_len=int(case.batch.seq_lens.max()))
     num_seqs = batch.num_seqs
     sizes = size, page_size, num_seqs, batch.max_query_len
     shorten = VisiblePages(*sizes, torch.device(DEVICE))
     found = shorten(batch)
     for seq, span in enumerate(case.spans):
-        start, _ = visible_range(0, dataclasses.replace(span, is_causal=False), size)
+        start, _ = visible_range(0, dataclasses.replace(span, is_causal=False), mask)
         hidden = start // page_size
         left = span.seq_len - hidden * page_size
         assert found.seq_lens[seq] == left <= found.max_seq_len
@@ -675,8 +641,8 @@ def test_a_sequence_without_pages_in_front_of_its_window_is_the_same(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_two_calls_serve_an_anchored_layer(dtype: torch.dtype) -> None:
     """The first writes all rows, but reads one key of a canvas; the second leaves causal rows."""
-    window = Window("anchored", 8)
-    case = case_of(MIXED, window=window, dtype=dtype, padding_seqs=1)
+    mask = Mask(8, is_anchored=True)
+    case = case_of(MIXED, mask=mask, dtype=dtype, padding_seqs=1)
     asked = case.batch, BOTH_KINDS, [CAUSAL_ROWS], case.batch.max_query_len
     flash, own = calls_of(*asked)
     assert (flash.is_flash, own.is_flash) == (True, False)

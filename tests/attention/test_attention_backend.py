@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from dllm.attention.masks import Mask
 from dllm.patches import configure
 from tests.support.recorded_calls import record_calls
 
@@ -126,10 +127,10 @@ def test_vllm_accepts_our_backend_for_the_layers_of_the_26b_model(
     assert CanvasAttentionBackend.validate_configuration(**(asked | {"use_mla": True})) != []
 
 
-def server(**layer):
+def server(is_anchored=False, **layer):
     """What the builder and the layers read of a server's configuration, with one layer."""
-    impl = SimpleNamespace(is_anchored=False, max_query_len=None, flash_kinds=lambda: [])
-    impl.options = SimpleNamespace(window=24)
+    impl = SimpleNamespace(max_query_len=None, flash_kinds=lambda: [])
+    impl.options = SimpleNamespace(mask=Mask(24, is_anchored))
     vars(impl).update(layer)
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=512),

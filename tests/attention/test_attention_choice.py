@@ -12,31 +12,36 @@ import torch
 import vllm
 
 from dllm.attention import choice, flash
-from dllm.attention.choice import CANVASES, CAUSAL, KINDS, choose_kernel, mask_of
-from dllm.attention.masks import QuerySpan, visible_range
+from dllm.attention.cases import Wrong
+from dllm.attention.choice import CANVASES, CAUSAL, KINDS, choose_kernel
+from dllm.attention.inputs import Layer
+from dllm.attention.masks import ALL, Mask, QuerySpan, visible_range
 from dllm.attention.reference import gather_pages, paged_attention
 from dllm.engine import kernel_checks
-from dllm.engine.attention_layers import Layer
-from dllm.engine.kernel_checks import Wrong
 from tests.support.fake_cuda import GPUS
 from tests.support.process import ROOT
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-UNBOUNDED, SYMMETRIC = mask_of(None, False, 1), mask_of(1024, False, 1)
-ANCHORED, BLOCKS = mask_of(1024, True, 1), mask_of(None, False, 32)
+SYMMETRIC, ANCHORED, BLOCKS = Mask(1024), Mask(1024, is_anchored=True), Mask(block_length=32)
 SIZES = (64, 128, 256, 512)
 # The rows of the table in docs/serving.md, by the words of their second column.
 LAYERS = {
     "16-bit KV cache, `symmetric` window or none": [
-        (size, dtype, mask)
+        Layer(head_size=size, dtype=dtype, mask=mask)
         for size in SIZES
         for dtype in (BF16, torch.float16)
-        for mask in (UNBOUNDED, SYMMETRIC)
+        for mask in (ALL, SYMMETRIC)
     ],
-    "16-bit KV cache, `anchored` window": [(size, BF16, ANCHORED) for size in SIZES],
+    "16-bit KV cache, `anchored` window": [
+        Layer(head_size=size, mask=ANCHORED, dtype=BF16) for size in SIZES
+    ],
     "FP8 KV cache, or a model with blocks": [
-        *((size, FP8, mask) for size in SIZES for mask in (UNBOUNDED, SYMMETRIC, ANCHORED)),
-        *((size, BF16, BLOCKS) for size in SIZES),
+        *(
+            Layer(head_size=size, mask=mask, cache_dtype=FP8)
+            for size in SIZES
+            for mask in (ALL, SYMMETRIC, ANCHORED)
+        ),
+        *(Layer(head_size=size, mask=BLOCKS, dtype=BF16) for size in SIZES),
     ],
 }
 LAYERS["any"] = [case for cases in LAYERS.values() for case in cases]
@@ -59,20 +64,20 @@ def test_the_table_says_what_the_function_chooses():
     assert gpus == set(GPUS)
     for names, layers, *kernels in rows:
         for gpu in names.lower().replace(" ", "").split(","):
-            for size, dtype, mask in LAYERS[layers]:
+            for layer in LAYERS[layers]:
                 chosen = [
-                    choose_kernel(arch_of(gpu), size, dtype, mask, kind, True, None)
+                    choose_kernel(layer, kind, arch_of(gpu), True, None)
                     for kind in (CANVASES, CAUSAL)
                 ]
-                assert chosen == [name.strip("`") for name in kernels], (gpu, size, dtype, mask)
+                assert chosen == [name.strip("`") for name in kernels], (gpu, layer)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_without_flash_attention_and_on_request_ours_serves_all(gpu):
-    for size, dtype, mask in LAYERS["any"]:
+    for layer in LAYERS["any"]:
         for kind in KINDS:
             for has_flash, option in ((False, None), (False, "CUSTOM"), (True, "CUSTOM")):
-                chosen = choose_kernel(arch_of(gpu), size, dtype, mask, kind, has_flash, option)
+                chosen = choose_kernel(layer, kind, arch_of(gpu), has_flash, option)
                 assert chosen == choice.OURS
 
 
@@ -86,20 +91,20 @@ def test_without_flash_attention_and_on_request_ours_serves_all(gpu):
         ("FLASH_ATTN", "h200", 512, BF16, ANCHORED, True, False),
         ("FLASH_ATTN", "h200", 512, BF16, SYMMETRIC, False, False),
         ("FLASH_ATTN", "h200", 256, FP8, SYMMETRIC, True, False),
-        ("FLASH_ATTN", "b200", 128, BF16, UNBOUNDED, True, True),
-        ("FLASH_ATTN", "b200", 512, BF16, UNBOUNDED, True, False),
-        ("FLASHINFER", "h200", 128, BF16, UNBOUNDED, True, False),
+        ("FLASH_ATTN", "b200", 128, BF16, ALL, True, True),
+        ("FLASH_ATTN", "b200", 512, BF16, ALL, True, False),
+        ("FLASHINFER", "h200", 128, BF16, ALL, True, False),
     ],
 )
 def test_another_backend_serves_all_rows_or_is_refused(
     option, gpu, size, dtype, mask, has_flash, serves
 ):
-    asked = arch_of(gpu), size, dtype, mask
+    layer, asked = Layer(head_size=size, mask=mask, cache_dtype=dtype), (arch_of(gpu), has_flash)
     if serves:
-        assert {choose_kernel(*asked, kind, has_flash, option) for kind in KINDS} == {option}
+        assert {choose_kernel(layer, kind, *asked, option) for kind in KINDS} == {option}
     else:
         with pytest.raises(ValueError, match=f"--attention-backend {option}"):
-            choose_kernel(*asked, CANVASES, has_flash, option)
+            choose_kernel(layer, CANVASES, *asked, option)
 
 
 # --- the call -------------------------------------------------------------------------------------
@@ -155,21 +160,23 @@ def plant(monkeypatch):
 
 
 CPU = torch.device("cpu")
-WINDOW = 48
+WINDOW, CONTEXT = 48, 70
 # Pages of 16 keys lie in front of the window.
 CHECKED = [
-    Layer(head_size=16, context=70, window=window, num_kv_heads=kv_heads, page_size=16)
-    for window in (None, WINDOW)
+    Layer(head_size=16, mask=mask, num_kv_heads=kv_heads, dtype=BF16)
+    for mask in (ALL, Mask(WINDOW))
     for kv_heads in (1, 2)
 ]
 
 
-@pytest.mark.parametrize("layer", [*CHECKED, replace(CHECKED[-1], is_anchored=True)], ids=str)
+@pytest.mark.parametrize(
+    "layer", [*CHECKED, replace(CHECKED[-1], mask=Mask(WINDOW, is_anchored=True))], ids=str
+)
 def test_our_calls_mean_what_our_definition_says(plant, layer, monkeypatch):
     """Canvases and a prompt chunk, through the check that runs before a GPU serves."""
     without_triton(monkeypatch)
     plant(flash_forward)
-    kernel_checks.flash(layer, CPU)
+    kernel_checks.flash(layer, CPU, CONTEXT)
 
 
 def test_through_a_window_few_keys_are_read(plant, monkeypatch):
@@ -182,7 +189,7 @@ def test_through_a_window_few_keys_are_read(plant, monkeypatch):
         return flash_forward(*given, **named)
 
     plant(noted)
-    kernel_checks.flash(CHECKED[-1], CPU)
+    kernel_checks.flash(CHECKED[-1], CPU, CONTEXT)
     causal, mixed = calls
     assert (causal["window_size_left"], causal["window_size_right"]) == (WINDOW - 1, 0)
     assert (mixed["window_size_left"], mixed["window_size_right"]) == (WINDOW - 1, 32 - 1)
@@ -208,7 +215,7 @@ def test_a_wrong_one_is_noticed(plant, wrong, monkeypatch):
     without_triton(monkeypatch)
     plant(wrong)
     with pytest.raises(Wrong):
-        kernel_checks.flash(CHECKED[-1], CPU)
+        kernel_checks.flash(CHECKED[-1], CPU, CONTEXT)
 
 
 def without_triton(monkeypatch):
@@ -223,7 +230,7 @@ def without_triton(monkeypatch):
             lens, tables = batch.seq_lens.clone(), batch.block_tables.clone()
             for seq, rows in enumerate(batch.query_start_loc.diff().tolist()):
                 first_row = QuerySpan(rows, int(lens[seq]), is_causal=False)
-                hidden = visible_range(0, first_row, window)[0] // page_size
+                hidden = visible_range(0, first_row, Mask(window))[0] // page_size
                 lens[seq] -= hidden * page_size
                 tables[seq] = tables[seq].roll(-hidden)
             return replace(batch, seq_lens=lens, block_tables=tables)
@@ -233,9 +240,8 @@ def without_triton(monkeypatch):
     def attend(query, cache, batch, options, out):
         starts = batch.query_start_loc.tolist()
         for seq, length in enumerate(batch.seq_lens.tolist()):
-            rows, first = slice(starts[seq], starts[seq + 1]), int(batch.first_keys[seq])
+            rows = slice(starts[seq], starts[seq + 1])
             span = QuerySpan(rows.stop - rows.start, length, is_causal=bool(batch.is_causal[seq]))
-            span = replace(span, first_key=first) if first >= 0 else span
             if length:
                 pages = cache.key, cache.value, batch.block_tables[seq : seq + 1]
                 (out[rows],) = paged_attention(query[rows], *pages, [span], options)

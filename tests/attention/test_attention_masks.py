@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +15,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from dllm.attention.masks import QuerySpan, anchor, may_attend, picture, visible_range
+from dllm.attention.masks import ALL, Mask, QuerySpan, may_attend, picture, visible_range
 
-# (query_len, seq_len, is_causal, first key), window, block size, what it looks like
+# (query_len, seq_len, is_causal, is_image), the mask, what it looks like
 PICTURES = {
     "causal, no context": (
-        (4, 4, True), None, 1,
+        (4, 4, True), ALL,
         """
         x...
         xx..
@@ -30,7 +29,7 @@ PICTURES = {
         """,
     ),
     "causal after two keys": (
-        (3, 5, True), None, 1,
+        (3, 5, True), ALL,
         """
         xxx..
         xxxx.
@@ -38,7 +37,7 @@ PICTURES = {
         """,
     ),
     "denoise": (
-        (3, 5, False), None, 1,
+        (3, 5, False), ALL,
         """
         xxxxx
         xxxxx
@@ -46,7 +45,7 @@ PICTURES = {
         """,
     ),
     "causal, W = 3: two keys back and itself": (
-        (3, 6, True), 3, 1,
+        (3, 6, True), Mask(3),
         """
         .xxx..
         ..xxx.
@@ -54,7 +53,7 @@ PICTURES = {
         """,
     ),
     "symmetric, W = 3: two keys to either side": (
-        (4, 8, False), 3, 1,
+        (4, 8, False), Mask(3),
         """
         ..xxxxx.
         ...xxxxx
@@ -63,7 +62,7 @@ PICTURES = {
         """,
     ),
     "anchored, W = 3: two keys before the canvas, all of the canvas": (
-        (4, 8, False, 2), 3, 1,
+        (4, 8, False), Mask(3, is_anchored=True),
         """
         ..xxxxxx
         ..xxxxxx
@@ -71,22 +70,30 @@ PICTURES = {
         ..xxxxxx
         """,
     ),
+    "an image in an anchored layer, W = 3: the symmetric window": (
+        (3, 6, False, True), Mask(3, is_anchored=True),
+        """
+        .xxxxx
+        ..xxxx
+        ...xxx
+        """,
+    ),
     "W = 1, anchored: the canvas alone": (
-        (2, 5, False, 3), 1, 1,
+        (2, 5, False), Mask(1, is_anchored=True),
         """
         ...xx
         ...xx
         """,
     ),
     "W = 1, symmetric: itself alone": (
-        (2, 5, False), 1, 1,
+        (2, 5, False), Mask(1),
         """
         ...x.
         ....x
         """,
     ),
     "a drafter that shortens seq_len by two": (
-        (4, 2, True), None, 1,
+        (4, 2, True), ALL,
         """
         ..
         ..
@@ -95,7 +102,7 @@ PICTURES = {
         """,
     ),
     "a prompt of two blocks": (
-        (4, 4, True), None, 2,
+        (4, 4, True), Mask(block_length=2),
         """
         xx..
         xx..
@@ -104,7 +111,7 @@ PICTURES = {
         """,
     ),
     "a tail and its canvas": (
-        (4, 8, False), None, 4,
+        (4, 8, False), Mask(block_length=4),
         """
         xxxxxxxx
         xxxxxxxx
@@ -113,7 +120,7 @@ PICTURES = {
         """,
     ),
     "a chunk that starts and ends within a block": (
-        (4, 7, True), None, 4,
+        (4, 7, True), Mask(block_length=4),
         """
         xxxx...
         xxxxxxx
@@ -126,29 +133,27 @@ PICTURES = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures(name: str) -> None:
-    span, window, block_size, drawing = PICTURES[name]
+    span, mask, drawing = PICTURES[name]
     expected = "\n".join(line.strip() for line in drawing.strip().splitlines())
-    assert picture(QuerySpan(*span), window, block_size) == expected
+    assert picture(QuerySpan(*span), mask) == expected
 
 
-SPANS = st.builds(QuerySpan, st.integers(0, 12), st.integers(0, 30), st.booleans()) | st.builds(
-    QuerySpan, st.integers(0, 12), st.integers(0, 30), st.just(False), st.integers(0, 35)
+LENGTHS = st.integers(0, 12), st.integers(0, 30)
+SPANS = st.builds(QuerySpan, *LENGTHS, st.booleans()) | st.builds(
+    QuerySpan, *LENGTHS, st.just(False), st.booleans()
 )
-# (window, block size): no model has both.
-SEEN = st.tuples(st.none() | st.integers(1, 35), st.just(1)) | st.tuples(
-    st.none(), st.integers(1, 9)
+SOME_MASKS = st.builds(Mask, st.integers(1, 35), st.booleans()) | st.builds(
+    Mask, block_length=st.integers(1, 9)
 )
 
 
 @settings(max_examples=600)
-@given(span=SPANS, seen=SEEN)
-def test_the_range_is_the_predicate_in_closed_form(
-    span: QuerySpan, seen: tuple[int | None, int]
-) -> None:
+@given(span=SPANS, mask=SOME_MASKS)
+def test_the_range_is_the_predicate_in_closed_form(span: QuerySpan, mask: Mask) -> None:
     for row in range(span.query_len):
-        start, stop = visible_range(row, span, *seen)
+        start, stop = visible_range(row, span, mask)
         assert 0 <= start <= stop <= span.seq_len
-        keys = [key for key in range(-3, span.seq_len + 3) if may_attend(row, key, span, *seen)]
+        keys = [key for key in range(-3, span.seq_len + 3) if may_attend(row, key, span, mask)]
         assert keys == list(range(start, stop))
 
 
@@ -159,11 +164,11 @@ def test_the_kinds_agree_while_the_sequence_fits_into_the_window(
 ) -> None:
     """They agree while context < W - canvas, and differ from there on."""
     span = QuerySpan(query_len, context + query_len, is_causal=False)
-    anchored = replace(span, first_key=anchor(span, size))
-    is_same = picture(span, size) == picture(anchored, size)
+    anchored = picture(span, Mask(size, is_anchored=True))
+    is_same = picture(span, Mask(size)) == anchored
     if context < size - query_len:
         assert is_same
-        assert picture(anchored, size) == picture(span)
+        assert anchored == picture(span)
     elif query_len > 1 and context >= size:
         assert not is_same
 
@@ -171,8 +176,12 @@ def test_the_kinds_agree_while_the_sequence_fits_into_the_window(
 def test_refusals_name_the_values() -> None:
     with pytest.raises(ValueError, match="query_len is -1 and seq_len is 4"):
         QuerySpan(-1, 4, is_causal=False)
-    with pytest.raises(ValueError, match="first_key is 2"):
-        QuerySpan(1, 4, is_causal=True, first_key=2)
+    with pytest.raises(ValueError, match="is_image and is_causal"):
+        QuerySpan(1, 4, is_causal=True, is_image=True)
+    with pytest.raises(ValueError, match="only layers with a window"):
+        Mask(is_anchored=True)
+    with pytest.raises(ValueError, match="block_length is 4 and window 8: only one"):
+        Mask(8, block_length=4)
     with pytest.raises(IndexError, match=r"row is 3, the span has rows 0 \.\. 2"):
         may_attend(3, 0, QuerySpan(3, 4, is_causal=False))
 
@@ -189,8 +198,8 @@ def test_hugging_face_mask_functions(size: int) -> None:
         for key in range(seq_len):
             indices = (0, 0, torch.tensor(causal.position(row)), torch.tensor(key))
             assert may_attend(row, key, causal) == bool(causal_mask_function(*indices))
-            assert may_attend(row, key, causal, size) == bool(sliding(*indices))
-            assert may_attend(row, key, denoise, size) == bool(symmetric(*indices))
+            assert may_attend(row, key, causal, Mask(size)) == bool(sliding(*indices))
+            assert may_attend(row, key, denoise, Mask(size)) == bool(symmetric(*indices))
 
 
 @pytest.mark.parametrize("num_context", [7, 15, 16, 17, 37])
@@ -222,9 +231,8 @@ def test_anchored_is_what_the_reference_model_sees(checkpoint: Any, num_context:
     assert weights.shape[1] == canvas
     assert weights.shape[2] == num_context - first_kept + canvas
     span = QuerySpan(canvas, num_context + canvas, is_causal=False)
-    span = replace(span, first_key=anchor(span, window))
     for row in range(canvas):
-        start, stop = visible_range(row, span, window)
+        start, stop = visible_range(row, span, Mask(window, is_anchored=True))
         is_seen = (weights[:, row] > 0).all(dim=0)
         seen = (is_seen.nonzero().flatten() + first_kept).tolist()
         assert seen == list(range(start, stop))

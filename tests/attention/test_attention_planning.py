@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm.attention.inputs import check_inputs
-from dllm.attention.masks import QuerySpan, anchor, visible_range
+from dllm.attention.cases import make_case
+from dllm.attention.inputs import Layer, check_inputs
+from dllm.attention.masks import Mask, QuerySpan, visible_range
 from dllm.attention.planning import BatchShape, ceil_div, num_splits, plan_attention, visible_keys
 from dllm.attention.tuning import HOPPER, OTHERS, TARGET_PROGRAMS, tile_config
-from tests.support.attention_cases import CaseSpec, make_case
 from tests.support.multiprocessor import SHARED_KIB
 from tests.support.process import run_python
 
@@ -140,10 +140,10 @@ def test_visible_keys_covers_every_row(
     query_len: int, context: int, is_causal: bool, size: int
 ) -> None:
     span = QuerySpan(query_len, query_len + context, is_causal)
-    spans = [span] if is_causal else [span, dataclasses.replace(span, first_key=anchor(span, size))]
     count = visible_keys(query_len, span.seq_len, size)
-    for one in spans:
-        first = min(visible_range(row, one, size)[0] for row in range(query_len))
+    for is_anchored in (False, True):
+        mask = Mask(size, is_anchored)
+        first = min(visible_range(row, span, mask)[0] for row in range(query_len))
         assert span.seq_len - count <= first
 
 
@@ -162,7 +162,7 @@ def test_the_table_is_complete_and_fits(arch: int) -> None:
     assert tile_config(80, 2, 86) == OTHERS[128, 2]
 
 
-CASE = make_case(CaseSpec(((3, 5, 0), (4, 9, 0))))
+CASE = make_case(Layer(), ((3, 5, 0), (4, 9, 0)))
 SCALE = torch.ones(1)
 
 

@@ -18,12 +18,14 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import tests.support.engine_harness  # noqa: F401  sets vLLM's environment first
+from dllm.attention.cases import Case, make_case, sequences_of
 from dllm.attention.cpu_backend import CanvasCPUBackend, CanvasCPUImpl
 from dllm.attention.inputs import AttentionOptions
-from dllm.attention.layers import see_blocks, use_anchored_window
+from dllm.attention.inputs import Layer as Spec
+from dllm.attention.layers import see
+from dllm.attention.masks import ALL, Mask
 from dllm.attention.reference import dense_attention
 from dllm.engine.spans import Spans
-from tests.support.attention_cases import Case, CaseSpec, Window, make_case, sequences_of
 
 # Measured over all cases below: 1.4e-6 in fp32 (sums in another order), and 8e-3 in bf16, which
 # rounds outputs of up to 4 to 2**-9 of their size.
@@ -44,7 +46,7 @@ class Layer(Attention):
 def make_layer(monkeypatch):
     """A layer and its metadata builder, chosen as the model chooses them."""
 
-    def make(spec: CaseSpec) -> tuple[Layer, Any]:
+    def make(spec: Spec, logit_softcap: float) -> tuple[Layer, Any]:
         vllm_config = SimpleNamespace(
             parallel_config=None,
             model_config=SimpleNamespace(dtype=spec.dtype),
@@ -58,14 +60,12 @@ def make_layer(monkeypatch):
             scale=spec.head_size**-0.5,
             num_kv_heads=spec.num_kv_heads,
             alibi_slopes=None,
-            sliding_window=spec.window and spec.window.size,
+            sliding_window=spec.mask.window,
             kv_cache_dtype="auto",
-            logits_soft_cap=spec.logit_softcap or None,
+            logits_soft_cap=logit_softcap or None,
         )
         layer = Layer(impl, CanvasCPUBackend)
-        if spec.window and spec.window.kind == "anchored":
-            use_anchored_window(layer)
-        see_blocks(layer, spec.block_size)
+        see(layer, is_anchored=spec.mask.is_anchored, block_length=spec.mask.block_length)
         vllm_config.compilation_config.static_forward_context["layer"] = layer
         of_cache = FullAttentionSpec(
             block_size=spec.page_size,
@@ -99,7 +99,7 @@ def metadata(rows: Rows, case: Case) -> CommonAttentionMetadata:
     """As ``DiffusionModelState.prepare_attn`` makes it: heads and canvases apart."""
     contexts, heads, widths = np.array(rows, dtype=np.int32).T
     spans = Spans.of_schedule(heads + widths, widths)
-    sequences = spans.sequences(contexts + heads + widths, case.options.block_size)
+    sequences = spans.sequences(contexts + heads + widths, case.options.mask.block_length)
     query_start_loc = torch.from_numpy(sequences.query_start_loc)
     return CommonAttentionMetadata(
         query_start_loc=query_start_loc,
@@ -118,19 +118,21 @@ def metadata(rows: Rows, case: Case) -> CommonAttentionMetadata:
 def check(
     make_layer: Any,
     rows: Rows,
-    window: Window | None = None,
+    mask: Mask = ALL,
     garbage: float = 1e30,
-    block_size: int = 1,
+    seed: int = 0,
+    logit_softcap: float = 0.0,
     **sizes: Any,
 ) -> None:
     """Run a batch and compare every row; with blocks, a head's tail belongs to the canvas."""
-    tails = [(context + head) % block_size if width else 0 for context, head, width in rows]
+    tails = [(context + head) % mask.block_length if width else 0 for context, head, width in rows]
     spans = tuple(
         (head + width, context, max(head - tail, 0))
         for (context, head, width), tail in zip(rows, tails, strict=True)
     )
-    spec = CaseSpec(spans, window=window, block_size=block_size, **{"page_size": 32} | sizes)
-    case, (layer, builder) = make_case(spec), make_layer(spec)
+    spec = Spec(mask=mask, **{"page_size": 32} | sizes)
+    case = make_case(spec, spans, logit_softcap, seed=seed)
+    layer, builder = make_layer(spec, logit_softcap)
     common, cache = metadata(rows, case), filled_cache(case, layer, garbage)
     out = case.poisoned_out()
     unused = case.query
@@ -141,7 +143,7 @@ def check(
 
 
 WINDOW = 24
-WINDOWS = [None, Window("symmetric", WINDOW), Window("anchored", WINDOW)]
+MASKS = [ALL, Mask(WINDOW), Mask(WINDOW, is_anchored=True)]
 BATCHES = {
     # Contexts below, at and above the window, and around window - width.
     "denoise": tuple((context, 0, 16) for context in (0, 7, 8, 9, 23, 24, 25, 31, 100)),
@@ -165,10 +167,10 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("window", WINDOWS, ids=["full", "symmetric", "anchored"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
-def test_the_kernel_equals_the_reference(rows, window, dtype, make_layer):
-    check(make_layer, rows, window, dtype=dtype)
+def test_the_kernel_equals_the_reference(rows, mask, dtype, make_layer):
+    check(make_layer, rows, mask, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -186,24 +188,24 @@ def test_the_kernel_equals_the_reference(rows, window, dtype, make_layer):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("window", WINDOWS, ids=["full", "symmetric", "anchored"])
-def test_shapes_of_layers(shape, window, make_layer):
-    check(make_layer, BATCHES["all"], window, **shape)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_shapes_of_layers(shape, mask, make_layer):
+    check(make_layer, BATCHES["all"], mask, **shape)
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=["full", "symmetric", "anchored"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_batches(seed, window, make_layer):
+def test_random_batches(seed, mask, make_layer):
     """One to six rows of any kind, on pages in another order each time."""
     draw = np.random.default_rng(seed)
     rows = []
     for _ in range(draw.integers(1, 7)):
         head, width = int(draw.choice([0, 0, 1, 20, 33])), int(draw.choice([0, 1, 20, 20, 33]))
         rows.append((int(draw.integers(0, 150)), head or int(width == 0), width))
-    check(make_layer, tuple(rows), window, seed=seed)
+    check(make_layer, tuple(rows), mask, seed=seed)
 
 
-@pytest.mark.parametrize("block_size", [2, 16, 32])
+@pytest.mark.parametrize("block_length", [2, 16, 32])
 @pytest.mark.parametrize(
     "rows",
     [
@@ -212,23 +214,23 @@ def test_random_batches(seed, window, make_layer):
     ],
     ids=["heads", "mixed"],
 )
-def test_blocks(rows, block_size, make_layer):
-    check(make_layer, rows, block_size=block_size)
+def test_blocks(rows, block_length, make_layer):
+    check(make_layer, rows, Mask(block_length=block_length))
 
 
-@pytest.mark.parametrize("window", WINDOWS[1:], ids=["symmetric", "anchored"])
-def test_the_two_windows_agree_on_short_contexts_only(window, make_layer):
+@pytest.mark.parametrize("mask", MASKS[1:], ids=str)
+def test_the_two_windows_agree_on_short_contexts_only(mask, make_layer):
     """What the other window would give is noticed: the tests above can tell them apart."""
-    other = WINDOWS[3 - WINDOWS.index(window)]
+    other = MASKS[3 - MASKS.index(mask)]
     generator = torch.Generator().manual_seed(0)
     for context, agrees in ((WINDOW - 16, True), (WINDOW, False)):
-        spans = [sequences_of(16, context, 0, kind)[0] for kind in (window, other)]
-        key = torch.randn(spans[0].seq_len, 2, 32, generator=generator)
+        (span,) = sequences_of(16, context, 0)
+        key = torch.randn(span.seq_len, 2, 32, generator=generator)
         query = torch.randn(16, 4, 32, generator=generator)
-        options = AttentionOptions(1.0, WINDOW)
-        results = [dense_attention(query, key, key, span, options) for span in spans]
+        options = [AttentionOptions(1.0, kind) for kind in (mask, other)]
+        results = [dense_attention(query, key, key, span, each) for each in options]
         assert torch.equal(*results) == agrees
-        check(make_layer, ((context, 0, 16),), window)
+        check(make_layer, ((context, 0, 16),), mask)
 
 
 @pytest.mark.xfail(

@@ -43,7 +43,7 @@ def test_the_attention_bench_has_the_same_layers() -> None:
     assert (FULL.num_heads, FULL.num_kv_heads, FULL.head_size) == (16, 2, 512)
     assert TEXT["num_global_key_value_heads"] == FULL.num_kv_heads
     assert (TEXT["head_dim"], TEXT["global_head_dim"]) == (SLIDING.head_size, FULL.head_size)
-    assert SLIDING.window == TEXT["sliding_window"]
+    assert SLIDING.mask.window == TEXT["sliding_window"]
     assert CANVAS == CANVAS_LENGTH
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dllm.attention.masks import Mask
 from dllm.drafter.checkpoint import (
     DrafterConfig,
     LayerAttention,
@@ -68,18 +69,19 @@ def test_full_layers_of_the_speculators_format_are_never_causal(non_causal, caus
     config = from_speculators(sliding_window_non_causal=non_causal, layer=SLIDING)
     layers = read(config).layers
     assert tuple(layer.is_causal for layer in layers) == causal
-    assert tuple(layer.window for layer in layers) == (64, None)
+    assert tuple(layer.mask.window for layer in layers) == (64, None)
 
 
 def test_windows_of_the_checkpoint_and_of_the_server():
-    assert read(drafter_config(**dflash(use_swa=True, swa_window_size=32))).layers[1].window == 32
+    sliding = read(drafter_config(**dflash(use_swa=True, swa_window_size=32)))
+    assert sliding.layers[1].mask == Mask(32)
     narrow = read(drafter_config(**SLIDING, **dflash(causal=False)), window=16).layers
-    assert narrow == (LayerAttention(17, False, True),) * 2
+    assert narrow == (LayerAttention(Mask(17, True)),) * 2
     # A window of the checkpoint that is narrower stays as it is.
     wide = read(drafter_config(**SLIDING), window=100).layers
-    assert wide == (LayerAttention(64, True), LayerAttention(101, False, True))
+    assert wide == (LayerAttention(Mask(64), True), LayerAttention(Mask(101, True)))
     # Causal rows have no common window.
-    assert read(drafter_config(**SLIDING), window=16).layers[0] == LayerAttention(17, True)
+    assert read(drafter_config(**SLIDING), window=16).layers[0] == LayerAttention(Mask(17), True)
 
 
 @pytest.mark.parametrize(

@@ -3,34 +3,35 @@
 import pytest
 import torch
 
+from dllm.attention.cases import Wrong
+from dllm.attention.inputs import Layer
+from dllm.attention.masks import Mask
 from dllm.engine import kernel_checks as kernels
-from dllm.engine.attention_layers import Layer
-from dllm.engine.kernel_checks import Wrong
 from tests.support.interpreter import DEVICE, round_to_fp8, speed_up
 
 speed_up()
 round_to_fp8()
 DEVICE = torch.device(DEVICE)
-SHORT = dict(context=70, head_size=16)
+CONTEXT, SIZE = 70, {"head_size": 16, "dtype": torch.bfloat16, "page_size": 64}
 LAYERS = [
-    Layer(**SHORT),
-    Layer(**SHORT, window=48, dtype=torch.float32),
-    Layer(**SHORT, window=48, is_anchored=True),
-    Layer(**SHORT, block_size=32),
-    Layer(**SHORT, page_size=16),
-    Layer(**SHORT, window=48, cache_dtype=torch.float8_e4m3fn),
+    Layer(**SIZE),
+    Layer(head_size=16, mask=Mask(48)),
+    Layer(**SIZE, mask=Mask(48, is_anchored=True)),
+    Layer(**SIZE, mask=Mask(block_length=32)),
+    Layer(head_size=16, dtype=torch.bfloat16),
+    Layer(**SIZE, mask=Mask(48), cache_dtype=torch.float8_e4m3fn),
 ]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_right_attention(layer):
-    kernels.attention(layer, DEVICE, kernels.canvas_attention)
+    kernels.attention(layer, DEVICE, kernels.canvas_attention, CONTEXT)
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
 def test_right_context_of_a_drafter(is_neox, cache_dtype):
-    layer = Layer(head_size=32, page_size=16, cache_dtype=cache_dtype)
+    layer = Layer(dtype=torch.bfloat16, cache_dtype=cache_dtype)
     kernels.drafter_context(layer, 48, is_neox, DEVICE)
 
 
@@ -87,7 +88,7 @@ def an_unmasked_row(returned, logits, *given):
 
 
 def attention():
-    kernels.attention(LAYERS[0], DEVICE, kernels.canvas_attention)
+    kernels.attention(LAYERS[0], DEVICE, kernels.canvas_attention, CONTEXT)
 
 
 def context():
@@ -138,5 +139,5 @@ def test_flash_attention_is_tried_as_steps_call_it(monkeypatch):
             ours(*given)
 
         monkeypatch.setattr(kernels, name, attend)
-    kernels.flash(LAYERS[2], DEVICE)
+    kernels.flash(LAYERS[2], DEVICE, CONTEXT)
     assert calls == ["flash_attention", "flash_attention", "canvas_attention"]

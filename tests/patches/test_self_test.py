@@ -8,10 +8,11 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from dllm.attention.inputs import Layer
+from dllm.attention.masks import Mask
 from dllm.drafter import pair
 from dllm.drafter.checkpoint import LayerAttention
 from dllm.engine import attention_layers, grammars, kernel_checks
-from dllm.engine.attention_layers import Layer
 from dllm.ops import dispatch
 from dllm.ops.dispatch import CONTEXT_KV, GRAMMAR_PATHS, ROW_STATISTICS
 from dllm.patches import self_test
@@ -73,10 +74,10 @@ def test_a_kernel_that_is_wrong_on_another_rank_serves_on_none(run):
     assert answers == [True, False, True], "each rank is asked about each kernel"
 
 
-@pytest.mark.parametrize("layer", [Layer(block_size=4), Layer(window=64, is_anchored=True)])
-def test_where_it_cannot_nothing_wrong_is_served(run, layer):
+@pytest.mark.parametrize("mask", [Mask(block_length=4), Mask(64, is_anchored=True)], ids=str)
+def test_where_it_cannot_nothing_wrong_is_served(run, mask):
     with pytest.raises(RuntimeError, match="self_test"):
-        run("attention, full layers", layer)
+        run("attention, full layers", Layer(mask=mask))
 
 
 def test_our_kernel_takes_the_place_of_wrong_flash_attention(run):
@@ -118,7 +119,7 @@ def run_drafter(monkeypatch: pytest.MonkeyPatch):
             head_dim=64,
             hidden_size=128,
             is_neox_style=None,
-            layers=(LayerAttention(), LayerAttention(64, False, is_anchored)),
+            layers=(LayerAttention(), LayerAttention(Mask(64, is_anchored))),
         )
         monkeypatch.setattr(pair, "drafter_config", lambda config: drafter)
         asked: list[str] = []
@@ -171,7 +172,7 @@ def test_a_layer_is_checked_as_a_gpu_of_the_server_has_it():
     )
     layer = attention_layers.on_one_gpu(Layer(num_heads=8, num_kv_heads=2), config)
     assert (layer.num_heads, layer.num_kv_heads, layer.page_size) == (2, 1, 16)
-    assert layer.cache_dtype == torch.float8_e4m3fn and layer.dtype == torch.bfloat16
+    assert (layer.cache_dtype, layer.dtype) == (torch.float8_e4m3fn, torch.float32)
     config.cache_config.cache_dtype, config.cache_config.block_size = "auto", None
     layer = attention_layers.on_one_gpu(Layer(), config)
     assert (layer.cache_dtype, layer.page_size) == (None, Layer.page_size)

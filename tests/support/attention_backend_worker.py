@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -56,8 +57,8 @@ def run(flash: bool = False, **job: Any) -> dict[str, Any]:
 def _like_hopper() -> dict[str, Any]:
     kinds = backend.flash_kinds
 
-    def hoppers_kinds(arch: Any, size: Any, dtype: Any, mask: Any, has: Any, option: Any) -> Any:
-        return kinds(90, size, torch.bfloat16, mask, True, option)
+    def hoppers_kinds(layer: Any, arch: Any, has_flash: Any) -> Any:
+        return kinds(replace(layer, dtype=torch.bfloat16), 90, True)
 
     return {"flash_kinds": hoppers_kinds, "flash_attention": backend.canvas_attention}
 
@@ -113,7 +114,7 @@ def run_requests(
         ) -> None:
             numbers = starts.diff(), is_causal, seq_lens
             rows = list(zip(*(each.tolist() for each in numbers), strict=True))
-            found.append((options.window, is_anchored, rows))
+            found.append((options.mask.window, is_anchored, rows))
 
         look = tape.as_launch(look)  # in each replay, too
 

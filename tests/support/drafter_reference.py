@@ -4,7 +4,7 @@ Source: z-lab's DFlash (arXiv 2602.06036). Attention is `attention.reference`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import Qwen3ForCausalLM
 
 from dllm.attention.inputs import AttentionOptions
-from dllm.attention.masks import QuerySpan, anchor
+from dllm.attention.masks import QuerySpan
 from dllm.attention.reference import dense_attention
 from dllm.drafter.checkpoint import DrafterConfig, LayerAttention
 
@@ -64,15 +64,12 @@ class ReferenceDrafter:
             -1, (-1, self.config.head_dim)
         )
         span = QuerySpan(len(hidden), len(positions), layer.is_causal)
-        if layer.is_anchored:
-            assert layer.window is not None, "an anchored layer has a window"
-            span = replace(span, first_key=anchor(span, layer.window))
         attended = dense_attention(
             self._rotate(queries, positions[len(context) :]),
             self._rotate(keys, positions),
             values,
             span,
-            AttentionOptions(self.config.head_dim**-0.5, layer.window, 0.0),
+            AttentionOptions(self.config.head_dim**-0.5, layer.mask),
         )
         hidden = hidden + attended.flatten(1) @ self.weights[f"{name}self_attn.o_proj.weight"].T
         normed = self._norm(hidden, f"{name}post_attention_layernorm")

@@ -24,6 +24,7 @@ from dllm.attention.cache_write import write_kv
 from dllm.attention.canvas_attention import batch_shape, launch
 from dllm.attention.context_kv import write_context_kv
 from dllm.attention.inputs import AttentionOptions, ContextWeights, PagedKV, RaggedBatch
+from dllm.attention.masks import Mask
 from dllm.attention.planning import plan_attention
 from dllm.attention.tuning import TileConfig, tile_config
 from dllm.attention.visible_pages import VisiblePages
@@ -80,16 +81,16 @@ def attend(
         seq_lens=ints(MAX_SEQS)[:num_seqs],
         block_tables=ints(MAX_SEQS, MAX_LEN // page_size)[:num_seqs],
         is_causal=ints(MAX_SEQS)[:num_seqs],
-        first_keys=ints(MAX_SEQS)[:num_seqs] if layer.is_anchored else None,
+        first_keys=ints(MAX_SEQS)[:num_seqs] if layer.mask.is_anchored else None,
         max_query_len=DRAFTS if layer is DRAFTER else MAX_TOKENS,
         max_seq_len=max_seq_len,
     )
     width = layer.num_heads * layer.head_size
     query = meta(MAX_TOKENS, width, dtype=dtype)[:num_tokens].view(num_tokens, -1, layer.head_size)
-    options = options or AttentionOptions(layer.head_size**-0.5, layer.window)
+    options = options or AttentionOptions(layer.head_size**-0.5, layer.mask)
     tiles = tiles or tile_config(layer.head_size, dtype.itemsize, arch, cache.is_fp8)
     shape = batch_shape(query, cache, batch)
-    plan = plan_attention(shape, tiles, options.window)
+    plan = plan_attention(shape, tiles, options.mask.window)
     workspace = query.new_empty(plan.workspace_elements(shape), dtype=torch.float32)
     launch(query, cache, batch, options, torch.empty_like(query), plan, workspace)
 
@@ -108,8 +109,8 @@ def shorten(shorter: VisiblePages, num_seqs: int, max_query_len: int, max_seq_le
 
 
 def shorter() -> VisiblePages:
-    assert SYMMETRIC.window is not None
-    return VisiblePages(SYMMETRIC.window, 64, MAX_SEQS, MAX_TOKENS, torch.device("meta"))
+    assert SYMMETRIC.mask.window is not None
+    return VisiblePages(SYMMETRIC.mask.window, 64, MAX_SEQS, MAX_TOKENS, torch.device("meta"))
 
 
 def write_cache(layer: Layer, num_tokens: int, cache_dtype: torch.dtype = BF16, first: int = 0):
@@ -195,7 +196,7 @@ def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
 
 # --- what is compiled ----------------------------------------------------------------------------
 
-ODD = Layer("odd", 6, 2, 80, 100, is_anchored=True)
+ODD = Layer("odd", 6, 2, 80, Mask(100, is_anchored=True))
 ODD_TILES = TileConfig(64, 32, 4, 2, max_splits=4, block_v=64)
 
 
@@ -233,7 +234,7 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
         groups["drafter"]["cache write, fp8"] = lambda: write_cache(SLIDING, 256, FP8)
         groups["drafter"]["context, fp8 cache"] = lambda: write_context(1024, cache_dtype=FP8)
     if arch == 90:
-        scale = AttentionOptions(0.1, ODD.window, 30.0)
+        scale = AttentionOptions(0.1, ODD.mask, 30.0)
         groups["branches"] = {
             "anchored, 16 keys a page": lambda: attend(SLIDING, arch, page_size=16),
             "soft cap, odd sizes": lambda: attend(
@@ -241,8 +242,8 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
                 tiles=ODD_TILES,
             ),
             "heads that see blocks": lambda: attend(
-                ODD._replace(window=None, is_anchored=False), arch, page_size=32, tiles=ODD_TILES,
-                options=AttentionOptions(0.1, block_size=32),
+                ODD, arch, page_size=32, tiles=ODD_TILES,
+                options=AttentionOptions(0.1, Mask(block_length=32)),
             ),
             "context, fp16, interleaved, bias": lambda: write_context(
                 1024, layer=DRAFTER._replace(head_size=64), rotary_size=64, has_bias=True,

@@ -22,7 +22,7 @@ from vllm.model_executor.models.gemma4 import Gemma4Model
 from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from dllm.attention.layers import use_anchored_window
+from dllm.attention.layers import see
 from dllm.engine.compilation import maybe_compile, of_fixed_size
 from dllm.engine.logit_rows import LogitRows, Logits, RawLogits, rows_at_once
 from dllm.models import quantized, settings_of
@@ -142,7 +142,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         for layer in self.model.layers:
             # vLLM's own backends do not have this window.
             if self.settings.canvas_window == "anchored" and layer.self_attn.is_sliding:
-                use_anchored_window(layer.self_attn.attn)
+                see(layer.self_attn.attn, is_anchored=True)
 
     def make_algorithm(self, vllm_config: VllmConfig) -> EntropyBound:
         vocab_size = vllm_config.model_config.get_vocab_size()

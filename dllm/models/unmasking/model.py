@@ -12,7 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-from dllm.attention.layers import see_blocks
+from dllm.attention.layers import see
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized, settings_of
 from dllm.models.unmasking.settings import UnmaskingSettings
@@ -41,7 +41,7 @@ class UnmaskingModel:
         self._rows_at_once = rows_at_once(vllm_config)
         for layer in self.modules():  # type: ignore[attr-defined]
             if isinstance(layer, Attention):
-                see_blocks(layer, self.settings.block_size)
+                see(layer, block_length=self.settings.block_size)
 
     def make_algorithm(self, vllm_config: VllmConfig) -> Unmasking:
         return Unmasking(self.settings)
