@@ -6,7 +6,7 @@ random, the same each time, and of the shapes that a model is served with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -198,23 +198,49 @@ def drafter_context(layer: Layer, hidden: int, is_neox: bool, device: torch.devi
     for num_tokens in (5, 40):
         states = _random(num_tokens, hidden, seed=3).to(device, layer.dtype)
         places = torch.arange(num_tokens, device=device)
-        slots = torch.where(places % 3 == 1, -1, 2 * places + 1)
+        slots = [torch.where(places % 3 == 1, -1, 2 * places + 1)] * num_layers
         num_pages = 2 * num_tokens // layer.page_size + 2
         caches = [_empty_cache(layer, num_pages, device) for _ in range(num_layers)]
-        write_context_kv(states, places, weights, caches, [slots] * num_layers)
-        expected = torch.stack(context_kv(states, places, weights, num_kv_heads), 1)
-        unit = FP8_SCALE if caches[0].is_fp8 else 1.0
-        found = torch.stack([torch.stack([one.key, one.value]).float() for one in caches])
-        found = unit * found.flatten(2, 3)  # [layers, 2, slots, heads, head_size]
-        stored, number = slots[slots >= 0], torch.finfo(caches[0].key.dtype)
-        expected = expected[:, :, slots >= 0]
-        # Of fp32 sums; keys are divided by about 1 and turned, which doubles at most.
-        sums = 4e-5 * (states.float().abs() @ weights.weight.float().abs().T).max()
+        write_context_kv(states, places, weights, caches, slots)
+        compare_context(states, places, weights, caches, slots)
+
+
+def compare_context(
+    states: Tensor,
+    positions: Tensor,
+    weights: ContextWeights,
+    caches: Sequence[PagedKV],
+    slots: Sequence[Tensor],
+    blank: float = 0.0,
+    roundoff: float | None = None,
+) -> None:
+    """Compare what a kernel left in caches that were full of a number with the definition.
+
+    Args:
+        slots: of each layer; what has none, -1, may be anything.
+        blank: that number.
+        roundoff: of one rounding to the dtype of the caches.
+
+    Raises:
+        Wrong: as of ``drafter_context``.
+    """
+    number, scale = torch.finfo(caches[0].key.dtype), caches[0].k_scale
+    unit = 1.0 if scale is None else float(scale)
+    roundoff = ROUNDINGS * number.eps / 2 if roundoff is None else roundoff
+    # Of fp32 sums; keys are divided by about 1 and turned, which doubles at most.
+    sums = 4e-5 * (states.float().abs() @ weights.weight.float().abs().T).nan_to_num().max()
+    positions = positions.clamp(max=len(weights.cos_sin) - 1)
+    num_kv_heads = caches[0].key.shape[2]
+    expected = torch.stack(context_kv(states, positions, weights, num_kv_heads), 1)
+    expected = expected.clamp(-unit * number.max, unit * number.max)
+    for cache, own, rows in zip(caches, slots, expected, strict=True):
+        is_stored = own >= 0
+        places, rows = own[is_stored].long(), rows[:, is_stored]
+        found = unit * torch.stack([cache.key, cache.value]).float().flatten(1, 2)
         smallest = unit * number.smallest_normal * number.eps
-        bound = ROUNDINGS * number.eps / 2 * expected.abs() + smallest + sums
-        within(found[:, :, stored] - expected, bound)
-        found[:, :, stored] = 0
-        if found.any():
+        within(found[:, places] - rows, roundoff * rows.abs() + smallest + sums)
+        found[:, places] = blank
+        if (found != blank).any():
             raise Wrong("something is written where no token has a slot")
 
 
@@ -242,11 +268,28 @@ def _row_statistics(device: torch.device, cap: float | None, most: float) -> Non
     kept = softcap(logits, cap).topk(5, dim=1).values[:, -1]
     cutoff = torch.where(top_k < VOCAB, kept, -torch.inf)
     expected = reference_row_stats(*rows, cutoff, cap)
+    compare_statistics(found, expected, most)
+
+
+def compare_statistics(found: RowStats, expected: RowStats, most: float) -> None:
+    """Ids must be the same, except of rows without a distribution, where they mean nothing.
+
+    Args:
+        most: how far nats may be off, and probabilities in parts of themselves.
+
+    Raises:
+        Wrong: they are not as allowed.
+    """
+    for name in ("entropy", "log_z"):
+        one, other = getattr(found, name), getattr(expected, name)
+        within(torch.where(one == other, 0.0, one - other), most, f"{name}: ")  # inf - inf is NaN
+    has_distribution = expected.entropy < torch.inf
     for name in ("argmax", "sample"):
-        if not torch.equal(getattr(found, name), getattr(expected, name)):
+        if not torch.equal(*(getattr(of, name)[has_distribution] for of in (found, expected))):
             raise Wrong(f"{name} differs")
-    for name in ("entropy", "log_z", "probs"):
-        within(getattr(found, name) - getattr(expected, name), torch.tensor(most, device=device))
+    for name in ("probs", "tile_mass"):
+        one, other = getattr(found, name), getattr(expected, name)
+        within(one - other, most * other + 1e-30, f"{name}: ")
 
 
 def soft_embeddings(device: torch.device) -> None:
