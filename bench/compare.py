@@ -6,21 +6,26 @@
 
 Both are served from temporary git worktrees. Everything else is ``bench.serve`` of this checkout,
 so that only the product differs; what is not committed is not measured. Ratios are head / base,
-pair by pair. Nothing is written.
+pair by pair. Then each starts alone, in turn: seconds until it is ready, and the memory that its
+processes hold by then (``--starts 0`` leaves that out). Nothing is written.
 """
 
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
+
 from bench import serve
 from bench.context import ROOT, command_line, read_csv, reporting_failures, write_csv
 from bench.serve import OURS, Spec
-from bench.tables import load_tables
+from bench.servers import Server
+from bench.tables import load_tables, markdown, ratios, spread
 
 # Of bench.serve; given ones go before.
 SHORT = "--rounds 4 --num-requests 30 --concurrency 1 8 --rates --minutes 60"
@@ -31,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__, writes=False)
     parser.add_argument("base", help="commit, branch or tag to compare with")
     parser.add_argument("--head", default="HEAD", help="(HEAD)")
+    parser.add_argument("--starts", type=int, default=3, help="starts of each that are timed (3)")
     given, more = parser.parse_known_args(arguments)  # more: options of bench.serve
     options = serve.parse([*SHORT.split(), *more, "--contestants", OURS])
     options.model = options.model.resolve()
@@ -44,8 +50,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = folder / "rows.csv"
         serve.measure(options, lambda rows: write_csv(path, rows))
         rows = read_csv(path)
-    print(f"\n{load_tables(rows)}")
+        print(f"\n{load_tables(rows)}")
+        if given.starts and not options.no_http:
+            print(f"\n{starts(options.contestants, str(options.model), folder, given.starts)}")
     return int(any(row["problem"] for row in rows))
+
+
+def starts(sides: Sequence[Spec], model: str, folder: Path, count: int) -> str:
+    """A table of starts, one server after the other; the first, which compiles, is not counted."""
+    rows = []
+    for number in range(-1, count):
+        for side in sides:
+            server = Server(
+                side.name, model, folder / "start.log", environment={"PYTHONPATH": str(side.source)}
+            )
+            begin = time.monotonic()
+            with server:
+                server.wait_until_ready()
+                row = {"contestant": side.name, "pair": str(number)}
+                row["start, s"] = f"{time.monotonic() - begin:.2f}"
+                row["idle memory, MiB"] = f"{held_mib(server.process.pid):.0f}"
+            rows += [row] * (number >= 0)
+    head, base = ([row for row in rows if row["contestant"] == side.name] for side in sides)
+    lines = [
+        [column, spread(head, column), spread(base, column), ratios(head, base, column)]
+        for column in ("start, s", "idle memory, MiB")
+    ]
+    return markdown(["", *(side.name for side in sides), "head / base"], lines)
+
+
+def held_mib(pid: int) -> float:
+    """What a process and those that it started hold; shared pages are counted once (PSS)."""
+    parent = psutil.Process(pid)
+    found = (parent, *parent.children(recursive=True))
+    return float(sum(one.memory_full_info().pss for one in found)) / 2**20
 
 
 @contextmanager

@@ -4,12 +4,14 @@
 taken away from the commands, so that they share one. Nothing here looks at a speed.
 """
 
+import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,9 +165,25 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_compare(
-    shared: list[tuple[Any, ...]], repository: Path, capsys: pytest.CaptureFixture[str]
+    shared: list[tuple[Any, ...]],
+    repository: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert compare.main(["old", *SMALL, "--schedule", "adaptive"]) == 0
+    started: list[str] = []
+
+    class Started(nullcontext[None]):
+        process = SimpleNamespace(pid=os.getpid())
+
+        def __init__(self, name: str, model: str, log: Path, environment: Any) -> None:
+            super().__init__()
+            started.append(name)
+
+        def wait_until_ready(self) -> None: ...
+
+    monkeypatch.setattr(compare, "Server", Started)
+    options = ["--schedule", "adaptive", "--starts", "2"]
+    assert compare.main(["old", *SMALL, *options]) == 0
     head, base = shared
     assert head[0].startswith("head ") and base[0].startswith("base ")
     sources = [Path(one[-1]["PYTHONPATH"]) for one in shared]
@@ -175,6 +193,8 @@ def test_compare(
     assert len(listed.splitlines()) == 1  # the repository itself
     out = capsys.readouterr().out
     assert f"{head[0]} / this: tokens/s" in out and base[0] in out
+    assert started == [head[0], base[0]] * 3
+    assert "| start, s | " in out and "| idle memory, MiB | " in out
 
 
 def test_worktrees_are_removed_when_something_fails(
