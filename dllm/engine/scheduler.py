@@ -286,8 +286,11 @@ class CanvasScheduler(SessionScheduler):
     ) -> tuple[list[int], bool]:
         """Append an emitted block to its request without counting the block's KV as computed.
 
-        A bidirectional pass wrote that KV. vLLM puts KV up to ``num_computed_tokens`` into the
-        prefix cache, so the block gets there after its causal pass, and not before.
+        vLLM counts a whole row as computed when it schedules it, and takes off drafts that were
+        rejected: all of a canvas that goes on. The tokens of one that is emitted are taken off
+        here, because a bidirectional pass wrote their KV. vLLM puts KV up to
+        ``num_computed_tokens`` into the prefix cache, so the block gets there after its causal
+        pass, and not before.
         """
         if not is_stale:
             request.num_computed_tokens -= len(new_token_ids)

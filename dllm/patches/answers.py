@@ -51,10 +51,10 @@ def parser_of(theirs: type[DelegatingParser]) -> type[DelegatingParser]:
     """Of the parser that vLLM makes of a server's flags: a class of ours."""
     tools = theirs.tool_parser_cls
     own = {"tool_parser_cls": tools and tools_of(tools)}
-    return type("CanvasParser", (TokenByToken, theirs), own)
+    return type("CanvasParser", (OneTokenAtATime, theirs), own)
 
 
-class TokenByToken(DelegatingParser):
+class OneTokenAtATime(DelegatingParser):
     """Gets one token of a stream at a time."""
 
     _reader: "_Reader | None" = None
