@@ -146,9 +146,9 @@ def attention(
         layer, (chunk, (32, context // block * block, rows), (32, 32, rows)), device=device
     )
     _check_write(case, layer)
-    bounds = {"max_seq_len": int(case.batch.seq_lens.max()), "max_ahead": 0 if rows else 31}
-    out = case.poisoned_out()
-    attend(case.query, case.cache, replace(case.batch, **bounds), case.options, out)
+    longest, out = int(case.batch.seq_lens.max()), case.poisoned_out()
+    batch = replace(case.batch, max_seq_len=longest, max_ahead=0 if rows else 31)
+    attend(case.query, case.cache, batch, case.options, out)
     case.check(out, _roundoff(layer.dtype))
 
 
@@ -157,12 +157,12 @@ def _check_write(case: Case, layer: Layer) -> None:
     cache = case.cache
     stored = [each.float().nan_to_num(0.0) for each in (cache.key, cache.value)]
     scales = (1.0, 1.0) if layer.cache_dtype is None else SCALES
-    given = [
+    key, value = (
         (each * scale).to(layer.dtype).flatten(0, 1)
         for each, scale in zip(stored, scales, strict=True)
-    ]
+    )
     written = replace(cache, key=torch.zeros_like(cache.key), value=torch.zeros_like(cache.value))
-    write_kv(*given, written, torch.arange(len(given[0]), device=cache.key.device))
+    write_kv(key, value, written, torch.arange(len(key), device=key.device))
     if not all(map(torch.equal, (written.key.float(), written.value.float()), stored)):
         raise Wrong("keys or values are written wrongly into the cache")
 
