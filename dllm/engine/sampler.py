@@ -12,8 +12,8 @@ request arrives; not under asynchronous scheduling. A denoise step (``_denoise_t
     report           logprobs, traces and frames
 
 The next canvas of a request always stands in ``CanvasState.canvas``: a request gets its first
-canvas in the step that admits it (``_draw_first_canvases``). A canvas that has not converged goes on; one that has converged is
-followed by a fresh one.
+canvas in the step that admits it (``_draw_first_canvases``). A canvas that has not converged goes
+on; one that has converged is followed by a fresh one.
 """
 
 from collections.abc import Sequence
