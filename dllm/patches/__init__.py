@@ -1,6 +1,7 @@
 """IF vLLM CHANGED, LOOK HERE: ``contract`` lists every name of vLLM that is replaced, and why.
 
-The other modules replace modules' and classes' attributes; some objects of a worker are changed in
-attention, engine, models and drafter. This package imports remote, models, drafter, api and the
+Where vLLM lets a class be chosen, ours is derived from its own: schedulers, workers, model runners
+(``engine.runner``, ``drafter.runner``), the objects that answer routes (``serving``), parsers. The
+other modules here replace functions. This package imports remote, models, drafter, api and the
 packages below them.
 """
