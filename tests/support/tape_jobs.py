@@ -26,7 +26,7 @@ PARSER = "deepseek_r1"
 REQUESTS = [["grammar", "pins"], ["thoughts", "prompt_logprobs"]]
 OTHERS = ["sdar, other", "sdar"]  # the last ones are those of the start
 SAMPLES = [["greedy"], ["sampled", "filtered", "logprobs"]]  # alone, and three padded to four
-CANVAS = {"gemma": 12, "sdar": 4, "sdar-moe": 4}  # the others: 32
+CANVAS = {"gemma": 12, "sdar": 4, "sdar-moe": 4, "stable-diffcoder": 4}  # the others: 32
 
 
 def canvases(family: str, *batches: list[str], **more: Any) -> dict[str, Any]:
@@ -54,6 +54,7 @@ def speculative(method: str, drafter: str, num_drafts: int) -> dict[str, Any]:
 TINY_AR, TINY_DRAFTER = (str(ROOT / "checkpoints" / name) for name in ("tiny-ar", "tiny-drafter"))
 OURS = speculative("dflash", TINY_DRAFTER, 7)
 FEW = {"override_generation_config": {"max_denoising_steps": 8}}
+FAMILIES = ("sdar-moe", "llada2", "nemotron", "fast-dllm", "stable-diffcoder", "a2d-qwen3")
 ALONE = {"additional_config": {"dllm": {"first_step": "separate"}}}
 
 JOBS: dict[str, dict[str, dict[str, Any]]] = {
@@ -70,7 +71,7 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
     "drafts": {
         "eagle3": drafts("target", 6, speculative("eagle3", "eagle3", 5), sizes=[4, 6, 24]),
     },
-    "families": {"sdar-moe": canvases("sdar-moe", *SAMPLES, **FEW)},
+    "families": {name: canvases(name, *SAMPLES, **FEW) for name in FAMILIES},
 }
 
 
