@@ -26,11 +26,8 @@ class Adapter(LoRAModel):
     def from_lora_tensors(  # type: ignore[override]
         cls, lora_model_id: int, tensors: dict[str, torch.Tensor], *args: Any, **options: Any
     ) -> LoRAModel:
-        """Make an adapter of the tensors in its file.
-
-        Raises:
-            ValueError: a value is NaN or infinite, or DiffusionGemma's encoder and
-                decoder share their weights, and the adapter changes them differently.
+        """Raises ValueError: a value is NaN or infinite, or DiffusionGemma's encoder and decoder
+        share their weights, and the adapter changes them differently.
         """
         seen: dict[tuple[str, bool], str] = {}
         for name, tensor in tensors.items():
@@ -50,12 +47,7 @@ class Adapters(LRUCacheWorkerLoRAManager):
     """vLLM's, which leaves out silently what the model served has no layer for."""
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
-        """Read an adapter and refuse what the model served cannot do.
-
-        Raises:
-            ValueError: one of its layers has only one matrix or another shape, or it would change
-                something that takes no adapter; it is named.
-        """
+        """Raises ValueError: a layer has one matrix only, another shape, or takes no adapter."""
         try:
             adapter = super()._load_adapter(lora_request)
         except AssertionError:  # without words
@@ -88,7 +80,7 @@ def _is_whole(lora: Any) -> bool:
 
 
 def _refuse_other_shape(name: str, lora: Any, manager: Any) -> None:
-    """Check one layer's matrices; smaller ones would be served as if the rest were 0.
+    """Smaller matrices would be served as if the rest were 0.
 
     Raises:
         ValueError: they belong to another model, or to another rank than the config says.
@@ -114,11 +106,7 @@ def _refuse_other_shape(name: str, lora: Any, manager: Any) -> None:
 def manager_of_adapters(
     model: nn.Module, vllm_config: VllmConfig, device: torch.device
 ) -> Adapters:
-    """What gives the linear layers of a model adapters.
-
-    Raises:
-        ValueError: ``--lora-target-modules`` names something else.
-    """
+    """Raises ValueError if ``--lora-target-modules`` names something else."""
     config: Any = vllm_config.lora_config
     packed: Any = model.packed_modules_mapping
     # A layer may have two names; vLLM replaces it under each of them.
@@ -161,8 +149,8 @@ class PunicaByRuns(PunicaWrapperCPU):
 
         Args:
             y: ``[rows, sum of output_slices]``; x: ``[rows, columns]``.
-            lora_a_stacked, lora_b_stacked: of each slice, ``[adapters, 1, rank, columns]`` and
-                ``[adapters, 1, slice, rank]``.
+            lora_a_stacked: of each slice, ``[adapters, 1, rank, columns]``; b: ``[.., slice,
+                rank]``.
         """
         if self.no_lora:
             return

@@ -46,7 +46,6 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         return False
 
     def _give_canvases_to_new_requests(self, output: SchedulerOutput) -> None:
-        """As the base class; the canvases count as tokens to come."""
         super()._give_canvases_to_new_requests(output)
         for data in output.scheduled_new_reqs:
             canvas = output.scheduled_spec_decode_tokens.get(data.req_id, ())
@@ -55,12 +54,12 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Append an emitted block to its request.
+        """If the step that writes a block's KV is in flight, its KV counts as computed, and is
+        cached.
 
-        If the engine step that writes its KV is in flight, its KV counts as computed, and goes into
-        the prefix cache. Requests that are scheduled later run behind that engine step. With
-        blocks, only a whole one has KV, with the tail that was in front of its canvas. The output
-        of a preempted request (``is_stale``) changes no counters.
+        Requests that are scheduled later run behind that engine step. With blocks, only a whole one
+        has KV, with the tail that was in front of its canvas. The output of a preempted request
+        (``is_stale``) changes no counters.
         """
         num_tokens, size = request.num_tokens, self._block_size
         if not is_stale:
@@ -104,7 +103,6 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         )
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's statistics of an engine step, with our count of those passes in them."""
         stats = super().make_stats(*args, **kwargs)
         count, self._num_commits = self._num_commits, 0
         if stats is not None and count:

@@ -12,7 +12,6 @@ from dllm.settings.denoising import DenoiseSettings
 
 
 def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, Layer]:
-    """The attention layers of a model of ours that differ, by name."""
     text = vllm_config.model_config.hf_text_config
     layers: dict[str, Layer] = {}
     for index, kind in enumerate(getattr(text, "layer_types", None) or ["full_attention"]):
@@ -39,7 +38,7 @@ def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, L
 
 
 def on_one_gpu(layer: Layer, vllm_config: VllmConfig) -> Layer:
-    """A layer of a whole model as a GPU of the server has it: its heads, and its cache."""
+    """A layer of a whole model as a GPU of the server has it."""
     num_ranks = vllm_config.parallel_config.tensor_parallel_size
     cache = vllm_config.cache_config
     return replace(

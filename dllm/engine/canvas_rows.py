@@ -20,29 +20,21 @@ class CanvasRows(NamedTuple):
     A batch row is one request; it has one logit row for each token of its canvas, or for its first
     tokens alone (``logit_rows.leave_out_rows``): the others take no part in the step. A batch row
     without a canvas has width 0 and no logit rows.
-
-    Attributes:
-        slots: ``[R]`` int64, each request's index into tensors of state.
-        widths: ``[R]`` int64, how many canvas tokens take part in the step.
-        starts: ``[R]`` int64, the position of the canvas's first token in the request's sequence.
-        seq_lens: ``[R]``, the length of that sequence, all canvas tokens included.
-        row_of: ``[N]`` int64, the batch row of a logit row.
-        place: ``[N]`` int64, the position of a logit row in its canvas.
-        padded: ``[R, C]`` int64, the logit row of a canvas position. Positions beyond the width
-            hold the index of some other logit row, and what is read there must not be used.
     """
 
-    slots: torch.Tensor
-    widths: torch.Tensor
-    starts: torch.Tensor
-    seq_lens: torch.Tensor
-    row_of: torch.Tensor
-    place: torch.Tensor
+    slots: torch.Tensor  # [R] int64, each request's index into tensors of state
+    widths: torch.Tensor  # [R] int64, how many canvas tokens take part in the step
+    starts: torch.Tensor  # [R] int64, position of the canvas's first token in its sequence
+    seq_lens: torch.Tensor  # [R], the length of that sequence, all canvas tokens included
+    row_of: torch.Tensor  # [N] int64, the batch row of a logit row
+    place: torch.Tensor  # [N] int64, the position of a logit row in its canvas
+    # [R, C] int64, the logit row of a canvas position. Beyond the width it is that of some other
+    # one, and what is read there must not be used.
     padded: torch.Tensor
 
     @property
     def are_read(self) -> torch.Tensor:
-        """Whose logits somebody reads: ``[N]`` bool. Nobody reads those of a deferred commit."""
+        """``[N]`` bool. Nobody reads the logits of a deferred commit."""
         return (self.widths > 0)[self.row_of]
 
     @classmethod
@@ -89,10 +81,8 @@ class CanvasRows(NamedTuple):
 
     @classmethod
     def whole(cls, starts: torch.Tensor, canvas_length: int) -> CanvasRows:
-        """Canvases of full width without a batch of vLLM's: canvas i is in slot i.
-
-        Args:
-            starts: ``[R]`` int64, the position of each canvas's first token in its sequence.
+        """Canvases of full width, without a batch: canvas i is in slot i. ``starts``: ``[R]``
+        int64.
         """
         num_rows = len(starts)
         places = torch.arange(num_rows * canvas_length, device=starts.device)

@@ -31,45 +31,37 @@ Message = TypeVar("Message")
 
 
 class RepeatableSchedule(SchedulerOutput):
-    """vLLM's message to the worker, of an engine step that may have more than one pass."""
+    """Of an engine step that may have more than one pass."""
 
 
 @dataclass
 class CanvasAnswer(ModelRunnerOutput):
-    """vLLM's answer of the worker.
-
-    Attributes:
-        num_passes: of the engine step.
-        frames: of watched canvases (``frames.StepFrames``), of each pass that has some.
-    """
+    """Of an engine step."""
 
     num_passes: int = 1
+    # ``frames.StepFrames`` of each pass that has some
     frames: list[Any] = field(default_factory=list)
 
 
 def extended(message: Any, kind: type[Message], **more: Any) -> Message:
-    """vLLM's message as one of ours."""
     return kind(**vars(message), **more)
 
 
 def frame_output(req_id: str, frame: dict[str, Any]) -> EngineCoreOutput:
-    """An output of the engine core that holds a frame and nothing else."""
     return EngineCoreOutput(request_id=req_id, new_token_ids=[], kv_transfer_params={FRAME: frame})
 
 
 def frame_in(output: EngineCoreOutput) -> dict[str, Any] | None:
-    """The frame that an output holds; None if it is another output."""
     frame: dict[str, Any] | None = (output.kv_transfer_params or {}).get(FRAME)
     return frame
 
 
 def put_into(stats: SchedulerStats, key: str, counts: Any) -> None:
-    """Engine core: put counts into vLLM's statistics, which go to the front end."""
+    """In the engine core; ``take_out`` is the front end's."""
     stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), key: counts}
 
 
 def take_out(stats: SchedulerStats, key: str) -> Any:
-    """Front end: take them out again; None if there are none."""
     carried = dict(stats.ec_connector_stats or {})
     counts = carried.pop(key, None)
     if counts is not None:

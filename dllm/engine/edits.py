@@ -44,15 +44,11 @@ logger = init_logger(LOGGER)
 
 
 class PreparedEdits(NamedTuple):
-    """What denoise steps need to know about a batch whose logits are edited.
+    """What denoise steps need to know about a batch whose logits are edited."""
 
-    Attributes:
-        context: a step as vLLM's processors expect it, but ``input_ids``, which each step has.
-        forbids_words: ``[N]`` bool, rows in which a bad word may end; None if nobody has bad words.
-    """
-
+    # A step as vLLM's processors expect it, but ``input_ids``, which each step has.
     context: LogitsContext
-    forbids_words: torch.Tensor | None
+    forbids_words: torch.Tensor | None  # [N] bool, rows in which a bad word may end
 
 
 class LogitEdits:
@@ -60,12 +56,8 @@ class LogitEdits:
 
     Processors of other packages (entry points ``vllm.logits_processors``) are left out, and a line
     in the log says so: a canvas may be emitted before the tokens in front of each position have
-    settled, so that what a processor forbids could be emitted.
-
-    Args:
-        processors: of vLLM's sampler, in the order in which vLLM applies them. The order matters:
-            a bias is added, and a penalty multiplies.
-        num_slots: how many requests the processors have room for.
+    settled, so that what a processor forbids could be emitted. vLLM's stay in its order: a bias is
+    added, and a penalty multiplies.
 
     Attributes:
         is_edited: ``[slots]`` bool, for the host.
@@ -86,13 +78,11 @@ class LogitEdits:
         self._has_bad_words = np.zeros(num_slots, dtype=bool)
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Store what a new (or resumed) request asks for, in place of the slot's last request."""
         asked = [processor.add_request(slot, params) for processor in self._processors]
         self.is_edited[slot] = any(asked)
         self._has_bad_words[slot] = asked[-1]
 
     def apply_staged_writes(self) -> None:
-        """Send what ``add_request`` stored to the device."""
         for processor in self._processors:
             processor.apply_staged_writes()
 
@@ -105,9 +95,9 @@ class LogitEdits:
     ) -> PreparedEdits | None:
         """What denoise steps need; None if no request of the batch edits. Does not wait.
 
-        vLLM's processors expect two things. The input id of row i > 0 is the draft token in front
-        of the token that row i decides. The position of a row is that of its input, which is one
-        less than the position of the token that it decides.
+        To vLLM's processors the input id of row i > 0 is the draft token in front of the token that
+        row i decides. The position of a row is that of its input, one less than that of the token
+        that it decides.
 
         Args:
             is_pinned: ``[N, 1]`` bool, whether a row's input token is a pin; None: nobody pins. A
@@ -167,12 +157,8 @@ class LogitEdits:
         of a bad word. (A pin may be a token that another edit excludes.)
 
         Args:
-            logits: ``[N, vocab]`` fp32, the edited logits of this step; changed in place.
-            num_emitted: ``[R]`` int64, how many tokens of each canvas would be emitted.
-            argmax_canvas: ``[R, C]`` int64, those tokens.
-
-        Returns:
-            The logits, and how many tokens are emitted.
+            logits: ``[N, vocab]`` fp32, edited; changed in place.
+            num_emitted: ``[R]`` int64, of the tokens ``argmax_canvas`` ``[R, C]`` int64.
         """
         if prepared is None or prepared.forbids_words is None:
             return logits, num_emitted
@@ -186,13 +172,11 @@ class LogitEdits:
 
 
 def clean_lengths(rows: CanvasRows, is_bad: torch.Tensor) -> torch.Tensor:
-    """How many tokens of each canvas come before its first bad one: ``[R]`` int64.
+    """``[R]`` int64, how many tokens of each canvas come before its first bad one (``[N]`` bool).
 
-    The result is at least 1 for a row with a canvas, and 0 for a row without. Position 0 can be bad
-    only if it is a hint, or if the request forbids every token, which is refused when a request
-    arrives (``settings.admission``). Then the token is emitted: the request must go on.
-
-    is_bad: ``[N]`` bool.
+    At least 1 for a row with a canvas. Position 0 can be bad only if it is a hint, or if the
+    request forbids every token, which is refused when a request arrives (``settings.admission``).
+    Then the token is emitted: the request must go on.
     """
     first_bad = torch.where(is_bad, rows.place, rows.widths[rows.row_of])
     clean = rows.widths.scatter_reduce(0, rows.row_of, first_bad, "amin")

@@ -27,12 +27,7 @@ from dllm.settings.request import grammar_of
 
 
 class EmittedText(StructuredOutputGrammar):
-    """What a request has emitted so far; vLLM asks this in the place of a matcher of its own.
-
-    Args:
-        serialized: what the request ships.
-        stops: tokens that end a text.
-    """
+    """What a request has emitted so far; vLLM asks this in the place of a matcher of its own."""
 
     def __init__(self, serialized: bytes, stops: Collection[int]) -> None:
         constraint = Constraint.from_bytes(serialized)
@@ -46,13 +41,12 @@ class EmittedText(StructuredOutputGrammar):
 
     @classmethod
     def of_request(cls, params: SamplingParams) -> "EmittedText":
-        """Of an admitted request, which ships its table."""
         serialized = grammar_of(params)
         assert serialized is not None, "an admitted request has the table of its grammar"
         return cls(serialized, params.all_stop_token_ids)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Whether the text goes on with these tokens; what stands behind its end is not read."""
+        """What stands behind the end of a text is not read."""
         for token in tokens:
             if self._has_ended:
                 break
@@ -65,11 +59,9 @@ class EmittedText(StructuredOutputGrammar):
         return True
 
     def is_terminated(self) -> bool:
-        """Whether a token has ended the text."""
         return self._has_ended
 
     def reset(self) -> None:
-        """Nothing is emitted."""
         self._state, self._has_ended = START, False
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
@@ -86,10 +78,9 @@ class EmittedText(StructuredOutputGrammar):
 
 
 def capacity_for(num_requests: int, vocab_size: int) -> Sizes:
-    """The capacity that all tables of running requests share.
+    """One table of the largest size, also with thoughts, and for each request one that few exceed.
 
-    One of the largest size, also with thoughts, and for each request one of a size that few exceed:
-    some 300 MB for 64 requests and 262,144 tokens.
+    Some 300 MB for 64 requests and 262,144 tokens.
     """
     chunks = vocab_size // CHUNK
     label_chunks = MOST_MEMBERS // LABEL_CHUNK + MOST_LABELS
@@ -102,9 +93,10 @@ def capacity_for(num_requests: int, vocab_size: int) -> Sizes:
 
 
 def with_thoughts(sizes: Sizes, table: Table, thoughts: Thoughts) -> Sizes:
-    """What a table takes at most with thoughts in front: a state, and classes of single tokens.
+    """What a table takes at most with thoughts in front.
 
-    The state is behind itself and in front of the start. Every label may get the new classes.
+    That is a state, behind itself and in front of the start, and classes of single tokens, which
+    every label may get.
     """
     more = 3 + len(thoughts.forbidden)
     classes = table.num_classes + more
@@ -115,11 +107,7 @@ def with_thoughts(sizes: Sizes, table: Table, thoughts: Thoughts) -> Sizes:
 
 
 class GrammarCapacity:
-    """Which requests with a grammar may run: as many as their tables have room for.
-
-    Args:
-        capacity: of all tables together; equal ones count once.
-    """
+    """Which requests with a grammar may run; equal tables count once."""
 
     def __init__(self, capacity: Sizes) -> None:
         self._capacity = capacity

@@ -21,23 +21,12 @@ from dllm.ops.staging import to_device
 
 
 class FirstTokens:
-    """Writes first tokens into the canvases of a server.
-
-    Args:
-        model: whose ``compute_logits`` gives logits of any row.
-        sampler: of the model.
-        mask_token_id: of the model; a place that holds another token keeps it.
-    """
-
     def __init__(self, model: Any, sampler: DiffusionSampler, mask_token_id: int) -> None:
         self._model, self._sampler, self._mask = model, sampler, mask_token_id
 
     def write(self, hidden_states: torch.Tensor, batch: InputBatch) -> None:
-        """Behind a forward pass: begin the canvases whose text has been read to its end.
-
-        Args:
-            hidden_states: ``[tokens, hidden]``, of the last layer.
-            batch: the step; rows with a canvas are past this.
+        """Behind a forward pass (``[tokens, hidden]``): begin the canvases whose text is read to
+        its end.
         """
         count = batch.num_reqs
         slots_np = batch.idx_mapping_np[:count]

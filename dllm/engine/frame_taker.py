@@ -18,8 +18,6 @@ from dllm.settings.request import STREAM, STREAM_EVERY, traced
 
 
 class FrameTaker:
-    """In the worker: copies the canvases of watched requests, if there are any."""
-
     def __init__(self, num_slots: int) -> None:
         self._every = ["block"] * num_slots
         self._is_watched = np.zeros(num_slots, dtype=bool)
@@ -27,10 +25,7 @@ class FrameTaker:
         self._pending: list[StepFrames] = []
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Store whether the new request of this slot is watched.
-
-        All tensor-parallel ranks have the same canvases; the scheduler listens to the first.
-        """
+        """All tensor-parallel ranks have the same canvases; the scheduler listens to the first."""
         extra = params.extra_args or {}
         is_shown = extra.get(STREAM) is not None
         is_watched = is_shown or traced(params) is not None
@@ -43,7 +38,7 @@ class FrameTaker:
 
         Args:
             canvases: ``[slots, C]``, what the next step gets.
-            traces: ``[R, C, 4]``, from ``engine.traces``; None if nobody is traced.
+            traces: ``[R, C, 4]``, from ``engine.traces``.
         """
         batch, num_reqs = record.tile.batch, record.tile.batch.num_reqs
         slots = batch.idx_mapping_np[:num_reqs]
@@ -61,10 +56,7 @@ class FrameTaker:
         self._pending.append(StepFrames([batch.req_ids[i] for i in index], every, packed))
 
     def take(self) -> list[StepFrames]:
-        """The frames of an engine step, to be sent with the worker's answer.
-
-        Their copies were queued before vLLM's own, so they are complete when those are.
-        """
+        """Frames of an engine step. Their copies are complete when vLLM's, queued later, are."""
         taken, self._pending = self._pending, []
         return taken
 
@@ -74,8 +66,8 @@ def _packed(
 ) -> "np.ndarray | torch.Tensor":
     """``StepFrames.packed`` of the batch rows ``index`` ``[n]``.
 
-    On a CPU in numpy: operations of torch take ten times as long for so little data. Elsewhere in
-    torch, and a copy to pinned memory that nobody waits for here.
+    On a CPU in numpy: operations of torch take ten times as long for so little data. Elsewhere a
+    copy to pinned memory that nobody waits for here.
     """
     rows, step = record.tile.rows, record.denoised
     on_host = canvases.device.type == "cpu"

@@ -38,21 +38,17 @@ TRACE_LINES = slice(4, 8)
 
 @dataclass
 class StepFrames:
-    """The frames of one pass.
-
-    Attributes:
-        req_ids: of the watched requests of the batch, n of them.
-        every: for each, "pass" or "visit": whether it wants this frame if another pass follows;
-            "block": only if its canvas has converged.
-        packed: ``[n, 4 or 8, C + 1]`` fp32, which holds ids and positions exactly up to 2^24. Rows:
-            the next canvas, the argmax canvas, entropies in nats, whether the sampled token is
-            kept; if somebody is traced, the four columns of ``engine.traces``.
-            Last column: where the canvas starts, denoise steps done, its width, whether it has
-            converged. A width of 0 is no frame: an emitted block got its KV (``engine.pending``).
-    """
+    """The frames of one pass, of n watched requests."""
 
     req_ids: list[str]
+    # "pass" or "visit": whether a request wants this frame if another pass follows; "block": only
+    # if its canvas has converged.
     every: list[str]
+    # [n, 4 or 8, C + 1] fp32, which holds ids and positions exactly up to 2^24. Rows: the next
+    # canvas, the argmax canvas, entropies in nats, whether the sampled token is kept; if somebody
+    # is traced, the four columns of ``engine.traces``. Last column: where the canvas starts,
+    # denoise steps done, its width, whether it has converged. A width of 0 is no frame: an emitted
+    # block got its KV (``engine.pending``).
     packed: "torch.Tensor | np.ndarray"
 
 
@@ -60,11 +56,7 @@ class FrameMail:
     """In the engine core: the frames of an engine step, by the API servers of their requests."""
 
     def __init__(self, steps: Sequence[StepFrames], requests: Mapping[str, Any]) -> None:
-        """Address the frames of an engine step.
-
-        Args:
-            requests: by id, those that end in this step, too.
-        """
+        """``requests``: by id, those that end in this step, too."""
         # Of each frame its server, and what its trace is made of.
         self._frames: list[tuple[EngineCoreOutput, int, np.ndarray, frozenset[str] | None]] = []
         for number, step in enumerate(steps):
@@ -113,12 +105,7 @@ def _frame_output(req_id: str, num_prompt_tokens: int, packed: np.ndarray) -> En
 
 
 def _trace(packed: np.ndarray, emitted: EngineCoreOutput, asked: frozenset[str]) -> dict[str, Any]:
-    """A block's trace, as ``Frame.trace`` has it.
-
-    Args:
-        emitted: what the engine core says of the request in this engine step.
-        asked: what the request wants beside the rest.
-    """
+    """A block's trace (``Frame.trace``); ``asked``: what the request wants beside the rest."""
     length, width = len(emitted.new_token_ids), int(packed[WIDTH, -1])
     shown = slice(width if "behind_stop" in asked and emitted.finished else length)
     tokens, (steps, *numbers) = packed[1, shown], packed[TRACE_LINES, shown]
@@ -138,32 +125,21 @@ def _finite(numbers: np.ndarray) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Frame:
-    """In the API server: one canvas after one denoise step. Arrays are ``[canvas width]``.
+    """In the API server: one canvas after one denoise step. Arrays are ``[canvas width]``."""
 
-    Attributes:
-        offset: how many tokens of the answer are in front of the canvas.
-        step: counted from 1 in each canvas.
-        is_final: the canvas has converged, and its argmax is emitted.
-        canvas: ids that the next step sees. Without meaning if ``is_final``.
-        argmax: ids of the most likely tokens.
-        entropy: of the model's distributions, nats.
-        accepted: whether the sampled token is kept.
-        trace: if it is asked for, and ``is_final``: how many of the tokens belong to the answer
-            (``length``), and lists over these and, if asked for, those behind the stop.
-    """
-
-    offset: int
-    step: int
-    is_final: bool
-    canvas: np.ndarray
+    offset: int  # how many tokens of the answer are in front of the canvas
+    step: int  # from 1 in each canvas
+    is_final: bool  # the canvas has converged, and its argmax is emitted
+    canvas: np.ndarray  # ids that the next step sees; no meaning if ``is_final``
     argmax: np.ndarray
-    entropy: np.ndarray
-    accepted: np.ndarray
+    entropy: np.ndarray  # of the model's distributions, nats
+    accepted: np.ndarray  # whether the sampled token is kept
+    # If it is asked for, and ``is_final``: how many of the tokens belong to the answer
+    # (``length``), and lists over these and, if asked for, those behind the stop.
     trace: dict[str, Any] | None = None
 
 
 def frame_of(output: EngineCoreOutput) -> Frame | None:
-    """The frame that an output of the engine core holds; None if it is another output."""
     frame = frame_in(output)
     if frame is None:
         return None

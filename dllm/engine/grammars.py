@@ -60,26 +60,17 @@ logger = logging.getLogger(__name__)
 
 
 class Written(NamedTuple):
-    """The result of a step.
+    """The result of a step."""
 
-    Attributes:
-        chosen: ``[N]`` int64, the texts; NO_TOKEN behind their ends, and without a grammar.
-        paths: what ``advance`` reads; None if no request has a grammar.
-    """
-
-    chosen: torch.Tensor
-    paths: Any = None
+    chosen: torch.Tensor  # [N] int64, the texts; NO_TOKEN behind their ends, and without a grammar
+    paths: Any = None  # what ``advance`` reads; None if no request has a grammar
 
 
 class CanvasGrammars(ABC):
     """The grammars of the requests in all slots.
 
-    Args:
-        vllm_config: for the longest sequence, and for the token that pads.
-        num_slots: how many requests run at a time.
-
     Attributes:
-        slots: the grammar of each request; None without one.
+        slots: the grammar of each request.
         has_grammar: ``[slots]`` bool, for the host.
     """
 
@@ -97,10 +88,10 @@ class CanvasGrammars(ABC):
         self._last: deque[Grammar] = deque(maxlen=KEPT_GRAMMARS)
 
     def add_request(self, slot: int, data: NewRequestData, thought: Thought | None) -> None:
-        """Store the grammar of a new (or resumed) request, in place of the slot's last one.
+        """A request that contradicts its grammar goes on without.
 
-        One that contradicts its grammar goes on without: the engine core does not accept what it
-        emits, and ends this request with an error. ``thought`` is open behind the prompt.
+        The engine core does not accept what it emits, and ends it with an error. ``thought`` is
+        open behind the prompt.
         """
         self._put(slot, None)
         params = data.sampling_params
@@ -113,7 +104,6 @@ class CanvasGrammars(ABC):
             logger.exception("Request %s has a grammar that cannot be kept to", data.req_id)
 
     def remove_request(self, req_id: str) -> None:
-        """Let go of the grammar of a request that has ended, or was preempted."""
         if (slot := self._slot_of.pop(req_id, None)) is not None:
             self._put(slot, None)
 
@@ -147,10 +137,7 @@ class CanvasGrammars(ABC):
         """Send what ``add_request`` stored to the device."""
 
     def prepare(self, batch: InputBatch, rows: CanvasRows) -> Any:
-        """What denoise steps need to know about a batch; None if no request has a grammar.
-
-        Does not wait for the device.
-        """
+        """Does not wait for the device."""
         if not self.has_grammar[batch.idx_mapping_np[: batch.num_reqs]].any():
             return None
         return self._prepare(batch, rows)
@@ -166,8 +153,7 @@ class CanvasGrammars(ABC):
 
         Args:
             logits: ``[N, vocab]`` fp32, edited; changed in place.
-            scores: of rows of logits; the best path has the largest sum.
-            rows: where the canvases are in the batch.
+            scores: the best path has the largest sum.
             prepared: what ``prepare`` returned.
         """
 
@@ -180,7 +166,7 @@ class HostGrammars(CanvasGrammars):
     """Canvases are solved one after the other, on the host."""
 
     def _prepare(self, batch: InputBatch, rows: CanvasRows) -> list[tuple[int, int, SlotGrammar]]:
-        """(row, its first row of logits, grammar) of those that have one."""
+        """(row, its first row of logits, grammar)."""
         slots, starts = batch.idx_mapping_np[: batch.num_reqs], batch.cu_num_logits_np
         return [
             (row, int(starts[row]), found)
@@ -195,7 +181,6 @@ class HostGrammars(CanvasGrammars):
         rows: CanvasRows,
         prepared: list[tuple[int, int, SlotGrammar]],
     ) -> Written:
-        """``paths`` by batch row."""
         widths, canvas_starts = rows.widths.tolist(), rows.starts.tolist()
         chosen = np.full(len(logits), NO_TOKEN, dtype=np.int64)
         paths: dict[int, Path] = {}
@@ -230,29 +215,20 @@ class HostGrammars(CanvasGrammars):
 
 
 class PreparedTables(NamedTuple):
-    """What kernels need to know about the R requests of a batch.
-
-    Attributes:
-        tables: of the grammars in all slots.
-        table_of: ``[R]`` int32, NO_TABLE without a grammar or a canvas.
-        slots: ``[R]`` int64.
-        tokens_left: ``[R]`` int64, how many tokens the answer may have from its canvas on.
-        thoughts_end: ``[R]`` int32, the place in the canvas at which thoughts end at the latest.
-        stops, fillers: ``[R, M]`` int64, ascending; the last one is repeated.
-        first_row, length: ``[R]`` int32, of each canvas among the rows of logits.
-        most_rows: of one canvas.
-    """
+    """What kernels need to know about the R requests of a batch."""
 
     tables: PackedTables
-    table_of: torch.Tensor
-    slots: torch.Tensor
-    tokens_left: torch.Tensor
-    thoughts_end: torch.Tensor
+    table_of: torch.Tensor  # [R] int32, NO_TABLE without a grammar or a canvas
+    slots: torch.Tensor  # [R] int64
+    tokens_left: torch.Tensor  # [R] int64, of the answer from its canvas on
+    thoughts_end: torch.Tensor  # [R] int32, place in the canvas at which thoughts end at the latest
+    # [R, M] int64, ascending; the last one is repeated.
     stops: torch.Tensor
     fillers: torch.Tensor
+    # [R] int32, of each canvas among the rows of logits.
     first_row: torch.Tensor
     length: torch.Tensor
-    most_rows: int
+    most_rows: int  # of one canvas
 
 
 class DeviceGrammars(CanvasGrammars):
@@ -269,7 +245,6 @@ class DeviceGrammars(CanvasGrammars):
         self._least = 0, 0, 0  # classes, labels and states that kernels have room for
 
     def _put(self, slot: int, found: SlotGrammar | None) -> None:
-        """The state goes to the device with ``apply_staged_writes``."""
         super()._put(slot, found)
         self._staged[slot] = found.state if found else 0
         # The scheduler lets in no more than there is room for.
@@ -283,7 +258,6 @@ class DeviceGrammars(CanvasGrammars):
             )
 
     def _grammars(self) -> set[Grammar]:
-        """Of all slots."""
         return {one.grammar for one in self.slots if one}
 
     def apply_staged_writes(self) -> None:
@@ -343,7 +317,6 @@ class DeviceGrammars(CanvasGrammars):
     def write_(
         self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: PreparedTables
     ) -> Written:
-        """``paths`` of all rows."""
         state = self._states[prepared.slots]
         canvases = Searches(
             first_row=prepared.first_row,
@@ -382,7 +355,7 @@ def _budget(prepared: PreparedTables, state: torch.Tensor) -> torch.Tensor:
 
 
 def write_paths(*given: Any) -> Paths:
-    """``grammar.kernels.write_paths``, whose module needs Triton."""
+    """Its module needs Triton."""
     from dllm.grammar import kernels
 
     return kernels.write_paths(*given)

@@ -26,15 +26,10 @@ LEAST_WORKSPACE_MIB = 1024  # by default
 
 @dataclass(frozen=True)
 class RawLogits:
-    """Logits of a step in which nobody needs whole rows of them: soft-capped where they are read.
+    """Logits of a step in which nobody needs whole rows: soft-capped where they are read."""
 
-    Attributes:
-        values: ``[N, vocab]`` in the model's dtype, not soft-capped.
-        cap: what they are to be soft-capped with; None: nothing.
-    """
-
-    values: torch.Tensor
-    cap: float | None
+    values: torch.Tensor  # [N, vocab] in the model's dtype, not soft-capped
+    cap: float | None  # what they are to be soft-capped with
 
     def __getitem__(self, rows: slice) -> "RawLogits":
         return RawLogits(self.values[rows], self.cap)
@@ -42,14 +37,10 @@ class RawLogits:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """The logits of N rows, computed when they are indexed with a slice.
+    """The logits of N rows, computed when they are indexed with a slice."""
 
-    Attributes:
-        hidden: ``[N, hidden]``, output of the model's last layer.
-        head: computes logits: ``[rows, hidden]`` to ``[rows, vocab]`` fp32, or raw ones.
-    """
-
-    hidden: torch.Tensor
+    hidden: torch.Tensor  # [N, hidden], output of the model's last layer
+    # ``[rows, hidden]`` to ``[rows, vocab]`` fp32, or raw ones.
     head: Callable[[torch.Tensor], torch.Tensor | RawLogits]
 
     def __getitem__(self, rows: slice) -> torch.Tensor | RawLogits:
@@ -84,20 +75,16 @@ def _workspace_mib() -> int:
 def tiles_of_batch(
     input_batch: InputBatch, rows_at_once: int
 ) -> Iterator[tuple[slice, InputBatch]]:
-    """Split a batch into tiles: for each, its rows of logits and a batch of its requests alone."""
+    """For each tile its rows of logits, and a batch of its requests alone."""
     starts = input_batch.cu_num_logits_np[: input_batch.num_reqs + 1]
     for first, end in tile_bounds(starts, rows_at_once):
         yield slice(int(starts[first]), int(starts[end])), part_of_batch(input_batch, first, end)
 
 
 def tile_bounds(starts: np.ndarray, rows_at_once: int) -> list[tuple[int, int]]:
-    """The tiles of a batch as ranges of requests [first, end).
+    """The tiles of a batch as ranges of requests [first, end), at least one in each; none is cut.
 
-    Each tile holds as many requests as fit, and at least one. No request is cut.
-
-    Args:
-        starts: ``[requests + 1]``, the first row of logits of each request, and the number of rows.
-        rows_at_once: how many rows of logits fit.
+    ``starts``: ``[requests + 1]``, the first row of logits of each request, and the number of rows.
     """
     bounds, first = [], 0
     while first < len(starts) - 1:
@@ -111,8 +98,8 @@ def tile_bounds(starts: np.ndarray, rows_at_once: int) -> list[tuple[int, int]]:
 def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
     """The requests [first, end) of a batch. Only the fields that the sampler reads are cut.
 
-    ``input_ids`` and ``positions`` stay those of the whole batch: ``logits_indices`` points into
-    them.
+    ``logits_indices`` points into ``input_ids`` and ``positions``, which stay those of the whole
+    batch.
     """
     requests = slice(first, end)
     starts = input_batch.cu_num_logits_np[first : end + 1]
@@ -137,13 +124,10 @@ def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
 
 
 def leave_out_rows(input_batch: InputBatch, num_rows: np.ndarray) -> None:
-    """Let canvases have logits for their first tokens alone, where the rest is never used.
+    """Let canvases have logits for their first ``num_rows`` ``[slots]`` alone.
 
     To the sampler such a canvas is as wide as its logits; its sequence is as long as ever. Called
     when the attention metadata of the whole canvases exists.
-
-    Args:
-        num_rows: ``[slots]``, how many tokens of a canvas need logits.
     """
     num_reqs = input_batch.num_reqs
     starts = input_batch.cu_num_logits_np[: num_reqs + 1]
@@ -164,7 +148,6 @@ def leave_out_rows(input_batch: InputBatch, num_rows: np.ndarray) -> None:
 
 
 def joined_outputs(parts: Sequence[SamplerOutput]) -> SamplerOutput:
-    """The output of a batch, joined from the outputs of its tiles."""
     if len(parts) == 1:
         return parts[0]
     num_nans = [part.num_nans for part in parts if part.num_nans is not None]

@@ -35,10 +35,8 @@ class BlockLogprobs:
     """Computes the logprobs of emitted tokens, and of the top or the given token ids beside them.
 
     Args:
-        sampler: vLLM's, which stores which request asked for which logprobs.
-        is_async: whether the device is not waited for. Then every pass scores whole canvases,
-            because the host does not know which of them are emitted.
-        kept: for an algorithm that decides tokens one after the other; None for any other.
+        is_async: every pass scores whole canvases: the host does not know which are emitted.
+        kept: for an algorithm that decides tokens one after the other.
     """
 
     def __init__(self, sampler: Sampler, is_async: bool, kept: "KeptScores | None") -> None:
@@ -49,10 +47,7 @@ class BlockLogprobs:
         self._reports_logits = sampler.logprobs_mode in LOGITS_MODES
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Store a new request's ``logprob_token_ids``.
-
-        vLLM's SamplingStates stores how many top logprobs it asks for.
-        """
+        """vLLM's SamplingStates stores how many top logprobs a request asks for."""
         self._sampler.logprob_token_ids_state.add_request(slot, params)
         self._asks[slot] = params.num_logprobs is not None
         if self._kept is not None:
@@ -61,7 +56,6 @@ class BlockLogprobs:
             self._kept.make_room(max(most, len(params.logprob_token_ids or ())))
 
     def apply_staged_writes(self) -> None:
-        """Send what ``add_request`` stored to the device."""
         self._sampler.logprob_token_ids_state.apply_staged_writes()
 
     def shrink(self) -> None:
@@ -70,7 +64,7 @@ class BlockLogprobs:
             self._kept.shrink()
 
     def are_wanted(self, input_batch: InputBatch) -> bool:
-        """Whether a request of the batch asks for logprobs. Does not wait for the device."""
+        """Does not wait for the device."""
         return bool(self._asks[input_batch.idx_mapping_np[: input_batch.num_reqs]].any())
 
     def of_decided(
@@ -78,11 +72,8 @@ class BlockLogprobs:
     ) -> LogprobsTensors | None:
         """The scores of all tokens of requests that ask, if this step may decide some for good.
 
-        Does not wait for the device. None if nobody asks, or if the next step decides them anew.
-
-        Args:
-            logits: ``[N, vocab]``, edited.
-            step: what the algorithm decided.
+        None if nobody asks, or if the next step decides them anew. Does not wait for the device.
+        ``logits``: ``[N, vocab]``, edited.
         """
         if self._kept is None or tile.is_read_only is None:
             return None
@@ -96,10 +87,9 @@ class BlockLogprobs:
         result holds emitted tokens only. Otherwise it holds whole canvases, emitted or not; vLLM
         reads as many rows of a request as it emits tokens.
 
-        Returns:
-            Column 0 is the token itself, the others are the top or the given token ids. Its rank is
-            1 for the most likely token, and counts ties. With a ``--logprobs-mode`` of logits the
-            values are logits / temperature.
+        Column 0 is the token itself, the others are the top or the given token ids. Its rank is 1
+        for the most likely token, and counts ties. With a ``--logprobs-mode`` of logits the values
+        are logits / temperature.
         """
         tile = record.tile
         if tile.is_read_only is None:
@@ -153,10 +143,7 @@ class BlockLogprobs:
         slots: torch.Tensor,
         dims: tuple[int, int],
     ) -> LogprobsTensors:
-        """The logprobs of the emitted ``tokens`` ``[n]``.
-
-        logits: ``[n, vocab]``, changed in place. temperature, slots: ``[n]``. dims: from ``_dims``.
-        """
+        """``logits``: ``[n, vocab]``, changed in place; temperature, tokens, slots: ``[n]``."""
         if not self._reports_logits:
             logits -= logits.amax(dim=1, keepdim=True)
         logits /= temperature[:, None]
@@ -179,14 +166,11 @@ class BlockLogprobs:
 
 
 class KeptScores:
-    """The scores of decided tokens until their canvas is emitted, for every slot.
+    """The scores of decided tokens until their canvas (``[slots, C]``) is emitted.
 
     It is as wide as a request has asked for, and as vLLM's memory profile has counted
     (``DiffusionSampler.profile``). What a slot's last request left there is overwritten before it
     is read: an emitted token was decided on this canvas.
-
-    Args:
-        canvases: ``[slots, C]``, for the shape and the device.
     """
 
     def __init__(self, canvases: torch.Tensor) -> None:
@@ -195,21 +179,15 @@ class KeptScores:
         self._ranks = torch.zeros_like(canvases, dtype=torch.int64)
 
     def make_room(self, num_scores: int) -> None:
-        """Keep so many scores of a token beside its own, at least."""
         more = max(1 + num_scores - self._ids.shape[-1], 0)
         if more:
             self._ids, self._scores = F.pad(self._ids, (0, more)), F.pad(self._scores, (0, more))
 
     def shrink(self) -> None:
-        """Keep a token's own score only, until a request asks for others."""
         self._ids, self._scores = self._ids[..., :1].clone(), self._scores[..., :1].clone()
 
     def updated(self, some: torch.Tensor, record: StepRecord, width: int) -> LogprobsTensors:
-        """Keep the scores of the tokens that a step decides, and return ``width`` columns of all.
-
-        Args:
-            some: ``[n]`` rows of logits, those of ``record.decided_scores``.
-        """
+        """Keep the scores that a step decides; return ``width`` columns of the rows ``[n]``."""
         rows, new, is_decided = record.tile.rows, record.decided_scores, record.denoised.decided
         assert new is not None and is_decided is not None, "an algorithm that decides for good"
         row, places = rows.row_of[some], rows.place[some]
@@ -230,7 +208,7 @@ class KeptScores:
 
 
 def joined(parts: Sequence[SamplerOutput]) -> LogprobsTensors | None:
-    """The logprobs of a batch, joined from those of its tiles.
+    """The logprobs of a batch, from those of its tiles.
 
     A part with fewer columns than the widest is padded with columns that nobody reads.
     """

@@ -50,9 +50,6 @@ class DenoiseLoop:
     """Decides, in the worker, whether another pass follows.
 
     Args:
-        vllm_config: for ``denoise_loop_ms``.
-        is_on_cpu: whether the model is on a CPU.
-        forward_of: the forward pass of a batch's canvases (``CanvasForward.of_batch``).
         clock: seconds; tests give their own.
 
     Attributes:
@@ -90,19 +87,16 @@ class DenoiseLoop:
         self._start = self._last = self.clock()
 
     def repeat_with(self, replay: Callable[[], torch.Tensor]) -> None:
-        """Call it in an engine step whose first pass is a full CUDA graph (``replay``)."""
+        """For an engine step whose first pass is a full CUDA graph."""
         self.replay = replay
 
     def may_repeat(self, input_batch: InputBatch) -> bool:
-        """Whether the batch of this engine step can be repeated: every row has a canvas."""
+        """Whether every row has a canvas."""
         widths = input_batch.num_draft_tokens_per_req
         return self._is_allowed and widths is not None and bool(widths.all())
 
     def goes_on(self, num_emitted: torch.Tensor) -> bool:
-        """Whether another pass follows one that emitted ``num_emitted`` ``[R]`` tokens.
-
-        Waits for the device.
-        """
+        """Whether a pass follows one that emitted ``[R]`` tokens. Waits for the device."""
         has_emitted = bool(num_emitted.any())  # waits, so that the clock counts the device's time
         now = self.clock()
         next_ends = now + (now - self._last) - self._start  # if it takes as long as this one
@@ -116,21 +110,16 @@ class DenoiseLoop:
 
 
 def bound_s(options: PluginOptions, is_on_cpu: bool) -> float:
-    """``denoise_loop_ms`` in seconds."""
     if options.denoise_loop_ms == "auto":
         return CPU_LOOP_S if is_on_cpu else 0.0
     return options.denoise_loop_ms / 1e3
 
 
 class CanvasForward:
-    """The model's forward pass over canvases alone, as often as it is called.
+    """The model's forward pass over canvases (``[slots, C]``) alone, as often as it is called.
 
     Token ids, positions and embeddings are preallocated; attention metadata is made once an engine
     step.
-
-    Args:
-        model_state: of the model.
-        canvases: ``[slots, C]``, read in every pass.
     """
 
     def __init__(self, model_state: Any, canvases: torch.Tensor) -> None:
@@ -148,8 +137,8 @@ class CanvasForward:
     def of_batch(self, input_batch: InputBatch) -> Iterator[Forward]:
         """The pass of the canvases of ``input_batch``, all of whose rows have one.
 
-        A full CUDA graph is one of canvases alone (``engine.runner``). It is replayed with
-        other tokens in the memory that it reads.
+        A full CUDA graph is one of canvases alone (``engine.runner``). It is replayed with other
+        tokens in the memory that it reads.
         """
         state = self._state
         replay = state.loop.replay
@@ -184,7 +173,6 @@ class CanvasForward:
             yield self._forward(batch, run)
 
     def _forward(self, batch: InputBatch, run: Callable[[dict[str, Any]], torch.Tensor]) -> Forward:
-        """A pass: canvases into ``batch``, the model by ``run``, logits of the canvas rows."""
         state, rows = self._state, batch.logits_indices
         slots, places = batch.expanded_idx_mapping, batch.expanded_local_pos
         is_canvas_alone = batch.num_draft_tokens == batch.num_tokens
@@ -203,13 +191,10 @@ class CanvasForward:
         return forward
 
     def _canvases_alone(self, input_batch: InputBatch) -> tuple[InputBatch, torch.Tensor]:
-        """The same requests, in a batch that holds nothing but their canvases and their tails.
+        """The canvases and their tails alone, and which tokens of ``input_batch`` these are.
 
         A *tail* is the part of a causal span that sees the canvas (``engine.spans``). Without
         blocks there is none.
-
-        Returns:
-            The batch, and which tokens of ``input_batch`` it holds: ``[tokens]``.
         """
         spans = Spans.of_schedule(
             input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
@@ -247,14 +232,11 @@ class CanvasForward:
 
 
 def _with_tails(spans: Spans, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which tokens of a batch are canvases or the tails in front of them.
-
-    Args:
-        tails: [R], from ``Spans.tail_lens``.
+    """Which tokens of a batch are canvases or the tails ``[R]`` in front of them.
 
     Returns:
         [R + 1] int32, where each row starts among these tokens; [tokens] int64, which tokens of the
-        batch they are; [N] int64, which of them are canvas tokens.
+            batch they are; [N] int64, which of them are canvas tokens.
     """
     lens = spans.canvas_widths + tails
     starts = starts_of(lens)

@@ -32,11 +32,7 @@ COUNTERS = {  # by key: name and text
 
 
 def record_counts(stats: SchedulerStats, labels: Sequence[str]) -> None:
-    """Front end: move the counts from the statistics to their counters.
-
-    Args:
-        labels: values of LABELS.
-    """
+    """Front end: move the counts from the statistics to their counters."""
     for key in COUNTERS:
         count = take_out(stats, key)
         if count is not None:

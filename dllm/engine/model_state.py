@@ -54,8 +54,6 @@ from dllm.settings.thoughts import marks_of
 
 
 class DiffusionModelState(ModelState):
-    """Per-request state and input preparation of a diffusion model in Model Runner V2."""
-
     first_tokens: FirstTokens | None = None  # where the algorithm asks for them
     shifted_rows: ShiftedRows | None = None  # likewise
     map_adapters: Callable[[InputBatch], None] | None = None  # with --enable-lora (``runner``)
@@ -98,11 +96,10 @@ class DiffusionModelState(ModelState):
         self._reads_raw_logits = has_raw_logits and not envs.VLLM_BATCH_INVARIANT
 
     def get_supported_generation_tasks(self) -> tuple[Any, ...]:
-        """Text generation only."""
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """Our sampler in place of vLLM's. It also says what is rejected: no rejection sampler."""
+        """It also says what is rejected: no rejection sampler."""
         self._requests = sampler.req_states
         forward = CanvasForward(self, self.canvases.canvas)
         self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
@@ -117,7 +114,6 @@ class DiffusionModelState(ModelState):
         return ours, None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Reset the slot of a new or resumed request."""
         assert new_req_data.sampling_params is not None, "a generation request has parameters"
         options = RequestOptions.read(new_req_data.sampling_params, self.algorithm.settings)
         prompt_len, tokens = new_req_data.prompt_len, new_req_data.prefill_token_ids or []
@@ -136,21 +132,15 @@ class DiffusionModelState(ModelState):
         self._num_logit_rows[req_index] = options.num_rows
 
     def remove_request(self, req_id: str) -> None:
-        """Let go of what a request that has ended, or was preempted, keeps on the device."""
         super().remove_request(req_id)
         self.grammars.remove_request(req_id)
 
     def apply_staged_writes(self) -> None:
-        """Send what ``add_request`` stored to the device."""
         self._records.send()
         self.grammars.apply_staged_writes()
 
     def before_logits(self, hidden_states: torch.Tensor, input_batch: InputBatch) -> None:
-        """Called behind each forward pass.
-
-        Args:
-            hidden_states: ``[tokens, hidden]``, of the last layer; may be changed in place.
-        """
+        """Behind each forward pass; ``[tokens, hidden]`` may be changed in place."""
         if self.first_tokens is not None:
             self.first_tokens.write(hidden_states, input_batch)
         if self.shifted_rows is not None:
@@ -162,19 +152,14 @@ class DiffusionModelState(ModelState):
         input_batch: InputBatch,
         req_states: RequestState,
     ) -> torch.Tensor | None:
-        """Nothing: ``prepare_inputs`` makes the embeddings of the whole batch."""
+        """``prepare_inputs`` makes the embeddings of the whole batch."""
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """The model's inputs for this step: embeddings, and which rows are canvas rows.
+        """Embeddings ``[padded tokens, hidden]``, conditioned in canvas rows; which rows are so.
 
         Before, it completes the batch's ``input_ids`` (emitted blocks); behind, it takes rows
         without logits out of the batch. vLLM has called ``prepare_attn`` for the batch.
-
-        Returns:
-            inputs_embeds: ``[padded tokens, hidden]``; canvas rows are conditioned by the
-                algorithm.
-            is_canvas_row: ``[padded tokens]`` bool.
         """
         # With this flag vLLM would copy drafts to the host, for grammars that check them there. Our
         # sampler applies grammars on the device.
@@ -208,7 +193,7 @@ class DiffusionModelState(ModelState):
         return self._inputs(num_padded)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        """The same tensors with whatever they hold, for memory profiling and graph capture."""
+        """For memory profiling and graph capture."""
         return self._inputs(num_tokens)
 
     def _inputs(self, num_tokens: int) -> dict[str, Any]:
@@ -228,9 +213,7 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Metadata for the attention backend: which sequences of the batch are causal.
-
-        One picture of a batch for every backend (``engine.spans``).
+        """One picture of a batch for every backend (``engine.spans``).
 
         Args:
             for_capture: whether a full CUDA graph is captured; vLLM says mode NONE then.
@@ -250,10 +233,9 @@ class DiffusionModelState(ModelState):
     def canvas_attention(
         self, canvases: InputBatch, rows: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Attention metadata, and where keys are written, of the canvases of the engine step alone.
+        """Attention metadata, and where keys are written, of canvases and tails alone.
 
         Args:
-            canvases: a batch that holds nothing else, but the tails of causal spans.
             rows: ``[tokens]``, which tokens of the engine step's batch they are.
         """
         block_tables, slot_mappings, attn_groups, kv_cache_config = self._attention
@@ -293,7 +275,7 @@ class DiffusionModelState(ModelState):
     def _metadata_of_full_graph(
         self, input_batch: InputBatch, block_tables: tuple[torch.Tensor, ...]
     ) -> dict[str, Any]:
-        """A batch in which each request is one sequence, in the tensors that a full graph reads.
+        """Each request is one sequence, in the tensors that a full graph reads.
 
         ``engine.runner`` keeps rows with a causal span and a canvas out of full graphs.
         """
@@ -329,7 +311,7 @@ class DiffusionModelState(ModelState):
         return _spans(input_batch).sequences(seq_lens, self.algorithm.settings.block_size)
 
     def _write_emitted_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
-        """Write the token ids of emitted blocks into the causal spans of their rows.
+        """Write emitted blocks into the causal spans of their rows.
 
         vLLM's runner fills in prompt chunks and canvases only. Emitted tokens are in
         ``all_token_ids``.

@@ -34,9 +34,9 @@ from dllm.engine.state import CanvasState
 
 
 def find_commits(state: CanvasState, batch: InputBatch, num_tokens: torch.Tensor) -> torch.Tensor:
-    """Which rows of a step are deferred commits: ``[R]`` bool, written to ``state.commits``, too.
+    """Which rows are deferred commits: ``[R]`` bool, written to ``state.commits``, too.
 
-    num_tokens: ``[slots]``, of each request, what it has emitted included.
+    ``num_tokens``: ``[slots]``, of each request, what it has emitted included.
     """
     slots, ends = batch.idx_mapping[: batch.num_reqs], batch.seq_lens[: batch.num_reqs]
     widths = batch.cu_num_logits.diff()

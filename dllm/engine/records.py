@@ -13,11 +13,7 @@ from dllm.settings.request import RequestOptions
 
 
 class Records:
-    """A record of each new request; all of an engine step go to the device in one copy.
-
-    Args:
-        state: is written to.
-    """
+    """A record of each new request; all of an engine step go to the device in one copy."""
 
     def __init__(self, state: CanvasState) -> None:
         self._state = state
@@ -57,11 +53,6 @@ class Records:
 
         ``soft_embeds`` and ``argmax_canvas`` need not be cleared. They are not used while
         ``steps_done`` is 0, and the first step writes them.
-
-        Args:
-            seed: of the request's noise, from ``request_seed``.
-            prompt_len: in tokens.
-            thought: in front of the first canvas; None without a thinking budget.
         """
         record = np.zeros((), self._layout)
         record["slot"], record["seed"] = slot, seed
@@ -86,7 +77,7 @@ class Records:
         self._staged[slot] = record, sorted(options.stops)
 
     def send(self) -> None:
-        """Write what ``reset`` stored to the state; does not wait for the device."""
+        """Does not wait for the device."""
         if not self._staged:
             return
         state = self._state
@@ -115,8 +106,7 @@ class Records:
 def request_seed(options: RequestOptions, origin: str, server_seed: int) -> int:
     """The 64-bit seed of a request's noise: the request's own, else one computed from ``origin``.
 
-    So all tensor-parallel ranks compute the same seed, and a request that was preempted gets the
-    same seed when it resumes.
+    All tensor-parallel ranks compute the same one, and a request that resumes gets it again.
     """
     if options.seed is not None:
         return options.seed

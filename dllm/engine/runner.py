@@ -31,8 +31,6 @@ Base: Any = GPUModelRunner if TYPE_CHECKING else object
 
 
 class CanvasRunner(Base):
-    """A runner of canvases: passes that the scheduler allows, graphs, adapters, memory profile."""
-
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         # For prompt logprobs vLLM reads the id behind each scheduled token. A canvas may end at
@@ -45,10 +43,7 @@ class CanvasRunner(Base):
         )
 
     def load_model(self, *args: Any, **options: Any) -> None:
-        """Load the model; then the table of draft tokens is the tensor of canvases.
-
-        From there vLLM copies the canvases into a batch's input ids.
-        """
+        """The table of draft tokens is the tensor of canvases: vLLM copies it to input ids."""
         super().load_model(*args, **options)
         self.req_states.draft_tokens = self.model_state.canvases.canvas
         # Our sampler applies grammars. vLLM's worker for them would take a bit for each token
@@ -60,17 +55,13 @@ class CanvasRunner(Base):
     def load_lora_model(
         self, model: nn.Module, vllm_config: VllmConfig, device: torch.device
     ) -> nn.Module:
-        """Give linear layers adapters.
-
-        Raises:
-            ValueError: ``--lora-target-modules`` names something else.
-        """
+        """Raises ValueError if ``--lora-target-modules`` names something else."""
         self.lora_manager = manager_of_adapters(model, vllm_config, device)
         served: nn.Module = self.lora_manager.create_lora_manager(model, vllm_config)
         return served
 
     def _map_adapters(self, batch: InputBatch) -> None:
-        """Tell the layers which row of ``batch`` has which adapter, as vLLM does for its batch."""
+        """As vLLM does for its batch."""
         inputs = self.lora_state.make_lora_inputs(
             batch.req_ids, batch.idx_mapping_np, batch.num_scheduled_tokens
         )
@@ -105,7 +96,6 @@ class CanvasRunner(Base):
         return state, num_tokens_each
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **options: Any) -> Any:
-        """First tell the loop what the scheduler allows."""
         is_repeatable = isinstance(scheduler_output, RepeatableSchedule)
         self.model_state.loop.begin_engine_step(allows_more_passes=is_repeatable)
         return super().execute_model(scheduler_output, *args, **options)
@@ -128,10 +118,7 @@ class CanvasRunner(Base):
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Add the number of passes, and frames of watched canvases, to vLLM's answer.
-
-        They may still be on their way from the device.
-        """
+        """Passes and frames go into vLLM's answer; they may still be on their way to the host."""
         step = self.execute_model_state
         if step is not None:
             self.model_state.before_logits(step.hidden_states, step.input_batch)

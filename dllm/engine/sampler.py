@@ -12,8 +12,8 @@ request arrives; not under asynchronous scheduling. A denoise step (``_denoise_t
     report           logprobs, traces and frames
 
 The next canvas of a request always stands in ``CanvasState.canvas``: a request gets its first
-canvas in the step that admits it (``_draw_first_canvases``). A canvas that has not converged goes
-on; one that has converged is followed by a fresh one.
+canvas in the step that admits it (``_draw_first_canvases``), and a fresh one follows one that has
+converged.
 """
 
 from collections.abc import Sequence
@@ -54,16 +54,7 @@ from dllm.settings.denoising import NO_TOKEN
 
 
 class DiffusionSampler:
-    """Takes the place of vLLM's sampler for a diffusion model.
-
-    Args:
-        vllm_config: for the vocabulary size, the logits workspace and whether to compile.
-        algorithm: of the model that is served.
-        state: of all canvases; updated in place.
-        sampler: vLLM's own, whose tables of requests and sampling parameters are used.
-        grammars: of requests with structured outputs.
-        loop: decides how often the forward pass and the denoise step are repeated.
-    """
+    """In place of vLLM's sampler, whose tables of requests and parameters it uses."""
 
     def __init__(
         self,
@@ -104,10 +95,7 @@ class DiffusionSampler:
         self._new_slots: list[int] = []  # of requests that have no canvas yet
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        """Store the sampling parameters of a new (or resumed) request.
-
-        ``DiffusionModelState.add_request`` has reset the slot's canvas already.
-        """
+        """``DiffusionModelState.add_request`` has reset the slot's canvas already."""
         self.sampling_states.add_request(req_idx, sampling_params)
         self.edits.add_request(req_idx, sampling_params)
         self.logprobs.add_request(req_idx, sampling_params)
@@ -116,7 +104,6 @@ class DiffusionSampler:
         self._new_slots.append(req_idx)
 
     def apply_staged_writes(self) -> None:
-        """Send what ``add_request`` stored to the device, and draw first canvases."""
         self.sampling_states.apply_staged_writes()
         self.edits.apply_staged_writes()
         self.logprobs.apply_staged_writes()
@@ -125,7 +112,7 @@ class DiffusionSampler:
             self._new_slots = []
 
     def _draw_first_canvases(self, new_slots: list[int]) -> None:
-        """The canvases behind the prompts (or what was generated before a preemption)."""
+        """Behind the prompts (or what was generated before a preemption)."""
         # A batch of one would be compiled as a special case, so one slot is given twice.
         slots_np = np.array(new_slots * 2 if len(new_slots) == 1 else new_slots)
         starts_np = self.req_states.prefill_len.np[slots_np].astype(np.int64)
@@ -143,7 +130,6 @@ class DiffusionSampler:
             logits: ``[N, vocab]`` fp32, of the canvas rows alone, in batch order; edited in place.
                 ``LogitRows`` where they do not fit the workspace: then one tile after the other.
                 ``RawLogits`` where ``needs_whole_rows`` is false.
-            input_batch: vLLM's; its draft tokens are the canvases.
             draft_logits: an argument that vLLM passes to samplers; not used.
         """
         if input_batch.num_draft_tokens == 0:
@@ -169,10 +155,9 @@ class DiffusionSampler:
         )
 
     def profile(self, logits: Logits, input_batch: InputBatch) -> None:
-        """Take a denoise step whose requests all ask for as many logprobs as the server allows.
+        """A denoise step whose requests all ask for as many logprobs as the server allows.
 
-        Args:
-            logits, input_batch: as of a call; requests of these slots must not be running.
+        Requests of these slots must not be running.
         """
         slots = input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()
         asking, not_asking = SamplingParams(logprobs=self._most_logprobs), SamplingParams()
@@ -187,7 +172,7 @@ class DiffusionSampler:
         self.logprobs.shrink()
 
     def _tiles(self, input_batch: InputBatch, fits: bool) -> list[Tile]:
-        """The canvases of an engine step, in one tile if all logits fit the workspace."""
+        """One if all logits fit the workspace."""
         if fits:
             return [self._tile(slice(None), input_batch)]
         return [self._tile(*part) for part in tiles_of_batch(input_batch, self._rows_at_once)]
@@ -220,11 +205,10 @@ class DiffusionSampler:
         )
 
     def _denoise_batch(self, logits: Logits, tiles: Sequence[Tile]) -> SamplerOutput:
-        """A denoise step of all canvases."""
         return joined_outputs([self._denoise_tile(logits[tile.logit_rows], tile) for tile in tiles])
 
     def _denoise_tile(self, logits: torch.Tensor | RawLogits, tile: Tile) -> SamplerOutput:
-        """A step of a tile: edit, constrain, denoise, emit, record, store, report.
+        """A step of a tile, in the order of this module's docstring.
 
         What reads the model's logits comes before they are edited; what reads the edited ones comes
         before ``_emit_`` excludes bad words.
@@ -259,12 +243,7 @@ class DiffusionSampler:
     def _constrain_(
         self, logits: torch.Tensor, ids: torch.Tensor, tile: Tile
     ) -> tuple[torch.Tensor, Written]:
-        """Let grammars choose texts, and mask in the logits what they forbid.
-
-        Args:
-            logits: ``[N, vocab]`` fp32, edited.
-            ids: ``[N]`` int64, the canvas tokens that entered the model.
-        """
+        """Let grammars choose texts, and mask in the logits what they forbid."""
         nothing = self._nothing_chosen[: len(ids)]
         if tile.grammars is None:
             return logits, Written(nothing)
@@ -294,15 +273,11 @@ class DiffusionSampler:
     def _emit_(
         self, logits: torch.Tensor, denoised: Denoised, tile: Tile
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits, and how many tokens of each canvas are emitted: ``[R]``.
-
-        None of a canvas that goes on; of another all, or those in front of its first bad word.
-        """
+        """``[R]``: 0 of a canvas that goes on; else all, or those in front of a bad word."""
         whole = denoised.converged * tile.rows.widths
         return self.edits.trim_(logits, whole, denoised.argmax_canvas, tile.rows, tile.edits)
 
     def _store(self, record: StepRecord) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Write the state of the next step, and make what vLLM gets (``store_rows``)."""
         tile, num_emitted, soft_embeds = record.tile, record.num_emitted, self.state.soft_embeds
         if record.soft is not None:
             at = tile.batch.expanded_idx_mapping, tile.rows.place
@@ -317,13 +292,12 @@ class DiffusionSampler:
         return stored
 
     def _report(self, record: StepRecord) -> LogprobsTensors | None:
-        """Trace the step, show it to those who watch, and return the logprobs of what it emits."""
         traces = self.traces.read(record)
         self.frames.read(record, self.state.canvas, traces)
         return self.logprobs.of_blocks(record)
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
-        """Top-k, top-p and min-p of each logit row; None if no request of the batch uses them.
+        """Of each logit row; None if no request of the batch uses them.
 
         On a CPU never None. There, rows that are not filtered are skipped anyway, and a None would
         make ``torch.compile`` compile the step a second time.
@@ -352,12 +326,10 @@ class DiffusionSampler:
         num_reqs: int,
         num_broken: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """The output for vLLM: the tokens of converged canvases, of the first rows.
+        """The tokens of a canvas count as rejected, also of a converged one.
 
-        The tokens of a canvas count as rejected, also of a converged one: their KV is
-        bidirectional, so vLLM must not advance the KV position; an emitted block gets its causal KV
-        in a later pass. ``step_rows.num_rejected`` has the rule, blocks that are not whole and
-        deferred commits included.
+        Their KV is bidirectional, so vLLM must not advance the KV position; an emitted block gets
+        its causal KV in a later pass. ``step_rows.num_rejected`` has the rule.
         """
         tokens, num_sampled, num_rejected = (column[:num_reqs] for column in stored)
         return SamplerOutput(
@@ -369,7 +341,7 @@ class DiffusionSampler:
         )
 
     def _nothing_sampled(self, batch: InputBatch) -> SamplerOutput:
-        """The output of a batch without canvases: prompt chunks, blocks in a pass of their own."""
+        """Of a batch without canvases: prompt chunks, blocks in a pass of their own."""
         rows, size = self._rows(batch), self.algorithm.settings.block_size
         rejected = num_rejected(self.state, rows, self._text_lens(rows), size).int()
         nothing = torch.zeros_like(rejected)

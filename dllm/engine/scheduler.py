@@ -36,8 +36,6 @@ logger = init_logger(LOGGER)
 
 
 class CanvasScheduler(SessionScheduler):
-    """vLLM's synchronous scheduler, changed for canvases and emitted blocks."""
-
     def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args, **kwargs)
         options = options_of(self.vllm_config)
@@ -61,9 +59,7 @@ class CanvasScheduler(SessionScheduler):
         )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """vLLM's counts behind the message; the tail of a causal span does not count as computed.
-
-        Its block is not whole yet, so that no KV of it is kept.
+        """vLLM's; the tail of a causal span does not count as computed: its block is not whole yet.
 
         Of structured outputs vLLM hears nothing: the worker masks canvases itself. Else vLLM would
         make masks here, which an asynchronous engine step would wait for, and copy every canvas to
@@ -78,12 +74,11 @@ class CanvasScheduler(SessionScheduler):
                 request.num_computed_tokens -= request.num_tokens % self._block_size
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """vLLM's; a request waits, too, until there is room for the table of its grammar."""
+        """A request waits, too, until there is room for the table of its grammar."""
         admits = self._grammar_capacity.admits(request)
         return admits and super()._handle_blocked_waiting_request(request)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        """vLLM's; gives back the room of the request's grammar."""
         self._grammar_capacity.release(request)
         self._thoughts.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
@@ -94,11 +89,10 @@ class CanvasScheduler(SessionScheduler):
         self._thoughts.pop(session.request_id, None)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Called after an engine step: each request behind its prompt has a canvas.
+        """Behind an engine step: each request behind its prompt has a canvas.
 
         vLLM's would ask for the canvas's tokens, and cut them where a grammar does not allow them.
-        Read from left to right, a canvas that is not finished is no text of any grammar. What is
-        emitted is checked by vLLM (``update_from_output``).
+        Read from left to right, a canvas that is not finished is no text of any grammar.
         """
         for req_id in draft_token_ids.req_ids:
             request = self.requests.get(req_id)
@@ -107,7 +101,7 @@ class CanvasScheduler(SessionScheduler):
                 request.spec_token_ids = [NO_TOKEN] * width
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule one engine step of the worker, in which every canvas is whole.
+        """Every canvas is whole.
 
         vLLM's scheduler cuts draft tokens to the token budget that is left, and a cut canvas would
         be denoised as if it were complete. So a canvas that does not fit is taken out for this
@@ -138,9 +132,9 @@ class CanvasScheduler(SessionScheduler):
     ) -> int:
         """How much of ``num_new_tokens`` to schedule: what has to end a block is rounded down.
 
-        A chunk of a prompt that is not the last: what follows the end of a block would be computed
-        once more with the next chunk. And behind the prompt whatever is scheduled without a canvas:
-        a tail alone leaves nothing.
+        That is a chunk of a prompt that is not the last: what follows the end of a block would be
+        computed once more with the next chunk. And behind the prompt whatever is scheduled without
+        a canvas: a tail alone leaves nothing.
 
         vLLM has this hook for other models, whose chunks have to end at certain positions, too.
         """
@@ -153,15 +147,12 @@ class CanvasScheduler(SessionScheduler):
         return num_new_tokens - num_new_tokens % self._block_size
 
     def _may_repeat(self, output: SchedulerOutput) -> bool:
-        """Whether no request waits for admission, or for room in the next step."""
+        """No request waits for admission, or for room in the next step."""
         all_scheduled = all(one.request_id in output.num_scheduled_tokens for one in self.running)
         return all_scheduled and not self.waiting and not self.kv_holding_waiting
 
     def _canvas_width(self, request: Request) -> int:
-        """Tokens of a request's next canvas, which ends where the model's context ends.
-
-        With blocks, it is the rest of the block in which the request ends.
-        """
+        """A canvas ends where the model's context ends; with blocks, where the block does."""
         width = requested_canvas_width(request.sampling_params, self.num_spec_tokens)
         if self._block_size > 1:
             width = self._block_size - request.num_tokens % self._block_size
@@ -170,8 +161,7 @@ class CanvasScheduler(SessionScheduler):
     def _give_canvases_to_chunked_prompts(self) -> None:
         """Let running requests that still read their prompts ask for a canvas behind it.
 
-        ``_withhold_canvases_that_do_not_fit`` takes it out unless the rest of the prompt and the
-        canvas fit into this step.
+        ``_withhold_canvases_that_do_not_fit`` takes it out unless the rest of the prompt fits, too.
         """
         for request in self.running:
             if request.is_prefill_chunk and not _asks_for_prompt_logprobs(request):
@@ -180,8 +170,8 @@ class CanvasScheduler(SessionScheduler):
     def _give_canvases_to_new_requests(self, output: SchedulerOutput) -> None:
         """Schedule a canvas behind every prompt that was admitted whole, if there is room.
 
-        vLLM's scheduler gives no draft tokens to the requests that it admits, so they are added to
-        its output. Without token budget or KV pages for the canvas the prompt goes alone.
+        vLLM's scheduler gives no draft tokens to the requests that it admits. Without token budget
+        or KV pages for the canvas the prompt goes alone.
         """
         cap = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
         for data in output.scheduled_new_reqs:
@@ -208,11 +198,10 @@ class CanvasScheduler(SessionScheduler):
             request.num_in_flight_tokens += width
 
     def _withhold_canvases_that_do_not_fit(self) -> list[tuple[Request, list[int]]]:
-        """Take out the canvases that this step has no room for; return (request, canvas) pairs.
+        """With ``commit: separate``, also the canvas behind an emitted block.
 
-        With ``commit: separate``, also the canvases behind an emitted block: the block gets a pass
-        of its own. Under asynchronous scheduling a canvas is scheduled behind those in flight, and
-        is withheld where it would end beyond the model's context.
+        Under asynchronous scheduling a canvas is scheduled behind those in flight, and is withheld
+        where it would end beyond the model's context.
         """
         budget = self.max_num_scheduled_tokens
         cap = self.scheduler_config.long_prefill_token_threshold or budget
@@ -240,7 +229,6 @@ class CanvasScheduler(SessionScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """vLLM's accounting of an engine step; prompt logprobs are kept until the first block."""
         self._end_broken_requests(model_runner_output)
         self._postpone_prompt_logprobs(model_runner_output)
         passes = model_runner_output if isinstance(model_runner_output, CanvasAnswer) else None
@@ -253,8 +241,8 @@ class CanvasScheduler(SessionScheduler):
     def _end_broken_requests(self, answer: ModelRunnerOutput) -> None:
         """Let vLLM end a request with an error, and without its canvas, if that is not finite.
 
-        In ``num_nans_in_logits`` are rows of logits (``step_rows.denoise_rows``). The set is of
-        requests that vLLM ends with an error behind this step.
+        ``num_nans_in_logits`` has rows of logits (``step_rows.denoise_rows``). vLLM ends the
+        requests of ``encoder_cache_mismatch_reqs`` with an error behind this step.
         """
         for req_id, num_broken in (answer.num_nans_in_logits or {}).items():
             if num_broken and req_id in self.requests:
@@ -286,11 +274,10 @@ class CanvasScheduler(SessionScheduler):
     ) -> tuple[list[int], bool]:
         """Append an emitted block to its request without counting the block's KV as computed.
 
-        vLLM counts a whole row as computed when it schedules it, and takes off drafts that were
-        rejected: all of a canvas that goes on. The tokens of one that is emitted are taken off
-        here, because a bidirectional pass wrote their KV. vLLM puts KV up to
-        ``num_computed_tokens`` into the prefix cache, so the block gets there after its causal
-        pass, and not before.
+        vLLM counts a whole row as computed when it schedules it, and takes off rejected drafts: all
+        of a canvas that goes on. Those of one that is emitted are taken off here, because a
+        bidirectional pass wrote their KV. vLLM puts KV up to ``num_computed_tokens`` into the
+        prefix cache, so the block gets there after its causal pass, and not before.
         """
         if not is_stale:
             request.num_computed_tokens -= len(new_token_ids)
@@ -299,7 +286,7 @@ class CanvasScheduler(SessionScheduler):
         return updated
 
     def _count_thoughts(self, request: Request, tokens: list[int]) -> None:
-        """Read the tokens with which a request ends so far, those of an emitted block."""
+        """Read the tokens with which a request ends so far."""
         params, prompt = request.sampling_params, request.prompt_token_ids
         if params is None or params.thinking_token_budget is None:
             return
@@ -310,7 +297,6 @@ class CanvasScheduler(SessionScheduler):
             self._num_full_thoughts += thought.read(tokens, request.num_tokens - len(tokens))
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's statistics of an engine step, and how many thoughts their budget has ended."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None and self._num_full_thoughts:
             put_into(stats, KEY_OF_THOUGHTS, self._num_full_thoughts)
@@ -325,10 +311,7 @@ class CanvasScheduler(SessionScheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> Any:
-        """vLLM's counts of draft and accepted tokens, with a canvas counted once in each pass.
-
-        In all passes but the last of an engine step no canvas converges.
-        """
+        """A canvas counts once in each pass; none converges but in the last of a step."""
         add = super().make_spec_decoding_stats
         stats, width = spec_decoding_stats, num_draft_tokens
         for _ in range(self._num_passes - 1):

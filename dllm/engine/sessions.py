@@ -10,12 +10,9 @@ class SessionScheduler(Scheduler):
     vLLM 0.32 keeps what counts as computed. That leaves out a block whose causal pass is to come,
     and counts drafts, or a block of an asynchronous step, that were written behind a stop token.
     What the answer has in flight is taken from it, and leaves parts of blocks.
-
-    Attributes:
-        _block_size: only whole blocks of so many tokens have KV.
     """
 
-    _block_size = 1
+    _block_size = 1  # only whole blocks of so many tokens have KV
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         kept = session.num_tokens - 1

@@ -21,24 +21,14 @@ from dllm.ops.staging import to_device
 
 
 class ShiftedRows:
-    """Moves hidden states to the tokens that they predict.
-
-    Args:
-        state: says which rows are deferred commits (``engine.pending``).
-        like: ``[.., hidden]``, a tensor on the model's device and in its dtype.
-    """
+    """``like``: ``[.., hidden]``, a tensor on the model's device and in its dtype."""
 
     def __init__(self, state: CanvasState, like: torch.Tensor) -> None:
         self._state = state
         self._in_front = like.new_zeros(state.spare_slot + 1, like.shape[1])  # by slot
 
     def shift_(self, hidden_states: torch.Tensor, batch: InputBatch) -> None:
-        """Behind a forward pass. Does not wait for the device.
-
-        Args:
-            hidden_states: ``[tokens, hidden]``, of the last layer; canvas rows are written.
-            batch: the pass.
-        """
+        """Writes canvas rows of ``[tokens, hidden]``. Does not wait for the device."""
         self._keep_last_rows(hidden_states, batch)
         if batch.num_draft_tokens == 0:
             return

@@ -28,27 +28,19 @@ from dllm.attention.ragged import starts_of
 
 
 class Sequences(NamedTuple):
-    """A batch as attention takes it: S sequences in the order of their tokens.
+    """A batch as attention takes it: S sequences in the order of their tokens."""
 
-    Attributes:
-        row_of: [S] int64, the batch row that a sequence belongs to.
-        query_start_loc: [S + 1] int32, where each sequence's tokens start.
-        seq_lens: [S] int32, tokens of context and query together.
-        is_causal: [S] int32, 1 or 0.
-        images: for each sequence that is an image, its first and last position. None: no images.
-    """
-
-    row_of: np.ndarray
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    is_causal: np.ndarray
+    row_of: np.ndarray  # [S] int64, the batch row that a sequence belongs to
+    query_start_loc: np.ndarray  # [S + 1] int32, where each sequence's tokens start
+    seq_lens: np.ndarray  # [S] int32, tokens of context and query together
+    is_causal: np.ndarray  # [S] int32, 1 or 0
+    # For each sequence that is an image, its first and last position.
     images: dict[int, list[tuple[int, int]]] | None = None
 
     def with_images(self, images: Sequence[Sequence[tuple[int, int]]]) -> "Sequences":
         """Make every image of the causal sequences a bidirectional sequence of its own.
 
-        Such a sequence ends with the image's last token, so the image sees what is in front of it
-        and itself.
+        It ends with the image's last token, so the image sees what is in front of it and itself.
 
         Args:
             images: for each batch row, (first, last) position of each of its images, in order.
@@ -91,12 +83,7 @@ class Spans:
 
     @classmethod
     def of_schedule(cls, query_lens: np.ndarray, num_draft_tokens: np.ndarray | None) -> "Spans":
-        """The spans of a scheduled batch.
-
-        Args:
-            query_lens: [R], tokens that are scheduled for each row.
-            num_draft_tokens: [R], how many of them are canvas tokens. None: no row has a canvas.
-        """
+        """``query_lens``: [R], tokens scheduled for each row, those of canvases among them."""
         if num_draft_tokens is None:
             num_draft_tokens = np.zeros_like(query_lens)
         causal_lens = query_lens - num_draft_tokens
@@ -106,19 +93,11 @@ class Spans:
         return cls(causal_lens.astype(np.int32), num_draft_tokens.astype(np.int32))
 
     def tail_lens(self, block_size: int) -> np.ndarray:
-        """How many tokens of each causal span are in a block that is not whole yet: [R].
-
-        A causal span starts where a block starts, because KV is kept of whole blocks only.
-        """
+        """[R]. A causal span starts where a block starts: KV is kept of whole blocks only."""
         return self.causal_lens % block_size
 
     def sequences(self, seq_lens: np.ndarray, block_size: int = 1) -> Sequences:
-        """The batch as sequences that are causal or bidirectional as a whole.
-
-        Args:
-            seq_lens: [R], tokens of context and query together, of each row.
-            block_size: of the model.
-        """
+        """``seq_lens``: [R], tokens of context and query together, of each row."""
         tails = np.where(self.canvas_widths > 0, self.tail_lens(block_size), 0)
         widths = self.canvas_widths + tails
         num_rows = len(widths)

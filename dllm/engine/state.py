@@ -33,59 +33,32 @@ class CanvasState:
 
     The last slot is that of no request: of the empty row which ``CanvasRows.of_batch`` adds, and
     what is written for a row without a canvas goes there.
-
-    What a request brings (``records``):
-
-    Attributes:
-        seeds: ``[slots]`` int64, of its noise.
-        temperatures: ``[slots]`` fp32, 1 if it is greedy.
-        is_greedy, is_read_only, holds_pins: ``[slots]`` bool.
-        parameters: ``[slots]`` each, by name.
-        is_stop: ``[slots, V]`` bool, tokens that end it.
-        seed_canvas: ``[slots, C]`` int64, of its first canvas; NO_TOKEN: drawn.
-        pinned: ``[slots, P]`` int32, by answer position: a token that is given, or NO_TOKEN.
-        given_from: ``[slots]`` int64, position of the answer's first token in the sequence; -1:
-            nothing is given.
-        thought: ``[slots]`` int64 each, fields of ``Thoughts`` by name; ``begin`` is written in
-            each step, too.
-
-    What a step writes for the next one:
-
-    Attributes:
-        canvas: ``[slots, C]`` int64, what enters the model.
-        argmax_canvas: ``[slots, C]`` int64, the most likely tokens; no meaning at step 0.
-        steps_done: ``[slots]`` int32.
-        step_state: ``[slots, ...]`` each, columns of the algorithm by name.
-        soft_embeds: ``[slots, C, S]``, what ``self_condition`` gets; no meaning at step 0.
-        commits: ``[slots]`` bool, whether the canvas in flight is an emitted block (``pending``).
-
-    On the host:
-
-    Attributes:
-        has_pins, has_thinking_budget: ``[slots - 1]`` bool.
-        is_asked: ``[]`` bool, whether a request of the step has a thinking budget.
     """
 
-    seeds: Tensor
-    temperatures: Tensor
-    is_greedy: Tensor
-    is_read_only: Tensor
-    holds_pins: Tensor
-    parameters: dict[str, Tensor]
-    is_stop: Tensor
-    seed_canvas: Tensor
-    pinned: Tensor
-    given_from: Tensor
-    thought: dict[str, Tensor]
-    canvas: Tensor
-    argmax_canvas: Tensor
-    steps_done: Tensor
-    step_state: dict[str, Tensor]
-    soft_embeds: Tensor
-    commits: Tensor
-    has_pins: np.ndarray
-    has_thinking_budget: np.ndarray
-    is_asked: Tensor
+    # What a request brings (``records``): [slots], or [slots, ...].
+    seeds: Tensor  # int64, of its noise
+    temperatures: Tensor  # fp32, 1 if it is greedy
+    is_greedy: Tensor  # bool
+    is_read_only: Tensor  # bool
+    holds_pins: Tensor  # bool
+    parameters: dict[str, Tensor]  # [slots] each
+    is_stop: Tensor  # [slots, V] bool, tokens that end it
+    seed_canvas: Tensor  # [slots, C] int64, of its first canvas; NO_TOKEN: drawn
+    pinned: Tensor  # [slots, P] int32, by answer position: a token that is given, or NO_TOKEN
+    given_from: Tensor  # int64, position of the answer's first token; -1: nothing is given
+    thought: dict[str, Tensor]  # [slots] int64 each; a step writes ``begin``, too
+    # What a step writes for the next one. What has no meaning at step 0 is written by the first
+    # step.
+    canvas: Tensor  # [slots, C] int64, what enters the model
+    argmax_canvas: Tensor  # [slots, C] int64, the most likely tokens; no meaning at step 0
+    steps_done: Tensor  # int32
+    step_state: dict[str, Tensor]  # [slots, ...] each, columns of the algorithm
+    soft_embeds: Tensor  # [slots, C, S], for ``self_condition``; no meaning at step 0
+    commits: Tensor  # bool, whether the canvas in flight is an emitted block (``pending``)
+    # On the host.
+    has_pins: np.ndarray  # [slots - 1] bool
+    has_thinking_budget: np.ndarray  # [slots - 1] bool
+    is_asked: Tensor  # [] bool, whether a request of the step has a thinking budget
 
     @classmethod
     def allocate(
@@ -96,7 +69,7 @@ class CanvasState:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "CanvasState":
-        """The state of up to ``num_slots`` requests, in tensors of ``num_slots + 1`` slots."""
+        """Of up to ``num_slots`` requests, in tensors of ``num_slots + 1`` slots."""
         length = algorithm.settings.canvas_length
 
         def full(value: float, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -145,12 +118,7 @@ class CanvasState:
         self.canvas[slots] = canvases
 
     def canvases(self, rows: CanvasRows, ids: Tensor, chosen: Tensor) -> Canvases:
-        """The state of the canvases of a step.
-
-        Args:
-            ids: ``[N]``, their tokens.
-            chosen: ``[N]``, what grammars have chosen.
-        """
+        """``ids``: ``[N]``, their tokens; ``chosen``: ``[N]``, what grammars have chosen."""
         slots, starts = rows.slots, rows.starts
         pins = self.pins(slots, starts)
         return Canvases(
@@ -175,29 +143,18 @@ class CanvasState:
         return asked
 
     def thoughts_of(self, rows: CanvasRows) -> Thoughts:
-        """The thoughts in front of the canvases of a step."""
         return self.thoughts(rows.slots, rows.starts)
 
     def thoughts(self, slots: Tensor, starts: Tensor) -> Thoughts:
-        """The thoughts in front of canvases.
-
-        Args:
-            slots: ``[R]``.
-            starts: ``[R]`` int64, where each canvas starts in its sequence.
-        """
+        """In front of canvases that start at ``starts`` ``[R]`` int64 in their sequences."""
         of_slots = {name: column[slots] for name, column in self.thought.items()}
         return Thoughts(canvas_start=starts, is_asked=self.is_asked, **of_slots)
 
     def with_seeds(self, slots: Tensor, drawn: Tensor, thoughts: Thoughts) -> Tensor:
-        """The first contents of canvases: what the request gives, else ``drawn``. ``[R, C]``.
+        """The first contents of canvases: what the request gives, else ``drawn``. ``[R, C]`` int64.
 
         Only the first canvas behind the prompt can be a seed canvas (``diffusion_seed_canvas``).
         Pins, and ends of thoughts, may be in any.
-
-        Args:
-            slots: ``[R]``.
-            drawn: ``[R, C]`` int64, from ``DenoisingAlgorithm.fresh_canvas``.
-            thoughts: in front of these canvases.
         """
         starts = thoughts.canvas_start
         seed_canvas, pins = self.seed_canvas[slots], self.pins(slots, starts)
@@ -208,10 +165,7 @@ class CanvasState:
         return torch.where(given != NO_TOKEN, given, drawn)
 
     def pins(self, slots: Tensor, starts: Tensor) -> Tensor:
-        """The tokens that a request gives at each position, else NO_TOKEN: ``[R, C]`` int64.
-
-        Arguments as of ``thoughts``.
-        """
+        """The tokens that a request gives at each position, else NO_TOKEN: ``[R, C]`` int64."""
         length, num_positions = self.seed_canvas.shape[1], self.pinned.shape[1]
         given_from = self.given_from[slots, None]
         columns = torch.arange(length, device=starts.device)

@@ -26,15 +26,13 @@ def condition_rows(
     state: CanvasState,
     algorithm: DenoisingAlgorithm,
 ) -> None:
-    """Self-condition the canvas rows among a model's inputs, and mark them.
+    """Self-condition the canvas rows ``[N]`` among a model's inputs, and mark them.
 
     A block whose commit is deferred is no canvas.
 
     Args:
-        rows: ``[N]``, which tokens of the batch are of canvases.
         slots, places: ``[N]``, whose canvas each is of, and where in it.
-        embeds, is_canvas_row: ``[tokens, hidden]`` and ``[tokens]``, longer than any batch; the
-            embeddings of tokens, and False. Written to.
+        embeds: ``[tokens, hidden]``, longer than any batch; written to, as ``is_canvas_row`` is.
     """
     is_canvas = ~state.commits[slots]
     if algorithm.soft_size is not None:
@@ -60,10 +58,8 @@ def denoise_rows(
     written: -inf everywhere.
 
     Args:
-        logits, cap: ``[N, V]`` fp32, edited, and None; or raw ones (``logit_rows.RawLogits``).
-        ids: ``[N]`` int64, the canvas tokens that entered the model.
-        chosen: ``[N]`` int64, the tokens that grammars have chosen; NO_TOKEN in other rows.
-        rows: at least two of them (``CanvasRows.of_batch``).
+        logits, cap: as of ``DenoisingAlgorithm.denoise``.
+        ids, chosen: ``[N]`` int64, as of ``Canvases``.
         state: read only.
     """
     step = algorithm.denoise(logits, rows, state.canvases(rows, ids, chosen), filters, cap)
@@ -88,7 +84,6 @@ def store_rows(
 
     Args:
         num_emitted: ``[R]``, how many tokens of each canvas are emitted; 0 if it goes on.
-        rows: at least two of them.
         lengths: as of ``num_rejected``.
         begins: whether fresh canvases are written here. Who knows that no tokens are emitted saves
             that, and calls ``begin_rows`` where some are.
@@ -123,7 +118,7 @@ def store_rows(
 def begins_behind(
     num_emitted: torch.Tensor, rows: CanvasRows, state: CanvasState
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where canvases begin behind emitted tokens: the first two arguments of ``begin_rows``."""
+    """The first two arguments of ``begin_rows``, of canvases behind emitted tokens."""
     slots = torch.where(num_emitted > 0, rows.slots, state.spare_slot)
     return slots, rows.starts + num_emitted
 
@@ -134,7 +129,7 @@ def begin_rows(
     """Write the first contents of canvases.
 
     Args:
-        slots: ``[R]`` int64, at least two; the spare slot where no canvas begins.
+        slots: ``[R]`` int64; the spare slot where no canvas begins.
         starts: ``[R]`` int64, the position of each canvas's first token in its sequence.
     """
     drawn = algorithm.fresh_canvas(state.seeds[slots], starts)
@@ -153,12 +148,7 @@ def num_rejected(
     """How many tokens of each row keep no KV: ``[R]``.
 
     What is kept ends with the last whole block in front of the canvas, or with that of a pending
-    block.
-
-    Args:
-        lengths: ``[R]``, tokens of each request that has a pending block, what it has emitted
-            included.
-        block_size: of the model.
+    block: ``lengths`` ``[R]`` are a request's tokens, what it has emitted included.
     """
     ends = torch.where(state.commits[rows.slots], lengths, rows.starts)
     return rows.seq_lens - ends + ends % block_size

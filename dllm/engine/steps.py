@@ -14,55 +14,31 @@ from dllm.ops.filters import RowFilters
 
 
 class Tile(NamedTuple):
-    """Canvases whose logits exist at once, and what the host decides about them for an engine step.
+    """Canvases whose logits exist at once, and what the host decides about their engine step."""
 
-    Attributes:
-        logit_rows: their rows among all logits of the batch.
-        batch: their requests alone.
-        rows: where the canvases are in it; at least two, of which the last may be empty.
-        traced: rows of logits whose tokens are traced, ``[n]``; None if nobody asks.
-        is_read_only: ``[N]`` bool, rows of read-only requests; None if nobody asks for logprobs.
-        is_pinned: ``[N, 1]`` bool, rows whose input token is a pin; None if nobody pins.
-        filters: top-k, top-p and min-p; None if no request uses them.
-        edits: what ``LogitEdits.prepare`` returned for the requests.
-        grammars: what ``CanvasGrammars.prepare`` returned for them.
-    """
-
-    logit_rows: slice
-    batch: InputBatch
-    rows: CanvasRows
-    traced: Tensor | None
-    is_read_only: Tensor | None
-    is_pinned: Tensor | None
+    logit_rows: slice  # theirs among all logits of the batch
+    batch: InputBatch  # their requests alone
+    rows: CanvasRows  # at least two, of which the last may be empty
+    traced: Tensor | None  # [n], rows of logits whose tokens are traced
+    is_read_only: Tensor | None  # [N] bool; None if nobody asks for logprobs
+    is_pinned: Tensor | None  # [N, 1] bool, rows whose input token is a pin; None if nobody pins
     filters: RowFilters | None
-    edits: PreparedEdits | None
-    grammars: Any
+    edits: PreparedEdits | None  # of ``LogitEdits.prepare``
+    grammars: Any  # of ``CanvasGrammars.prepare``
 
 
 class StepRecord(NamedTuple):
     """What a denoise step did to the canvases of a tile.
 
     The state of the next step is written from it, and logprobs, traces and frames are read from it.
-
-    Attributes:
-        ids: ``[N]`` int64, the canvas tokens that entered the model.
-        unedited: ``[n, V]`` fp32, the model's logits of the rows ``tile.traced``; None without.
-        logits: ``[N, V]`` fp32, after all edits.
-        texts: what grammars have chosen.
-        denoised: what the algorithm decided.
-        soft: ``[N, soft_size]``, what the next step is conditioned on; None without
-            ``soft_embeddings``.
-        decided_scores: of tokens that this step decided for good; None if nobody asks, or if the
-            next step decides them anew.
-        num_emitted: ``[R]`` int64, how many tokens of each canvas are emitted.
     """
 
     tile: Tile
-    ids: Tensor
-    unedited: Tensor | None
-    logits: Tensor
-    texts: Written
+    ids: Tensor  # [N] int64, the canvas tokens that entered the model
+    unedited: Tensor | None  # [n, V] fp32, the model's logits of the rows ``tile.traced``
+    logits: Tensor  # [N, V] fp32, after all edits
+    texts: Written  # what grammars have chosen
     denoised: Denoised
-    soft: Tensor | None
-    decided_scores: LogprobsTensors | None
-    num_emitted: Tensor
+    soft: Tensor | None  # [N, soft_size], what the next step is conditioned on
+    decided_scores: LogprobsTensors | None  # of ``BlockLogprobs.of_decided``
+    num_emitted: Tensor  # [R] int64, how many tokens of each canvas are emitted

@@ -40,28 +40,17 @@ ASKED = torch.tensor(True)
 
 @dataclass
 class Thought:
-    """How far one request has thought.
+    """How far one request has thought."""
 
-    Attributes:
-        budget: tokens of a thought.
-        marks: of the model; without a start where none begins a thought.
-        begin: position in the sequence of the ongoing thought's first token; ABSENT: there is none.
-    """
-
-    budget: int
-    marks: Marks
-    begin: int
+    budget: int  # tokens of a thought
+    marks: Marks  # without a start where none begins a thought
+    begin: int  # position of the ongoing thought's first token in the sequence, or ABSENT
 
     @classmethod
     def of_request(
         cls, params: SamplingParams | None, prompt: Sequence[int], marks: Marks | None
     ) -> "Thought | None":
-        """The thought at the end of a request's prompt; None without a budget, or a thought.
-
-        Args:
-            params: of an admitted request.
-            marks: of the model; None if it has none.
-        """
+        """At the end of an admitted request's prompt; None without a budget, or a thought."""
         budget = None if params is None else params.thinking_token_budget
         if params is None or budget is None or marks is None:
             return None
@@ -85,14 +74,7 @@ class Thought:
         return {"begin": self.begin, "budget": self.budget, **self.marks._asdict()}
 
     def read(self, tokens: Sequence[int], position: int) -> int:
-        """Go on with tokens of the answer.
-
-        Args:
-            position: of the first one in the sequence.
-
-        Returns:
-            How many thoughts have ended where their budget did.
-        """
+        """Read tokens of the answer; return how many thoughts their budget has ended."""
         num_full = 0
         for at, token in enumerate(tokens, position):
             if token == self.marks.start:
@@ -114,22 +96,15 @@ def _begin(tokens: Sequence[int], marks: Marks) -> int:
 
 
 class Thoughts(NamedTuple):
-    """The thoughts of R requests in front of their canvases.
+    """The thoughts of R requests in front of their canvases: ``[R]`` int64 each."""
 
-    Attributes:
-        begin: ``[R]`` int64, as of ``Thought``.
-        budget: ``[R]`` int64; negative without one.
-        start, end, call: ``[R]`` int64, the marks of each.
-        canvas_start: ``[R]`` int64, the position of each canvas's first token in its sequence.
-        is_asked: ``[]`` bool, on the host, which does not wait for it: whether any has a budget.
-    """
-
-    begin: Tensor
-    budget: Tensor
+    begin: Tensor  # as of ``Thought``
+    budget: Tensor  # negative without one
     start: Tensor
     end: Tensor
     call: Tensor
-    canvas_start: Tensor
+    canvas_start: Tensor  # position of each canvas's first token in its sequence
+    # [] bool, on the host, which does not wait for it: whether any has a budget.
     is_asked: Tensor = ASKED
 
     def ends_at(self, tokens: Tensor) -> Tensor:
@@ -170,7 +145,6 @@ class Thoughts(NamedTuple):
         return (last & 1 == 1) & is_full & (budget >= 0)
 
     def _is_end(self, tokens: Tensor) -> Tensor:
-        """``[R, C]`` bool, of tokens ``[R, C]``."""
         return (tokens == self.end[:, None]) | (tokens == self.call[:, None])
 
     def moved(self, before: Tensor, after: Tensor, blank: Tensor | int) -> Tensor:
@@ -187,12 +161,7 @@ class Thoughts(NamedTuple):
         return torch.where(self.ends_at(tokens), end, tokens)
 
     def behind(self, tokens: Tensor, counts: Tensor) -> "Thoughts":
-        """The thoughts in front of the next canvases.
-
-        Args:
-            tokens: ``[R, C]``.
-            counts: ``[R]``, how many of them are emitted.
-        """
+        """In front of the next canvases: ``counts`` ``[R]`` of ``[R, C]`` tokens are emitted."""
         place = torch.arange(tokens.shape[1], device=tokens.device)
         is_out = place < counts[:, None]
         start = torch.where(is_out & (tokens == self.start[:, None]), place + 1, 0).amax(dim=1)

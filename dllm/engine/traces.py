@@ -31,10 +31,7 @@ ROWS_AT_ONCE = 256  # of logits that are copied; no result depends on it
 class BlockTraces:
     """What is known of the tokens of unfinished canvases, of requests that ask for it.
 
-    Args:
-        state: of all canvases.
-        stays: whether what stands on a canvas and is no mask stays
-            (``DenoisingAlgorithm.decides_for_good``).
+    ``stays``: whether what is no mask stays on a canvas (``DenoisingAlgorithm.decides_for_good``).
     """
 
     def __init__(self, state: CanvasState, stays: bool) -> None:
@@ -48,18 +45,16 @@ class BlockTraces:
         self._records = self._nothing.repeat(*canvases.shape, 1)
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Store whether the new request of this slot is traced."""
         self._is_traced[slot] = traced(params) is not None
         if self._is_traced[slot]:
             self._records[slot] = self._nothing
             self._was_kept[slot].zero_()
 
     def are_wanted(self, slots: np.ndarray) -> bool:
-        """Whether the request of one of these slots is traced."""
         return bool(self._is_traced[slots].any())
 
     def rows_of(self, batch: InputBatch) -> torch.Tensor | None:
-        """The rows of logits of traced requests, ``[n]``; None if there are none."""
+        """The rows of logits of traced requests, ``[n]``."""
         slots = batch.idx_mapping_np[: batch.num_reqs]
         if not self.are_wanted(slots):
             return None
@@ -68,16 +63,13 @@ class BlockTraces:
         return to_device(index, self._records.device)
 
     def unedited_logits(self, logits: torch.Tensor, tile: Tile) -> torch.Tensor | None:
-        """The model's own logits of traced rows, ``[n, V]``; a copy, since edits change them."""
+        """``[n, V]``; a copy, since edits change them."""
         return None if tile.traced is None else logits[tile.traced]
 
     def read(self, record: StepRecord) -> torch.Tensor | None:
-        """Trace the tokens that a step decides; does not wait for the device.
+        """Trace the tokens that a step decides, ``[R, C, COLUMNS]``; does not wait for the device.
 
         What is known of canvases that have converged is forgotten.
-
-        Returns:
-            ``[R, C, COLUMNS]``, the canvases of the batch with this step; None if nobody is traced.
         """
         tile, step, rows = record.tile, record.denoised, record.tile.rows
         some, unedited = tile.traced, record.unedited
@@ -114,12 +106,7 @@ class BlockTraces:
         slots: torch.Tensor,
         is_new: torch.Tensor,
     ) -> None:
-        """Record the first tokens of canvases, which no denoise step decides.
-
-        Args:
-            logits: ``[n, V]``; tokens, temperature, slots: ``[n]``.
-            is_new: ``[n]`` bool, which of them are decided so.
-        """
+        """First tokens, which no denoise step decides: ``logits`` ``[n, V]``, else ``[n]``."""
         found = _values(logits, tokens, temperature, torch.zeros_like(slots))
         self._records[slots, 0] = torch.where(is_new[:, None], found, self._records[slots, 0])
 

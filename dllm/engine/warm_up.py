@@ -23,12 +23,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
     """Serve made-up requests: two, one, a narrow canvas; with filters; a read; scored; a grammar.
 
-    Two requests come first. With one request, the number of logit rows equals the canvas length,
-    and ``torch.compile`` would assume that the two sizes are always equal.
-
-    Args:
-        runner: the worker's Model Runner V2, with its KV cache allocated.
-        execute_model: the worker's method of that name.
+    Two requests come first. With one, the number of logit rows equals the canvas length, and
+    ``torch.compile`` would assume that the two sizes are always equal. ``runner`` has its KV cache
+    allocated.
     """
     longest = min(runner.num_speculative_steps, runner.max_model_len - 1)
     # With one denoise step per block each canvas is emitted at once. So three passes see all there
@@ -92,7 +89,7 @@ def serve_made_up(
 
     Returns:
         The hidden states ``[requests, tokens, hidden]`` of as many of the three passes as the
-        server has room for, in this order.
+            server has room for.
     """
     width = min(runner.num_speculative_steps, runner.max_model_len - 1)
     vocab_size = runner.model_config.get_vocab_size()
@@ -116,7 +113,7 @@ def serve_made_up(
 
 @contextmanager
 def made_up_adapters(runner: Any) -> Iterator[list[LoRARequest | None]]:
-    """What made-up requests are asked with: no adapter, and one of vLLM's where there are any.
+    """No adapter, and one of vLLM's where there are any.
 
     vLLM's are zeros, which change nothing: the first is made random.
     """
@@ -133,7 +130,7 @@ def made_up_adapters(runner: Any) -> Iterator[list[LoRARequest | None]]:
 
 
 def _with_any_text(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """A request with a grammar that allows every text."""
+    """A grammar that allows every text."""
     # Not imported in the worker of vLLM's own diffusion model, which has this module, too.
     from dllm.grammar.constraint import Constraint
     from dllm.grammar.table import Table
@@ -144,11 +141,9 @@ def _with_any_text(params: SamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> InputBatch:
-    """A batch of as many canvases as a step may hold: the step that needs the most memory.
+    """As many canvases as a step may hold: the step that needs the most memory.
 
-    Args:
-        buffers: the runner's; written to, as by vLLM's own dummy batches.
-        num_reqs: how many requests the server runs at a time.
+    ``buffers``: the runner's; written to, as by vLLM's own dummy batches.
     """
     num_reqs = min(num_reqs, buffers.max_num_tokens // canvas_length)
     num_rows = num_reqs * canvas_length
@@ -169,10 +164,7 @@ def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> In
 
 @dataclass(frozen=True)
 class _CanvasRequests:
-    """Requests with prompts of the same length, whose canvases are ``width`` tokens wide.
-
-    They are made of the messages that a scheduler sends to a worker.
-    """
+    """Requests with prompts of one length and canvases of ``width`` tokens, as messages."""
 
     prompts: Sequence[list[int]]
     params: SamplingParams
@@ -185,8 +177,7 @@ class _CanvasRequests:
     ) -> list[torch.Tensor]:
         """Run a prompt, a canvas, and an emitted block, as far as the server has room.
 
-        Returns:
-            The hidden states of each pass, ``[requests, tokens, hidden]``.
+        Returns the hidden states of each pass, ``[requests, tokens, hidden]``.
         """
         prompt_len, causal_len = len(self.prompts[0]), 0 if self.is_in_place else self.width
         found: list[torch.Tensor] = []
@@ -233,7 +224,7 @@ class _CanvasRequests:
         return [f"_warmup_{i}_" for i in range(self.num_reqs)]
 
     def pages(self, runner: Any, length: int) -> list[int] | None:
-        """How many KV pages a request of ``length`` tokens needs in each KV cache group.
+        """KV pages that a request of ``length`` tokens needs in each KV cache group.
 
         None if the server has too few pages or slots for all of these requests.
         """
@@ -245,11 +236,7 @@ class _CanvasRequests:
         return pages
 
     def arriving(self, pages: Sequence[int]) -> list[NewRequestData]:
-        """The message that all requests are new.
-
-        Args:
-            pages: what ``pages`` returned. No two requests share a page.
-        """
+        """No two requests share a page. ``pages``: of ``pages``."""
         requests, next_page = [], 1  # page 0 is vLLM's null page
         for req_id, prompt in zip(self.req_ids, self.prompts, strict=True):
             block_ids = []
@@ -272,7 +259,6 @@ class _CanvasRequests:
         return requests
 
     def running(self, num_computed: int) -> CachedRequestData:
-        """The message that all requests go on, with ``num_computed`` tokens computed so far."""
         cached = CachedRequestData.make_empty()
         cached.req_ids = self.req_ids
         cached.num_computed_tokens = [num_computed] * self.num_reqs
@@ -281,7 +267,7 @@ class _CanvasRequests:
         return cached
 
     def leaving(self) -> SchedulerOutput:
-        """The message that all requests have finished, which frees their slots."""
+        """Frees their slots."""
         finish = SchedulerOutput.make_empty()
         finish.finished_req_ids = set(self.req_ids)
         return finish
