@@ -24,11 +24,7 @@ from dllm.settings.server import options_of
 
 
 class DraftBlock(SteeredBlocks):
-    """Blocks as long as a pilot says, decided in one pass or in several.
-
-    Attributes:
-        reveal_counts: drafts that each pass decides.
-    """
+    """Blocks as long as a pilot says, decided in one pass or in several."""
 
     _block_lengths: np.ndarray | None = None  # [rows] of the pass that runs; None: N drafts each
 
@@ -52,7 +48,6 @@ class DraftBlock(SteeredBlocks):
             self._block_lengths = None
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Called when the KV cache exists."""
         super().set_attn(*args, **kwargs)
         if self.steering.lengths is not None:
             # Metadata is built outside of CUDA graphs: lengths are changed there.
@@ -70,10 +65,7 @@ class DraftBlock(SteeredBlocks):
     def _generate_draft(
         self, num_reqs: int, num_tokens_padded: int, *others: Any, **options: Any
     ) -> None:
-        """vLLM's hook: fill ``draft_tokens`` by the passes.
-
-        ``num_reqs`` counts rows of padding, too, where a CUDA graph is recorded or replayed.
-        """
+        """``num_reqs`` counts rows of padding, too, where a CUDA graph is recorded or replayed."""
         if len(self.reveal_counts) == 1:
             super()._generate_draft(num_reqs, num_tokens_padded, *others, **options)
             return

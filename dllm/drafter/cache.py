@@ -32,11 +32,7 @@ def refuse_cache_dtype(speculative: SpeculativeConfig) -> None:
 
 
 def with_own_cache(vllm_config: VllmConfig) -> VllmConfig:
-    """A server's configuration as the drafter's layers and their attention metadata need it.
-
-    The drafter does not take the target's cache dtype, nor its window. The result is a copy, apart
-    from what is not replaced.
-    """
+    """A shallow copy for the drafter's layers, without the target's cache dtype and window."""
     speculative = vllm_config.speculative_config
     assert speculative is not None, "no drafter"
     own = copy.copy(vllm_config)

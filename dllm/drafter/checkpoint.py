@@ -33,32 +33,14 @@ LEAVE_TO_VLLM = "DLLM_DISABLE=1 leaves the pair to vLLM's own drafter."
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Which keys the draft positions of one drafter layer see.
+    """Which keys the draft positions of one drafter layer see."""
 
-    Attributes:
-        mask: without blocks. The rows of a draft block are those of a canvas.
-        is_causal: a draft position sees no later one.
-    """
-
-    mask: Mask = ALL
-    is_causal: bool = False
+    mask: Mask = ALL  # without blocks: the rows of a draft block are those of a canvas
+    is_causal: bool = False  # a draft position sees no later one
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A drafter, as its checkpoint describes it.
-
-    Attributes:
-        max_positions: max_position_embeddings, tokens.
-        is_neox_style: RoPE rotates halves of a head (true) or neighbouring pairs (false); None if
-            the checkpoint does not say, which means true where ``check_pair`` allows it.
-        vocab_size: of its input, the same as the target's.
-        draft_vocab_size: number of different tokens that it can draft.
-        target_layer_ids: 0-based layers of the target whose outputs it reads, ascending.
-        num_target_layers: layers of the target that it was trained for; None if it does not say.
-        mask_token_id: the token at positions that are not decided yet.
-    """
-
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -68,13 +50,13 @@ class DrafterConfig:
     hidden_act: str
     attention_bias: bool
     rope_parameters: dict[str, object]
-    max_positions: int
-    is_neox_style: bool | None
-    vocab_size: int
-    draft_vocab_size: int
-    target_layer_ids: tuple[int, ...]
+    max_positions: int  # tokens
+    is_neox_style: bool | None  # RoPE rotates halves, not neighbours; None: see ``check_pair``
+    vocab_size: int  # of its input, the same as the target's
+    draft_vocab_size: int  # different tokens that it can draft
+    target_layer_ids: tuple[int, ...]  # whose outputs it reads, 0-based, ascending
     target_hidden_size: int
-    num_target_layers: int | None
+    num_target_layers: int | None  # of the target that it was trained for; None: not said
     mask_token_id: int
     layers: tuple[LayerAttention, ...]
 
@@ -82,14 +64,9 @@ class DrafterConfig:
     def from_config(
         cls, config: Config, options: DrafterOptions, token_id: TokenId | None = None
     ) -> "DrafterConfig":
-        """Read the (translated) config.json of a drafter.
+        """Raises ValueError if a key is missing, of a wrong type, or asks for what is not there.
 
-        Args:
-            config: its top-level keys.
-            token_id: finds a mask token that is named by its string; None refuses such names.
-
-        Raises:
-            ValueError: a key is missing, has a wrong type, or asks for what is not implemented.
+        ``token_id`` finds a mask token that is named by its string; None refuses such names.
         """
         dflash: Config = _get(config, "dflash_config", dict) or {}
         _refuse_unsupported(config, dflash)
@@ -120,8 +97,6 @@ class DrafterConfig:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """Properties of the target that a drafter must agree with."""
-
     hidden_size: int
     num_layers: int
     vocab_size: int
@@ -129,11 +104,7 @@ class TargetFacts:
 
 
 def check_pair(drafter: DrafterConfig, target: TargetFacts) -> None:
-    """Refuse a drafter that was made for another target.
-
-    Raises:
-        ValueError: names the first property in which they differ.
-    """
+    """Raises ValueError for a drafter that was made for another target."""
     hidden, layers, vocab = target.hidden_size, target.num_layers, target.vocab_size
     for what, given, name, expected in (
         ("reads hidden states of size", drafter.target_hidden_size, "hidden size", hidden),
@@ -179,16 +150,10 @@ def check_pair(drafter: DrafterConfig, target: TargetFacts) -> None:
 def check_tokenizers(
     drafter: Mapping[str, int], target: Mapping[str, int], mask_token_id: int
 ) -> None:
-    """Refuse a drafter whose tokenizer contradicts the target's.
+    """Raises ValueError if a token has two ids, or an id two tokens, in these two (token -> id).
 
-    It may have a token more, at an id that the target's leaves free: the drafter's mask, usually.
+    The drafter's may have a token more, at an id that the target's leaves free: its mask, usually.
     What the mask is called does not matter: no text holds it.
-
-    Args:
-        drafter, target: token -> id.
-
-    Raises:
-        ValueError: the first token that has two ids, or id that has two tokens.
     """
     names = {number: token for token, number in target.items()}
     for token, given in sorted(drafter.items(), key=lambda item: item[1]):

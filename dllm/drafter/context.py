@@ -24,8 +24,6 @@ MAX_DEFERRED = 1024
 
 
 class Context(NamedTuple):
-    """What the drafter's context of some tokens is computed from, and where it is stored."""
-
     features: torch.Tensor  # [tokens, layers * hidden], the target's hidden states
     positions: torch.Tensor  # [tokens]
     slots: torch.Tensor  # [groups, tokens], cache slots; NO_SLOT for tokens that are not stored
@@ -45,11 +43,7 @@ class DeferredContext:
         return self._num_tokens + num_tokens <= MAX_DEFERRED
 
     def append(self, step: TargetStep, slots: torch.Tensor, groups: Sequence[int]) -> None:
-        """Keep a step. Everything is copied, because the next step reuses the same buffers.
-
-        Args:
-            slots: ``[groups, tokens or more]``, cache slots in every group of the KV cache.
-        """
+        """Copy a step: the next one reuses its buffers. ``slots``: ``[groups, tokens or more]``."""
         num_tokens = step.batch.num_tokens
         # Not by a list of groups as the index: its copy to the device would be waited for.
         kept = torch.stack([slots[group, :num_tokens] for group in groups])
@@ -60,7 +54,6 @@ class DeferredContext:
         self._num_tokens += num_tokens
 
     def take(self) -> Context:
-        """Return everything that was kept, oldest first, and forget it."""
         features, positions, slots = zip(*self._steps, strict=True)
         self._steps, self._num_tokens = [], 0
         joined = last_of_each_slot(torch.cat(slots, dim=1))
@@ -70,14 +63,11 @@ class DeferredContext:
 
 
 def last_of_each_slot(slots: torch.Tensor) -> torch.Tensor:
-    """Each cache slot kept for the last of its tokens only; ``NO_SLOT`` for the others.
+    """``[groups, tokens]``, oldest first: a slot for its last token, ``NO_SLOT`` for the others.
 
     When a request ends, its page may be given to another request in the next step. Then two kept
     tokens have the same slot, and a kernel that writes both in one call may leave either there.
     Sorting leaves all work on the device; ``unique`` would wait for the number of slots.
-
-    Args:
-        slots: ``[groups, tokens]``, oldest token first.
     """
     ascending, places = slots.sort(dim=1, stable=True)  # of equal slots the oldest token first
     is_followed = torch.zeros_like(slots, dtype=torch.bool)

@@ -52,7 +52,6 @@ class Counts(dict[tuple[str, str], float]):
             self.add(name, amount, label)
 
     def take(self) -> "Counts":
-        """The counts, which are zero from then on."""
         taken = Counts(self)
         self.clear()
         return taken
@@ -60,27 +59,17 @@ class Counts(dict[tuple[str, str], float]):
 
 @dataclass
 class DraftReport(DraftTokenIds):
-    """vLLM's message from the worker to the scheduler (drafts of each request), with more in it.
+    """vLLM's message from the worker to the scheduler (drafts of each request), with more in it."""
 
-    Attributes:
-        counts: of the steps after the last report.
-        confidence: ``[requests, N]``, as in ``WidthPolicy.widths``; None unless it is asked for.
-        is_renewed: the drafter has other weights than at the last report.
-    """
-
-    counts: Counts
-    confidence: np.ndarray | None = None
-    is_renewed: bool = False
+    counts: Counts  # of the steps after the last report
+    confidence: np.ndarray | None = None  # [requests, N], as in WidthPolicy.widths, if asked for
+    is_renewed: bool = False  # the drafter has other weights than at the last report
 
 
 def send_drafting(
     stats: SchedulerStats, counts: Counts, workers: Mapping[str, bool] | None = None
 ) -> None:
-    """Put what is new into a step's statistics. Runs in the engine core.
-
-    Args:
-        workers: for each draft worker, whether it is asked.
-    """
+    """Runs in the engine core. ``workers``: for each draft worker, whether it is asked."""
     new = [(name, label, amount) for (name, label), amount in counts.items()]
     put_into(stats, KEY, {"counts": new, "workers": workers})
 

@@ -51,8 +51,6 @@ Weights = Mapping[str, torch.Tensor]  # by their names in a checkpoint, without 
 
 
 class DrafterLayer(DFlashQwen3DecoderLayer):
-    """vLLM's layer, with the attention that ``checkpoint`` has read."""
-
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -99,11 +97,7 @@ class DrafterNetwork(DFlashQwen3Model):
         self.fuses_context = options_of(vllm_config).drafter.fused_context
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load as vLLM does. The embedding (perhaps the target's) and the mask's row may be absent.
-
-        Raises:
-            ValueError: another tensor is missing.
-        """
+        """Raises ValueError if a tensor is missing, but for the embedding and the mask's row."""
         loaded: set[str] = super().load_weights(weights)
         optional = {"embed_tokens.weight", "mask_embedding"}
         missing = {name for name, _ in self.named_parameters()} - loaded - optional
@@ -112,10 +106,7 @@ class DrafterNetwork(DFlashQwen3Model):
         return loaded
 
     def _build_fused_kv_buffers(self) -> None:
-        """vLLM calls this after loading, and before its CPU kernels pack the weights.
-
-        The buffers are made once: CUDA graphs know where they lie.
-        """
+        """Before vLLM's CPU kernels pack weights; once, as CUDA graphs know where buffers lie."""
         if self.has_context_weights:
             return
         super()._build_fused_kv_buffers()
@@ -147,13 +138,10 @@ class DrafterNetwork(DFlashQwen3Model):
         context_positions: torch.Tensor,
         context_slot_mapping: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Compute keys and values of context tokens and store them in the pages of each layer.
+        """Of the output of fc, ``[tokens, hidden]``, and positions ``[tokens]``.
 
-        Args:
-            context_states: ``[tokens, hidden]``, the output of fc.
-            context_positions: ``[tokens]``.
-            context_slot_mapping: of each layer ``[tokens]`` cache slots, -1 stores nothing; None
-                computes without storing, for vLLM's memory profiling.
+        ``context_slot_mapping``: of each layer ``[tokens]`` cache slots, -1 stores nothing; None
+        computes without storing, for vLLM's memory profiling.
         """
         self._build_fused_kv_buffers()  # dummy weights are not loaded
         weights, tokens = self.context_weights, (context_states, context_positions)
@@ -184,13 +172,7 @@ class DrafterNetwork(DFlashQwen3Model):
         return hasattr(self, "_num_attn_layers")
 
     def renew_context_weights(self, weights: Weights) -> None:
-        """Project the context by the weights of another drafter of the same shape.
-
-        In place, because CUDA graphs have recorded where the weights lie.
-
-        Args:
-            weights: of a whole checkpoint, by their names there, without "model.".
-        """
+        """Copy a whole checkpoint's, in place: CUDA graphs have recorded where the weights lie."""
         layers, heads, head_dim = self._num_attn_layers, self._num_kv_heads, self._head_dim
         group = get_tp_group()
         for index in range(layers):
@@ -211,12 +193,9 @@ class DrafterNetwork(DFlashQwen3Model):
                     own.view(layers, 2, len(rows), *whole.shape[1:])[index, part].copy_(rows)
 
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
-        """Normalize each layer's keys by the weight of that layer.
+        """``[layers, tokens, kv_heads, head_dim]``, each layer's by the weight of that layer.
 
-        vLLM's CPU kernel takes the first layer's weight for all layers, so torch does it on a CPU.
-
-        Args:
-            all_k: ``[layers, tokens, kv_heads, head_dim]``.
+        On a CPU in torch: vLLM's kernel there takes the first layer's weight for all.
         """
         if all_k.device.type != "cpu":
             return cast(torch.Tensor, super()._normalize_context_k(all_k))
@@ -233,12 +212,7 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
     draft_id_to_target_id: nn.Parameter | None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Embedding and head may be absent: the target's are used then.
-
-        Raises:
-            ValueError: a tensor is missing.
-            AssertionError: from vLLM: a tensor has a shape that contradicts config.json.
-        """
+        """Raises ValueError if a tensor is missing; vLLM's AssertionError if its shape is wrong."""
         own = own_names(weights)
         self._loaded_shapes = {name: tensor.shape for name, tensor in own.items()}
         self._check_vocabulary(own)
@@ -249,10 +223,7 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
             self.model.renew_context_weights(own)
 
     def reload_weights(self, weights: Weights) -> None:
-        """Copy another checkpoint of the same shape over the weights in use.
-
-        Args:
-            weights: all of its tensors, by name; ``refuse_weights`` accepts them.
+        """Copy another checkpoint, which ``refuse_weights`` accepts, over the weights in use.
 
         After an error those in use may be a mixture.
         """
@@ -275,14 +246,11 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
             raise ValueError(f"its tensors are not finite, for instance {bad[0]}")
 
     def refuse_reload(self) -> None:
-        """Refuse a drafter whose weights cannot be replaced while a server runs.
+        """Raises ValueError for a drafter whose weights cannot be replaced while a server runs.
 
-        A drafter's own embedding or head is refused: vLLM shares it with the target if the two are
-        equal, and the target's must not be written to. A reduced vocabulary and a mask row are
-        refused: captured CUDA graphs read their tensors where they lie.
-
-        Raises:
-            ValueError: it has one of these; the message says which.
+        Its own embedding or head: vLLM shares it with the target if the two are equal, and the
+        target's must not be written to. A reduced vocabulary and a mask row: captured CUDA graphs
+        read their tensors where they lie.
         """
         found = {
             "an embedding": self.has_own_embed_tokens,
@@ -321,8 +289,5 @@ class DFlashDrafter(DFlashQwen3ForCausalLM):
 
 
 def own_names(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors without the prefix that some have, and without t2d.
-
-    t2d (target id -> draft id) is the inverse of d2t and is not needed.
-    """
+    """Without the prefix of some, and without t2d (target id -> draft id), the inverse of d2t."""
     return {name.removeprefix("model."): tensor for name, tensor in weights if "t2d" not in name}

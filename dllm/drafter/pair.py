@@ -31,11 +31,7 @@ def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
 
 
 def refuse_other_config(vllm_config: VllmConfig, path: Path) -> None:
-    """Refuse a folder whose config.json describes another drafter than the one that is served.
-
-    Raises:
-        ValueError: names the first field in which they differ.
-    """
+    """Raises ValueError for a folder whose config.json describes another drafter than is served."""
     assert vllm_config.speculative_config is not None, "no drafter"
     trusted = vllm_config.speculative_config.draft_model_config.trust_remote_code
     new, served = _read(vllm_config, get_config(path, trusted)), drafter_config(vllm_config)
@@ -99,16 +95,10 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
 
 
 def refuse_pilot(vllm_config: VllmConfig, layers: Sequence[LayerAttention] = ()) -> None:
-    """Refuse a pilot that does not fit the server.
+    """Raises ValueError for a pilot that does not fit the server, or the drafter's ``layers``.
 
     A block is shortened by hiding its last keys from everybody, for which no layer may count keys
     from the end of the block.
-
-    Args:
-        layers: of the drafter.
-
-    Raises:
-        ValueError: names what does not fit.
     """
     file, speculative = options_of(vllm_config).drafter.pilot, vllm_config.speculative_config
     if file is None:
@@ -125,11 +115,7 @@ def refuse_pilot(vllm_config: VllmConfig, layers: Sequence[LayerAttention] = ())
 
 
 def refuse_reload_of(drafter: str) -> None:
-    """Refuse ``renew`` for a drafter that is not in a folder of this machine.
-
-    Raises:
-        ValueError: its weights could not be read again where newer ones fail halfway.
-    """
+    """Raises ValueError for a drafter that cannot be read again if newer weights fail halfway."""
     if not Path(drafter).is_dir():
         raise ValueError(
             f"{WHERE}: renew with the drafter {drafter}, which is no folder of this machine; "

@@ -22,13 +22,9 @@ LONGEST = 16  # a longer match counts as one of so many tokens
 
 
 def look_up(text: np.ndarray, num_drafts: int) -> tuple[np.ndarray, int]:
-    """What followed the end of a text before; of equally long matches the last.
+    """What followed the end of a text (one token or more) before; of equally long matches the last.
 
-    Args:
-        text: ``[tokens]``, at least one.
-
-    Returns:
-        ``[num_drafts]``, any tokens without a match; the length of the match, 0 to LONGEST.
+    Returns ``[num_drafts]``, any tokens without a match, and the match's length, 0 to LONGEST.
     """
     text = text[-WINDOW:]
     last = len(text) - 1
@@ -46,24 +42,16 @@ def look_up(text: np.ndarray, num_drafts: int) -> tuple[np.ndarray, int]:
 
 
 class Lookup(NamedTuple):
-    """What is drafted for R requests.
+    """What is drafted for R requests."""
 
-    Attributes:
-        tokens: ``[R, N]``.
-        confidence: ``[R, N]``: how likely each draft is kept, if those in front of it are. 0 for
-            tokens that end an answer, because verifying them gains nothing.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # [R, N]
+    # [R, N]: how likely each draft is kept, if those in front of it are. 0 for tokens that end an
+    # answer, because verifying them gains nothing.
     confidence: np.ndarray
 
 
 class Lookups:
-    """Looks up drafts in the texts of running requests.
-
-    Args:
-        end_ids: tokens that end an answer.
-    """
+    """Looks up drafts in the texts of running requests; ``end_ids`` end an answer."""
 
     def __init__(self, num_drafts: int, end_ids: Collection[int]) -> None:
         self.num_drafts, self.end_ids = num_drafts, list(end_ids)

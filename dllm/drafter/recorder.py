@@ -56,27 +56,17 @@ DIGITS = 12  # of a shard's number, with which its name begins
 
 @dataclass
 class RecordedSample:
-    """A request's tokens from position ``start`` on, as far as the target computed them.
-
-    Attributes:
-        prompt: tokens of the request's prompt.
-        verified, accepted: for each token, drafts that were verified, and accepted, directly after
-            it; -1 where none were.
-        hidden: parts of ``[tokens, features]``, in order.
-        num_bytes: host memory that ``hidden`` takes.
-        last_sampled: the token behind the last one; -1 in the middle of a prompt.
-        seen: number of the recorder's step that last added to it.
-    """
+    """A request's tokens from position ``start`` on, as far as the target computed them."""
 
     start: int
-    prompt: int
+    prompt: int  # tokens of the request's prompt
     tokens: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    num_bytes: int = 0
-    last_sampled: int = -1
-    seen: int = 0
+    hidden: list[Tensor] = field(default_factory=list)  # parts of [tokens, features], in order
+    num_bytes: int = 0  # of ``hidden``, in host memory
+    last_sampled: int = -1  # the token behind the last one; -1 in the middle of a prompt
+    seen: int = 0  # number of the recorder's step that last added to it
 
     @property
     def end(self) -> int:
@@ -101,14 +91,14 @@ class RecordedSample:
     def close(self) -> None:
         """Add the last sampled token.
 
-        The target has not computed its hidden state, which is zero here: no draft block reads it,
-        because nothing follows it.
+        Its hidden state is not computed, and zero here: no draft block reads it, as nothing
+        follows.
         """
         if self.last_sampled >= 0:
             self.extend([self.last_sampled], torch.zeros_like(self.hidden[-1][:1]))
 
     def sample(self) -> Sample:
-        """The sample as training reads it, without the hidden states."""
+        """Without the hidden states."""
         # At least 1: a draft block needs at least one token of context before it.
         return Sample(tuple(self.tokens), max(1, self.prompt - self.start), GROUP)
 
@@ -116,12 +106,10 @@ class RecordedSample:
 class Recorder:
     """Records one worker's traffic; the folder's shards never take more than ``max_bytes``.
 
-    Args:
-        folder: where shards are written; made if it is not there. Several processes may share it.
-        max_bytes: limit on disk. Open samples hold at most a quarter of it in host memory: a row
-            that would exceed this closes its sample, or does not begin one. Closed samples that are
-            not written yet are those of three shards at most.
-        layers: of the target (0-based), whose outputs are recorded; noted in the shards.
+    Several processes may share a folder. Open samples hold at most a quarter of ``max_bytes`` in
+    host memory: a row that would exceed this closes its sample, or does not begin one. Closed
+    samples that are not written yet are those of three shards at most. ``layers`` (0-based) are
+    noted in them.
     """
 
     def __init__(self, folder: Path, max_bytes: int, layers: Sequence[int] = ()) -> None:
@@ -143,7 +131,6 @@ class Recorder:
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def observe(self, step: TargetStep) -> None:
-        """Add one step to the samples of its requests; close samples of finished requests."""
         self._num_steps += 1
         self._close_finished(set(step.batch.req_ids))
         skipped = self._rows(step)
@@ -175,20 +162,13 @@ class Recorder:
         self._thread.join()
 
     def _close_finished(self, now: set[str]) -> None:
-        """Close samples of requests that are not in this step.
-
-        A prompt is an exception: between two of its chunks it may miss up to MAX_GAP steps.
-        """
         for name, sample in list(self._open.items()):
             waits = sample.last_sampled < 0 and self._num_steps - sample.seen <= MAX_GAP
             if name not in now and not waits:
                 self._end(name)
 
     def _rows(self, step: TargetStep) -> dict[int, int]:
-        """The rows to record, and how many of their first tokens are left out.
-
-        Closes a sample that its row does not continue or has no room for.
-        """
+        """Row -> first tokens left out. Ends samples without room, or that a row does not go on."""
         rows = {}
         room = self.max_bytes // 4 - self._open_bytes
         starts, kept = step.starts, step.kept.tolist()
@@ -263,10 +243,8 @@ class ShardRing:
     """The shards of a folder; a new one replaces the oldest ones where room is short.
 
     The limit holds for all processes together that write to the folder. A shard's name begins with
-    a number, which is the order of writing, and goes on with the host and the process.
-
-    Raises:
-        OSError: the folder cannot be made or written to, or its file system has no locks.
+    a number, which is the order of writing, and goes on with the host and the process. Raises
+    OSError if the folder cannot be made or written to, or its file system has no locks.
     """
 
     def __init__(self, folder: Path, max_bytes: int, layers: Sequence[int] = ()) -> None:
@@ -278,7 +256,6 @@ class ShardRing:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the lock of the folder, so that no other process changes it."""
         with (self.folder / LOCK).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -289,8 +266,7 @@ class ShardRing:
     def write(self, samples: Sequence[RecordedSample]) -> None:
         """Write one shard whole. Old shards are deleted before it, so the limit always holds.
 
-        Raises:
-            OSError, SafetensorError: the disk is full or gone; no part of the shard remains.
+        Raises OSError or SafetensorError if the disk is full or gone; no part of the shard remains.
         """
         if not samples:
             return

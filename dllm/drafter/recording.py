@@ -34,11 +34,7 @@ def layers_without_drafter(vllm_config: VllmConfig) -> Sequence[int]:
 
 
 def layers_of_drafter(vllm_config: VllmConfig) -> list[int]:
-    """Layers of the target whose outputs the drafter reads, 0-based, in the order they are given.
-
-    Raises:
-        ValueError: it reads none, or its config.json does not say which.
-    """
+    """0-based, in order. Raises ValueError: it reads none, or config.json does not say which."""
     speculative = vllm_config.speculative_config
     assert speculative is not None, "no drafter"
     layers = [layer - 1 for layer in get_eagle3_aux_layers_from_config(speculative) or ()]
@@ -84,11 +80,7 @@ def refuse_target_without_hidden_states(vllm_config: VllmConfig) -> None:
 
 
 def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
-    """The recorder of this worker; None if the server does not record, or another worker does.
-
-    All workers of a tensor-parallel group have the same hidden states, so only the first one
-    records.
-    """
+    """None without recording, or where the tensor-parallel group's first worker does it for all."""
     options, parallel = options_of(vllm_config).drafter, vllm_config.parallel_config
     if options.record is None or parallel.rank % parallel.tensor_parallel_size:
         return None
@@ -105,12 +97,7 @@ def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
 
 
 def step_without_drafts(state: Any, last_sampled: torch.Tensor) -> TargetStep:
-    """The step of a target that has no drafter.
-
-    Args:
-        state: the ``ExecuteModelState`` of Model Runner V2, before tokens were sampled.
-        last_sampled: ``[slots, 1]``, the last token of each request, after.
-    """
+    """From an ``ExecuteModelState`` before sampling, and ``last_sampled`` ``[slots, 1]`` after."""
     batch = state.input_batch
     computed = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
     num_sampled = torch.from_numpy((computed >= batch.prefill_len_np).astype(np.int64))

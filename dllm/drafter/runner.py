@@ -42,13 +42,7 @@ class DraftingRunner(Base):
         self._drafts_are_ours = is_scheduled or self._steering is not None
 
     def load_model(self, *args: Any, **options: Any) -> None:
-        """Load the model; then drafts of ours are kept by the rule of ``verification``.
-
-        On a CPU also those of other methods: vLLM's rule needs Triton.
-
-        Raises:
-            ValueError: the target's layers are to be recorded, and it does not return them.
-        """
+        """Raises ValueError for a target to be recorded that does not give its layers' outputs."""
         layers = layers_without_drafter(self.vllm_config)
         if layers:
             refuse_target_without_hidden_states(self.vllm_config)
@@ -58,6 +52,7 @@ class DraftingRunner(Base):
             self.model.set_aux_hidden_state_layers(tuple(i + 1 for i in layers))
             self.use_aux_hidden_state_outputs = True
         theirs = self.rejection_sampler
+        # On a CPU also for drafts of other methods: vLLM's rule needs Triton.
         is_ours = self._drafts_are_ours or self.device.type == "cpu"
         if isinstance(theirs, RejectionSampler) and is_ours:
             is_ratio = self._options.verification == "rejection"
@@ -70,7 +65,6 @@ class DraftingRunner(Base):
             )
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **options: Any) -> Any:
-        """First copy drafts that come with the schedule to where vLLM reads them."""
         if self._has_scheduled_drafts:
             logits = getattr(self.speculator, "draft_logits", None)
             take_scheduled(self.req_states, scheduler_output, logits)
@@ -87,7 +81,6 @@ class DraftingRunner(Base):
 
     @torch.inference_mode()
     def take_draft_token_ids(self) -> Any:
-        """Make late drafts, and report all to the scheduler."""
         if self._steering is None:
             return super().take_draft_token_ids()
         self._steering.draft_late(self.req_states, self.draft_tokens_handler)
@@ -96,9 +89,6 @@ class DraftingRunner(Base):
 
     @torch.inference_mode()
     def save_context_only(self) -> None:
-        """Called instead of ``take_draft_token_ids`` after a step that finished every request.
-
-        See ``Steering.save_context_only``.
-        """
+        """Called instead of ``take_draft_token_ids`` after a step that finished every request."""
         if self._steering is not None:  # only the last pipeline stage has a speculator
             self._steering.save_context_only()

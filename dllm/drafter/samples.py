@@ -28,20 +28,11 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence.
-
-    Attributes:
-        response_start: index of the first token that the target wrote.
-        group: the name under which reports count it.
-        shard: the file with its hidden states; None if they are not stored.
-        start: index of its first token in that file.
-    """
-
     tokens: tuple[int, ...]
     response_start: int
-    group: str
-    shard: Path | None = None
-    start: int = 0
+    group: str  # the name under which reports count it
+    shard: Path | None = None  # the file with its hidden states, if they are stored
+    start: int = 0  # index of its first token in that file
 
     @property
     def num_anchors(self) -> int:
@@ -49,7 +40,7 @@ class Sample:
         return max(0, len(self.tokens) - 1 - self.response_start)
 
     def hidden(self) -> Tensor:
-        """The hidden states of all its tokens, ``[tokens, features]``, read from disk."""
+        """``[tokens, features]``, read from disk."""
         assert self.shard is not None, "its hidden states are not stored"
         with safe_open(self.shard, "pt") as file:
             return file.get_slice("hidden")[self.start : self.start + len(self.tokens)]
@@ -62,11 +53,9 @@ def write_shard(
     more: Mapping[str, Tensor] | None = None,
     layers: Sequence[int] = (),
 ) -> None:
-    """Write a shard whole or not at all: a temporary file is renamed when it is complete.
+    """Write a temporary file, and rename it when it is complete.
 
-    Args:
-        hidden: ``[tokens, features]`` of all samples, in any number of parts; None stores none.
-        layers: of the target, whose outputs ``hidden`` is; empty: not noted.
+    ``hidden``: ``[tokens, features]`` of all samples, in any number of parts; None stores none.
     """
     lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])
     tensors = {
@@ -110,10 +99,7 @@ def read_shards(folder: Path) -> list[Sample]:
 
 
 def recorded_layers(folder: Path) -> list[tuple[int, ...]]:
-    """The target's layers that the shards of a folder are of: one entry if all agree.
-
-    Shards that do not note their layers count for nothing.
-    """
+    """One entry if all shards of a folder that note their layers agree."""
     found = set()
     for path in folder.glob(f"*{SUFFIX}"):
         with safe_open(path, "pt") as file:
@@ -123,10 +109,7 @@ def recorded_layers(folder: Path) -> list[tuple[int, ...]]:
 
 
 def recorded_acceptance(folder: Path) -> tuple[int, int]:
-    """(verified, accepted): counts of drafts in recorded traffic, over all shards of a folder.
-
-    Shards without these tensors count as zero.
-    """
+    """(verified, accepted): drafts in all shards; those without these tensors count as zero."""
     verified = accepted = 0
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         with safe_open(path, "pt") as file:

@@ -42,8 +42,7 @@ def take_scheduled(
 ) -> None:
     """Copy the drafts of a schedule to ``states.draft_tokens``, ``[slots, N]``.
 
-    Args:
-        draft_logits: ``[slots, N, vocab]``, what drafts were drawn from, where it is kept.
+    ``draft_logits``: ``[slots, N, vocab]``, what drafts were drawn from, where it is kept.
     """
     drafts = {
         states.req_id_to_index[req_id]: tokens

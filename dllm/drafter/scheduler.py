@@ -31,12 +31,7 @@ from dllm.settings.server import options_of
 class StepRows:
     """What the scheduler knows of a step, row by row, without requests that are over.
 
-    Made before vLLM accounts for the step, which ends requests.
-
-    Attributes:
-        names: of the requests.
-        num_over: requests of the step that were over before.
-        in_prompt, verified: as in ``VerifiedStep``.
+    Made before vLLM accounts for the step, which ends requests. Arrays as in ``VerifiedStep``.
     """
 
     def __init__(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> None:
@@ -58,10 +53,7 @@ class StepRows:
         self.verified = np.where(self.in_prompt, 0, num_drafts - num_cut)
 
     def accepted(self, answer: ModelRunnerOutput) -> np.ndarray:
-        """``[rows]``, as in ``VerifiedStep``. vLLM has cut the tokens behind the end of an answer.
-
-        The last token of a row is the target's own, or a draft that ends the answer.
-        """
+        """``[rows]``. The last token (vLLM cuts there) is the target's own, or ends the answer."""
         sampled, row_of = answer.sampled_token_ids, answer.req_id_to_index
         each = [len(sampled[row_of[name]]) if sampled else 0 for name in self.names]
         accepted: np.ndarray = np.clip(np.array(each, dtype=np.int64) - 1, 0, self.verified)
@@ -75,14 +67,9 @@ def num_drafts_behind(scheduled: SchedulerOutput) -> int:
 
 
 class DraftingScheduler(SessionScheduler):
-    """vLLM's, with the width policy; counts go to the statistics (``metrics``).
+    """vLLM's, with the width policy; counts go to the statistics (``metrics``)."""
 
-    Attributes:
-        reads_confidence: whether the worker says how sure the drafter is.
-        driver: of the policy.
-    """
-
-    reads_confidence = True
+    reads_confidence = True  # the worker says how sure the drafter is
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -93,7 +80,6 @@ class DraftingScheduler(SessionScheduler):
         self._drafted = False  # there was a draft pass behind the last step that is accounted for
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """Say with the schedule whether drafts are made behind the step."""
         super()._update_after_schedule(scheduler_output)
         begun = [each.req_id for each in scheduler_output.scheduled_new_reqs]
         self.driver.keep([each.request_id for each in self.running], begun)
@@ -108,7 +94,6 @@ class DraftingScheduler(SessionScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Let the policy learn from the step."""
         step = None
         if self._reads_steps:
             names = self.driver.known(scheduler_output.num_scheduled_tokens)
@@ -126,10 +111,7 @@ class DraftingScheduler(SessionScheduler):
         return self.driver.policy.reads_outcomes
 
     def _follow(self, step: StepRows, accepted: np.ndarray) -> None:
-        """
-        Args:
-            accepted: ``[rows]``, as in ``VerifiedStep``.
-        """
+        """``accepted``: ``[rows]``, as in ``VerifiedStep``."""
         if step.num_over:  # their rows took part of the time
             self.driver.policy.note_wait(None)
         elif not step.names:
@@ -141,7 +123,6 @@ class DraftingScheduler(SessionScheduler):
         super().update_draft_token_ids(self._cut(draft_token_ids))
 
     def _cut(self, given: DraftTokenIds) -> DraftTokenIds:
-        """Drafts behind a step, cut to the widths that the policy chooses."""
         drafts = dict(zip(given.req_ids, given.draft_token_ids, strict=True))
         confidence = None
         if isinstance(given, DraftReport):
@@ -182,7 +163,6 @@ class DraftingScheduler(SessionScheduler):
         }
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's statistics of the step with our counts in them; None if statistics are off."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             self._send_counts(stats)

@@ -34,22 +34,17 @@ class SelfDrafter(Drafter):
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
-        """The target itself, behind the interface of a drafter's network."""
         self._target_layers = target_attn_layer_names
         return OwnNetwork(target_model, self.parallel_drafting_token_id)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Called when the KV cache exists: the draft pass runs through the target's layers."""
         self.draft_attn_layer_names = self._target_layers
         super().set_attn(*args, **kwargs)
         # Metadata is built outside of CUDA graphs: slots are changed there.
         self.supports_decode_metadata_update = False
 
     def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """Before vLLM builds the metadata, take the slots from tokens beyond the model's length.
-
-        vLLM gives them slots of the last page, which hold the context's keys here.
-        """
+        """No slot beyond the model's length: vLLM's are those of the last page, context here."""
         num_reqs = kwargs["num_reqs"]
         num_tokens = num_reqs * self.num_query_per_req
         positions = self.input_buffers.positions[:num_tokens].view(num_reqs, -1)
@@ -68,12 +63,7 @@ class SelfDrafter(Drafter):
 
 
 class OwnNetwork(torch.nn.Module):
-    """The target behind the interface that vLLM's speculator of DFlash asks of a network.
-
-    Args:
-        target: whose weights it shares.
-        mask_token_id: never drafted.
-    """
+    """The target behind the interface that vLLM's speculator of DFlash asks of a network."""
 
     def __init__(self, target: torch.nn.Module, mask_token_id: int) -> None:
         super().__init__()

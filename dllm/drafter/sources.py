@@ -63,11 +63,10 @@ class SteeredBlocks(Steered, DFlashSpeculator):
         return draft()
 
     def keep_context(self, step: TargetStep, draft: DraftPass) -> None:
-        """Keep the context of a step that is not drafted for, until a draft pass needs it.
+        """Stored at once where KV transfer may copy the pages, or with several KV cache groups.
 
-        It is stored at once where KV transfer may copy the pages, and where there are several KV
-        cache groups (a draft window, sliding layers). There, a page that is freed while its context
-        waits may become a page of the target, and the late write would destroy it.
+        There (a draft window, sliding layers) a page that is freed while its context waits may
+        become a page of the target, and the late write would destroy it.
         """
         if not self._context.admits(step.batch.num_tokens):
             self._store_context()
@@ -78,7 +77,6 @@ class SteeredBlocks(Steered, DFlashSpeculator):
             self._store_context()
 
     def _store_context(self) -> None:
-        """Compute and store all of the kept context, in one product."""
         if not len(self._context):
             return
         context = self._context.take()
@@ -135,7 +133,6 @@ STEERED: dict[str, type[Steered]] = {
 
 
 def make_steered(vllm_config: VllmConfig, device: torch.device) -> Steered:
-    """The speculator that vLLM would make for a server, steered."""
     speculative = vllm_config.speculative_config
     assert speculative is not None, "no drafter"
     names = [speculative.method]

@@ -18,8 +18,6 @@ from dllm.settings.server import options_of
 
 
 class Drafter(DraftBlock):
-    """vLLM's speculator with our network."""
-
     _speculator_name = "dllm drafter"
     _has_own_cache = True  # of another dtype and window than the target's
 
@@ -49,7 +47,6 @@ class Drafter(DraftBlock):
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
-        """The network shares the target's embedding and head unless it has its own."""
         model = super().load_draft_model(target_model, target_attn_layer_names)
         if self._weight_reload is not None:
             model.refuse_reload()

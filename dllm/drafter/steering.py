@@ -33,17 +33,7 @@ DraftPass = Callable[..., torch.Tensor]
 
 
 class Steering:
-    """Drafts with a speculator, now or late, and reports to the scheduler.
-
-    Attributes:
-        counts: of the steps after the last report.
-        reads_confidence: the scheduler is told how sure the drafter is.
-        confidence: ``[rows, N]``: the drafter's probability of its likeliest token, 0 where that
-            ends the answer.
-        lengths: drafts of each request's blocks, where a pilot chooses them.
-        block_lengths: ``[rows]`` behind the last step; None: N drafts each.
-        is_renewed: the drafter has other weights than at the last report.
-    """
+    """Drafts with a speculator, now or late, and reports to the scheduler."""
 
     def __init__(
         self, speculator: "Steered", vllm_config: VllmConfig, device: torch.device
@@ -52,15 +42,16 @@ class Steering:
         is_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         self.speculator = speculator
         self.num_rows, self.num_drafts = speculator.draft_tokens.shape
-        self.counts = Counts()
+        self.counts = Counts()  # of the steps after the last report
         self.reads_confidence = options.policy == "adaptive" and not is_ahead
+        # The drafter's probability of its likeliest token, 0 where that ends the answer: [rows, N].
         self.confidence = torch.zeros(speculator.draft_tokens.shape, device=device)
         self.end_ids = torch.tensor(sorted(end_ids(vllm_config)), device=device)
-        self.lengths: PilotLengths | None = None
+        self.lengths: PilotLengths | None = None  # drafts of each request's blocks
         if options.pilot is not None:
             self.lengths = PilotLengths(self.num_rows, options.pilot)
-        self.block_lengths: np.ndarray | None = None
-        self.is_renewed = False
+        self.block_lengths: np.ndarray | None = None  # [rows] of the last step; None: N drafts each
+        self.is_renewed = False  # the drafter has other weights than at the last report
         self._may_skip = may_skip_passes(vllm_config)
         self._recorder = make_recorder(vllm_config)
         # On a CPU the draft pass runs after the tokens were sent (`draft_late`), unless somebody
@@ -76,15 +67,10 @@ class Steering:
         self._drafted = False  # there was a draft pass behind the last step
 
     def follow(self, step: TargetStep, draft: DraftPass, num_drafts: int | None) -> torch.Tensor:
-        """Draft behind a step of the target, now or in ``draft_late``.
+        """Draft now, or in ``draft_late``: ``[rows, N]`` int64 ids, any values until then.
 
-        Args:
-            num_drafts: of each row, as vLLM asks for: fewer at large batches, which have to be made
-                at once; none if our scheduler says so, or (from vLLM 0.33 on) if no request of the
-                step can use any. None: N.
-
-        Returns:
-            ``[rows, N]`` int64 token ids; any values where nothing has been drafted (yet).
+        ``num_drafts`` is what vLLM asks for: fewer at large batches, which have to be made at once;
+        none if our scheduler says so, or (from vLLM 0.33 on) if no request can use any; None: N.
         """
         following = step, draft, num_drafts != 0
         if self._drafts_late and num_drafts in (None, 0, self.num_drafts):
@@ -95,11 +81,9 @@ class Steering:
     def draft_late(self, states: RequestState, handler: DraftTokensHandler) -> None:
         """On a CPU: draft for the last step, after its tokens have been sent to the clients.
 
-        A CPU does one thing at a time: drafting inside ``propose`` would delay the tokens.
-
-        Args:
-            states, handler: the runner's, which hold what ``propose`` returned; the drafts are
-                written over it.
+        A CPU does one thing at a time: drafting inside ``propose`` would delay the tokens. What
+        that returned stands in the runner's ``states`` and ``handler``; the drafts are written over
+        it.
         """
         if self._undrafted is None:
             return
@@ -110,10 +94,9 @@ class Steering:
             handler.set_draft_tokens(step.batch, drafts)
 
     def save_context_only(self) -> None:
-        """Called instead of ``draft_late`` after a step that finished every request.
+        """Instead of ``draft_late`` after a step that finished every request: nothing is drafted.
 
-        Nothing is drafted. The step's context is still kept, because other requests may reuse its
-        pages through the prefix cache.
+        Other requests may reuse the step's pages through the prefix cache, so its context is kept.
         """
         if self._undrafted is None:
             return
@@ -152,7 +135,6 @@ class Steering:
         self.speculator.after_step()
 
     def report(self, drafts: DraftTokenIds) -> DraftReport:
-        """The message to the scheduler, behind a step."""
         kept, confidence = drafts.draft_token_ids, None
         if self.block_lengths is not None:
             lengths = self.block_lengths.tolist()
@@ -194,16 +176,8 @@ class Steered(DraftModelSpeculator):
         dummy_run: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """vLLM's hook after every step of the target: draft for each row.
-
-        Args:
-            last_hidden_states: ``[tokens, hidden]``, output of the target's last layer.
-            aux_hidden_states: the same for each layer that the drafter reads.
-            num_sampled, num_rejected: ``[rows]``, tokens emitted, and drafts rejected in the step.
-            last_sampled: ``[slots, 1]``, the last token of each request.
-
-        Returns:
-            As ``Steering.follow``.
+        """vLLM's hook after a step of the target: arguments as ``TargetStep``'s, result as
+        ``follow``'s.
         """
         outcome = (num_sampled, num_rejected, last_sampled)
         step = TargetStep(input_batch, aux_hidden_states, *outcome, last_hidden_states)
@@ -245,11 +219,7 @@ class Steered(DraftModelSpeculator):
         *others: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """The drafts ``[rows * N]``, the likeliest or sampled ones.
-
-        Sampled drafts use the target's random numbers of their positions, but not with rejection
-        sampling (``verification``).
-        """
+        """``[rows * N]``; drawn with the target's random numbers unless by rejection sampling."""
         if not self._samples_drafts or self.draft_logits is not None:
             tokens = hidden_states, sample_src_positions, idx_mapping
             rest = temperature, seeds, draft_step, *others
@@ -260,11 +230,9 @@ class Steered(DraftModelSpeculator):
         return self._sample_coupled(logits, *at)
 
     def _sample_coupled(self, logits: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
-        """Draw drafts ``[rows]`` with the target's random numbers.
+        """Draw drafts ``[rows]`` from ``[rows, vocab]``, with the target's random numbers.
 
-        Args:
-            logits: ``[rows, vocab]``, of the target's vocabulary.
-            at: slots, temperature and seeds by slot, and positions in front of the drafts.
+        ``at``: slots, temperature and seeds by slot, and positions in front of the drafts.
         """
         fp64 = self.use_fp64_gumbel
         return gumbel_sample(logits, *at, apply_temperature=True, is_drafting=False, use_fp64=fp64)
@@ -272,12 +240,7 @@ class Steered(DraftModelSpeculator):
     def _maybe_predict_acceptance(
         self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
     ) -> None:
-        """Store how sure the drafter is.
-
-        Args:
-            logits: ``[rows, vocab]`` of one place, or ``[rows * N, vocab]`` of all.
-            draft_step: the place, or that of each row of ``logits``.
-        """
+        """``logits``: ``[rows, vocab]`` of the place ``draft_step``, or ``[rows * N, vocab]``."""
         super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         if not self.steering.reads_confidence:
             return

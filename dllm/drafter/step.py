@@ -13,23 +13,14 @@ class TargetStep:
     """What vLLM gives to a speculator. Views of its buffers: valid until the next step begins.
 
     The properties are on the host, and those that wait for the device do so once.
-
-    Attributes:
-        batch: the rows (one for each request) and their tokens.
-        aux_hidden_states: ``[tokens or more, hidden]``, the output of each layer that the drafter
-            reads.
-        num_sampled, num_rejected: ``[rows]``, tokens emitted, and drafts that were rejected.
-        last_sampled: ``[slots, 1]``, the last token of each request.
-        last_hidden_states: ``[tokens or more, hidden]``, the output of the last layer, normalized;
-            None where nobody reads it.
     """
 
     batch: InputBatch
-    aux_hidden_states: list[torch.Tensor] | None
-    num_sampled: torch.Tensor
-    num_rejected: torch.Tensor
-    last_sampled: torch.Tensor
-    last_hidden_states: torch.Tensor | None = None
+    aux_hidden_states: list[torch.Tensor] | None  # [tokens or more, hidden], of layers to be read
+    num_sampled: torch.Tensor  # [rows], tokens emitted
+    num_rejected: torch.Tensor  # [rows], drafts
+    last_sampled: torch.Tensor  # [slots, 1], the last token of each request
+    last_hidden_states: torch.Tensor | None = None  # [tokens or more, hidden], normalized
 
     @property
     def in_prompt(self) -> np.ndarray:
@@ -98,11 +89,7 @@ class TargetStep:
         return sum(hidden[:1].nbytes for hidden in self._hidden_states)
 
     def features(self, chosen: torch.Tensor | None = None) -> torch.Tensor:
-        """The hidden states that the drafter reads, side by side: ``[tokens, layers * hidden]``.
-
-        Args:
-            chosen: indices of tokens; None: all of the step.
-        """
+        """``[tokens, layers * hidden]``, side by side, of the chosen tokens (None: all)."""
         layers = self._hidden_states
         if chosen is None:
             return torch.cat([hidden[: self.batch.num_tokens] for hidden in layers], dim=-1)

@@ -32,11 +32,7 @@ from dllm.drafter.pair import refuse_other_rules
 
 
 class OwnRule(RejectionSampler):
-    """vLLM's sampler of steps that verify drafts, for a rule of ours.
-
-    Raises:
-        ValueError: as ``refuse_other_rules``.
-    """
+    """vLLM's sampler of steps with drafts, for our rule. Raises as ``refuse_other_rules``."""
 
     def __init__(
         self, sampler: Any, spec_config: SpeculativeConfig, *others: Any, **options: Any
@@ -84,20 +80,17 @@ class DrafterInvariantSampler(OwnRule):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sample the rows of some requests.
+        """Each request has a row behind its last token and one behind each draft.
 
         Args:
-            logits: ``[num_logits, vocab]``: for each request a row behind its last token and one
-                behind each draft.
-            draft_sampled: ``[num_logits]``, the input token of each row; of the rows behind the
-                first these are the drafts.
+            logits: ``[num_logits, vocab]``.
+            draft_sampled: ``[num_logits]``, the input token of each row; behind the first: drafts.
             pos: ``[num_logits]``, position of that input token.
             cu_num_logits: ``[requests + 1]``, first row of each request.
             verify_draft_sampled: as ``draft_sampled``, -1 for drafts that must not be kept.
 
         Returns:
-            The processed logits; tokens ``[requests, N + 1]``; how many of them are emitted,
-            ``[requests]``.
+            Processed logits; tokens ``[requests, N + 1]``; how many are emitted, ``[requests]``.
         """
         sampler: Any = self.sampler
         processed = sampler.apply_sampling_params(
@@ -140,9 +133,8 @@ class RatioSampler(OwnRule):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As ``DrafterInvariantSampler._verify``.
 
-        Args:
-            draft_logits: ``[slots, N, vocab]``, the drafter's, not divided by the temperature; None
-                if each draft is the only token that could have been drafted.
+        ``draft_logits``: ``[slots, N, vocab]``, the drafter's, not divided by the temperature; None
+        if each draft is the only token that could have been drafted.
         """
         rows = expanded_idx_mapping, expanded_local_pos
         if logits.device.type != "cpu":
@@ -197,14 +189,10 @@ def probabilities(logits: torch.Tensor, is_greedy: torch.Tensor) -> torch.Tensor
 def ratio_test(
     target: torch.Tensor, proposed: torch.Tensor | None, drafts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With which probability each draft is kept, and what a token in its place is drawn from.
+    """p(x) / q(x) of each draft, more than 1 means 1, and max(p - q, 0), to draw from in its place.
 
-    Args:
-        target, proposed: ``[rows, vocab]``, p and q; None: q is 1 at each draft.
-        drafts: ``[rows]``, drawn from q.
-
-    Returns:
-        p(x) / q(x) ``[rows]``, where more than 1 means 1, and max(p - q, 0) ``[rows, vocab]``.
+    ``target``, ``proposed``: ``[rows, vocab]``, p and q (None: 1 at each draft). Drafts:
+    ``[rows]``.
     """
     at = drafts[:, None]
     if proposed is None:
@@ -221,11 +209,10 @@ def keep_own_tokens(
     Args:
         own: ``[num_logits]``, the target's token behind each row's input token.
         inputs: ``[num_logits]``, that input token: a request's last token, then its drafts.
-        starts: ``[requests + 1]``, first row of each request; at most ``num_drafts + 1`` rows each.
+        starts: ``[requests + 1]``, first row of each request; at most N + 1 rows each.
 
     Returns:
-        Tokens ``[requests, num_drafts + 1]`` (any values behind the emitted ones), and how many are
-        emitted, ``[requests]`` int32.
+        ``[requests, N + 1]`` (any values behind the emitted), and how many, ``[requests]`` int32.
     """
     places = torch.arange(num_drafts + 1, device=own.device)
     rows = starts[:-1, None] + places  # [requests, N + 1]

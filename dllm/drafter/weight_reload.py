@@ -65,16 +65,12 @@ class Version(NamedTuple):
 
 
 class WeightReload:
-    """One worker's watch over the folder.
+    """One worker's watch over the folder, which may not exist yet.
 
     Args:
-        folder: what the trainer publishes to; it may not exist yet.
         refuse: raises ValueError for weights that ``load`` cannot take. A thread calls it.
         refuse_config: the same for a folder whose config.json says something else than the one in
             use; weights would be of the same shape, and draft badly.
-
-    Attributes:
-        current: number of the checkpoint in use; 0: the one that the server was started with.
     """
 
     def __init__(
@@ -87,7 +83,7 @@ class WeightReload:
     ) -> None:
         self.folder, self.initial, self.load, self.refuse = folder, initial, load, refuse
         self.refuse_config = refuse_config
-        self.current = self._num_steps = 0
+        self.current = self._num_steps = 0  # checkpoint 0 is the one that the server started with
         # The files of the checkpoint in use. They stay open, because the trainer deletes old
         # checkpoints, and the server has to go back to this one if a newer one fails halfway.
         self._files = open_weights(initial)
@@ -97,17 +93,15 @@ class WeightReload:
         self._next = 0
 
     def after_step(self) -> None:
-        """Count a step of the target; now and then look for a newer drafter.
+        """All ranks call this after every step, and change weights after the same one.
 
-        All ranks call this after every step, and change weights after the same one: drafts that
-        differ between ranks would give them different inputs.
+        Drafts that differ between ranks would give them different inputs.
         """
         self._num_steps += 1
         if self._num_steps % STEPS_BETWEEN_LOOKS == 0:
             self._look()
 
     def _look(self) -> None:
-        """Start to read a newer checkpoint, or use one that has been read."""
         if self._reading is None:
             newest = answer_of_first_rank(self._newest())
             if newest > self.current:
@@ -125,11 +119,7 @@ class WeightReload:
             return 0
 
     def _use(self, number: int, version: Version | None) -> None:
-        """Copy weights over those in use, on all ranks or on none.
-
-        Args:
-            version: None if it cannot be read, or does not fit; the checkpoint is rejected then.
-        """
+        """On all ranks or on none. ``version`` is None if it cannot be read, or does not fit."""
         is_loaded = version is not None and self._loads(number, version.weights)
         if not all_ranks_say_yes(is_loaded):
             self._reject(number)

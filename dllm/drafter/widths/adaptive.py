@@ -52,13 +52,8 @@ def best_widths(survival: np.ndarray, base: float, cost_ms: np.ndarray) -> tuple
 class AdaptiveWidth(WidthPolicy):
     """Chooses each row's width from what was accepted so far and how long steps took.
 
-    Args:
-        reads_confidence: use the drafter's probability of each draft in the decision.
-        hysteresis: drafting starts (stops) when its expected tokens per second exceed (fall below)
-            those of plain decoding by this share.
-
-    Attributes:
-        is_drafting: whether steps draft that are not trials.
+    ``hysteresis``: drafting starts (stops) when its expected tokens per second exceed (fall below)
+    those of plain decoding by this share.
     """
 
     reads_outcomes = True
@@ -101,11 +96,10 @@ class AdaptiveWidth(WidthPolicy):
     def forget_drafter(self) -> None:
         """Draft as if the server had just started with this drafter; costs stay known."""
         self.survival = Survival(self.num_slots, self.num_drafts)
-        self.is_drafting = True
+        self.is_drafting = True  # in steps that are no trials
         self._until_trial = self._trial_after = FIRST_TRIAL  # steps left; steps before the next one
 
     def observe(self, step: VerifiedStep) -> None:
-        """Learn which of the last drafts survived, what the step cost, which requests are new."""
         has_prompts, num_rows = bool(step.in_prompt.any()), len(step.slots)
         is_timed = self._time_step(step, has_prompts)
         is_other = num_rows != self._num_rows
@@ -124,10 +118,7 @@ class AdaptiveWidth(WidthPolicy):
             one.observe(step.slots, verified, step.accepted, bins)
 
     def wants_lookup(self, slots: np.ndarray, confidence: np.ndarray) -> bool:
-        """Whether looked-up drafts promise more tokens per second than anything else.
-
-        Not in a trial, which is to show something else.
-        """
+        """Not in a trial, which is to show something else."""
         self._looked_up = False
         if self._is_trial:
             return False
@@ -142,11 +133,7 @@ class AdaptiveWidth(WidthPolicy):
         return self._looked_up
 
     def wants_drafts(self, slots: np.ndarray) -> bool:
-        """Whether drafting is expected to be faster than plain decoding; a trial says the opposite.
-
-        Nobody can use drafts if there are no ``slots``. While texts repeat themselves, what is
-        looked up next is expected to be verified, too.
-        """
+        """While texts repeat themselves, what is looked up next is expected to be verified, too."""
         if not len(slots):
             self._wants = False
             return False
@@ -163,10 +150,7 @@ class AdaptiveWidth(WidthPolicy):
         return self._wants
 
     def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        """The best widths; in a trial, full width for the requests that were verified least.
-
-        All are 0 where ``wants_drafts`` has said no.
-        """
+        """In a trial, full width for the requests that were verified least."""
         if confidence is not None:
             self._bins[slots] = bins_of(confidence)
         if self._looked_up:
@@ -183,10 +167,9 @@ class AdaptiveWidth(WidthPolicy):
         return self._best_widths(slots, bins)[0]
 
     def worth_ms(self, slots: np.ndarray) -> float:
-        """Milliseconds that drafts may be waited for; with a longer wait plain decoding is faster.
+        """With a longer wait plain decoding is faster. Infinity before any step was timed.
 
-        Infinity before any step was timed. A trial waits as long as if all drafts were kept: what
-        takes longer is of no use, however good it is.
+        A trial waits as long as if all drafts were kept: what takes longer is of no use.
         """
         if self.costs.is_first or not len(slots):
             return float("inf")
@@ -199,11 +182,7 @@ class AdaptiveWidth(WidthPolicy):
         return float((plain * (1 + gained / len(slots)) - cost_ms).max())
 
     def note_wait(self, seconds: float | None) -> None:
-        """Take note that so long was waited for drafts behind the last step.
-
-        Without drafts the next one would take that much less time. So it also teaches the cost of a
-        step without drafts, which is otherwise learned in trials alone.
-        """
+        """Without drafts the next step takes that much less, which only trials teach otherwise."""
         if seconds is None:
             self._observed_at = None
             return
@@ -245,16 +224,11 @@ class AdaptiveWidth(WidthPolicy):
         return self.costs.plain(num_rows) if self.may_skip else self.costs.drafting(num_rows)[0]
 
     def _best_widths(self, slots: np.ndarray, bins: np.ndarray | None) -> tuple[np.ndarray, float]:
-        """``best_widths`` of the drafter's drafts for these requests."""
         gain, costs = self.survival.of(slots, bins), self.costs.drafting(len(slots))
         return best_widths(gain, float(len(slots)), costs)
 
     def _time_step(self, step: VerifiedStep, has_prompts: bool) -> bool:
-        """Learn from the time since the last step, unless this one read prompts.
-
-        Returns:
-            whether it is one of those that are timed.
-        """
+        """Unless it read prompts, learn from the time since the last step. True if it is timed."""
         now, before = self.clock(), self._observed_at
         waited_ms, self._waited_ms = self._waited_ms, None
         self._observed_at = now

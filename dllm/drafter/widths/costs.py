@@ -25,8 +25,6 @@ LEAST = 0.02  # a number is at least this share of its first guess, scaled to th
 
 
 class StepCosts:
-    """Estimates of the five numbers."""
-
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
         self._guess = np.array(
@@ -40,12 +38,7 @@ class StepCosts:
         self.is_first = True
 
     def observe(self, num_rows: int, num_verified: int, drafts: bool, ms: float) -> None:
-        """Learn from a step's time.
-
-        Args:
-            num_verified: drafts that the target verified, summed over the rows.
-            drafts: a draft pass is part of this time (``VerifiedStep.drafted``).
-        """
+        """``num_verified``: summed over the rows. ``drafts``: as ``VerifiedStep.drafted``."""
         work = self._guess * np.array([1, num_rows, num_verified, drafts, drafts * num_rows])
         if self.is_first:
             self.is_first = False
@@ -74,13 +67,7 @@ class StepCosts:
         return float(each + per_row * num_rows)
 
     def drafting(self, num_rows: int, passes: bool = True) -> np.ndarray:
-        """Milliseconds of a step that verifies drafts, ``[num_rows * N + 1]``.
-
-        Entry k is for k verified drafts, over all rows.
-
-        Args:
-            passes: whether the drafter runs.
-        """
+        """``[num_rows * N + 1]`` milliseconds; entry k is for k verified drafts, over all rows."""
         _, _, per_draft, draft_pass, draft_per_row = self._numbers * self._guess
         without = self.plain(num_rows) + passes * (draft_pass + draft_per_row * num_rows)
         costs: np.ndarray = without + per_draft * np.arange(num_rows * self.num_drafts + 1)

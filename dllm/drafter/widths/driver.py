@@ -30,19 +30,13 @@ class Slots(dict[str, int]):
 
 
 class WidthDriver:
-    """Asks a policy about the requests of a server, step by step.
-
-    Args:
-        num_slots: requests of a step, at most.
-        counts: gets the widths that were chosen.
-    """
+    """Asks a policy about a server's requests, at most ``num_slots`` in a step; counts widths."""
 
     def __init__(self, policy: WidthPolicy, num_slots: int, counts: Counts) -> None:
         self.policy, self.counts = policy, counts
         self._slots = Slots(num_slots)
 
     def keep(self, running: Collection[str], begun: Collection[str] = ()) -> None:
-        """Know these requests, some of which have just begun."""
         self._slots.keep(running)
         if begun:
             self.policy.forget_requests(self._slots.of(begun))
@@ -56,26 +50,19 @@ class WidthDriver:
         return self.policy.wants_drafts(self._slots.of(names)) and len(names) > 0
 
     def wants_lookup(self, names: Collection[str], confidence: np.ndarray) -> bool:
-        """Whether drafts that were looked up take the place of others (``WidthPolicy``)."""
         return self.policy.wants_lookup(self._slots.of(names), confidence)
 
     def worth_s(self, names: Collection[str]) -> float:
-        """Seconds that drafts of these requests may be waited for."""
         return 1e-3 * self.policy.worth_ms(self._slots.of(names))
 
     def widths(self, names: Collection[str], confidence: np.ndarray | None = None) -> list[int]:
-        """How many of its drafts each request verifies in its next step.
-
-        Args:
-            confidence: as in ``WidthPolicy.widths``; None where nobody knows it.
-        """
+        """``confidence``: as in ``WidthPolicy.widths``; None where nobody knows it."""
         read = confidence if self.policy.reads_confidence else None
         widths: list[int] = self.policy.widths(self._slots.of(names), read).tolist()
         assert all(0 <= width <= self.policy.num_drafts for width in widths), widths
         return widths
 
     def count(self, drafts: Collection[Sequence[int]]) -> None:
-        """Count what is to be verified of each request that can use drafts."""
         for each in drafts:
             self.counts.add("draft_widths", label=str(len(each)))
 
@@ -87,7 +74,6 @@ class WidthDriver:
         accepted: np.ndarray,
         drafted: bool,
     ) -> None:
-        """Tell the policy what a step did, as ``VerifiedStep`` says."""
         self.policy.observe(
             VerifiedStep(self._slots.of(names), in_prompt, verified, accepted, drafted)
         )

@@ -12,11 +12,7 @@ from dllm.settings.server import options_of
 
 
 def make_driver(vllm_config: Any, counts: Counts, reads_confidence: bool) -> WidthDriver:
-    """
-    Args:
-        counts: as ``WidthDriver``.
-        reads_confidence: whether the drafter's probabilities are known where widths are chosen.
-    """
+    """``reads_confidence``: the drafter's probabilities are known where widths are chosen."""
     options, speculative = options_of(vllm_config), vllm_config.speculative_config
     num_slots = vllm_config.scheduler_config.max_num_seqs
     num_drafts = speculative.num_speculative_tokens
@@ -36,11 +32,6 @@ def make_policy(
     num_slots: int,
     reads_confidence: bool = True,
 ) -> WidthPolicy:
-    """
-    Args:
-        num_slots: requests that the policy tells apart.
-        reads_confidence: whether the drafter's probabilities are known where it is asked.
-    """
     if options.policy == "adaptive":
         return AdaptiveWidth(num_drafts, num_slots, reads_confidence)
     return FixedWidth(num_drafts, options.width)  # of a pilot's blocks: all that was drafted

@@ -49,11 +49,7 @@ class PilotConfig:
 
     @classmethod
     def read(cls, file: str | Path) -> "PilotConfig":
-        """Read the metadata of a pilot's file.
-
-        Raises:
-            ValueError: there is no pilot in it.
-        """
+        """Raises ValueError if the file holds no pilot."""
         try:
             with safe_open(file, "pt") as opened:
                 given = json.loads((opened.metadata() or {})[CONFIG])
@@ -79,8 +75,6 @@ class PilotConfig:
 
 
 class Pilot(nn.Module):
-    """The two layers."""
-
     def __init__(self, config: PilotConfig) -> None:
         super().__init__()
         self.config = config
@@ -100,11 +94,7 @@ class Pilot(nn.Module):
 
     @classmethod
     def load(cls, file: str | Path, device: torch.device | str) -> "Pilot":
-        """Read a pilot's file.
-
-        Raises:
-            ValueError: as ``PilotConfig.read``.
-        """
+        """Raises ValueError as ``PilotConfig.read``."""
         with torch.device("meta"):
             pilot = cls(PilotConfig.read(file))
         with safe_open(file, "pt", device=str(device)) as opened:
@@ -132,11 +122,10 @@ class PilotLengths:
         logger.info("pilot %s: %.1f MB, widths %s", self.file, size / 1e6, self.pilot.config.widths)
 
     def read_prompts(self, slots: np.ndarray, logits: Tensor) -> None:
-        """Choose; all tensor-parallel ranks take the first one's choice.
+        """All tensor-parallel ranks take the first one's choice.
 
-        Args:
-            slots: ``[prompts]``, of requests whose prompts ended in this step.
-            logits: ``[prompts, vocab]``, of the target, before any sampling parameter.
+        ``slots``: ``[prompts]`` that ended in this step. ``logits``: ``[prompts, vocab]``, of the
+        target, before any sampling parameter.
         """
         places = self.pilot.choose(logits).tolist()
         widths = self.pilot.config.widths

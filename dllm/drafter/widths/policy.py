@@ -49,20 +49,14 @@ class WidthPolicy(ABC):
 
     Where drafts come from another process, ``wants_drafts`` is asked when the outcome is known,
     ``worth_ms`` says how long to wait for them, and ``note_wait`` is told how long that was.
-
-    Attributes:
-        most: the largest width.
-        may_skip: the drafter does not run in steps for which ``wants_drafts`` says no.
-        reads_outcomes: ``observe`` is called.
-        reads_confidence: ``widths`` is given the drafter's probabilities.
     """
 
     reads_outcomes: ClassVar[bool] = False
-    reads_confidence: bool = False
-    may_skip: bool = True
+    reads_confidence: bool = False  # ``widths`` is given the drafter's probabilities
+    may_skip: bool = True  # the drafter does not run where ``wants_drafts`` says no
 
     def __init__(self, num_drafts: int) -> None:
-        self.num_drafts = self.most = num_drafts
+        self.num_drafts = self.most = num_drafts  # most: the largest width
 
     def observe(self, step: VerifiedStep) -> None:  # noqa: B027  most policies learn nothing
         """Learn from a step of the target."""
@@ -80,9 +74,7 @@ class WidthPolicy(ABC):
     def wants_lookup(self, slots: np.ndarray, confidence: np.ndarray) -> bool:
         """Whether drafts that were looked up take the place of a pass of the drafter.
 
-        Args:
-            slots: ``[rows]``.
-            confidence: ``[rows, N]``, of these drafts (``drafter.prompt_lookup``).
+        ``confidence``: ``[rows, N]``, of these drafts (``drafter.prompt_lookup``).
         """
         return False
 
@@ -93,11 +85,9 @@ class WidthPolicy(ABC):
         The drafts themselves are not among the arguments: a width may depend on the drafter's
         distributions, never on what was drawn from them.
 
-        Args:
-            slots: ``[rows]``.
-            confidence: ``[rows, N]`` fp32, the drafter's probability of the likeliest token at each
-                place; 0 where this token ends the answer, because verifying it gains nothing. None
-                unless ``reads_confidence``.
+        ``confidence``: ``[rows, N]`` fp32, the drafter's probability of the likeliest token at each
+        place; 0 where this token ends the answer, because verifying it gains nothing. None unless
+        ``reads_confidence``.
         """
 
     def worth_ms(self, slots: np.ndarray) -> float:
@@ -105,11 +95,9 @@ class WidthPolicy(ABC):
         return float("inf")
 
     def note_wait(self, seconds: float | None) -> None:  # noqa: B027
-        """Take note that so long was waited for drafts behind the last step.
+        """So long was waited for drafts behind the last step; None if there are no drafts.
 
-        Args:
-            seconds: None if there are no drafts, so that ``widths`` is not called. Nothing is
-                learned from the time until the next ``observe`` then.
+        Then ``widths`` is not called, and nothing is learned from the time until ``observe``.
         """
 
 

@@ -64,18 +64,13 @@ class Survival:
         self._by_request[:, slots] = 0.0
 
     def exposure(self, slots: np.ndarray) -> np.ndarray:
-        """``[rows]``: how much was verified of each request.
-
-        The unit is rejections that an average request would have had; earlier steps count less.
-        """
+        """``[rows]``, in rejections of an average request; earlier steps count less."""
         return self._by_request[1, slots]
 
     def of(self, slots: np.ndarray, bins: np.ndarray | None = None) -> np.ndarray:
         """``[rows, N]``: the probability that all drafts up to each place are kept.
 
-        Args:
-            bins: ``[rows, N]``, bins of the drafter's probabilities (``bins_of``); None before
-                drafting, when they are unknown.
+        ``bins``: ``[rows, N]``, by ``bins_of``; None before drafting, when they are unknown.
         """
         hazards = self._position * self._request_rates(slots) * self._bin_rates(bins)  # [rows, N]
         survival: np.ndarray = np.exp(-hazards.cumsum(axis=1))
@@ -88,12 +83,9 @@ class Survival:
         accepted: np.ndarray,
         bins: np.ndarray | None = None,
     ) -> None:
-        """Learn from the verification of some rows, one step of the server.
+        """Of a step: ``verified`` and ``accepted``, ``[rows]``, and ``bins`` as given to ``of``.
 
-        Args:
-            verified, accepted: ``[rows]``, number of drafts verified and kept. If fewer are kept,
-                the next one was rejected; the drafts after a rejected one tell nothing.
-            bins: ``[rows, N]`` of the same drafts, as given to ``of``.
+        If fewer are accepted, the next one was rejected; the drafts behind it tell nothing.
         """
         tried = verified > 0
         has_tried = bool(tried.any())
