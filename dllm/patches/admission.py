@@ -42,15 +42,11 @@ def prepare(processor: Any, prompt: Any, params: Any) -> Any:
     6. Ids that are too many, and edits that leave no token, are refused.
 
     Of a model that is served token by token, steps 2 and 5 are vLLM's; of other models, all are,
-    but for grammars beside drafts that are sampled.
+    but for grammars beside drafts that are sampled. To prepare the result again changes nothing.
 
     Args:
         processor: vLLM's InputProcessor.
-        prompt: as vLLM takes it; of one with ids, they are checked.
         params: stay as they are, because one object may belong to several requests.
-
-    Returns:
-        What the request goes on with. To prepare that again changes nothing.
 
     Raises:
         VLLMValidationError: it cannot be served; the client gets HTTP 400.
@@ -113,17 +109,14 @@ def _check_length_of_words(processor: Any, params: Any) -> None:
 
 
 def check_requests_at_admission() -> None:
-    """Patch what checks a request before and behind ``prepare``, which other patches call."""
     _keep_to_vllms_checks()
     _explain_refusals()
     _explain_missing_images()
 
 
 def _keep_to_vllms_checks() -> None:
-    """Let vLLM's own checks take what ``prepare`` has admitted.
-
-    vLLM refuses parameters of diffusion models that our sampler applies, and ids of a first canvas
-    that stand for noise. Behind its checks it makes ids of stop tokens and bad words.
+    """vLLM refuses parameters of diffusion models that our sampler applies, and ids of a first
+    canvas that stand for noise. Behind its checks it makes ids of stop tokens and bad words.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
@@ -176,7 +169,7 @@ def _refuse_grammar_of_sampled_drafts(params: Any, vllm_config: Any) -> None:
 
 
 def with_resolved_ids(processor: Any, params: Any) -> Any:
-    """A copy with stop tokens and bad words as ids; vLLM makes these ids only later."""
+    """vLLM makes ids of stop tokens and bad words only later."""
     params = params.clone()
     params.update_from_generation_config(
         processor.generation_config_fields, processor.renderer.get_eos_token_id()
@@ -214,7 +207,7 @@ def drop_impossible_ids(params: Any, vocab_size: int) -> None:
 
 
 def _explain_missing_images() -> None:
-    """Say why an image cannot be served; vLLM only says that the model is not multimodal."""
+    """vLLM only says that the model is not multimodal."""
     from vllm.exceptions import VLLMValidationError
     from vllm.multimodal.registry import MultiModalRegistry
 
@@ -238,7 +231,6 @@ def _text_only_message(hf_config: Any) -> str:
 
 
 def _explain_refusals() -> None:
-    """Say what is allowed and what to do where vLLM's own refusals do not."""
     from vllm.exceptions import VLLMValidationError
     from vllm.renderers.base import BaseRenderer
 

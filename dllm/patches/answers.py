@@ -40,7 +40,7 @@ class Ordered(DeltaMessage):
 
 
 def _kind(delta: DeltaMessage) -> str | int | None:
-    """What a message adds to: the number of a call, or the name of a field."""
+    """The number of a call, or the name of a field."""
     if delta.tool_calls:
         return delta.tool_calls[0].index
     return "reasoning" if delta.reasoning else "content"
@@ -48,15 +48,13 @@ def _kind(delta: DeltaMessage) -> str | int | None:
 
 @cache
 def parser_of(theirs: type[DelegatingParser]) -> type[DelegatingParser]:
-    """Of the parser that vLLM makes of a server's flags: a class of ours."""
+    """``theirs`` is what vLLM makes of a server's flags."""
     tools = theirs.tool_parser_cls
     own = {"tool_parser_cls": tools and tools_of(tools)}
     return type("CanvasParser", (OneTokenAtATime, theirs), own)
 
 
 class OneTokenAtATime(DelegatingParser):
-    """Gets one token of a stream at a time."""
-
     _reader: "_Reader | None" = None
 
     def parse_delta(
@@ -148,8 +146,7 @@ def _read(
 ) -> Any:
     """What one token adds to the answer; None: nothing that can be shown by now.
 
-    Args:
-        asked: the request, and the tokens of its prompt.
+    ``asked``: the request, and the tokens of its prompt.
     """
     from vllm.parser.engine.adapters import ParserEngineReasoningAdapter, ParserEngineToolAdapter
 
@@ -204,7 +201,7 @@ def _thought(reasoner: Any, text: str, tokens: list[int], request: Any, is_last:
 
 
 def _ordered(read: Sequence[DeltaMessage | None]) -> Ordered | None:
-    """One message with what each of some adds, and them; None if none adds anything."""
+    """``_joined``, and what it is made of."""
     from vllm.entrypoints.openai.responses.streaming_events import split_delta
 
     if (joined := _joined(read)) is None:

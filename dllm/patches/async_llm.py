@@ -24,10 +24,8 @@ from dllm.settings.request import with_grammar
 
 
 def check_requests_early() -> None:
-    """Refuse a bad streaming request with HTTP 400 as well.
-
-    ``AsyncLLM.generate`` is a generator. vLLM's checks run when the first item is taken from it; by
-    then the server has sent HTTP 200. Here a request is prepared when ``generate`` is called.
+    """``AsyncLLM.generate`` is a generator. vLLM's checks run when the first item is taken from it;
+    by then the server has sent HTTP 200. Here a request is prepared when ``generate`` is called.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -56,7 +54,7 @@ def check_requests_early() -> None:
 
 
 async def _prepared_pieces(processor: Any, pieces: AsyncGenerator[Any, None]) -> Any:
-    """The pieces of a prompt, each of which may have parameters of its own."""
+    """Each piece of a prompt may have parameters of its own."""
     async with aclosing(pieces):
         async for piece in pieces:
             own = piece.sampling_params
@@ -69,10 +67,9 @@ def _reasoning(options: Mapping[str, Any]) -> tuple[bool | None, Mapping[str, An
 
 
 def _count(number: int, num_samples: int) -> None:
-    """Count requests of the engine that the current HTTP request starts, for each sample.
+    """Requests of the engine that the current HTTP request starts, for each sample.
 
-    Raises:
-        VLLMValidationError: there are too many.
+    Raises VLLMValidationError if there are too many.
     """
     one = current.get()
     if one is not None:
@@ -90,11 +87,7 @@ def _start_fill(
 ) -> Any:
     """The outputs of a request that a route with a suffix starts; None for every other request.
 
-    Args:
-        llm: vLLM's AsyncLLM, and ``generate`` its method, with the arguments that follow.
-
-    Raises:
-        VLLMValidationError: hole and suffix do not fit.
+    Raises VLLMValidationError if hole and suffix do not fit.
     """
     one = current.get()
     if one is None or one.hole is None:

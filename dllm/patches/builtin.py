@@ -31,10 +31,8 @@ _VISION_WEIGHTS = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 
 
 def import_builtin() -> ModuleType:
-    """Import and return vLLM's ``diffusion_gemma`` module.
-
-    If ``gemma4_mm`` cannot be imported, a stand-in takes its place during this import only. A later
-    import of ``gemma4_mm`` raises the same ImportError as without the plugin.
+    """If ``gemma4_mm`` cannot be imported, a stand-in takes its place during this import only. A
+    later import of ``gemma4_mm`` raises the same ImportError as without the plugin.
     """
     try:
         importlib.import_module(_IMAGE_PROCESSING)
@@ -50,10 +48,7 @@ def import_builtin() -> ModuleType:
 
 
 def _image_processing_stand_in() -> ModuleType:
-    """A module with the five classes that ``diffusion_gemma`` imports, all of them empty.
-
-    ``diffusion_gemma`` also takes some methods from one of them; these raise NotImplementedError.
-    """
+    """Five empty classes; ``diffusion_gemma`` also takes some methods from one of them."""
     image_methods = (
         "_parse_and_validate_image_input",
         "_parse_and_validate_video_input",
@@ -84,8 +79,6 @@ builtin = import_builtin()
 
 
 class TextOnlyDiffusionGemma(builtin.DiffusionGemmaForConditionalGeneration):  # type: ignore[name-defined, misc]
-    """The built-in model without its vision tower (see the top of this file)."""
-
     supports_multimodal = False
     supports_multimodal_embeddings = False
 
@@ -101,9 +94,7 @@ class TextOnlyDiffusionGemma(builtin.DiffusionGemmaForConditionalGeneration):  #
 
 
 def _without_vision(vllm_config: VllmConfig) -> Any:
-    """A shallow copy of the configuration, whose model has no vision tower.
-
-    Shallow, because the layers register themselves in an object of the original configuration
+    """Shallow, because the layers register themselves in an object of the original configuration
     (``compilation_config.static_forward_context``).
     """
     config = copy.copy(vllm_config)

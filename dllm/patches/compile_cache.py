@@ -31,11 +31,9 @@ def prepare_compiler(vllm_config: Any) -> Callable[[], Any]:
     """Let Inductor run as many C++ compilers at once as this process may use cores (vLLM: one).
 
     What every kernel needs first is made in a thread, while the model is loaded and traced: the
-    widest vector instructions that compile and run, and a precompiled header.
-
-    Returns:
-        Waits until the instructions are known. Called before anything is compiled: two threads that
-        look for them at once find different ones.
+    widest vector instructions that compile and run, and a precompiled header. The result waits for
+    the instructions. Call it before anything is compiled: two threads that look for them at once
+    find different ones.
     """
     import torch._inductor.config
     from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -94,10 +92,7 @@ def reload_compiled_backbone() -> None:
 
 
 def write_checksums(vllm_config: Any) -> None:
-    """Note the checksum of each file in the cache, as ``sha256sum`` does.
-
-    Called when everything is compiled. Each rank has a list of its own.
-    """
+    """As ``sha256sum`` does, when everything is compiled. Each rank has a list of its own."""
     cache = vllm_config.compilation_config.local_cache_dir
     if not cache:  # nothing is compiled
         return
@@ -113,7 +108,7 @@ def write_checksums(vllm_config: Any) -> None:
 
 
 def delete_damaged_files(folder: Path) -> None:
-    """Delete files of a cache that have changed since this rank noted their checksums."""
+    """Files that have changed since this rank noted their checksums."""
     try:
         lines = (folder / CHECKSUMS).read_text().splitlines()
     except (OSError, ValueError):  # no start has come this far; or damaged itself

@@ -42,8 +42,7 @@ def drop_wrong_code(runner: Any) -> None:
     expert here and there, and with it a row. So a tenth of the size of hidden states is allowed
     (``graph_check.MOST``), in the mean of a request's rows. Other tokens or keys are off by more.
 
-    Raises:
-        RuntimeError: a step failed; the message says how to start without this comparison.
+    Raises RuntimeError if a step failed; it says how to start without this comparison.
     """
     config = runner.vllm_config
     is_compiled = config.compilation_config.mode != CompilationMode.NONE
@@ -86,7 +85,7 @@ def _served(runner: Any) -> Iterator[Any]:
 
 
 def _is_right(name: str, found: Passes, expected: Passes) -> bool:
-    """Whether it serves on all ranks; its difference is logged."""
+    """Whether it serves on all ranks."""
     error = largest_error(found, expected)
     if all_engines_say_yes(error <= MOST):
         logger.info("dllm: %s is right: hidden states differ by %.2g of their size", name, error)

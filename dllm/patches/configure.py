@@ -35,8 +35,7 @@ LEAST_ASYNC_BLOCK = 32
 def configure_canvases(vllm_config: Any) -> None:
     """Choose what only canvases have, and whether engine steps are scheduled ahead, in place.
 
-    Raises:
-        ValueError: a value of the checkpoint or of a flag is not allowed.
+    Raises ValueError if a value of the checkpoint or of a flag is not allowed.
     """
     from vllm.config.diffusion import DiffusionConfig
 
@@ -127,12 +126,9 @@ def _refuse_small_budgets(scheduler: Any, canvas_length: int) -> None:
 
 
 def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
-    """Whether engine steps are scheduled asynchronously: as vLLM does, unless something forbids it.
+    """As vLLM does, unless something forbids it; models with short blocks only if the user asks.
 
-    Models with short blocks only do so if the user asks for it.
-
-    Raises:
-        ValueError: the user asks for it with ``--async-scheduling``, and something forbids it.
+    Raises ValueError if the user asks for it, and something forbids it.
     """
     from vllm.v1.executor.abstract import Executor
 
@@ -191,8 +187,7 @@ def _choose_pages(cache: Any, block_size: int) -> None:
     A key depends on the whole block of its token, but the prefix cache recognizes a page by the
     tokens up to the page's end. A page that ends within a block would be reused for another block.
 
-    Raises:
-        ValueError: the user asks for other pages.
+    Raises ValueError if the user asks for other pages.
     """
     from vllm.platforms import current_platform
 
@@ -215,11 +210,9 @@ def _choose_pages(cache: Any, block_size: int) -> None:
 def canvas_attention(vllm_config: Any) -> None:
     """On CUDA, the backend that ``choose_kernel`` names; a CPU has only one.
 
-    Ours gives rows to FlashAttention where ``flash_attn_version`` is 4, which is set if some
-    layer has a use for it.
-
-    Raises:
-        ValueError: the backend that the user asks for cannot serve this model.
+    Ours gives rows to FlashAttention where ``flash_attn_version`` is 4, which is set if some layer
+    has a use for it. Raises ValueError if the backend that the user asks for cannot serve this
+    model.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -243,8 +236,7 @@ def flash_layers(
 ) -> "dict[str, Layer]":
     """The layers in which FlashAttention serves some rows, by name, on this GPU.
 
-    Raises:
-        ValueError: the backend that the user asks for (``option``) cannot serve this model.
+    Raises ValueError if the backend that the user asks for (``option``) cannot serve this model.
     """
     from vllm.platforms import current_platform
 
@@ -263,10 +255,7 @@ def flash_layers(
 
 
 def _refuse_cache_dtype(cache_dtype: str) -> None:
-    """Refuse a dtype of the KV cache that our kernels do not read on this GPU.
-
-    It may be the checkpoint's: those of NVIDIA Model Optimizer often ask for FP8.
-    """
+    """It may be the checkpoint's: those of NVIDIA Model Optimizer often ask for FP8."""
     from vllm.platforms import current_platform
 
     if cache_dtype in ("auto", "float16", "bfloat16", "fp8_e5m2"):

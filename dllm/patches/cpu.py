@@ -24,7 +24,7 @@ ONEDNN_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
 
 
 def is_cpu_without_triton() -> bool:
-    """Whether this process is on a CPU without Triton, where our worker and kernels are needed."""
+    """Where our worker and kernels are needed."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
@@ -45,15 +45,13 @@ def schedules_no_step_ahead(vllm_config: Any, why_steps_wait: str | None) -> boo
 
 
 def prepare_worker(vllm_config: Any) -> None:
-    """Prepare a server that our worker serves on a CPU.
+    """The worker runs in the engine's process if OpenMP has one thread and no binding.
 
-    The worker runs in the engine's process if OpenMP has one thread and no binding. vLLM always
-    gives a CPU worker a process of its own, because each worker may need other settings of OpenMP.
-    With one thread and no binding there is nothing to set, and two processes only cost time: they
-    poll for each other's messages several times a step, and take each other's core.
+    vLLM always gives a CPU worker a process of its own, because each worker may need other settings
+    of OpenMP. With one thread and no binding there is nothing to set, and two processes only cost
+    time: they poll for each other's messages several times a step, and take each other's core.
 
-    Raises:
-        ValueError: the machine lacks what the worker needs, or the worker what is asked for.
+    Raises ValueError if the machine lacks what the worker needs, or the worker what is asked for.
     """
     parallel = vllm_config.parallel_config
     refuse_missing_parts(vllm_config)
@@ -106,13 +104,10 @@ def choose_dtype(arguments: Any, model_config: Any) -> None:
 
 
 def register_model(architecture: str, path: str) -> None:
-    """Register a class for ``architecture``, which is imported when it is needed.
+    """Register "module:Class" for ``architecture``, which is imported when it is needed.
 
     vLLM imports it in another process to learn what it can do, so that a GPU is opened by none but
     the engine. That process imports vLLM again, which takes 8 s. On a CPU it is imported here.
-
-    Args:
-        path: "module:Class".
     """
     from vllm import ModelRegistry
     from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
@@ -132,13 +127,11 @@ def make_replicas_independent(vllm_config: Any) -> None:
 
     In vLLM the replicas of such a model share its experts: each holds a part of them, and all
     replicas exchange their tokens in every layer. vLLM's CPU communicator cannot exchange unequal
-    numbers of tokens. Replicas of a model without experts share nothing. So this function tells
-    vLLM that the model has none (``num_experts`` = 0), and vLLM starts engines that know nothing of
+    numbers of tokens. Told that the model has no experts, vLLM starts engines that know nothing of
     each other. Each holds the whole model: model classes do not read this number, but the one in
     config.json.
 
-    Raises:
-        ValueError: a flag asks for shared experts, or leaves the balancing to others.
+    Raises ValueError if a flag asks for shared experts, or leaves the balancing to others.
     """
     from vllm.platforms import current_platform
 
@@ -219,7 +212,7 @@ def _honour_fork() -> None:
 
 
 def _needs_no_openmp_setup() -> bool:
-    """Whether OpenMP has one thread and no binding to cores, as `make serve` sets it."""
+    """As `make serve` sets it."""
     # Not from vllm.envs, which may hold cached values of an engine that ran earlier.
     given = os.environ.get("OMP_NUM_THREADS"), os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
     return given == ("1", "nobind")
@@ -255,7 +248,7 @@ def register_cpu_kernels() -> None:
 
 
 def parameters_of(kernel: str) -> tuple[str, ...]:
-    """The names of the parameters of a Triton kernel of vLLM, by its dotted name."""
+    """Of a Triton kernel of vLLM, by its dotted name."""
     from vllm.triton_utils.dispatcher import _kernel_arg_names, _resolve_kernel
 
     return _kernel_arg_names(getattr(*_resolve_kernel(kernel)))

@@ -41,8 +41,6 @@ TRIM_SECONDS = 60.0
 
 
 class CanvasCPUWorker(OurRunners, CPUWorker):
-    """A CPU worker that replaces Triton kernels, and compiles everything before it is ready."""
-
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         # vLLM collects garbage several times until the server is ready. Modules are none.
         gc.freeze()
@@ -58,7 +56,7 @@ class CanvasCPUWorker(OurRunners, CPUWorker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
-        """Make one of our runners. vLLM makes the one that has this name in its module."""
+        """vLLM makes the runner that has this name in its module."""
         theirs = model_runner.CPUModelRunner
         model_runner.CPUModelRunner = CanvasCPURunner if self.serves_canvases else DraftingCPURunner
         try:
@@ -98,8 +96,7 @@ class CanvasCPUWorker(OurRunners, CPUWorker):
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """vLLM leaves some new weights in another layout than its CPU kernels read: pack them.
 
-        Raises:
-            ValueError: the model's layers cannot take new weights (``refuse_new_int8_weights``).
+        Raises ValueError as ``refuse_new_int8_weights`` does.
         """
         refuse_new_int8_weights(self.model_runner.model)
         super().reload_weights(*args, **kwargs)
@@ -130,7 +127,7 @@ def warn_of_large_cache(size: int, memory: int) -> None:
 
 
 def return_free_memory() -> None:
-    """Call glibc's ``malloc_trim``; other C libraries have none, and nothing happens."""
+    """Other C libraries than glibc have no ``malloc_trim``, and nothing happens."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -154,7 +151,7 @@ class CanvasCPURunner(CanvasRunner, CPUModelRunner):
         batch_desc: BatchExecutionDescriptor,
         num_active_loras: int,
     ) -> InputBatch:
-        """Pad as for a CUDA graph. ``batch_req_state``: a ``BatchReqState``."""
+        """Pad as for a CUDA graph."""
         size = min(padded_size(batch_desc.num_tokens), self.max_num_tokens)
         padded = replace(batch_desc, num_tokens=size)
         return super().prepare_inputs(scheduler_output, batch_req_state, padded, num_active_loras)

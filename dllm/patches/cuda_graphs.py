@@ -74,12 +74,10 @@ def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens:
     """Numbers of tokens for which graphs are captured, ascending.
 
     They are the multiples of a canvas up to what ``max_num_seqs`` requests need that all have an
-    emitted block in front of their canvas, but at most ``MOST_TOKENS`` (or one canvas); and halves
-    of a canvas. With blocks a row is a whole block wide in every denoise step, because the part of
-    the block that is in front of the canvas is computed again: multiples of a block, too.
-
-    Args:
-        max_num_batched_tokens: no batch is larger; at least a canvas.
+    emitted block in front of their canvas, but at most ``MOST_TOKENS`` (or one canvas) and the
+    largest batch; and halves of a canvas. With blocks a row is a whole block wide in every denoise
+    step, because the part of the block that is in front of the canvas is computed again: multiples
+    of a block, too.
     """
     most = min(2 * max_num_seqs * canvas_length, max(MOST_TOKENS, canvas_length))
     most = min(most, max_num_batched_tokens)

@@ -19,7 +19,6 @@ from dllm.settings.server import WHERE, PluginOptions, options_of
 
 
 def serve_decodings() -> None:
-    """Let models of AUTOREGRESSIVE be served token by token, or draft for themselves."""
     for architecture, path in AUTOREGRESSIVE.items():
         register_model(architecture, path)
     _choose_model_config()
@@ -65,7 +64,7 @@ def self_drafting_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def adapter_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
-    """Of models that have canvases, too, and are served token by token: as ``kinds`` says."""
+    """As ``kinds.Kind.refuses``, of models that have canvases and are served token by token."""
     from vllm.platforms import current_platform
 
     is_given = vllm_config.lora_config is not None

@@ -37,7 +37,6 @@ SELECTORS = ["DFlash2DraftModel", "LiLiCorrDraftModel"]
 
 
 def serve_drafters() -> None:
-    """Let this process serve DFlash drafters with our classes, where a server asks for them."""
     register_model(OUR_DRAFTER, DRAFTER_MODEL)
     _run_our_speculators_on_v2()
     _admit_all_sampling_parameters()
@@ -57,10 +56,7 @@ def may_be_ours(given: Any) -> bool:
 
 
 def asks_for_steering(vllm_config: Any) -> bool:
-    """Whether a server drafts, and has options for it, or our CPU worker.
-
-    That worker has kernels for the sources that ours steers, and for no others.
-    """
+    """Our CPU worker has kernels for the sources that ours steers, and for no others."""
     if vllm_config.speculative_config is None:
         return False
     return _always_has_our_worker(vllm_config) or bool(_flags_for_ours(vllm_config))
@@ -73,7 +69,6 @@ def _always_has_our_worker(vllm_config: Any) -> bool:
 
 
 def _flags_for_ours(vllm_config: Any) -> list[str]:
-    """Flags that ask for our worker, or for options of drafting."""
     worker = vllm_config.parallel_config.worker_cls
     named = [f"--worker-cls {worker}"] * (worker in (CPU_WORKER, GPU_WORKER))
     return [WHERE] * _has_options(vllm_config) + named
@@ -116,7 +111,6 @@ def _chooses_widths(vllm_config: Any) -> bool:
 
 
 def _is_other(scheduler: Any) -> bool:
-    """Whether a scheduler, by its path, is none of ours."""
     if scheduler in (None, DRAFTING_SCHEDULER, ASYNC_DRAFTING_SCHEDULER):
         return False
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -130,8 +124,7 @@ def _is_other(scheduler: Any) -> bool:
 def configure_drafting(vllm_config: Any) -> None:
     """Let vLLM load our classes for a drafter, and read its configuration as ours do.
 
-    Raises:
-        ValueError: target and drafter do not fit each other, or a flag does not work with drafting.
+    Raises ValueError if target and drafter do not fit each other, or a flag does not fit drafting.
     """
     from dllm.drafter.pair import refuse_mismatch
 
@@ -168,11 +161,7 @@ def _has_reduced_vocabulary(vllm_config: Any) -> bool:
 
 
 def configure_steering(vllm_config: Any) -> None:
-    """Check a server whose drafts ours steers.
-
-    Raises:
-        ValueError: the draft source cannot be steered, or an option does not work with it.
-    """
+    """Raises ValueError: the draft source cannot be steered, or an option does not work with it."""
     from dllm.drafter.pair import refuse_other_rules
     from dllm.drafter.recording import layers_of_drafter
 
@@ -252,11 +241,7 @@ def why_steps_wait(vllm_config: Any) -> str | None:
 
 
 def configure_recording(vllm_config: Any) -> None:
-    """Check a server without a drafter that records (``drafter.recording``).
-
-    Raises:
-        ValueError: the server cannot record what is asked for.
-    """
+    """A server without a drafter (``drafter.recording``). Raises ValueError if it cannot record."""
     from dllm.drafter.recording import refuse_unrecordable
 
     refuse_unrecordable(vllm_config)
@@ -267,7 +252,7 @@ def configure_recording(vllm_config: Any) -> None:
 
 
 def _write_resolved_fields(hf_config: Any, mask_token_id: int) -> None:
-    """Put the mask token and what is causal into the fields that vLLM's own code reads."""
+    """Into the fields that vLLM's own code reads."""
     from dllm.drafter.checkpoint import SPECULATORS
 
     dflash = dict(getattr(hf_config, "dflash_config", None) or {})
@@ -279,10 +264,9 @@ def _write_resolved_fields(hf_config: Any, mask_token_id: int) -> None:
 
 
 def draft_attention(vllm_config: Any) -> None:
-    """On a GPU, let the drafter use our attention backend, unless the user asks for another.
+    """On a GPU, our attention backend serves the drafter, unless the user asks for another.
 
-    Raises:
-        ValueError: the backend that the user asks for cannot serve this drafter.
+    Raises ValueError if that one cannot serve this drafter.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -316,7 +300,7 @@ def draft_attention(vllm_config: Any) -> None:
 
 
 def _run_our_speculators_on_v2() -> None:
-    """Let Model Runner V2 take our classes of speculators; vLLM refuses all."""
+    """vLLM refuses all classes of speculators there."""
     from vllm.config import VllmConfig
 
     @replaces(VllmConfig)
@@ -328,9 +312,7 @@ def _run_our_speculators_on_v2() -> None:
 
 
 def _admit_all_sampling_parameters() -> None:
-    """Admit the sampling parameters that work with drafts, and refuse the one that does not.
-
-    vLLM refuses min_p and logit_bias with speculative decoding, but its Model Runner V2 applies
+    """vLLM refuses min_p and logit_bias with speculative decoding, but its Model Runner V2 applies
     them correctly. It admits logprob_token_ids, but returns no such logprobs: refused here.
     """
     from vllm.exceptions import VLLMValidationError
@@ -350,7 +332,6 @@ def _admit_all_sampling_parameters() -> None:
 
 @functools.cache
 def make_our_speculators() -> None:
-    """Let Model Runner V2 make our speculators. Called by a worker."""
     from vllm.v1.worker.gpu import model_runner
 
     from dllm.drafter.scheduled import ScheduledDrafts

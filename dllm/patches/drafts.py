@@ -49,7 +49,6 @@ def draft_of(speculative_config: Any) -> Draft | None:
 
 
 def has_drafter(speculative_config: Any, architectures: list[str]) -> bool:
-    """Whether the drafter of the method "dflash" has one of these."""
     if speculative_config is None or speculative_config.method != "dflash":
         return False
     found = speculative_config.draft_model_config.architectures or ()

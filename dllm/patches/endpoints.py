@@ -14,13 +14,13 @@ logger = init_logger(LOGGER)
 
 
 class OurRoutes:
-    """An endpoint plugin of vLLM: for our models, typed decisions, scores, bounds of all bodies."""
+    """Typed decisions and scores for our models, and bounds of all bodies."""
 
     name = "dllm_routes"
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Remember the app, and let vLLM's own route read our families with our strategy."""
+        """vLLM's own route reads our families with our strategy."""
         from dllm.api.decisions.reads import CanvasReads  # imports vLLM's API server
         from dllm.settings.vllm_names import strategies
 
@@ -33,10 +33,9 @@ class OurRoutes:
             strategies.READ_STRATEGIES[architecture] = Reads
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Add ``/v1/decisions`` and ``/v1/scores``, and bound all bodies.
+        """vLLM's route of decisions takes as many options as ours.
 
-        vLLM's route of decisions takes as many options as ours. If the model cannot be asked, the
-        routes say why.
+        If the model cannot be asked, the routes say why.
         """
         from dllm.api import scores
         from dllm.api.decisions import reads, route
@@ -83,7 +82,7 @@ def _serves_pages() -> bool:
 
 
 def _bound_invocations() -> None:
-    """Let ``/invocations``, which has validators of its own, read bodies with bounds."""
+    """``/invocations`` has validators of its own."""
     from vllm.entrypoints.serve.sagemaker import api_router
 
     @replaces(api_router)

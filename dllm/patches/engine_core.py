@@ -10,10 +10,7 @@ from dllm.patches.replace import replaces
 
 
 class PatchingScheduler(DraftingScheduler):
-    """The scheduler of a server with a drafter. Its constructor installs the patch.
-
-    It does so because vLLM makes no other object of ours in the engine core's process.
-    """
+    """Its constructor installs the patch: vLLM makes no other object of ours in that process."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

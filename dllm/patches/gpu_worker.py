@@ -29,12 +29,10 @@ from dllm.patches.worker import OurRunners
 
 
 class CanvasGPUWorker(OurRunners, Worker):
-    """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
-
     loaded: "LoadedTensors | None" = None  # where sleep mode is enabled
 
     def _make_model_runner(self) -> Any:
-        """One of our runners, unless the server needs another one of vLLM's than V2."""
+        """vLLM's where the server needs another one than V2."""
         if self.serves_canvases:
             keep_mixed_batches_out(self.vllm_config)
             return CanvasGPURunner(self.vllm_config, self.device)
@@ -89,12 +87,7 @@ class DraftingGPURunner(DraftingRunner, GPUModelRunner):
 
 
 class CanvasGPURunner(CanvasRunner, GPUModelRunner):
-    """On a GPU: of a diffusion model. What is compiled and captured is compared at start.
-
-    Attributes:
-        check_code: is called before graphs are captured.
-        check_graphs: is called when they were captured.
-    """
+    """On a GPU: of a diffusion model. What is compiled and captured is compared at start."""
 
     check_code = staticmethod(drop_wrong_code)
     check_graphs = staticmethod(drop_wrong_graphs)
@@ -148,8 +141,7 @@ class LoadedTensors:
     def save(self, others: Iterable[torch.Tensor]) -> None:
         """Copy their memory to the host, each piece once.
 
-        Args:
-            others: tensors that somebody else restores, the model's weights and buffers.
+        ``others``: what somebody else restores, the model's weights and buffers.
         """
         seen = {tensor.untyped_storage().data_ptr() for tensor in others}
         for reference in self._made:

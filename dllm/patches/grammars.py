@@ -26,13 +26,11 @@ from dllm.settings.request import has_structured_outputs, refuse, with_grammar
 
 
 def serve_structured_outputs() -> None:
-    """Ship the tables of structured outputs, for our architectures."""
     _check_in_the_engine()
     _compile_before_an_offline_engine()
 
 
 def _check_in_the_engine() -> None:
-    """Let the engine core check what is emitted with the request's table; vLLM compiles again."""
     from vllm.v1.structured_output import StructuredOutputManager
 
     @replaces(StructuredOutputManager)
@@ -50,7 +48,7 @@ def _check_in_the_engine() -> None:
 
 
 def _compile_before_an_offline_engine() -> None:
-    """Prepare a request of vLLM's Python classes and send its table, as ``async_llm`` does."""
+    """vLLM's Python classes: as ``async_llm``."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     @replaces(LLMEngine)
@@ -73,9 +71,6 @@ def wait_before_the_stream(
 
     vLLM adds a streaming request to the engine when the first item is taken from the stream; by
     then it has sent HTTP 200.
-
-    Args:
-        reasoning: the last two arguments of ``serialized_grammar``.
     """
     one = current.get()
     if one is not None and needs_table(llm, params):
@@ -83,7 +78,6 @@ def wait_before_the_stream(
 
 
 def needs_table(engine: Any, params: Any) -> bool:
-    """Whether a request of this engine has a grammar that our sampler holds answers to."""
     from vllm.sampling_params import SamplingParams
 
     is_ours = engine.model_config.architecture in FAMILIES
@@ -97,10 +91,9 @@ async def serialized_grammar(
     reasoning_ended: bool | None,
     of_parser: Mapping[str, Any],
 ) -> bytes:
-    """The request's grammar, as the worker gets it; other requests go on meanwhile.
+    """As the worker gets it; other requests go on meanwhile.
 
-    Args:
-        reasoning_ended: None: the reasoning parser says it of the prompt.
+    ``reasoning_ended``: None: the reasoning parser says it of the prompt.
     """
     with refusing():
         # Shielded: a client that hangs up does not end it for others.
@@ -110,7 +103,7 @@ async def serialized_grammar(
 
 
 def _begin(engine: Any, params: Any) -> Future[bytes]:
-    """The table of a request's grammar, which a thread makes. Raises as ``Grammars.begin`` does."""
+    """A thread makes the table. Raises as ``Grammars.begin`` does."""
     processor = engine.input_processor
     stops = frozenset(with_resolved_ids(processor, params).all_stop_token_ids)
     if not stops:

@@ -35,8 +35,7 @@ Passes = list[list[torch.Tensor]]  # of each number of requests: hidden states [
 def drop_wrong_graphs(runner: Any) -> None:
     """Serve made-up requests with graphs and without; graphs that differ are not used.
 
-    Raises:
-        RuntimeError: a step failed; the message says how to start without this comparison.
+    Raises RuntimeError if a step failed; it says how to start without this comparison.
     """
     config, captured = runner.vllm_config, runner.cudagraph_manager._candidates
     graphs = list(chain(*captured.values()))
@@ -91,10 +90,9 @@ def clear(caches: Iterable[torch.Tensor]) -> None:
 
 
 def numbers_of_requests(captured: set[int]) -> list[int]:
-    """How many made-up requests to serve at a time, ascending: so that one step is padded, too.
+    """Numbers of made-up requests, ascending: so that one step is padded, too.
 
-    Args:
-        captured: for how many requests there are full graphs. Others take the next larger one.
+    ``captured``: for how many requests there are full graphs. Others take the next larger one.
     """
     counts = {1, 2, max(captured, default=1)}
     padded = {count - 1 for count in captured} - captured - {0}
@@ -104,7 +102,7 @@ def numbers_of_requests(captured: set[int]) -> list[int]:
 
 
 def _is_rounding(mode: CUDAGraphMode, error: float, bound: float) -> bool:
-    """Whether graphs of this kind serve on all ranks; a difference is logged."""
+    """Whether graphs of this kind serve on all ranks."""
     if all_engines_say_yes(error <= bound):
         return True
     logger.error(
@@ -118,19 +116,15 @@ def _is_rounding(mode: CUDAGraphMode, error: float, bound: float) -> bool:
 
 
 def largest_error(found: Passes, expected: Passes) -> float:
-    """The largest ``error_of`` of all passes; 0 if nothing was served."""
     pairs = zip(chain(*found), chain(*expected), strict=True)
     return max((error_of(ours, theirs) for ours, theirs in pairs), default=0.0)
 
 
 def rounding(passes: Passes) -> float:
-    """What another number of requests changes in the prompts' hidden states.
+    """What another number of requests (``passes``: rising) changes in prompts' hidden states.
 
     The first request's prompt for many requests is the beginning of its prompt for fewer, and its
     rows are causal.
-
-    Args:
-        passes: of rising numbers of requests, without graphs.
     """
     prompts = [served[0][:1] for served in passes if served]
     pairs = pairwise(prompts)
@@ -138,10 +132,9 @@ def rounding(passes: Passes) -> float:
 
 
 def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The mean error of a request's rows, in units of their size; inf if one is no number.
+    """The mean error of the worst request's rows, in units of their size; inf if one is no number.
 
-    Args:
-        found, expected: ``[R, tokens, hidden]``; the result is of the request that is farthest off.
+    ``found``, ``expected``: ``[R, tokens, hidden]``.
     """
     difference = (found.float() - expected.float()).norm(dim=-1)  # [R, tokens]
     rows = difference / expected.float().norm(dim=-1).clamp(min=1e-30)

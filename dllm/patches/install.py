@@ -22,11 +22,7 @@ ATTENTION_BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
 
 @functools.cache  # calling it again changes nothing
 def install() -> None:
-    """Install the plugin in this process.
-
-    With DLLM_DISABLE=1 that is the CPU runtime alone, and vLLM's own DiffusionGemma and DFlash
-    drafter stay in place.
-    """
+    """With DLLM_DISABLE=1 the CPU runtime alone: vLLM's DiffusionGemma and DFlash drafter stay."""
     enable_cpu_runtime()
     configure_servers()
     if not is_disabled():
@@ -71,9 +67,8 @@ def _serve_families() -> None:
 def _config_hook(config: type | None) -> Any:
     """A class as MODELS_CONFIG_MAP holds it, in the place of vLLM's for an architecture.
 
-    Args:
-        config: the class of config.json. transformers chooses one by ``model_type``, which an
-            architecture of ours may share with one of its own.
+    ``config``: transformers chooses the class by ``model_type``, which an architecture of ours may
+    share with one of its own.
     """
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
 

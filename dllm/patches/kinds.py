@@ -30,33 +30,22 @@ OURS, UNLESS_NAMED, VLLMS = "ours", "ours unless --worker-cls names another", "v
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of server. What a row leaves out is vLLM's.
+    """A kind of server. What a row leaves out is vLLM's."""
 
-    Attributes:
-        name: as messages call it.
-        is_asked: whether a server's configuration and options ask for it.
-        on_cpu, on_cuda: whose worker runs there.
-        scheduler: the class under synchronous scheduling.
-        async_scheduler: the class under asynchronous scheduling, the default on CUDA.
-        takes_scheduler: whether ``--scheduler-cls`` may name another one.
-        attention: chooses the attention backend.
-        takes: options of ``drafter`` that do something; others are refused.
-        refuses: what does not work with it.
-        why_synchronous: why no step may be scheduled ahead; None: vLLM decides.
-        configure: checks and chooses what no other kind has.
-    """
-
-    name: str
-    is_asked: Callable[[Any, PluginOptions], bool]
-    on_cpu: str = VLLMS
+    name: str  # as messages call it
+    is_asked: Callable[[Any, PluginOptions], bool]  # by a server's configuration and options
+    on_cpu: str = VLLMS  # whose worker runs
     on_cuda: str = VLLMS
-    scheduler: str | None = None
-    async_scheduler: str | None = None
-    takes_scheduler: bool = True
+    scheduler: str | None = None  # under synchronous scheduling
+    async_scheduler: str | None = None  # the default on CUDA
+    takes_scheduler: bool = True  # whether ``--scheduler-cls`` may name another one
     attention: Callable[[Any], None] = lambda config: None
+    # options of ``drafter`` that do something; others are refused
     takes: frozenset[str] = frozenset()
-    refuses: Callable[[Any], Limits] = lambda config: ()
+    refuses: Callable[[Any], Limits] = lambda config: ()  # what does not work with it
+    # Why no step may be scheduled ahead; None: vLLM decides.
     why_synchronous: Callable[[Any], str | None] = lambda config: None
+    # checks and chooses what no other kind has
     configure: Callable[[Any], None] = lambda config: None
 
 
@@ -163,7 +152,7 @@ BUILTIN = Kind("vLLM's DiffusionGemma", CANVASES.is_asked, UNLESS_NAMED)
 
 
 def configure_servers() -> None:
-    """Let every server of this process be configured by its row, where vLLM completes its flags."""
+    """Every server of this process is configured by its row, where vLLM completes its flags."""
     from vllm.config import VllmConfig
 
     @replaces(VllmConfig)
@@ -177,11 +166,7 @@ def configure_servers() -> None:
 
 
 def _configure(vllm_config: Any) -> None:
-    """Choose worker, scheduler, attention backend and limits of a server, in place.
-
-    Raises:
-        ValueError: a value of the checkpoint, an option or a flag does not work.
-    """
+    """Raises ValueError: a value of the checkpoint, an option or a flag does not work."""
     options = options_of(vllm_config)
     kind = next(kind for kind in KINDS if kind.is_asked(vllm_config, options))
     _refuse_options_of_others(kind, options)
@@ -227,10 +212,9 @@ def _choose_scheduler(vllm_config: Any, kind: Kind) -> None:
 
 
 def _choose_worker(vllm_config: Any, kind: Kind) -> bool:
-    """Choose the worker of a kind, in place; returns whether the kind names one of ours.
+    """Returns whether the kind names one of ours.
 
-    Raises:
-        ValueError: the user chose a worker that does not work, or the machine lacks a part.
+    Raises ValueError if the user chose a worker that does not work, or the machine lacks a part.
     """
     from vllm.platforms import current_platform
 

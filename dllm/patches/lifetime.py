@@ -44,7 +44,7 @@ _engine_core = EngineCoreProc.run_engine_core  # vLLM's own, because it is not r
 
 
 def end_together() -> None:
-    """Bind the processes that this one is going to start to it; called before vLLM starts any."""
+    """Called before vLLM starts processes."""
     _collect_sockets()
     _bind_processes()
 
@@ -63,10 +63,8 @@ def _bind_processes() -> None:
 
 
 def engine_core_main(*args: Any, **options: Any) -> None:
-    """Run vLLM's engine core in a process that ends with its parent.
-
-    multiprocessing sends the main function to a spawned process as the names of a module and of a
-    function in it, and the process imports this module to find it. So a spawned process runs this
+    """multiprocessing sends the main function to a spawned process as the names of a module and of
+    a function in it, and the process imports this module to find it. So a spawned process runs this
     function, as a forked one does.
     """
     # Signals of a forked process would wake up its parent's event loop, too. (An API server of
@@ -78,7 +76,7 @@ def engine_core_main(*args: Any, **options: Any) -> None:
 
 
 def end_without_parent() -> None:
-    """Watch the parent in a thread; does nothing in a process that multiprocessing did not start.
+    """Watch the parent; does nothing in a process that multiprocessing did not start.
 
     Not Linux's PR_SET_PDEATHSIG, which looks at the thread that started a process.
     """
@@ -109,7 +107,7 @@ def _end_after(seconds: float) -> None:
 
 
 def _collect_sockets() -> None:
-    """Make a folder for the sockets of this process and its children, unless a parent did."""
+    """Unless a parent did."""
     # Not from vllm.envs, which may hold cached values of an engine that ran earlier.
     base = Path(os.environ.get(SOCKETS) or tempfile.gettempdir())
     if os.environ.get(PROCESSES, "1") == "0":  # an engine without processes has no sockets
@@ -127,7 +125,7 @@ def _collect_sockets() -> None:
 
 
 def _remove_sockets() -> None:
-    """Remove the folder, unless the process that made it is another one, and alive."""
+    """Unless the process that made the folder is another one, and alive."""
     folder = Path(os.environ.get(SOCKETS, ""))
     maker = _maker_of(folder)
     if maker is not None and (maker == os.getpid() or not _is_alive(maker)):

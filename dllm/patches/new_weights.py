@@ -15,9 +15,7 @@ def refuse_other_checkpoint(new: str, served: str) -> None:
     """Check the headers of a folder's files before its weights are loaded.
 
     Without effect if either is no folder of safetensors files: vLLM then finds it, or an error.
-
-    Raises:
-        ValueError: it has not the tensors of the checkpoint that is served, in their shapes.
+    Raises ValueError if it has not the tensors of the checkpoint that is served, in their shapes.
     """
     theirs, ours = _shapes(new), _shapes(served)
     if not theirs or not ours:
@@ -72,10 +70,7 @@ def loading(model: Any, load: Callable[[], None]) -> None:
 def refuse_new_int8_weights(model: Any) -> None:
     """Refuse models whose INT8 layers keep packed weights alone, as vLLM's do on a CPU.
 
-    They would go on computing with the old weights.
-
-    Raises:
-        ValueError: the model has such layers.
+    They would go on computing with the old weights: raises ValueError.
     """
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
         CompressedTensorsW8A8Int8,

@@ -29,11 +29,7 @@ def refuse_without_speculator() -> NoReturn:
 
 
 def configure_remote(vllm_config: Any) -> None:
-    """Check a target with remote drafts.
-
-    Raises:
-        ValueError: an option or a flag does not work with remote drafts.
-    """
+    """Raises ValueError if an option or a flag does not work with remote drafts."""
     from dllm.drafter.pair import refuse_other_rules
     from dllm.remote.address import parse
     from dllm.remote.discovery import find_python

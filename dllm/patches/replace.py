@@ -9,15 +9,11 @@ Ours = TypeVar("Ours", bound=Callable[..., Any])
 
 
 def replaces(owner: Any, name: str | None = None) -> Callable[[Ours], Ours]:
-    """A decorator: vLLM's function of the same name becomes the decorated one.
+    """A decorator: vLLM's function ``name`` (default: the same) becomes the decorated one.
 
     That is called with vLLM's function, and with what the caller passes. What was a property or a
     class method is one again; both functions are then those behind it. Async ones are awaited, or
     iterated, as before.
-
-    Args:
-        owner: the class or module of vLLM that has the function.
-        name: of vLLM's function, if the decorated one has another name.
     """
 
     def put(ours: Ours) -> Ours:

@@ -49,7 +49,7 @@ async def handled(
 
     Args:
         self: a serving object, ``theirs`` vLLM's method of it.
-        take: calls that method with what our fields ask for; None: there are none.
+        take: calls that method with what our fields ask for.
     """
     _leave_out_transfers(self, request)
     one = HttpRequest(places_of(self.engine_client.vllm_config))
@@ -88,9 +88,9 @@ def _leave_out_transfers(self: Any, request: Any) -> None:
 
 
 def let_think(request: Any) -> None:
-    """Let a request of Anthropic's API think, if ``thinking`` is ``enabled`` or ``adaptive``.
+    """vLLM's route translates the budget of ``thinking`` alone.
 
-    vLLM's route translates the budget alone. Whether the model thinks is for its chat template.
+    Whether the model thinks is for its chat template.
     """
     if request.thinking is not None and request.thinking.type != "disabled":
         given = request.chat_template_kwargs or {}
@@ -110,7 +110,6 @@ async def create_translated(create: Create, self: Any, request: Any, raw_request
 
 
 async def create_completion(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    """A completion, with pins; if it has a suffix, the hole in front of that is filled."""
     if not request.suffix:
         request.suffix = None  # vLLM would refuse an empty one
         _refuse_hole_without_suffix(request)
@@ -146,7 +145,7 @@ async def _begun(stream: Any, one: HttpRequest) -> Any:
 
 
 async def refuse_fields(body: Any, raw_request: Any, *held: str) -> None:
-    """As ``refuse_sent``, for a request as it came; None, as from a file of requests: nothing."""
+    """As ``refuse_sent``; None, as from a file of requests: nothing."""
     if raw_request is not None:
         refuse_sent(body, await raw_request.json(), *held)
 
@@ -167,7 +166,6 @@ def refuse_sent(body: Any, sent: dict[str, Any], *held: str) -> None:
 
     Args:
         body: the class that vLLM reads the request as.
-        sent: the request, by the names of its fields.
         held: fields that are held, though that class has none of them.
     """
     params = sent.get("sampling_params")  # of /inference/v1/generate
@@ -230,7 +228,7 @@ async def _write_pins(self: Any, request: Any) -> None:
 
 
 async def _take_fill(self: Any, request: Any) -> fill.Fill:
-    """Take the suffix out of a request of completions; vLLM refuses it for our models."""
+    """vLLM refuses a suffix for our models."""
     for field in BESIDE_NO_SUFFIX:
         if getattr(request, field, None):
             fill.refuse_beside_suffix(field)

@@ -30,10 +30,8 @@ def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
 
     Our attention kernel is replaced by vLLM's Triton backend, FlashAttention by our kernel, row
     statistics and soft embeddings by their definitions, and the kernels of grammars by the CPU's
-    version.
-
-    Raises:
-        RuntimeError: our attention kernel is wrong, and vLLM's backends cannot serve this model.
+    version. Raises RuntimeError if our attention kernel is wrong, and vLLM's backends cannot serve
+    this model.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -60,12 +58,9 @@ def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
 
 
 def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> None:
-    """Check a drafter's kernels: attention, and that of its context where it is asked for.
+    """If attention is wrong, vLLM chooses another; vLLM's operations serve for a wrong context.
 
-    If attention is wrong, vLLM chooses another; vLLM's operations serve for a wrong context.
-
-    Raises:
-        RuntimeError: our attention kernel is wrong, and no other has the drafter's window.
+    Raises RuntimeError if our attention kernel is wrong, and no other has the drafter's window.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -129,7 +124,7 @@ def _no_other(name: str, wrong: str) -> RuntimeError:
 
 
 def layers_to_check(vllm_config: Any) -> tuple[dict[str, Layer], dict[str, Layer]]:
-    """The attention layers that our kernel serves, and those that FlashAttention serves, too."""
+    """Those that our kernel serves, and those that FlashAttention serves, too."""
     settings, attention = settings_of(vllm_config), vllm_config.attention_config
     if attention.backend is None or attention.backend.name != OURS:
         return {}, {}

@@ -47,10 +47,7 @@ LONGEST_NAME = 1000  # of a model, in characters; nothing is served under a long
 
 
 def serve_with_ours() -> None:
-    """Put our objects into the state of every server, also where endpoint plugins do not run.
-
-    They do not in ``vllm run-batch``, and ours does not in a server that only renders.
-    """
+    """Also where endpoint plugins do not run: ``vllm run-batch``, and servers that only render."""
     from vllm.entrypoints.launchers.api_server import app_state as of_engines
     from vllm.entrypoints.launchers.render import app_state as of_rendering
 
@@ -69,7 +66,6 @@ def serve_with_ours() -> None:
 
 
 def serve_canvases(state: Any) -> None:
-    """Put objects of ours in the place of vLLM's."""
     show_in_order()
     renderer = state.online_renderer = taken_over(state.online_renderer, Renderer)
     state.online_derenderer = taken_over(state.online_derenderer, OnlineDerenderer)
@@ -118,10 +114,8 @@ def taken_over(theirs: Any, ours: type) -> Any:
 
 
 class Renderer(OnlineRenderer):
-    """Makes prompts of chats, and the grammars of their tools."""
-
     async def preprocess_chat(self, request: Any, *args: Any, **options: Any) -> Any:
-        """As vLLM's. It reads tools on the event loop; what a thread has read, it reads no more."""
+        """vLLM's reads tools on the event loop; what a thread has read, it reads no more."""
         parser = options.get("parser")
         if parser is not None and getattr(request, "tools", None):
             reader = parser(self.renderer.get_tokenizer(), request.tools)
@@ -131,10 +125,8 @@ class Renderer(OnlineRenderer):
 
 
 class Models(OpenAIServingModels):
-    """The names of models and adapters."""
-
     async def load_lora_adapter(self, *args: Any, **options: Any) -> Any:
-        """Answer HTTP 400, not 500, if an adapter cannot be loaded into a diffusion model."""
+        """Answer HTTP 400, not 500, if an adapter cannot be loaded."""
         answer = await super().load_lora_adapter(*args, **options)
         if (
             isinstance(answer, ErrorResponse)
@@ -147,8 +139,6 @@ class Models(OpenAIServingModels):
 
 
 class Ours(BaseServing):
-    """What all routes of a diffusion model have in common."""
-
     async def _get_trace_headers(self, headers: Any) -> Any:
         """Let other requests run. vLLM's routes await this, and nothing else, between prompts."""
         await asyncio.sleep(0)
@@ -214,8 +204,6 @@ class Tokens(Ours, ServingTokens):
 
 
 class Translating(Ours):
-    """A route that translates a request into one of chats, and what that answers."""
-
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
         theirs = OpenAIServingChat.create_chat_completion
@@ -223,8 +211,6 @@ class Translating(Ours):
 
 
 class Messages(Translating, AnthropicServingMessages):
-    """Anthropic's routes."""
-
     async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request, "seed")
         let_think(request)
@@ -235,7 +221,7 @@ class Messages(Translating, AnthropicServingMessages):
         return await super().create_chat_completion(request, raw_request)
 
     async def message_stream_converter(self, generator: Any) -> Any:
-        """As vLLM's, which cannot read a chat's event that is an error: it says what it says."""
+        """vLLM's cannot read a chat's event that is an error: it says what it says."""
         async for event in super().message_stream_converter(_errors_raised(generator)):
             yield event
 
@@ -253,7 +239,7 @@ async def _errors_raised(events: Any) -> Any:
 
 class Scoring(Ours, ServingGenerativeScoring):
     async def create_generative_scoring(self, request: Any, raw_request: Any = None) -> Any:
-        """Refuse: the score of a label would depend on the noise that a canvas began with."""
+        """The score of a label would depend on the noise that a canvas began with."""
         refuse(
             "label_token_ids",
             "/generative_scoring is not served for diffusion models: the probability of the next "

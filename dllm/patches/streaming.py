@@ -41,10 +41,7 @@ def refuse_unseen_canvases(params: Any, vllm_config: Any) -> None:
 def start_watching(llm: Any, params: Any, request_id: str) -> str:
     """Give a prepared request that asks for its canvases to the stream of its route.
 
-    Called before a request starts, with vLLM's ``AsyncLLM``.
-
-    Returns:
-        The request's id for the engine; the same one if nobody watches.
+    Called before a request starts, with vLLM's ``AsyncLLM``. Returns its id for the engine.
     """
     if (params.extra_args or {}).get(STREAM) is None and traced(params) is None:
         return request_id
@@ -98,7 +95,7 @@ def take_frames_out() -> None:
 
 
 def refuse_route(asked: str) -> NoReturn:
-    """Refuse one of our fields, with HTTP 400, on a route whose answers have no place for it."""
+    """Refuse one of our fields on a route whose answers have no place for it."""
     how = ', with "stream": true' if asked == STREAM else ""
     refuse(
         asked,
@@ -153,7 +150,6 @@ def form_asked(request: Any) -> str | None:
 
 
 def _refuse_what_is_not_shown(self: Any, request: Any, form: str) -> None:
-    """Refuse a request whose canvases cannot be shown, or must not be."""
     if not request.stream:
         refuse(STREAM, f'{STREAM} without "stream": true; allowed: with it. Send both, or none.')
     hides_reasoning = getattr(self, "parser_cls", None) is not None and not getattr(

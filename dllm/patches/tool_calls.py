@@ -44,7 +44,6 @@ ANY_ARGUMENTS = {"qwen_xml": ANY_TEXTS, "minimax_xml": ANY_TEXTS}
 
 @cache
 def tools_of(theirs: type[ToolParser]) -> type[ToolParser]:
-    """A tool parser of vLLM that holds calls to names, and to the schemas of strict tools."""
     kinds: tuple[type, ...] = (HeldCalls,)
     hermes = Hermes2ProToolParser.extract_tool_calls
     if theirs is Gemma4EngineToolParser:
@@ -175,7 +174,7 @@ class HermesCalls(ToolParser):
 
 
 def without_end_in_strings(text: str, start: str, end: str) -> str:
-    """A text with calls in JSON, maybe unfinished, in whose strings ``end`` is escaped."""
+    """``text`` may be unfinished; in strings of its calls ``end`` is escaped."""
     string = r'"(?:[^"\\]|\\(?:.|\Z))*(?:"|\Z)'
     call = rf'{re.escape(start)}(?:{string}|(?!{re.escape(end)})[^"])*'
     escaped = end.replace("/", r"\/")
@@ -183,7 +182,7 @@ def without_end_in_strings(text: str, start: str, end: str) -> str:
 
 
 def _typed(value: Any) -> Any:
-    """Arguments whose strings have a mark, and whose other values are texts."""
+    """Of arguments whose strings have a mark, and whose other values are texts."""
     if isinstance(value, Mapping):
         return {name.removeprefix(MARK): _typed(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -52,9 +52,7 @@ class OurRunners:
     def reload_weights(self, *args: Any, **options: Any) -> None:
         """After an error the server goes on, and says so.
 
-        Raises:
-            ValueError: the folder ``weights_path`` has other tensors than the model
-                (``new_weights``).
+        Raises ValueError if the folder ``weights_path`` has other tensors than the model.
         """
         config, path = self.vllm_config.model_config, options.get("weights_path")
         served = config.model
@@ -73,7 +71,6 @@ class OurRunners:
         loading(self.model_runner.model, load)
 
     def save_context_only(self) -> None:
-        """See ``DraftingRunner``. Called by the engine core (``patches.engine_core``)."""
         self.model_runner.save_context_only()
 
 
