@@ -9,7 +9,7 @@ may be no end of states; they are made when they are asked for.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Automaton:
         self._rule_starts, self._rule_ends = rules.starts, rules.ends
         self._bytes_to_end = rules.bytes_to_end
         self._recursive_returns = rules.recursive_returns
+        self._firsts = rules.firsts
         # Stack 0 is empty.
         self._frames: list[Frame] = [(0, 0)]
         self._frame_numbers: dict[Frame, int] = {}
@@ -81,6 +82,43 @@ class Automaton:
                 return DEAD
             state = int(self.row(state)[byte])
         return state
+
+    def circles(self, states: Sequence[int]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Where rounds of long repetitions are counted (`counts`).
+
+        Circles with a common state are one, with the smallest of their limits.
+
+        Returns:
+            ``[S]`` the circle of each state, -1 without one; ``[S]`` whether a round begins there;
+            the limit on rounds of each circle.
+        """
+        of_frame: dict[int, int] = {}  # a circle that is joined to it, at last itself
+        limits: dict[int, int] = {}
+
+        def root(frame: int) -> int:
+            while of_frame[frame] != frame:
+                frame = of_frame[frame]
+            return frame
+
+        found, is_head = [], np.zeros(len(states), dtype=bool)
+        for place, state in enumerate(states):
+            frames = []
+            for at, stack in self._states[state]:
+                frame = self._frames[stack]
+                if len(frame) == 4 and frame[2] in self._firsts:
+                    _, fewest, most = self._repeats[frame[2]]
+                    if frame[3] > fewest:
+                        frames.append(stack)
+                        limits[of_frame.setdefault(stack, stack)] = most - fewest
+                        is_head[place] |= at in self._firsts[frame[2]]
+            for one in frames[1:]:
+                of_frame[root(one)] = root(frames[0])
+            found.append(frames[0] if frames else -1)
+        roots = sorted({root(frame) for frame in of_frame})
+        limit = {one: min(limits[each] for each in limits if root(each) == one) for one in roots}
+        number = {one: place for place, one in enumerate(roots)}
+        circle = np.array([number[root(one)] if one >= 0 else -1 for one in found], dtype=np.int64)
+        return circle, is_head, [limit[one] for one in roots]
 
     def _make_row(self, state: int) -> None:
         """Make a closure for each range of bytes that all edges treat alike."""
@@ -179,7 +217,7 @@ class Automaton:
         """Behind ``count`` repetitions: once more, and (if they are enough) on to ``target``."""
         rule, fewest, most = self._repeats[name]
         reached = [(target, stack)] if count >= fewest else []
-        if most == -1:
+        if most == -1 or name in self._firsts:
             count = min(count, fewest)  # without a limit, more than enough is enough
         if most == -1 or count < most:
             inside = self._push((target, stack, name, count + 1))

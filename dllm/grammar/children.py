@@ -29,8 +29,8 @@ from typing import Any
 
 import dllm
 from dllm.grammar.automaton import Automaton
+from dllm.grammar.counts import nearest_counted
 from dllm.grammar.lowering import lower_text
-from dllm.grammar.reach import nearest
 from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import by_tokens
 from dllm.grammar.vocabulary import Vocabulary
@@ -211,8 +211,8 @@ def table_of(
         if "bad_alloc" in str(error):
             raise MemoryError from error
         raise Unsupported(f"xgrammar does not compile the grammar: {str(error)[:SHOWN]}") from error
-    states = nearest(Automaton(serialized, spec["kind"]), most_states)
-    return by_tokens(states, vocabulary, marks).without(absent).to_bytes()
+    states = nearest_counted(Automaton(serialized, spec["kind"]), most_states)
+    return by_tokens(states, vocabulary, marks, most_states).without(absent).to_bytes()
 
 
 def _compile(
@@ -222,7 +222,9 @@ def _compile(
 
     if kind == "json":
         between = (separators[0], separators[1]) if separators else None
-        return compiler.compile_json_schema(text, any_whitespace=any_whitespace, separators=between)
+        return xgrammar.Grammar.from_json_schema(
+            text, any_whitespace=any_whitespace, separators=between
+        )
     if kind == "structural_tag":
         given = json.loads(text)
         if not isinstance(given, dict) or "structures" not in given:

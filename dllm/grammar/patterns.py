@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 
 import regex
 
+from dllm.grammar.characters import BY_BYTES, Ranges, both, others
 from dllm.grammar.rules import Unsupported
 
-Ranges = list[tuple[int, int]]  # of code points, both ends included
-
-LAST = 0x10FFFF
 DIGITS: Ranges = [(48, 57)]
 WORDS: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
 SPACES: Ranges = [
@@ -30,8 +28,6 @@ SPACES: Ranges = [
 ]
 LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]
 SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
-# All characters, one range for each number of bytes that UTF-8 takes; no surrogates.
-BY_BYTES: Ranges = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, LAST)]
 # xgrammar 0.2.8 reads patterns of JSON strings that are ASCII in another way, which misreads what
 # is repeated inside of a repetition and drops backslashes. This part stands for no text.
 NOT_ASCII = "(?:é){0}"
@@ -124,9 +120,9 @@ def _with_lengths(tree: Any, fewest: float, most: float) -> list[Any] | None:
     kind, (low, high, inner) = items[places[0]]
     if inner.getwidth() != (1, 1):
         return None
-    others = sum(width(item)[0] for place, item in enumerate(items) if place != places[0])
-    low = max(low, int(fewest) - others)
-    high = min(most - others, math.inf if high is op.MAXREPEAT else high)
+    beside = sum(width(item)[0] for place, item in enumerate(items) if place != places[0])
+    low = max(low, int(fewest) - beside)
+    high = min(most - beside, math.inf if high is op.MAXREPEAT else high)
     if low > high:
         return None
     items[places[0]] = (kind, (low, op.MAXREPEAT if high == math.inf else int(high), inner))
@@ -226,9 +222,9 @@ class _Writer:
         if kind is op.LITERAL:
             return self._characters([(value, value)], is_named=True)
         if kind is op.NOT_LITERAL:
-            return self._characters(_others([(value, value)]), is_named=False)
+            return self._characters(others([(value, value)]), is_named=False)
         if kind is op.ANY:
-            return self._characters(_others(LINE_ENDS), is_named=False)
+            return self._characters(others(LINE_ENDS), is_named=False)
         if kind is op.IN:
             return self._class(value)
         if kind is op.BRANCH:
@@ -250,7 +246,7 @@ class _Writer:
             elif kind is not op.NEGATE:
                 ranges.append((value, value) if kind is op.LITERAL else value)
         is_negated = parts[0][0] is op.NEGATE
-        return self._characters(_others(ranges) if is_negated else ranges, not is_negated)
+        return self._characters(others(ranges) if is_negated else ranges, not is_negated)
 
     def _repeat(self, fewest: int, most: Any, items: Sequence[Any]) -> str | None:
         inner = self.sequence(items, False, False)
@@ -266,7 +262,7 @@ class _Writer:
         ``is_named``: the pattern names the characters. Of all others in a negated class, only those
         with a short escape are written: a number has four digits, which makes more states.
         """
-        parts = [_class_of(_both(ranges, self._alphabet.plain))]
+        parts = [_class_of(both(ranges, self._alphabet.plain))]
         if self._alphabet.is_json:
             escaped = [c for c in (*range(32), 34, 92) if any(a <= c <= b for a, b in ranges)]
             short = [(ord(SHORT_ESCAPES[c]),) * 2 for c in escaped if c in SHORT_ESCAPES]
@@ -280,9 +276,9 @@ class _Writer:
 def _deviations(names: Collection[str]) -> str:
     """Beginnings that no name has, up to the first character that differs."""
     rest = _by_first(names)
-    others = _class_of(_both(_others([(ord(first),) * 2 for first in rest]), IN_JSON.plain))
+    rest_of = _class_of(both(others([(ord(first),) * 2 for first in rest]), IN_JSON.plain))
     inner = [_class_of([(ord(c),) * 2]) + _deviations(ends) for c, ends in rest.items()]
-    return f"(?:{'|'.join([others, *inner])})"
+    return f"(?:{'|'.join([rest_of, *inner])})"
 
 
 def _early_ends(names: Collection[str]) -> str | None:
@@ -302,21 +298,6 @@ def _by_first(names: Collection[str]) -> dict[str, list[str]]:
     return rest
 
 
-def _both(one: Ranges, other: Ranges) -> Ranges:
-    joined = _others(_others(one))  # no two that touch
-    met = {(max(a, c), min(b, d)) for a, b in joined for c, d in other}
-    return sorted((low, high) for low, high in met if low <= high)
-
-
-def _others(ranges: Ranges) -> Ranges:
-    found, start = [], 0
-    for low, high in sorted(ranges):
-        if low > start:
-            found.append((start, low - 1))
-        start = max(start, high + 1)
-    return [*found, (start, LAST)] if start <= LAST else found
-
-
 def _class_of(ranges: Iterable[tuple[int, int]]) -> str:
     """A class in the syntax that xgrammar and Python share; empty for no characters.
 
@@ -324,9 +305,9 @@ def _class_of(ranges: Iterable[tuple[int, int]]) -> str:
     """
     parts = [_shown(a) if a == b else f"{_shown(a)}-{_shown(b)}" for a, b in ranges]
     if parts and parts[0].startswith(CARET):
-        (low, high), *others = ranges
+        (low, high), *more = ranges
         behind = [(low + 1, high)] if low < high else []
-        rest = _class_of([*behind, *others])
+        rest = _class_of([*behind, *more])
         return f"{rest[:-1]}{CARET}]" if rest else CARET
     return f"[{''.join(parts)}]" if parts else ""
 
@@ -343,9 +324,9 @@ def _refusal(pattern: str, why: str) -> Unsupported:
 
 CATEGORIES = {
     op.CATEGORY_DIGIT: DIGITS,
-    op.CATEGORY_NOT_DIGIT: _others(DIGITS),
+    op.CATEGORY_NOT_DIGIT: others(DIGITS),
     op.CATEGORY_WORD: WORDS,
-    op.CATEGORY_NOT_WORD: _others(WORDS),
+    op.CATEGORY_NOT_WORD: others(WORDS),
     op.CATEGORY_SPACE: SPACES,
-    op.CATEGORY_NOT_SPACE: _others(SPACES),
+    op.CATEGORY_NOT_SPACE: others(SPACES),
 }

@@ -26,11 +26,16 @@ class ByteTable:
         rows: ``[S, B]`` int16, the state behind each class of bytes; DEAD if it is not allowed.
         class_of: ``[256]`` uint8, the class of each byte: bytes that all states treat alike.
         accepts: ``[S]`` bool, the text may end here.
+        circle, is_head: ``[S]``, where characters are counted (`Automaton.circles`).
+        most: ``[circles]`` int64, the characters that a circle may have.
     """
 
     rows: np.ndarray
     class_of: np.ndarray
     accepts: np.ndarray
+    circle: np.ndarray
+    is_head: np.ndarray
+    most: np.ndarray
 
 
 def nearest(automaton: Automaton, most_states: int) -> ByteTable:
@@ -60,7 +65,22 @@ def nearest(automaton: Automaton, most_states: int) -> ByteTable:
     by_byte = np.ascontiguousarray(rows.T)
     class_of = np.array([columns.setdefault(row.tobytes(), len(columns)) for row in by_byte])
     first = np.unique(class_of, return_index=True)[1]
-    return ByteTable(rows[:, first], class_of.astype(np.uint8), accepts)
+    circle, is_head, most = automaton.circles([states[at] for at in np.flatnonzero(has_end)])
+    return ByteTable(
+        rows[:, first],
+        class_of.astype(np.uint8),
+        accepts,
+        circle,
+        is_head,
+        np.array(most, dtype=np.int64),
+    )
+
+
+def over_the_limit(most_states: int) -> str:
+    return (
+        f"The grammar is over the limit of states, {most_states}. Make it smaller: fewer optional "
+        "parts and choices, shorter lists and texts, less nesting."
+    )
 
 
 def _by_level(automaton: Automaton, most_states: int) -> list[int]:
@@ -77,10 +97,7 @@ def _by_level(automaton: Automaton, most_states: int) -> list[int]:
         while todo:
             if len(seen) > most_states:
                 if num_levels < 2:
-                    raise Unsupported(
-                        f"The grammar is over the limit of states, {most_states}. Make it smaller: "
-                        "fewer optional parts and choices, shorter lists and texts, less nesting."
-                    )
+                    raise Unsupported(over_the_limit(most_states))
                 return kept
             state = todo.popleft()
             depth = automaton.level(state)

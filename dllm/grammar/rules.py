@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 import networkx
 
+from dllm.grammar.expressions import EPSILON, REPEAT, RULE, Expressions
+
 # Kinds of edges in the serialized automaton. They stand where other edges have the lowest byte of
 # a range.
-EPSILON, RULE, REPEAT, TOKEN, NOT_TOKEN = -1, -2, -4, -5, -6
+TOKEN, NOT_TOKEN = -5, -6
 WHOLE = '"complete_fsm":'
 NO_END = 1 << 29  # bytes to the end of a rule that has none
 SURROGATE_LEAD, LAST_BEFORE_SURROGATES = 0xED, 0x9F
 MERGING_ROUNDS = 5  # each finds what the one before made equal
+MOST_UNROLLED = 16  # characters that have states of their own
 CONTROL = 32  # bytes below are control characters
 JSON_SPACES = (9, 10, 13)
 IN_STRINGS = {(0, 9), (11, 12)}  # what xgrammar lets into strings of a bounded length, by mistake
@@ -56,6 +59,8 @@ class Rules:
         ends: states in which a rule may end.
         bytes_to_end: for each state the fewest bytes to the end of its rule; at least NO_END if
             there is no way.
+        firsts: of repetitions whose rounds are counted behind tokens (`counts`), by their names,
+            the states at the beginning of a round.
         recursive_returns: states that follow a recursive call: the called rule may call the calling
             one again, directly or through others.
 
@@ -64,15 +69,54 @@ class Rules:
     """
 
     def __init__(self, serialized: str, kind: str) -> None:
+        self.root: int
+        if kind == "json":
+            self._from_expressions(serialized)
+        else:
+            self._from_compiled(serialized, kind == "structural_tag")
+        for _ in range(MERGING_ROUNDS):
+            self._merge_equal()
+        self.root = self.starts[self.root]
+        self.bytes_to_end = self._shortest_ends()
+        self.recursive_returns = self._returns_of_recursion()
+        self.firsts = {name: self._first(name) for name in self.repeats if self._is_long(name)}
+
+    def _is_long(self, name: int) -> bool:
+        """Whether a repetition is counted behind tokens (`counts`): a character, many times."""
+        rule, fewest, most = self.repeats[name]
+        inside = self._inside(self.starts[rule])
+        is_simple = all(low >= EPSILON for at in inside for low, _, _ in self.edges[at])
+        return most - fewest > MOST_UNROLLED and is_simple
+
+    def _first(self, name: int) -> set[int]:
+        return self._inside(self.starts[self.repeats[name].rule], EPSILON)
+
+    def _inside(self, start: int, most: int = 255) -> set[int]:
+        """The states behind edges from ``start`` whose lowest byte is at most ``most``."""
+        todo, seen = [start], {start}
+        while todo:
+            for low, _, target in self.edges[todo.pop()]:
+                if low <= most and target not in seen:
+                    seen.add(target)
+                    todo.append(target)
+        return seen
+
+    def _from_expressions(self, serialized: str) -> None:
+        found = Expressions(serialized)
+        self.edges: list[list[Any]] = found.edges
+        self.starts, self.ends = found.starts, found.ends
+        self.repeats = {name: Repeat(*repeat) for name, repeat in found.repeats.items()}
+        self.root = found.root
+
+    def _from_compiled(self, serialized: str, is_tag: bool) -> None:
         grammar, fsm = _parse(serialized)
         data, bounds = fsm["edges"]["data_"], fsm["edges"]["indptr_"]
         if any(edge[0] in (TOKEN, NOT_TOKEN) for edge in data):
             raise Unsupported("The grammar names tokens; allowed: text only.")
         self.edges = [data[low:high] for low, high in itertools.pairwise(bounds)]
-        if kind in ("json", "structural_tag"):
+        if is_tag:
             self.edges = [
-                _without_controls(edges) if kind == "json" or _are_in_string(edges) else edges
-                for edges in self.edges
+                _without_controls(edges) if _are_in_string(edges) else edges for edges in self.edges
             ]
         _remove_surrogates(self.edges)
         extra = fsm["edge_aux_data"]
@@ -81,11 +125,7 @@ class Rules:
         }
         self.starts = [rule[0][1] for rule in grammar["per_rule_fsms"]]
         self.ends = {end for rule in grammar["per_rule_fsms"] for end in rule[0][2]}
-        for _ in range(MERGING_ROUNDS):
-            self._merge_equal()
-        self.root = self.starts[grammar["root_rule_id"]]
-        self.bytes_to_end = self._shortest_ends()
-        self.recursive_returns = self._returns_of_recursion()
+        self.root = grammar["root_rule_id"]
 
     def _merge_equal(self) -> None:
         """Let edges lead to, and call, one of those states of rules that have equal edges.
@@ -96,8 +136,8 @@ class Rules:
         number = list(range(len(self.edges)))
         known: dict[tuple[bool, tuple[tuple[int, int, int], ...]], int] = {}
         for at in reversed(number):  # what an edge leads to mostly comes later
-            edges = sorted({(low, high, number[target]) for low, high, target in self.edges[at]})
-            number[at] = known.setdefault((at in self.ends, tuple(edges)), at)
+            leads = sorted({(low, high, number[target]) for low, high, target in self.edges[at]})
+            number[at] = known.setdefault((at in self.ends, tuple(leads)), at)
         self.starts = [number[start] for start in self.starts]
         first: dict[int, int] = {}
         rules = [first.setdefault(start, rule) for rule, start in enumerate(self.starts)]

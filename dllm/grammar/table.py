@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START
-from dllm.grammar.reach import NEVER, ByteTable, only, steps_to_end
+from dllm.grammar.counts import Moves, told_apart, with_counts
+from dllm.grammar.reach import NEVER, ByteTable, only, over_the_limit, steps_to_end
 from dllm.grammar.rules import Unsupported
 from dllm.grammar.vocabulary import Trie, Vocabulary, pack, unpack
 
@@ -156,7 +157,12 @@ def without_empty(class_of: np.ndarray, following: np.ndarray) -> tuple[np.ndarr
     return class_of, following[:, used]
 
 
-def by_tokens(states: ByteTable, vocabulary: Vocabulary, marks: Sequence[int] = ()) -> Table:
+def by_tokens(
+    states: ByteTable,
+    vocabulary: Vocabulary,
+    marks: Sequence[int] = (),
+    most_states: int = MOST_STATES,
+) -> Table:
     """The table over tokens of one over bytes.
 
     Args:
@@ -167,17 +173,29 @@ def by_tokens(states: ByteTable, vocabulary: Vocabulary, marks: Sequence[int] = 
     """
     marks = [token for token in marks if vocabulary.is_text[token]]
     others, of_marks = _of_marks(states, [vocabulary.words[token] for token in marks])
-    maps, map_of = _maps(others, vocabulary.trie)
+    moves = Moves(others)
+    maps, map_of = _maps(moves, others.class_of, vocabulary.trie)
+    if moves.has_circles:
+        of_marks = [
+            _counted(moves, states, vocabulary.words[token], move)
+            for token, move in zip(marks, of_marks, strict=True)
+        ]
     map_of[marks] = np.arange(len(maps), len(maps) + len(marks))
     maps += of_marks
     map_of[~vocabulary.is_text] = NOWHERE
     used, kind_of = np.unique(map_of, return_inverse=True)
-    following = np.stack([maps[each] for each in used], axis=1)  # [states, kinds]
+    following = np.stack([maps[each] for each in used], axis=-1)  # [states, kinds]
+    may_end = states.accepts
+    if moves.has_circles:
+        counts = next(with_counts(states, most_states), None)
+        if counts is None:
+            raise Unsupported(over_the_limit(most_states))
+        following, may_end = told_apart(following, counts, may_end)
     # Only states that tokens lead to, and from which tokens lead to an end.
-    is_kept = _reached(following) & (steps_to_end(following, states.accepts) < NEVER)
+    is_kept = _reached(following) & (steps_to_end(following, may_end) < NEVER)
     if not is_kept[0]:
         raise Unsupported("No text of the grammar can be spelled by the tokens. Make it wider.")
-    following, accepts = only(is_kept, following), states.accepts[is_kept]
+    following, accepts = only(is_kept, following), may_end[is_kept]
     columns: dict[bytes, int] = {bytes(2 * len(accepts) * b"\xff"): -1}  # DEAD everywhere
     first: list[int] = []
     class_of_kind = np.empty(len(used), dtype=np.int32)
@@ -246,16 +264,21 @@ def _of_marks(states: ByteTable, words: Sequence[bytes]) -> tuple[ByteTable, lis
     return replace(states, rows=rows), maps
 
 
+def _counted(moves: Moves, states: ByteTable, word: bytes, move: np.ndarray) -> np.ndarray:
+    """The map of a mark (`_of_marks`) with the characters that it has in circles."""
+    found = moves.identity
+    for byte in word:
+        found = moves.behind(found, int(states.class_of[byte]))
+    return np.where(move == DEAD, moves.nowhere, found)
+
+
 IDENTITY, NOWHERE = 0, 1  # the first maps: of the empty word, and of a word that is never allowed
 
 
-def _maps(states: ByteTable, trie: Trie) -> tuple[list[np.ndarray], np.ndarray]:
-    """(different maps, ``[states]`` int16 each; ``[V]``, the map of each word)."""
-    num_states, num_kinds = states.rows.shape
-    # A last row for DEAD, so that -1 as an index leads to DEAD again.
-    by_kind = np.full((num_kinds, num_states + 1), DEAD, dtype=np.int16)
-    by_kind[:, :-1] = states.rows.T
-    maps = [np.arange(num_states, dtype=np.int16), np.full(num_states, DEAD, dtype=np.int16)]
+def _maps(moves: Moves, class_of: np.ndarray, trie: Trie) -> tuple[list[np.ndarray], np.ndarray]:
+    """(different maps (`Moves`); ``[V]``, the map of each word)."""
+    num_kinds, num_states = moves.by_kind.shape
+    maps = [moves.identity, moves.nowhere]
     numbers = {each.tobytes(): number for number, each in enumerate(maps)}
     behind: dict[int, int] = {}  # map * num_kinds + kind of byte -> map
     map_of = np.full(trie.num_nodes, NOWHERE, dtype=np.int32)
@@ -265,20 +288,20 @@ def _maps(states: ByteTable, trie: Trie) -> tuple[list[np.ndarray], np.ndarray]:
         before = map_of[parent]
         alive = np.flatnonzero(before != NOWHERE)
         pair, which = np.unique(
-            before[alive].astype(np.int64) * num_kinds + states.class_of[byte[alive]],
+            before[alive].astype(np.int64) * num_kinds + class_of[byte[alive]],
             return_inverse=True,
         )
         found = np.empty(len(pair), dtype=np.int32)
         for index, key in enumerate(pair.tolist()):
             if key not in behind:
-                one = by_kind[key % num_kinds][maps[key // num_kinds]]
+                one = moves.behind(maps[key // num_kinds], key % num_kinds)
                 spelled = one.tobytes()
                 if spelled not in numbers:
-                    if len(maps) * num_states > MOST_MAP_ENTRIES:
+                    if len(maps) * one.size > MOST_MAP_ENTRIES:
                         raise Unsupported(
-                            f"The grammar has {num_states} states, between which tokens lead in "
-                            f"more than {len(maps)} different ways. Make it smaller: shorter texts "
-                            "and lists."
+                            f"The grammar has {num_states - 1} states, between which tokens "
+                            f"lead in more than {len(maps)} different ways. Make it smaller: "
+                            "shorter texts and lists."
                         )
                     numbers[spelled] = len(maps)
                     maps.append(one)

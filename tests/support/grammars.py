@@ -36,13 +36,17 @@ def compiler() -> xgrammar.GrammarCompiler:
 
 def automaton(kind: str, text: str) -> tuple[Automaton, Any]:
     """Our automaton, and xgrammar's compiled grammar."""
-    compile_one = {
-        "regex": compiler().compile_regex,
-        "ebnf": compiler().compile_grammar,
-        "json": lambda schema: compiler().compile_json_schema(schema, any_whitespace=False),
-    }[kind]
+    if kind == "json":
+        return of_schema(text)
+    compile_one = {"regex": compiler().compile_regex, "ebnf": compiler().compile_grammar}[kind]
     compiled = compile_one(text)
     return Automaton(compiled.serialize_json(), kind), compiled
+
+
+def of_schema(text: str, any_whitespace: bool = False) -> tuple[Automaton, Any]:
+    """As ``automaton``, of a JSON schema."""
+    grammar = xgrammar.Grammar.from_json_schema(text, any_whitespace=any_whitespace)
+    return Automaton(grammar.serialize_json(), "json"), compiler().compile_grammar(grammar)
 
 
 def build(
