@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dllm.grammar.patterns import is_found
+from dllm.grammar.patterns import is_found, other_names
 from dllm.grammar.references import Document, Part, canonical, refuse
 
 Flat = dict[str, Any]
@@ -38,7 +38,16 @@ TYPE_OF = {keyword: kind for kind, keywords in SPEAKS_OF.items() for keyword in 
 UPPER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 # Keywords that belong to no type, and that answers are never held to.
-NEVER_HELD = ("if", "not", "$dynamicRef", "$recursiveRef")
+NEVER_HELD = ("$dynamicRef", "$recursiveRef")
+# What a value breaks that is beyond a bound: the bound that it keeps to, and by how much more.
+BEYOND = {
+    "minimum": ("exclusiveMaximum", 0),
+    "maximum": ("exclusiveMinimum", 0),
+    "exclusiveMinimum": ("maximum", 0),
+    "exclusiveMaximum": ("minimum", 0),
+    **{f"min{size}": (f"max{size}", -1) for size in ("Length", "Items", "Properties")},
+    **{f"max{size}": (f"min{size}", 1) for size in ("Length", "Items", "Properties")},
+}
 UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 MEMBERS = ("properties", "patternProperties", "required", "prefixItems", "enum")
@@ -51,6 +60,7 @@ class Alternatives:
 
     def __init__(self, document: Document) -> None:
         self.document = document
+        self._negations: dict[int, Part] = {}
 
     def of(self, conjunction: Conjunction, is_exact: bool = True) -> list[Flat]:
         """Alternatives of the values that are of all parts.
@@ -91,11 +101,97 @@ class Alternatives:
             for other in then:
                 present = self._product(present, self._of_part(other, opened, is_exact), part)
             found = self._product(found, [absent, *present], part)
+        for others in self._conditions(part, opened, is_exact) if is_exact else ():
+            found = self._product(found, others, part)
         # These keywords are about members that no other schema in this place speaks of.
         for keyword, known in UNEVALUATED.items():
             if keyword in schema:
                 found = [{known: (part.inner(keyword),)} | flat for flat in found]
         return found
+
+    def _conditions(
+        self, part: Part, opened: tuple[Part, ...], is_exact: bool
+    ) -> Iterator[list[Flat]]:
+        """The alternatives that ``not`` and ``if`` leave."""
+        schema = part.schema
+        if "not" in schema:
+            yield self._sure_complement(part.inner("not"), "not", part)
+        if "if" in schema and {"then", "else"} & set(schema):
+            condition = part.inner("if")
+            holds = self._of_part(condition, opened, is_exact)
+            fails = self._sure_complement(condition, "if", part)
+            if "then" in schema:
+                then = self._of_part(part.inner("then"), opened, is_exact)
+                holds = self._product(holds, then, part)
+            if "else" in schema:
+                other = self._of_part(part.inner("else"), opened, is_exact)
+                fails = self._product(fails, other, part)
+            yield holds + fails
+
+    def _sure_complement(self, part: Part, keyword: str, at: Part) -> list[Flat]:
+        found = self._complement(part, ())
+        if not found and part.schema is not True and part.schema != {}:
+            refuse(keyword, at.path)
+        return found
+
+    def _complement(self, part: Part, opened: tuple[Part, ...]) -> list[Flat]:
+        """Alternatives of values that are not of a part; there may be others."""
+        self.document.count()
+        schema = part.schema
+        if isinstance(schema, bool):
+            return [] if schema else [{"path": part.path}]
+        if part in opened or len(opened) > DEEPEST:
+            return []
+        opened += (part,)
+        found = self._other_kinds(part)
+        for name, inner in schema.get("properties", {}).items():
+            if inner is not True:
+                never = (self._negated(part.inner("properties", name)),)
+                found.append({"type": {"object"}, "required": [name], "properties": {name: never}})
+        for name in schema.get("required", ()):
+            never = (Part(False, part.path, part.resolver),)
+            found.append({"type": {"object"}, "properties": {name: never}})
+        for other in _beside(part, self.document):
+            found += self._complement(other, opened)
+        if "anyOf" in schema:
+            none: list[Flat] = [{}]
+            for at in range(len(schema["anyOf"])):
+                inner = self._complement(part.inner("anyOf", at), opened)
+                none = self._product(none, inner, part)
+            found += none
+        if "not" in schema:
+            found += self._of_part(part.inner("not"), opened, True)
+        return [{"path": part.path} | flat for flat in found]
+
+    def _negated(self, part: Part) -> Part:
+        """The schema of all values that are not of a part; the same one each time."""
+        key = id(part.schema)
+        if key not in self._negations:
+            self._negations[key] = Part({"not": part.schema}, part.path, part.resolver)
+        return self._negations[key]
+
+    def _other_kinds(self, part: Part) -> list[Flat]:
+        """Values of another type than a part has, or beyond one of its bounds, or no ``const``."""
+        schema, found = part.schema, []
+        flat = _flat(Part({key: schema[key] for key in schema if key in ("type", *BEYOND)}, "#", 0))
+        if "type" in flat:
+            given = {"number"} if "integer" in flat["type"] else set()
+            found.append({"type": set(TYPES) - flat["type"] - given})
+        for keyword, (other, step) in BEYOND.items():
+            is_broken = keyword in flat and (step != -1 or flat[keyword] > 0)  # by any value
+            if is_broken:
+                found.append({"type": {TYPE_OF[keyword]}, other: flat[keyword] + step})
+        if "enum" in schema or "const" in schema:
+            values = schema.get("enum", [schema.get("const")])
+            kinds = {_kind(value) for value in values}
+            if kinds < set(TYPES):
+                found.append({"type": set(TYPES) - kinds})
+            if "boolean" in kinds:
+                found.append({"enum": [one for one in (True, False) if one not in values]})
+            texts = [value for value in values if isinstance(value, str)]
+            if texts:
+                found.append({"type": {"string"}, "pattern": other_names(texts)})
+        return [one for one in found if one.get("type") != set() and one.get("enum") != []]
 
     def _values(self, part: Part) -> list[Flat]:
         """The values of ``const`` or ``enum`` that the rest of a part allows, as alternatives."""
@@ -171,6 +267,11 @@ class Alternatives:
                 for name in flat.get("required", ())
             )
         )
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return kinds.get(type(value), "number")
 
 
 def _num_members(flat: Flat) -> int:

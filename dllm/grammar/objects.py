@@ -67,7 +67,9 @@ def _declared(flat: Flat, alternatives: Alternatives) -> tuple[dict[str, Conjunc
     Beside declared names there are others only if the schema says of which value.
     """
     names = dict.fromkeys([*flat.get("properties", ()), *flat.get("required", ())])
-    has_others = ("properties" not in flat and not names) or "additionalProperties" in flat
+    named = [part for asked in flat.get("properties", {}).values() for part in asked]
+    is_named = any(part.schema is not False for part in named) or bool(flat.get("required"))
+    has_others = not is_named or "additionalProperties" in flat
     if "propertyNames" in flat:
         listed = alternatives.of(flat["propertyNames"])
         if all("enum" in one for one in listed):
