@@ -16,25 +16,19 @@ from dllm.settings.server import once_for_each
 
 @dataclass(frozen=True)
 class Served:
-    """A family's classes, by name: none of them is imported before it is asked for.
+    """A family's classes, by name: none of them is imported before it is asked for."""
 
-    Attributes:
-        architecture: as config.json names it, and the name of the class in ``backbone.py`` that
-            vLLM loads. Its ``make_algorithm`` returns an ``engine.algorithm.DenoisingAlgorithm``.
-        settings: the class in ``settings.py``, a ``settings.denoising.DenoiseSettings`` with a
-            method ``from_vllm``. That module imports no model.
-        config: the class of its config.json in ``config.py``; None: transformers' own.
-        with_images: the class in ``images.py`` that vLLM loads if torchvision is installed. None:
-            the same.
-        autoregressive: the class in ``backbone.py`` that serves the same checkpoint token by token,
-            whose name is its architecture. None: it cannot be served so.
-    """
-
+    # As config.json names it, and the name of the class in ``backbone.py`` that vLLM loads. Its
+    # ``make_algorithm`` returns an ``engine.algorithm.DenoisingAlgorithm``.
     architecture: str
     folder: str
+    # In ``settings.py``, which imports no model: a ``settings.denoising.DenoiseSettings`` with
+    # ``from_vllm``.
     settings: str
-    config: str | None = None
-    with_images: str | None = None
+    config: str | None = None  # of config.json, in ``config.py``; None: transformers' own
+    with_images: str | None = None  # in ``images.py``, loaded with torchvision; None: the same
+    # In ``backbone.py``: serves the same checkpoint token by token, and its name is its
+    # architecture.
     autoregressive: str | None = None
 
     def path(self, module: str, name: str) -> str:
@@ -52,7 +46,6 @@ class Served:
         return self.load("settings", self.settings)
 
     def config_class(self) -> Any:
-        """None: transformers' own class."""
         return None if self.config is None else self.load("config", self.config)
 
     def tensor_shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -106,18 +99,14 @@ REFUSED = {
 
 @once_for_each
 def settings_of(vllm_config: Any) -> DenoiseSettings:
-    """How a server's model denoises unless a request says otherwise.
-
-    Raises:
-        ValueError: a value of the checkpoint or of a flag is not allowed.
-    """
+    """Raises ValueError if a value of the checkpoint or of a flag is not allowed."""
     served = FAMILIES[vllm_config.model_config.architecture]
     settings: DenoiseSettings = served.settings_class().from_vllm(vllm_config)
     return settings
 
 
 def own_configs() -> dict[str, type]:
-    """Our classes of config.json by their model_type, for those that transformers does not know."""
+    """By their model_type, those that transformers does not know."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     classes = (served.config_class() for served in FAMILIES.values() if served.config)
@@ -135,9 +124,8 @@ def is_ours(architectures: Sequence[str] | None) -> bool:
 
 
 def takes_images(hf_config: Any) -> bool:
-    """Whether a checkpoint can be served with images.
+    """A vision tower, and an image's number of soft tokens in ``default_output_length``.
 
-    It needs a vision tower, and the number of soft tokens of an image in ``default_output_length``.
     A checkpoint without that number has no image processor and is served for text only; the bundled
     checkpoints are such.
     """

@@ -34,12 +34,9 @@ FIRST_CAPABILITY_WITH_FP4 = 100
 def emulate_on_cpu(vllm_config: Any) -> None:
     """On a CPU, serve a compressed-tensors checkpoint with ``quant.cpu_config``.
 
-    That configuration emulates the layers for which vLLM has no CPU kernel. It is set in
-    ``vllm_config`` before vLLM makes a configuration of its own; other models of this process keep
-    vLLM's.
-
-    Raises:
-        ValueError: the checkpoint has a scheme that is not served on a CPU.
+    That emulates the layers for which vLLM has no CPU kernel. It is set in ``vllm_config`` before
+    vLLM makes a configuration of its own; other models of this process keep vLLM's. Raises
+    ValueError if the checkpoint has a scheme that is not served on a CPU.
     """
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
@@ -62,7 +59,7 @@ def checked_weights(
 
     Raises:
         ValueError: while they are read: a tensor is not finite, or a quantized layer would compute
-            NaN; or as ``plan_of``.
+            NaN.
     """
     weights = finite(weights)
     plan = plan_of(quant_config)
@@ -74,8 +71,7 @@ def checked_weights(
 def finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass tensors on; those with less than 16 bits are not looked at.
 
-    Raises:
-        ValueError: one holds NaN or infinity: the model would emit one token for ever, or noise.
+    Raises ValueError: one holds NaN or infinity: the model would emit one token for ever, or noise.
     """
     for name, tensor in weights:
         if not _is_finite(tensor):
@@ -97,10 +93,8 @@ def plan_of(quant_config: Any) -> Plan | None:
     """Which layer of a checkpoint has which scheme.
 
     None if the checkpoint is not quantized, or has a scheme that ``quant`` does not know (vLLM on
-    CUDA serves more schemes). Then only the values of its scales are checked.
-
-    Raises:
-        ValueError: the checkpoint cannot be served.
+    CUDA serves more schemes). Then only the values of its scales are checked. Raises ValueError if
+    the checkpoint cannot be served.
     """
     if quant_config is None:
         return None
@@ -137,9 +131,6 @@ def copy_k_proj_entries_to_v_proj(quant_config: Any, layer_types: Sequence[str])
     In a full-attention layer the keys are also the values, so the checkpoint has no ``v_proj``
     there. A checkpoint that lists its layers one by one then lists ``q_proj`` and ``k_proj`` only.
     But vLLM makes one fused layer of q, k and v, and refuses it if not all three are listed.
-
-    Args:
-        quant_config: vLLM's; changed in place. None, or of another method: nothing happens.
     """
     full = {index for index, kind in enumerate(layer_types) if kind == "full_attention"}
     if quant_config is not None and quant_config.get_name() == MODEL_OPTIMIZER_NVFP4:
@@ -154,17 +145,14 @@ def copy_k_proj_entries_to_v_proj(quant_config: Any, layer_types: Sequence[str])
 
 
 def _missing_v_proj(names: Iterable[str], layers: Iterable[int]) -> list[str]:
-    """Names of ``v_proj`` in those ``layers`` whose ``k_proj`` is among ``names``."""
+    """Of those ``layers`` whose ``k_proj`` is among ``names``."""
     names = set(names)
     keys = (f"model.layers.{layer}.self_attn.k_proj" for layer in layers)
     return [key.replace(".k_proj", ".v_proj") for key in keys if key in names]
 
 
 def log_kernels(model: Any, plan: Plan | None) -> None:
-    """Log, in one line for the user, which kernels compute the quantized layers of ``model``.
-
-    plan: from ``plan_of``. None: nothing is logged.
-    """
+    """Log, in one line for the user, which kernels compute the quantized layers."""
     from vllm.platforms import current_platform
 
     gpu = current_platform.get_device_capability()

@@ -12,7 +12,7 @@ from dllm.models import is_ours
 
 
 class FastDLLMConfig(Qwen2Config):
-    """``canvas_length`` is the name by which vLLM recognizes a diffusion model."""
+    """Qwen2's, with blocks."""
 
     model_type = "Fast_dLLM_Qwen"
     attribute_map: ClassVar[dict[str, str]] = {"block_size": "bd_size"}
@@ -22,5 +22,5 @@ class FastDLLMConfig(Qwen2Config):
 
     @property
     def canvas_length(self) -> int | None:
-        """A canvas is the rest of a block."""
+        """A canvas is the rest of a block; vLLM recognizes a diffusion model by this name."""
         return self.bd_size if is_ours(self.architectures) else None

@@ -16,10 +16,6 @@ class FastDLLMSettings(SDARSettings):
 
     Source: arXiv 2509.26328, section 3.3, and ``generate`` of the checkpoints' remote code with the
     arguments of the model card.
-
-    Attributes:
-        small_block_size: tokens of a sub-block, counted from the start of the block. At least those
-            of a block: there is one.
     """
 
     is_shifted: ClassVar[bool] = True
@@ -33,4 +29,6 @@ class FastDLLMSettings(SDARSettings):
         "small_block_size": 8,
     }
 
+    # Tokens of a sub-block, counted from the start of the block. At least those of a block: there
+    # is one.
     small_block_size: Count32

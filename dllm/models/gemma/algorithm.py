@@ -13,13 +13,9 @@ from dllm.ops.filters import RowFilters
 
 
 class EntropyBound(DenoisingAlgorithm):
-    """What the engine asks of one loaded DiffusionGemma.
-
-    Args:
-        probs_dtype: of the probabilities that ``denoise`` computes for ``soft_embeddings``. None:
-            it computes none, and ``soft_embeddings`` computes the few that it needs.
-        embedding: the token embedding; with tensor parallelism, this rank's part.
-        normalizer: what token embeddings are multiplied by.
+    """``probs_dtype``: of the probabilities that ``denoise`` computes for ``soft_embeddings``;
+    None: that computes the few that it needs. ``embedding``: with tensor parallelism, this rank's
+    part.
     """
 
     def __init__(
@@ -56,7 +52,6 @@ class EntropyBound(DenoisingAlgorithm):
     def soft_embeddings(
         self, logits: torch.Tensor, denoised: Denoised, cap: float | None = None
     ) -> torch.Tensor:
-        """The soft embeddings: the mean token embedding under this step's probabilities."""
         return soft_embeddings(
             logits, denoised.temperature, denoised.stats, self.embedding, self.normalizer, cap
         )
@@ -64,6 +59,6 @@ class EntropyBound(DenoisingAlgorithm):
     def self_condition(
         self, embeds: torch.Tensor, soft_embeds: torch.Tensor, steps_done: torch.Tensor
     ) -> torch.Tensor:
-        """Token embeddings with self-conditioning; ``soft_embeds`` count as 0 in the first step."""
+        """``soft_embeds`` count as 0 in the first step."""
         has_past = (steps_done > 0)[:, None]
         return self.self_conditioning(embeds, torch.where(has_past, soft_embeds, 0))

@@ -65,16 +65,7 @@ class CanvasBackbone(Gemma4Model):
         inputs_embeds: torch.Tensor | None,
         is_canvas_row: torch.Tensor,
     ) -> torch.Tensor:
-        """Run all layers and the final norm.
-
-        Args:
-            input_ids, positions: ``[tokens]``. The ids are used only without ``inputs_embeds``.
-            inputs_embeds: ``[tokens, hidden]``.
-            is_canvas_row: ``[tokens]`` bool.
-
-        Returns:
-            ``[tokens, hidden]``.
-        """
+        """``[tokens, hidden]`` behind the final norm; ``is_canvas_row``: ``[tokens]`` bool."""
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         scalars = torch.where(
             is_canvas_row[:, None], self.canvas_scalars.to(hidden), self.head_scalars.to(hidden)
@@ -86,8 +77,6 @@ class CanvasBackbone(Gemma4Model):
 
 
 class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
-    """DiffusionGemma without its vision tower: the class that vLLM loads for text."""
-
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
             "model.decoder.self_conditioning.": "self_conditioning.",
@@ -169,7 +158,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
                 loras[values.module_name] = values
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Scaled token embeddings, ``[tokens, hidden]``."""
+        """Scaled, ``[tokens, hidden]``."""
         return self.model.embed_input_ids(input_ids)
 
     def forward(
@@ -180,21 +169,15 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         inputs_embeds: torch.Tensor | None = None,
         is_canvas_row: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One pass over causal spans and canvases; see ``CanvasBackbone.forward``.
-
-        Args:
-            intermediate_tensors: always None; pipeline parallelism is refused at start.
-            is_canvas_row: None: there are no canvas rows.
-        """
+        """``intermediate_tensors`` is always None; pipeline parallelism is refused at start."""
         if is_canvas_row is None:
             is_canvas_row = torch.zeros_like(positions, dtype=torch.bool)
         return self.model(input_ids, positions, inputs_embeds, is_canvas_row)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> Logits:
-        """Logits of canvas rows, ``[rows, vocab]`` fp32; raw ones if they were announced.
+        """Of canvas rows, ``[rows, vocab]`` fp32; raw ones if they were announced.
 
-        If there are too many rows for the workspace, the result is a ``LogitRows``, with which the
-        sampler computes them in tiles.
+        With too many rows for the workspace a ``LogitRows``, which the sampler computes in tiles.
         """
         head = self._raw_logits if self.gives_raw_logits else self._logits
         self.gives_raw_logits = False  # vLLM asks for those of prompts, too, later in the step
@@ -208,7 +191,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         return RawLogits(logits, self.final_logit_softcapping)
 
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits in fp32; soft-capping is computed in fp32, as in the reference."""
+        """Soft-capping is computed in fp32, as in the reference."""
         if hidden_states.shape[0] == 0:  # vLLM's all-gather on a CPU divides by the number of rows
             return hidden_states.new_empty(0, self.logits_processor.vocab_size, dtype=torch.float32)
         logits = self.logits_processor(self.lm_head, hidden_states)
@@ -218,13 +201,10 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint with one copy of the shared weights, or with two equal copies.
 
-        Returns:
-            The names of the parameters that were filled.
-
         Raises:
-            ValueError: the two copies differ, a tensor is not finite, or missing when the model is
-                loaded first, or a scale of a quantized layer would make it compute NaN. The message
-                names the tensors.
+            ValueError: it names tensors: the two copies differ, one is not finite, or missing when
+                the model is loaded first, or a scale of a quantized layer would make it compute
+                NaN.
         """
         weights, plan = quantized.checked_weights(
             weights, self.quant_config, is_whole=not self._is_loaded

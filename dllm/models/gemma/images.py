@@ -37,8 +37,6 @@ from dllm.ops.staging import to_device
 
 
 class ImageProcessingInfo(Gemma4ProcessingInfo):
-    """Tells vLLM what a prompt may hold: images, if the checkpoint has a vision tower."""
-
     def get_hf_config(self) -> DiffusionGemmaConfig:
         return self.ctx.get_hf_config(DiffusionGemmaConfig)
 
@@ -62,8 +60,6 @@ class ImageProcessingInfo(Gemma4ProcessingInfo):
     Gemma4MultiModalProcessor, info=ImageProcessingInfo, dummy_inputs=Gemma4DummyInputsBuilder
 )
 class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiModal):
-    """The text model with a vision tower and a projection, if the checkpoint has them."""
-
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix=DiffusionGemmaForBlockDiffusion.hf_to_vllm_mapper.orig_to_new_prefix
         | {
@@ -78,7 +74,7 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        """The text that stands for an image if the chat template has none for it."""
+        """For a chat template that has no text for an image."""
         return "<|image|>"
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -96,13 +92,13 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
             )
 
     def get_mm_mapping(self) -> MultiModelKeys:
-        """The modules that an adapter may change: those of the text model."""
+        """The modules that an adapter may change."""
         return MultiModelKeys.from_string_field(language_model="model")
 
     def embed_multimodal(
         self, *, pixel_values: Iterable[torch.Tensor], pixel_position_ids: Iterable[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The embeddings of each image's soft tokens: ``[soft tokens, hidden]`` each.
+        """The embeddings of each image's soft tokens: ``[soft tokens, hidden]``.
 
         Args:
             pixel_values: for each image, ``[patches, 3 * patch_size**2]``.
@@ -119,10 +115,8 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
 
 
 class ImageModelState(DiffusionModelState):
-    """Puts the embeddings of images into the prompt.
-
-    The tokens of one image see each other if the checkpoint says
-    ``use_bidirectional_attention: vision``; otherwise they are causal.
+    """The tokens of one image see each other if the checkpoint says ``use_bidirectional_attention:
+    vision``; otherwise they are causal.
     """
 
     def prepare_inputs_embeds(
@@ -131,7 +125,7 @@ class ImageModelState(DiffusionModelState):
         input_batch: InputBatch,
         req_states: RequestState,
     ) -> None:
-        """Run the vision tower on the images of this step; ``prepare_inputs`` uses its output."""
+        """``prepare_inputs`` uses the output of the vision tower."""
         if self.supports_mm_inputs:
             self.execute_mm_encoder(scheduled_encoder_inputs)
 
@@ -145,16 +139,12 @@ class ImageModelState(DiffusionModelState):
         return inputs
 
     def _sequences(self, input_batch: InputBatch) -> Sequences:
-        """Heads, canvases and bidirectional images as separate sequences."""
         sequences = super()._sequences(input_batch)
         images = self._images(input_batch)
         return sequences.with_images(images) if any(images) else sequences
 
     def _images(self, input_batch: InputBatch) -> list[list[tuple[int, int]]]:
-        """(first, last) position of each bidirectional image, for each row of the batch.
-
-        Empty for rows that are behind their prompt.
-        """
+        """(first, last) position of each bidirectional image; none of rows behind their prompt."""
         images: list[list[tuple[int, int]]] = [[] for _ in range(input_batch.num_reqs)]
         if self.supports_mm_inputs and self.model_config.is_mm_prefix_lm:
             is_prompt = input_batch.num_computed_tokens_np < input_batch.prefill_len_np

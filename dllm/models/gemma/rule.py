@@ -42,7 +42,7 @@ def denoise_step(
     Args:
         stats: of each row of logits at ``temperature`` ``[N]``; sample and argmax are what may be
             kept and emitted.
-        drawn: of this step; its tokens stand where the sample is not accepted.
+        drawn: its tokens stand where the sample is not accepted.
         stability_window: equal argmax canvases in a row; Hugging Face's threshold + 1.
     """
     width, parameters = rows.widths, canvases.parameters
@@ -128,10 +128,7 @@ def count_stable(argmax: Tensor, previous_argmax: Tensor, stable_count: Tensor) 
 
 
 def width_to_stop(is_stop: Tensor, width: Tensor) -> Tensor:
-    """The number of positions up to and including the first stop token: [R] int.
-
-    is_stop: [R, C] bool. width: [R] int; it is the result for a row without a stop token.
-    """
+    """Positions up to and including the first stop token ([R, C] bool), else ``width``: [R] int."""
     place = torch.arange(is_stop.shape[-1], device=width.device)
     length = torch.where(is_stop, place + 1, is_stop.shape[-1]).amin(dim=-1)
     return torch.minimum(length, width)
@@ -159,10 +156,10 @@ def has_settled(
 
 
 def _column(value: PerRow) -> PerRow:
-    """`[R]` as `[R, 1]`, for comparison with `[R, C]`; a plain number as it is."""
+    """`[R]` as `[R, 1]`, for comparison with `[R, C]`."""
     return value[:, None] if isinstance(value, Tensor) else value
 
 
 def _fp32(value: PerRow) -> PerRow:
-    """A tensor in fp32. A plain number as it is: torch rounds it when it meets an fp32 tensor."""
+    """A plain number as it is: torch rounds it when it meets an fp32 tensor."""
     return value.to(torch.float32) if isinstance(value, Tensor) else value

@@ -21,10 +21,8 @@ from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
 
 
 class SelfConditioning(nn.Module):
-    """The gated MLP that adds a soft embedding to the embedding of a canvas.
-
-    With tensor parallelism every rank has the whole MLP: it runs on canvas rows only, so splitting
-    it would save little.
+    """With tensor parallelism every rank has the whole MLP: it runs on canvas rows only, so
+    splitting it would save little.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, eps: float) -> None:
@@ -36,7 +34,7 @@ class SelfConditioning(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, embeds: torch.Tensor, soft_embeds: torch.Tensor) -> torch.Tensor:
-        """The model's input of canvas rows. The arguments and the result are ``[rows, hidden]``."""
+        """Arguments and result are ``[rows, hidden]``."""
         x = self.pre_norm(soft_embeds)
         gated = F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x)
         return self.post_norm(embeds + self.down_proj(gated))
@@ -57,12 +55,12 @@ def soft_embeddings(
     ``ops.soft_embedding`` says how large the error is.
 
     Args:
-        logits: ``[rows, vocab]`` over the whole vocabulary, from which ``stats`` were computed.
-        temperature: ``[rows]``, at which ``stats`` were computed.
-        embedding: the token embedding; with tensor parallelism, this rank's part of the vocabulary.
-            The ranks' results are summed.
+        logits: ``[rows, vocab]`` over the whole vocabulary; ``stats`` are of these at
+            ``temperature`` ``[rows]``.
+        embedding: with tensor parallelism, this rank's part of the vocabulary; the ranks' results
+            are summed.
         normalizer: the embedding scale, sqrt(hidden_size).
-        cap: of logits that are not soft-capped; else None.
+        cap: of logits that are not soft-capped.
 
     Returns:
         ``[rows, hidden]`` in the embedding's dtype.

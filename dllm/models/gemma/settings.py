@@ -30,18 +30,7 @@ GENERATION_KEYS = (  # of generation_config.json, beside sampler_config
 
 @dataclass(frozen=True, config=CHECKED)
 class GemmaSettings:
-    """How a canvas is denoised unless a request says otherwise.
-
-    Attributes:
-        canvas_length: tokens of a canvas; a request may ask for fewer.
-        max_denoising_steps: after this many denoise steps a canvas is emitted as it is.
-        t_min, t_max: the temperature falls from t_max towards t_min (``rule.temperature``).
-        entropy_bound: nats; see ``rule.accept_mask``.
-        confidence_threshold: nats; a canvas may converge if its mean entropy is below this.
-        stability_threshold: a canvas may converge if its most likely tokens have been the same in
-            one step and this many steps before it. The name is Hugging Face's.
-        canvas_window: which context canvas rows see on sliding layers (``attention.masks``).
-    """
+    """How a canvas is denoised unless a request says otherwise."""
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("max_steps", "max_denoising_steps", "int32"),
@@ -58,14 +47,18 @@ class GemmaSettings:
     never_emitted: ClassVar[tuple[int, ...]] = ()
     begins_causally: ClassVar[bool] = False
 
-    canvas_length: Count
-    max_denoising_steps: Count32
+    canvas_length: Count  # tokens; a request may ask for fewer
+    max_denoising_steps: Count32  # after so many a canvas is emitted as it is
+    # The temperature falls from t_max towards t_min (``rule.temperature``).
     t_min: Temperature
     t_max: Temperature
-    entropy_bound: Annotated[float, Field(gt=0, le=1e6)]
+    entropy_bound: Annotated[float, Field(gt=0, le=1e6)]  # nats; see ``rule.accept_mask``
+    # Nats; a canvas may converge if its mean entropy is below this.
     confidence_threshold: Annotated[float, Field(ge=0, le=1e6)]
+    # A canvas may converge if its most likely tokens have been the same in one step and this many
+    # steps before it. The name is Hugging Face's.
     stability_threshold: Natural
-    canvas_window: CanvasWindow
+    canvas_window: CanvasWindow  # what canvas rows see on sliding layers (``attention.masks``)
 
     def __post_init__(self) -> None:
         if self.t_min > self.t_max:
@@ -74,10 +67,7 @@ class GemmaSettings:
             )
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
-        """The parameters of a request; its temperature multiplies t_min and t_max.
-
-        Arguments and errors as ``settings.denoising.DenoiseSettings.of_request`` says.
-        """
+        """A request's temperature multiplies t_min and t_max."""
         t_min, t_max = asked["t_min"], asked["t_max"]
         if t_min > t_max:
             refuse(
@@ -95,11 +85,7 @@ class GemmaSettings:
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "GemmaSettings":
-        """The checkpoint's values, changed by the command line.
-
-        Raises:
-            ValueError: as ``from_mappings``.
-        """
+        """The checkpoint's values, changed by the command line. Raises as ``from_mappings``."""
         model_config = vllm_config.model_config
         generation = dict(model_config.try_get_generation_config())
         override = dict(model_config.override_generation_config)
@@ -127,12 +113,11 @@ class GemmaSettings:
     def from_mappings(
         cls, hf_config: Mapping[str, object], generation: Mapping[str, object]
     ) -> "GemmaSettings":
-        """The settings that config.json and the generation config (with overrides) give.
+        """From config.json and the generation config (with overrides).
 
         Args:
             hf_config: ``canvas_length`` and, optionally, ``canvas_window`` (default: symmetric).
-            generation: t_min, t_max, stability_threshold, confidence_threshold,
-                max_denoising_steps, and sampler_config, which holds entropy_bound.
+            generation: GENERATION_KEYS, and sampler_config, which holds entropy_bound.
 
         Raises:
             ValueError: a key is missing or its value is out of range.
@@ -164,12 +149,7 @@ def _require(
     where: str,
     flag: str = """--override-generation-config '{"%s": ...}'""",
 ) -> Any:
-    """``mapping[key]``, which must be there; ``GemmaSettings`` checks its type and range.
-
-    Args:
-        where: the name of the mapping in the error message.
-        flag: the command line that sets the key, with %s in its place.
-    """
+    """``flag``: the command line that sets the key, with %s in its place."""
     value = mapping.get(key)
     if value is None:
         raise ValueError(

@@ -16,7 +16,7 @@ from dllm.settings.denoising import NO_TOKEN
 
 
 def step_state(canvas_length: int) -> tuple[Column, ...]:
-    """What ``denoise`` keeps between steps: for how many steps each argmax token is the same."""
+    """For how many steps each argmax token is the same."""
     return (Column("stable_count", (canvas_length,), torch.int32),)
 
 
@@ -33,9 +33,7 @@ def denoise(
 
     Args:
         logits: ``[N, V]`` fp32, soft-capped and edited; or neither of both, with their ``cap``.
-        settings: of the model; what a request can change is in ``canvases.parameters``.
         probs_dtype: of ``stats.probs`` in the result; None: no probabilities are returned.
-        filters: top-k, top-p and min-p of each row of logits; None: no filters.
     """
     length, vocab_size = settings.canvas_length, logits.shape[-1]
     parameters = canvases.parameters

@@ -38,11 +38,8 @@ OPTIONAL_SCALES = re.compile(
 def checkpoint_names(model: str, revision: str | None) -> set[str] | None:
     """The names of a checkpoint's tensors, from the headers of its safetensors files.
 
-    Args:
-        model, revision: a folder, or a model of Hugging Face's hub that has been downloaded.
-
-    Returns:
-        None if there are no such files where vLLM keeps models by default.
+    ``model``: a folder, or a model of Hugging Face's hub that has been downloaded. None if there
+    are no such files where vLLM keeps models by default.
     """
     from vllm.transformers_utils.repo_utils import try_get_local_file
 
@@ -60,10 +57,7 @@ def checkpoint_names(model: str, revision: str | None) -> set[str] | None:
 
 
 class LayerScalars:
-    """Layer scalars of a checkpoint, kept until all of them have come.
-
-    A trainer may send new weights one by one, in any number of calls of ``load_weights``.
-    """
+    """A trainer may send new weights one by one, in any number of calls of ``load_weights``."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -87,7 +81,7 @@ class LayerScalars:
         self._came = {}
 
     def _stacked(self, *prefixes: str) -> torch.Tensor:
-        """The scalars of all layers, each by the first of the prefixes that has one."""
+        """Of all layers, each by the first of the prefixes that has one."""
         device = next((scalar.device for scalar in self._came.values()), None)
         one = torch.ones((), device=device)
         rows = []
@@ -105,8 +99,7 @@ def merge_shared_copies(
     """Yield each shared weight once, under its decoder name, and last the layer scalars.
 
     Args:
-        weights: (checkpoint name, tensor) pairs. Pairs that belong to neither encoder nor decoder
-            are passed on unchanged.
+        weights: pairs that belong to neither encoder nor decoder are passed on unchanged.
         names: of all tensors that will come, if known. Then only weights that come twice are read
             for comparison. Without them all are, which takes 14 s for 52 GB.
 
@@ -152,9 +145,8 @@ def refuse_missing(
     if one of its parts was.
 
     Args:
-        filled: names that the checkpoint filled: of parameters, or of parts of stacked ones.
+        filled: names of parameters, or of parts of stacked ones.
         stacked: part -> (stacked name, shard), as in ``WeightsMapper.orig_to_new_stacked``.
-        num_experts: experts of a layer; None: the layers have none.
 
     Raises:
         ValueError: it lists the missing tensors by their names in a checkpoint.
@@ -199,7 +191,7 @@ def _checkpoint_name(name: str) -> str:
 
 
 def _shared_name(name: str) -> str | None:
-    """The decoder's name of a shared weight; None for weights that are not shared."""
+    """The decoder's; None for weights that are not shared."""
     for prefix in (ENCODER, DECODER):
         if name.startswith(prefix):
             return DECODER + name.removeprefix(prefix)
@@ -213,10 +205,10 @@ def _shared_twice(names: Iterable[str]) -> set[str]:
 
 
 def _digest(tensor: torch.Tensor) -> tuple[object, ...]:
-    """A value that is equal for equal tensors: shape, dtype and the CRC-32 of the bytes.
+    """Equal for equal tensors: shape, dtype and the CRC-32 of the bytes.
 
-    It differs for tensors that differ within 32 adjacent bits, and for others with probability
-    1 - 2**-32. One core computes it at 3.7 GB/s.
+    It differs for tensors that differ within 32 adjacent bits, and for others with probability 1 -
+    2**-32. One core computes it at 3.7 GB/s.
     """
     data = tensor.detach().cpu().reshape(-1).view(torch.uint8)
     return tensor.shape, tensor.dtype, zlib.crc32(data.numpy().data)

@@ -12,7 +12,7 @@ from dllm.models.llada2.shapes import DEFAULTS
 
 
 class LLaDA2MoeConfig(PreTrainedConfig):
-    """config.json of LLaDA2; what it leaves out has the value of the released models."""
+    """What config.json leaves out has the value of the released models."""
 
     model_type = "llada2_moe"
     # The base class asks for it while it reads `rope_scaling`, before it sets the fields.

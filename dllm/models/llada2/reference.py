@@ -59,7 +59,7 @@ SHARED_FIELDS = (
 
 
 def glm4_config(config: Config) -> Glm4MoeConfig:
-    """The config of a Glm4Moe for a config.json of LLaDA2, which may leave fields out."""
+    """``config`` may leave fields out."""
     config = {**DEFAULTS, **config}
     fields = {name: config[name] for name in SHARED_FIELDS}
     fields |= {name: config[released] for released, name in FIELDS.items()}
@@ -72,10 +72,9 @@ def glm4_config(config: Config) -> Glm4MoeConfig:
 
 
 def load_reference(path: Path) -> Glm4MoeForCausalLM:
-    """The model of a checkpoint directory, in fp32 with eager attention.
+    """A checkpoint directory, in fp32 with eager attention.
 
-    Raises:
-        RuntimeError: a weight is missing, unexpected or of another shape.
+    Raises RuntimeError if a weight is missing, unexpected or of another shape.
     """
     config = json.loads((path / "config.json").read_text())
     model = Glm4MoeForCausalLM(glm4_config(config))
@@ -88,10 +87,9 @@ def load_reference(path: Path) -> Glm4MoeForCausalLM:
 
 
 def from_released(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """LLaDA2's weights under Glm4Moe's names.
-
-    Queries, keys and values are one matrix of ``(heads + 2 * key heads) * head_dim`` rows, in this
-    order; experts are stacked, ``gate_up_proj`` ``[E, 2 * I, H]`` and ``down_proj`` ``[E, H, I]``.
+    """Queries, keys and values are one matrix of ``(heads + 2 * key heads) * head_dim`` rows, in
+    this order; experts are stacked, ``gate_up_proj`` ``[E, 2 * I, H]`` and ``down_proj`` ``[E, H,
+    I]``.
     """
     renamed: dict[str, Tensor] = {}
     experts: dict[str, dict[tuple[int, str], Tensor]] = {}
@@ -123,7 +121,7 @@ def _qkv_rows(config: Config) -> list[int]:
 
 
 def glm4_name(name: str) -> str:
-    """Glm4Moe's name of a tensor; that of the queries for the fused matrix."""
+    """That of the queries for the fused matrix."""
     for pattern, theirs in ((re.escape(FUSED), SEPARATE[0]), *RENAMES):
         name = re.sub(pattern, theirs, name)
     return name

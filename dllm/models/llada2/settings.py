@@ -29,16 +29,7 @@ BLOCK_ROUTING = ("expert_capacity", "delete_token_id", "split_token_id")
 
 @dataclass(frozen=True, config=CHECKED)
 class LLaDA2Settings(UnmaskingSettings):
-    """How a canvas is filled in unless a request says otherwise.
-
-    Attributes:
-        editing: 1 if tokens that are no masks any more may be replaced, else 0. LLaDA2.1 was
-            trained for it and LLaDA2.0 was not, but their config.json do not say which they are.
-        editing_threshold: a probability; a token is replaced by another that is likelier than
-            this. 0 replaces every token that is not the model's choice. (In diffusers 0 means no
-            editing, in SGLang it is the default of editing; here ``editing`` says it.)
-        max_post_steps: how many denoise steps without a mask may edit, after the first such step.
-    """
+    """How a canvas is filled in unless a request says otherwise."""
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
         *OF_ALL,
@@ -50,12 +41,17 @@ class LLaDA2Settings(UnmaskingSettings):
     modes: ClassVar[Mapping[str, Mapping[str, Any]]] = MODES
     defaults: ClassVar[Mapping[str, Any]] = MODES["plain"]
 
+    # 1 if tokens that are no masks any more may be replaced. LLaDA2.1 was trained for it and
+    # LLaDA2.0 was not, but their config.json do not say which they are.
     editing: Annotated[int, Field(ge=0, le=1)]
+    # A probability; a token is replaced by another that is likelier than this. 0 replaces every
+    # token that is not the model's choice. (In diffusers 0 means no editing, in SGLang it is the
+    # default of editing; here ``editing`` says it.)
     editing_threshold: Share
-    max_post_steps: Natural32
+    max_post_steps: Natural32  # how many steps without a mask may edit, after the first such step
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
-        """The parameters of a request; it cannot raise the server's numbers of steps."""
+        """A request cannot raise the server's numbers of steps."""
         parameters = super().of_request(asked, temperature)
         return {**parameters, "max_post_steps": min(asked["max_post_steps"], self.max_post_steps)}
 

@@ -50,7 +50,7 @@ class NemotronLabsDiffusionConfig(Ministral3Config):
 
     @property
     def llama_4_scaling(self) -> dict[str, float] | None:
-        """The scaling of queries by their positions, as vLLM's class of the backbone reads it."""
+        """Of queries by their positions, as vLLM's class of the backbone reads it."""
         rope = self.rope_parameters
         if rope.get("llama_4_scaling_beta") is None:
             return None

@@ -11,13 +11,7 @@ from dllm.settings.options import CHECKED
 
 @dataclass(frozen=True, config=CHECKED)
 class NemotronSettings(SDARSettings):
-    """SDAR's rule with the model card's threshold, on canvases that start where a prompt ends.
-
-    Attributes:
-        first_token: how a canvas begins. ``mask``: as masks alone, as in vLLM and SGLang.
-            ``causal``: with the token that the causal pass over the text before it gives, as in
-            Hugging Face's loop; that takes a pass more for each canvas.
-    """
+    """SDAR's rule with the model card's threshold, on canvases that start where a prompt ends."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         **SDARSettings.defaults,
@@ -25,6 +19,9 @@ class NemotronSettings(SDARSettings):
         "first_token": "mask",
     }
 
+    # How a canvas begins. ``mask``: as masks alone, as in vLLM and SGLang. ``causal``: with the
+    # token that the causal pass over the text before it gives, as in Hugging Face's loop; that
+    # takes a pass more for each canvas.
     first_token: Literal["mask", "causal"]
 
     @property
@@ -34,5 +31,4 @@ class NemotronSettings(SDARSettings):
 
     @property
     def begins_causally(self) -> bool:
-        """Whether each text needs a pass of its own, in front of its canvas."""
         return self.first_token == "causal"

@@ -12,7 +12,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def released_name(name: str) -> str:
-    """The released name of a tensor that transformers' Ministral 3 has under ``name``."""
+    """Of a tensor that transformers' Ministral 3 has under ``name``."""
     return name.replace("model.", "encoder.", 1).replace("lm_head.", "diffusion_head.", 1)
 
 

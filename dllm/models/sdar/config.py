@@ -12,10 +12,7 @@ MASK_TOKEN_ID = 151669  # behind the last token of Qwen3's own tokenizers
 
 
 class _Blocks:
-    """Fields beside the backbone's.
-
-    ``canvas_length`` is the name by which vLLM recognizes a diffusion model.
-    """
+    """Fields beside the backbone's."""
 
     architectures: list[str] | None
     block_size: int | None = None
@@ -23,31 +20,27 @@ class _Blocks:
 
     @property
     def canvas_length(self) -> int | None:
-        """A canvas is the rest of a block."""
+        """A canvas is the rest of a block; vLLM recognizes a diffusion model by this name."""
         return self.block_size if is_ours(self.architectures) else None
 
 
 class SDARConfig(_Blocks, Qwen3Config):
-    """config.json of the dense SDAR models, which is Qwen3's."""
-
     model_type = "sdar"
 
 
 class SDARMoeConfig(_Blocks, Qwen3MoeConfig):
-    """config.json of SDAR-30B-A3B, which is Qwen3-MoE's."""
-
     model_type = "sdar_moe"
 
 
 class A2DQwen3Config(_Blocks, Qwen3Config):
-    """config.json of Tiny-A2D 0.6B; that of its siblings without blocks ("mdlm") is the same."""
+    """Tiny-A2D 0.6B's; that of its siblings without blocks ("mdlm") is the same."""
 
     model_type = "a2d-qwen3"
     block_size = 32
 
 
 class A2DQwen2Config(_Blocks, Qwen2Config):
-    """config.json of Tiny-A2D 0.5B; that of its siblings without blocks ("mdlm") is the same."""
+    """Tiny-A2D 0.5B's; that of its siblings without blocks ("mdlm") is the same."""
 
     model_type = "a2d-qwen2"
     block_size = 32
@@ -55,7 +48,7 @@ class A2DQwen2Config(_Blocks, Qwen2Config):
 
 
 class StableDiffcoderConfig(_Blocks, LlamaConfig):
-    """config.json of Stable-DiffCoder, whose ``model_type`` is Llama's."""
+    """Its ``model_type`` is Llama's."""
 
     model_type = "llama"
     block_size = 4

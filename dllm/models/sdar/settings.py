@@ -23,10 +23,6 @@ class SDARSettings(UnmaskingSettings):
     """How a canvas is filled in unless a request says otherwise.
 
     Source: ``generate.py`` of JetAstra/SDAR; ``entropy_bound`` of the same authors' JetEngine.
-
-    Attributes:
-        remasking_strategy: one of ``rule.STRATEGIES``; the names are the reference's.
-        entropy_bound: nats; for ``entropy_bounded``.
     """
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
@@ -40,8 +36,8 @@ class SDARSettings(UnmaskingSettings):
         "entropy_bound": 0.35,
     }
 
-    remasking_strategy: Strategy
-    entropy_bound: Annotated[float, Field(ge=0, le=1e6)]
+    remasking_strategy: Strategy  # the names are the reference's
+    entropy_bound: Annotated[float, Field(ge=0, le=1e6)]  # nats; for ``entropy_bounded``
 
 
 class StableDiffcoderSettings(SDARSettings):
@@ -51,10 +47,7 @@ class StableDiffcoderSettings(SDARSettings):
 
 
 class TinyA2DSettings(SDARSettings):
-    """The defaults of ``BD3LMSampler`` of ZHZisZZ/dllm: the surest mask in each step, no other.
-
-    No probability is above the threshold.
-    """
+    """As ``BD3LMSampler`` of ZHZisZZ/dllm: one mask in each step; none is above the threshold."""
 
     defaults: ClassVar[Mapping[str, Any]] = {**SDARSettings.defaults, "threshold": 1.0}
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class UnmaskingModel:
-    """A base class in front of a causal language model of vLLM."""
-
     settings: UnmaskingSettings
     embedding_modules: ClassVar[dict[str, str]] = {}  # no adapter changes embedding or head
     _is_loaded = False
@@ -54,11 +52,9 @@ class UnmaskingModel:
         inputs_embeds: torch.Tensor | None = None,
         is_canvas_row: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One pass over causal spans and canvases, embedded alike: ``[tokens, hidden]``.
+        """``[tokens, hidden]``; causal spans and canvases are embedded alike.
 
-        Args:
-            intermediate_tensors: always None; pipeline parallelism is refused at start.
-            is_canvas_row: not used.
+        ``intermediate_tensors`` is always None; pipeline parallelism is refused at start.
         """
         model: Any = super()
         hidden: torch.Tensor = model.forward(
@@ -67,10 +63,9 @@ class UnmaskingModel:
         return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | LogitRows:
-        """Logits of canvas rows, ``[rows, vocab]`` fp32; -inf for the mask.
+        """Of canvas rows, ``[rows, vocab]`` fp32; -inf for the mask.
 
-        If there are too many rows for the workspace, the result is a ``LogitRows``, with which the
-        sampler computes them in tiles.
+        With too many rows for the workspace a ``LogitRows``, which the sampler computes in tiles.
         """
         if hidden_states.shape[0] > self._rows_at_once:
             return LogitRows(hidden_states, self._logits)
@@ -87,11 +82,7 @@ class UnmaskingModel:
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load as vLLM does; a quantized checkpoint is checked, and its kernels are logged.
-
-        Raises:
-            ValueError: a tensor is not finite, or a quantized layer would compute NaN.
-        """
+        """Raises ValueError if a tensor is not finite, or a quantized layer would compute NaN."""
         quant_config = self.quant_config  # type: ignore[attr-defined]
         weights, plan = quantized.checked_weights(weights, quant_config, not self._is_loaded)
         model: Any = super()

@@ -42,7 +42,7 @@ BACKBONES: Mapping[object, type[PreTrainedModel]] = {
 
 
 def backbone_of(config: Mapping[str, object]) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class of a model in transformers, and its config; not of LLaDA2."""
+    """Transformers' class and its config; not of LLaDA2."""
     qwen3 = Qwen3MoeForCausalLM if "num_experts" in config else Qwen3ForCausalLM
     kind = BACKBONES.get(config["model_type"], qwen3)
     own = kind.config_class
@@ -50,7 +50,7 @@ def backbone_of(config: Mapping[str, object]) -> tuple[type[PreTrainedModel], Pr
 
 
 def load_model(path: Path) -> PreTrainedModel:
-    """The model of a checkpoint directory in transformers, in fp32 with eager attention."""
+    """A checkpoint directory in transformers, in fp32 with eager attention."""
     fields = json.loads((path / "config.json").read_text())
     if fields["model_type"] == "llada2_moe":
         return llada2.load_reference(path)
@@ -67,32 +67,22 @@ def load_model(path: Path) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class DecodingRule:
-    """Which tokens of a canvas a step decides, and when generation stops.
+    """Which tokens of a canvas a step decides, and when generation stops."""
 
-    Attributes:
-        block_size: B, tokens; a token sees its own block and those in front of it.
-        mask_token_id: what a canvas starts as.
-        stop_ids: tokens that end an answer.
-        threshold: a mask is replaced when its token's probability is above this. The mask whose
-            token is the most probable is replaced in any case.
-        editing_threshold: a token is replaced by another whose probability is above this; None:
-            tokens are never replaced.
-        max_post_steps: steps that edit, after the first one without a mask.
-        canvas_length: tokens of a canvas that starts with a block. None: B.
-        sub_block: tokens; masks are replaced in the first sub-block of a block that has any. None:
-            wherever they are.
-        is_shifted: a token is decided by the logits of the one in front of it. The first one of a
-            block is decided before the others.
-    """
-
-    block_size: int
-    mask_token_id: int
+    block_size: int  # B, tokens; a token sees its own block and those in front of it
+    mask_token_id: int  # what a canvas starts as
     stop_ids: tuple[int, ...]
+    # A mask is replaced when its token's probability is above this. The mask whose token is the
+    # most probable is replaced in any case.
     threshold: float
+    # A token is replaced by another whose probability is above this; None: never.
     editing_threshold: float | None = None
-    max_post_steps: int = 16
-    canvas_length: int | None = None
+    max_post_steps: int = 16  # steps that edit, after the first one without a mask
+    canvas_length: int | None = None  # of a canvas that starts with a block; None: B
+    # Tokens; masks are replaced in the first sub-block of a block that has any. None: anywhere.
     sub_block: int | None = None
+    # A token is decided by the logits of the one in front of it. The first one of a block is
+    # decided before the others.
     is_shifted: bool = False
 
     @classmethod
@@ -123,7 +113,7 @@ class DecodingRule:
         )
 
     def decides(self, is_mask: Tensor, position: Tensor) -> Tensor:
-        """Which masks a step may replace: ``[N, L]`` bool, of these masks at positions ``[L]``."""
+        """Which masks ``[N, L]`` a step may replace, at positions ``[L]``."""
         if self.sub_block is None:
             return is_mask
         place = position % self.block_size
@@ -217,8 +207,7 @@ def decide(
 ) -> tuple[Tensor, Tensor]:
     """One step: the ids after it ``[N, L]``, and which rows were edited ``[N]`` bool.
 
-    Args:
-        logits: ``[N, L, V]`` fp32, written in place; ids: ``[N, L]``; is_canvas: ``[N, L]`` bool.
+    ``logits``: ``[N, L, V]`` fp32, written in place; ``ids``, ``is_canvas``: ``[N, L]``.
     """
     logits[..., rule.mask_token_id] = -torch.inf  # a mask is never an answer
     top, best = logits.softmax(dim=-1).max(dim=-1)
@@ -235,11 +224,9 @@ def decide(
 def _is_settled(
     before: Tensor, after: Tensor, is_canvas: Tensor, is_edited_enough: Tensor, rule: DecodingRule
 ) -> Tensor:
-    """Which canvases are emitted after a step: ``[N]`` bool.
+    """Which canvases ``[N, L]`` are emitted after a step: ``[N]`` bool.
 
-    Args:
-        before, after: ``[N, L]``, the ids; is_canvas: ``[N, L]`` bool.
-        is_edited_enough: ``[N]`` bool; without editing it does not matter.
+    ``is_edited_enough``: ``[N]`` bool; without editing it does not matter.
     """
     is_mask = (after == rule.mask_token_id) & is_canvas
     is_stop = torch.isin(after, torch.tensor(rule.stop_ids)) & is_canvas
@@ -258,7 +245,7 @@ def shifted(logits: Tensor) -> Tensor:
 
 
 def block_causal(positions: Tensor, block_size: int) -> Tensor:
-    """Which positions see which, ``[L, L]`` bool: those of their own block and of earlier ones."""
+    """``[L, L]`` bool: those of their own block and of earlier ones."""
     block = positions // block_size
     return block[None, :] <= block[:, None]
 

@@ -59,10 +59,7 @@ class Outcome(NamedTuple):
 def masks_to_replace(
     is_mask: Tensor, proposal: Proposal, count: Tensor, parameters: Mapping[str, Tensor]
 ) -> Tensor:
-    """Which masks get their proposed token: [R, C] bool.
-
-    is_mask: [R, C] bool. count: [R] int, how many at least. parameters: as of `unmask_step`.
-    """
+    """Which masks get their proposed token: [R, C] bool. count: [R] int, how many at least."""
     confidence = torch.where(is_mask, proposal.confidence, -torch.inf)
     order = torch.sort(confidence, dim=-1, descending=True, stable=True).indices
     place = torch.arange(is_mask.shape[-1], device=is_mask.device).expand_as(order)
@@ -93,7 +90,7 @@ def in_first_sub_block(is_mask: Tensor, sub_block: Tensor) -> Tensor:
 
 
 def _unsorted(flags: Tensor, order: Tensor) -> Tensor:
-    """Flags of sorted values, back at the places that the values come from."""
+    """Back at the places that the values come from."""
     return torch.zeros_like(flags).scatter(-1, order, flags)
 
 
@@ -113,7 +110,6 @@ def unmask_step(
     Args:
         ids: [R, C] int64, the canvases that entered the model.
         steps_done, post_steps: [R] int, before this step.
-        width: [R] int.
         parameters: [R] each, of the parameters in the family's settings. Without a strategy it is
             the dynamic one, and without editing nothing is edited.
         thoughts: whose ends are held where their budgets end. An end that was held in vain, because

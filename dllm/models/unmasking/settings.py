@@ -20,15 +20,7 @@ OF_ALL = (
 
 @dataclass(frozen=True, config=CHECKED)
 class UnmaskingSettings:
-    """The settings that every family of this kind has.
-
-    Attributes:
-        canvas_length: tokens of the widest canvas, which is a whole block.
-        mask_token_id: the token that stands for "not decided yet".
-        max_denoising_steps: a canvas has no masks left after this many denoise steps.
-        noise_schedule: how the tokens of a block are spread over them (``ops.schedule``).
-        threshold: a probability; masks whose token is likelier than this are replaced at once.
-    """
+    """The settings that every family of this kind has."""
 
     parameters: ClassVar[tuple[Parameter, ...]] = OF_ALL
     one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1}
@@ -39,10 +31,11 @@ class UnmaskingSettings:
     is_shifted: ClassVar[bool] = False  # as of ``engine.algorithm.DenoisingAlgorithm``
 
     vocab_size: int
-    canvas_length: int
+    canvas_length: int  # tokens of the widest canvas, which is a whole block
     mask_token_id: Natural
-    max_denoising_steps: Count32
-    threshold: Share
+    max_denoising_steps: Count32  # a canvas has no masks left after so many
+    threshold: Share  # a probability; masks whose token is likelier are replaced at once
+    # How the tokens of a block are spread over the steps (``ops.schedule``).
     noise_schedule: Schedule = field(default="linear", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -57,12 +50,11 @@ class UnmaskingSettings:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block. A canvas is what is left of its block."""
+        """A canvas is what is left of its block."""
         return self.canvas_length
 
     @property
     def begins_causally(self) -> bool:
-        """Whether a causal pass decides the first token of a canvas."""
         return False
 
     @property
@@ -70,15 +62,14 @@ class UnmaskingSettings:
         return (self.mask_token_id,)
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
-        """The parameters of a request; it cannot raise the server's number of steps."""
+        """A request cannot raise the server's number of steps."""
         return {**asked, "max_steps": min(asked["max_steps"], self.max_denoising_steps)}
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> Self:
         """The checkpoint's values, changed by the command line.
 
-        Raises:
-            ValueError: a key is missing or its value is not allowed.
+        Raises ValueError if a key is missing or its value is not allowed.
         """
         model_config = vllm_config.model_config
         config = model_config.hf_config
@@ -119,7 +110,7 @@ class UnmaskingSettings:
 
     @classmethod
     def _of_mode(cls, mode: object) -> Mapping[str, Any]:
-        """The values of a mode that a generation config names; none without modes."""
+        """Of a mode that a generation config names; none without modes."""
         if mode is None or not cls.modes:
             return {}
         if mode not in [*cls.modes]:

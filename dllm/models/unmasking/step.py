@@ -39,8 +39,6 @@ ROWS_AT_ONCE = 64  # of noise, which takes several times their memory
 
 
 class Unmasking(DenoisingAlgorithm):
-    """What the engine asks of an SDAR or a LLaDA2. They have no self-conditioning."""
-
     decides_for_good = True
     step_state = (Column("post_steps", (), torch.int32),)
 
@@ -102,7 +100,6 @@ class Unmasking(DenoisingAlgorithm):
         """What the model says about every position, the canvases ``[R, C]``, and the statistics.
 
         The confidence is the token's probability in the distribution that it is drawn from.
-        Arguments as of ``denoise``.
         """
         keys = _row_keys(canvases, rows, self.settings.canvas_length)
         temperature = canvases.temperature[rows.row_of]  # [N]
@@ -132,7 +129,7 @@ class Unmasking(DenoisingAlgorithm):
         return proposal, ids, stats
 
     def _sub_blocks(self, rows: CanvasRows, canvases: Canvases) -> torch.Tensor | None:
-        """The sub-block of every position, ``[R, C]`` int64; None in a family that has none.
+        """Of every position, ``[R, C]`` int64; None in a family that has none.
 
         The first token of a block is one by itself where logits are shifted: it is decided by the
         causal pass over the context, and the others see it.
@@ -182,7 +179,7 @@ class Unmasking(DenoisingAlgorithm):
 
 
 def _row_keys(canvases: Canvases, rows: CanvasRows, length: int) -> torch.Tensor:
-    """The keys of the noise of this step: ``[R, length, 2]`` int64."""
+    """Of this step's noise: ``[R, length, 2]`` int64."""
     at = rows.starts, canvases.steps_done
     return noise.row_keys(canvases.seeds, *at, length, noise.STREAM_GUMBEL)
 
