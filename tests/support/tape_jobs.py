@@ -70,6 +70,7 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "drafts": {
         "eagle3": drafts("target", 6, speculative("eagle3", "eagle3", 5), sizes=[4, 6, 24]),
+        "draft_model": drafts("target", 6, speculative("draft_model", "target", 5)),
     },
     "families": {name: canvases(name, *SAMPLES, **FEW) for name in FAMILIES},
 }
