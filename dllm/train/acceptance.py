@@ -24,30 +24,21 @@ ANCHORS_AT_ONCE = 64  # of a response in one pass
 
 
 class Drafted(NamedTuple):
-    """A block of K - 1 drafts behind each token of a response but the last, ``A`` in all.
+    """A block of K - 1 drafts behind each token of a response but the last, ``A`` in all."""
 
-    Attributes:
-        agreeing: how many drafts of each block agree with the response.
-        confidence: ``[A, K - 1]``, the drafter's probability of each draft; 0 beyond the end.
-    """
-
-    agreeing: list[int]
-    confidence: Tensor
+    agreeing: list[int]  # how many drafts of each block agree with the response
+    confidence: Tensor  # [A, K - 1], the drafter's probability of each draft; 0 beyond the end
 
 
 @dataclass
 class Acceptance:
-    """Sums over the steps of some responses.
+    """Sums over the steps of some responses."""
 
-    Attributes:
-        tokens, steps: tokens emitted, and the steps that took; the first token of a response
-            comes from its prompt and counts for neither.
-        offered, accepted: ``[K - 1]``: for each k, the steps that had a draft k, and those that
-            kept it and all drafts before it.
-    """
-
+    # Tokens emitted, and the steps that took; the first token of a response comes from its prompt
+    # and counts for neither.
     tokens: int = 0
     steps: int = 0
+    # [K - 1]: for each k, the steps that had a draft k, and that kept it and all drafts before it.
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -63,12 +54,7 @@ class Acceptance:
         return [kept / max(offered, 1) for kept, offered in pairs]
 
     def add(self, agreeing: Sequence[int], width: int) -> None:
-        """Replay the steps of one response.
-
-        Args:
-            agreeing: for each token but the last, how many drafts behind it agree.
-            width: drafts in a block.
-        """
+        """``agreeing``: for each token of a response but the last, drafts behind it that agree."""
         if not self.offered:
             self.offered, self.accepted = [0] * width, [0] * width
         at = 0
@@ -84,7 +70,6 @@ class Acceptance:
 
 
 def total(groups: dict[str, Acceptance]) -> Acceptance:
-    """The sum of all groups, draft position by draft position."""
     found = Acceptance()
     for one in groups.values():
         found.tokens += one.tokens
@@ -107,11 +92,7 @@ def possible(samples: Sequence[Sample], width: int) -> dict[str, Acceptance]:
 def measure(
     network: DraftNetwork, target: TargetEmbeddingsAndHead, samples: Sequence[Sample], block: int
 ) -> dict[str, Acceptance]:
-    """Acceptance of each group of samples.
-
-    Args:
-        block: positions of a draft block, the last token included.
-    """
+    """``block``: positions of a draft block, the last token included."""
     head = network.head_of(target.head).to(network.fc.weight.dtype)
     found: dict[str, Acceptance] = defaultdict(Acceptance)
     for sample in samples:
@@ -125,11 +106,7 @@ def measure(
 def draft_all(
     network: DraftNetwork, embedding: Tensor, head: Tensor, batch: Batch, block: int
 ) -> Drafted:
-    """Draft behind every token of a response but the last; the batch has no other.
-
-    Args:
-        embedding, head: ``[V, H]``.
-    """
+    """Behind every token of the batch's only response but the last; head, embedding: ``[V, H]``."""
     (sample,) = batch.samples
     first, features = sample.response_start, batch.features.to(head.dtype)
     every = torch.arange(first, first + sample.num_anchors, device=batch.tokens.device)

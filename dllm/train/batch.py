@@ -13,17 +13,11 @@ from dllm.train.target import Target, TargetEmbeddingsAndHead
 
 
 class Blocks(NamedTuple):
-    """Draft blocks of K positions, A in each of B sequences.
+    """Draft blocks of K positions, A in each of B sequences."""
 
-    Attributes:
-        ids: ``[B, A, K]``, the last token that is known, then masks.
-        labels: ``[B, A, K - 1]``, the tokens that really follow.
-        exists: ``[B, A, K - 1]`` bool; false beyond the end of a sequence.
-    """
-
-    ids: Tensor
-    labels: Tensor
-    exists: Tensor
+    ids: Tensor  # [B, A, K], the last token that is known, then masks
+    labels: Tensor  # [B, A, K - 1], the tokens that really follow
+    exists: Tensor  # [B, A, K - 1] bool; false beyond the end of a sequence
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,7 @@ def check(given: argparse.Namespace) -> int:
 
 
 def respond(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> list[Sample]:
-    """Greedy responses of the target.
-
-    Raises:
-        CommandError: they are too short to measure anything.
-    """
+    """Greedy. Raises CommandError if they are too short to measure anything."""
     responses = target.respond([prompt.tokens for prompt in prompts], max_tokens, 0.0, 0)
     samples = [
         Sample((*prompt.tokens, *response), len(prompt.tokens), prompt.group)

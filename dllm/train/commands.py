@@ -51,11 +51,7 @@ folder, which the server watches (`renew`). It runs at the lowest priority and s
 
 
 def train_drafter(argv: Sequence[str]) -> int:
-    """Train, or go on training, and write the checkpoint to ``OUT/model``.
-
-    Raises:
-        CommandError: before any work, when something is missing or wrong.
-    """
+    """Writes ``OUT/model``. Raises CommandError before any work: something is missing or wrong."""
     given = parse_drafter(argv)
     from dllm.train.drafter import train
 
@@ -78,11 +74,7 @@ def recalibrate(argv: Sequence[str]) -> int:
 
 
 def check_drafter(argv: Sequence[str]) -> int:
-    """Check a pair. Exit status 0: it fits; 1: it does not.
-
-    Raises:
-        CommandError: a server would refuse it, or nothing can be measured.
-    """
+    """0: the pair fits; 1: it does not. CommandError: no server takes it, or nothing to measure."""
     given = parse_check(argv)
     from dllm.train.check import check
 

@@ -50,11 +50,7 @@ RESPONSES = "responses"
 
 
 def train(given: argparse.Namespace, argv: Sequence[str]) -> int:
-    """The exit status. Raises as the command.
-
-    Args:
-        argv: what was parsed, for the model card.
-    """
+    """The exit status. Raises as the command. ``argv`` is for the model card."""
     settings = load_settings(given)
     target_config = read_config(given.target)
     drafter = load_drafter(given, settings, target_config)
@@ -92,13 +88,7 @@ def train(given: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def load_settings(given: argparse.Namespace) -> DrafterTraining:
-    """The settings of ``--config``, or the defaults of a new run or of one from a drafter.
-
-    Flags override them.
-
-    Raises:
-        CommandError: a setting is out of range.
-    """
+    """Of ``--config``, or defaults; flags override. Raises CommandError: one is out of range."""
     if given.config is not None:
         settings = DrafterTraining.load(given.config)
     elif given.drafter is not None:
@@ -121,11 +111,7 @@ def load_settings(given: argparse.Namespace) -> DrafterTraining:
 def load_drafter(
     given: argparse.Namespace, settings: DrafterTraining, target_config: dict[str, object]
 ) -> Drafter:
-    """The drafter that is trained: that of ``--drafter``, or a new one of the settings' shape.
-
-    Raises:
-        CommandError: it does not fit the target, or nothing says which token is the mask.
-    """
+    """Raises CommandError: it does not fit the target, or nothing says which token is the mask."""
     facts = target_facts(target_config)
     if given.drafter is not None:
         return Drafter.load(given.drafter, facts)
@@ -147,11 +133,7 @@ def load_drafter(
 
 
 def _mask_token_id(target: Path, token: str | None) -> int | None:
-    """The id of a token of the target's tokenizer; without a token, of its own mask token.
-
-    Raises:
-        CommandError: the tokenizer has no such token.
-    """
+    """Without ``token`` the tokenizer's mask. Raises CommandError if it has no such token."""
     has_tokenizer = (target / "tokenizer.json").exists()
     tokenizer = AutoTokenizer.from_pretrained(target) if has_tokenizer else None
     if token is None:
@@ -189,10 +171,7 @@ def _without_folder(argument: str) -> str:
 
 
 def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Write the log and the model card beside the weights, and print their folder.
-
-    The card shows the command line without keys, passwords and the folders of files.
-    """
+    """Write log and card. Its command line is without keys, passwords and the folders of files."""
     model = given.out / MODEL
     write_log(model / LOG, run.rows)
     counts = f"{len(run.learner.samples)} samples, {len(run.learner.heldout)} more held out"
@@ -208,11 +187,7 @@ def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def write_model_card(run: Run, path: Path, command: str, data: str) -> None:
-    """Write ``README.md`` beside the weights.
-
-    Args:
-        data: what they were trained on, in a sentence.
-    """
+    """``data``: what the weights were trained on, in a sentence."""
     learner, drafter = run.learner, run.learner.drafter
     num_params = sum(param.numel() for param in run.average.parameters())
     sections = [
@@ -248,11 +223,7 @@ def _training(run: Run, command: str, data: str) -> list[str]:
 
 
 def acceptance_text(acceptance: Mapping[str, Acceptance], best: Mapping[str, Acceptance]) -> str:
-    """Tokens a step of all held-out responses, and of the least and the most of several groups.
-
-    Args:
-        best: the same groups, of a drafter that is always right.
-    """
+    """``best``: the same groups, of a drafter that is always right."""
     everything, limit = total(dict(acceptance)), total(dict(best))
     text = (
         f"{everything.length:.2f} tokens a step of the target, its own included; "

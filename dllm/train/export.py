@@ -27,14 +27,10 @@ WEIGHTS = "model.safetensors"  # in that folder
 
 
 def begin(out: Path, given: Mapping[str, object], resume: bool) -> None:
-    """Make the directory of a run and note what the run is started with, or go on with one.
+    """``given``: what has to be the same in a resumed run, as JSON values by name.
 
-    Args:
-        given: what has to be the same in a resumed run, as JSON values by name.
-
-    Raises:
-        CommandError: the directory holds a run and ``resume`` was not asked for, or the reverse,
-            or its run was started with something else. Nothing has been written then.
+    Raises CommandError, before anything is written, if the directory holds a run and ``resume`` was
+    not asked for, or the reverse, or its run was started with something else.
     """
     start, state = out / START, out / STATE
     if not resume:
@@ -58,7 +54,7 @@ def begin(out: Path, given: Mapping[str, object], resume: bool) -> None:
 
 
 def write_log(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write a CSV file anew; its columns are the keys of the first row. At least one is needed."""
+    """The columns are the keys of the first row, which is needed."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -66,21 +62,16 @@ def write_log(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write an object as indented JSON; characters beyond ASCII stay readable."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """SHA-256 of a checkpoint's model.safetensors, in hexadecimal digits."""
     with (checkpoint / WEIGHTS).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], kept: Container[str] = ()) -> None:
-    """Write tensors in bf16, those that are named in ``kept`` as they are.
-
-    An interrupted write leaves the file before.
-    """
+    """In bf16, those named in ``kept`` as they are. An interrupted write leaves the file before."""
     half = {
         name: (tensor if name in kept else tensor.to(torch.bfloat16)).cpu().contiguous()
         for name, tensor in tensors.items()
@@ -149,28 +140,16 @@ def drafter_config(
 
 @dataclass(frozen=True)
 class Drafter:
-    """A drafter of one target.
-
-    Attributes:
-        config: its config.json, which ``read`` is the parsed form of.
-        block: positions of a draft block, the last token included.
-        weights: fp32, by name; None: a new drafter, whose weights are to be drawn.
-    """
-
-    config: dict[str, object]
+    config: dict[str, object]  # its config.json, which ``read`` is the parsed form of
     read: DrafterConfig
-    block: int
-    weights: dict[str, Tensor] | None
+    block: int  # positions of a draft block, the last token included
+    weights: dict[str, Tensor] | None  # fp32, by name; None: a new drafter's, to be drawn
 
     @classmethod
     def of(
         cls, config: dict[str, object], facts: TargetFacts, weights: dict[str, Tensor] | None = None
     ) -> "Drafter":
-        """A drafter for a target, from its config.json.
-
-        Raises:
-            CommandError: something of it is missing or wrong, or it does not fit the target.
-        """
+        """Raises CommandError if something is missing or wrong, or does not fit the target."""
         return cls(config, checked_config(config, facts), block_of(config), weights)
 
     @classmethod
@@ -195,11 +174,7 @@ class Drafter:
 
 
 def checked_config(config: dict[str, object], facts: TargetFacts) -> DrafterConfig:
-    """The config.json of a drafter for this target, parsed.
-
-    Raises:
-        CommandError: something of it is missing or wrong, or it does not fit the target.
-    """
+    """Raises as ``Drafter.of``."""
     try:
         read = DrafterConfig.from_config(config, DrafterOptions())
         check_pair(read, facts)
@@ -209,11 +184,7 @@ def checked_config(config: dict[str, object], facts: TargetFacts) -> DrafterConf
 
 
 def block_of(config: Mapping[str, object]) -> int:
-    """Positions of a draft block, by a drafter's config.json; without the key ``DrafterShape``'s.
-
-    Raises:
-        CommandError: there is no such block.
-    """
+    """Positions; without the key ``DrafterShape``'s. Raises CommandError: no such block."""
     size = config.get("block_size", DrafterShape.block_size)
     if type(size) is not int or size < 2:
         raise CommandError(
@@ -230,11 +201,7 @@ def write_checkpoint(path: Path, config: Mapping[str, object], weights: dict[str
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """config.json and fp32 weights of a drafter in z-lab's format.
-
-    Raises:
-        CommandError: there is none, or our training network cannot represent it.
-    """
+    """In fp32. Raises CommandError: there is none, or our training network cannot represent it."""
     try:
         config = json.loads((path / "config.json").read_text())
         weights = load_file(path / WEIGHTS)

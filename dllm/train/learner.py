@@ -23,13 +23,7 @@ TIMED_CONTEXT = 256  # tokens in front of a block whose pass is timed
 
 
 class DraftLearner:
-    """The drafter of one target: its network, what that is to minimise, and how it is evaluated.
-
-    Attributes:
-        model: the network, on its device, with its initial weights.
-        acceptance: of each group of held-out samples, at the last measurement.
-        evaluates_start: whether the initial weights are evaluated, too.
-    """
+    """The drafter of one target: its network, what that is to minimise, and how it is evaluated."""
 
     def __init__(
         self,
@@ -41,7 +35,7 @@ class DraftLearner:
     ) -> None:
         self.settings, self.drafter, self.target = settings, drafter, target
         self.samples, self.heldout = samples, heldout
-        self.acceptance: dict[str, Acceptance] = {}
+        self.acceptance: dict[str, Acceptance] = {}  # of held-out groups, at the last measurement
         # Of weights that were only just drawn there is nothing to measure.
         self.evaluates_start = drafter.weights is not None
         network = drafter.network()
@@ -116,10 +110,7 @@ class DraftLearner:
         return batch.starts[:, None] + chosen
 
     def evaluate(self, average: DraftNetwork) -> dict[str, float]:
-        """Acceptance on held-out responses: length, by position, and length of each group.
-
-        No column has the bare name of a group, which a user chooses: it could be another column's.
-        """
+        """No column has the bare name of a group, which a user chooses: it could be another's."""
         self.acceptance = measure(average, self.target, self.heldout, self.drafter.block)
         everything = total(self.acceptance)
         by_position = enumerate(everything.by_position, 1)
@@ -146,15 +137,10 @@ class DraftLearner:
 
 
 def draw_revealed(exists: Tensor, share: float, noise: torch.Generator) -> Tensor:
-    """Positions of draft blocks that show the target's token instead of the mask.
+    """``[B, A, K - 1]`` bool, as ``exists``: positions that show the target's token, not the mask.
 
-    Args:
-        exists: ``[B, A, K - 1]`` bool, the positions that have a token.
-        share: of the blocks, of which any position is shown. In each of them the number of shown
-            positions is uniform, from none to all but one.
-
-    Returns:
-        ``[B, A, K - 1]`` bool, on the device of ``exists``.
+    ``share`` of the blocks show any. In each of them their number is uniform, from none to all but
+    one.
     """
     there = exists.cpu()
     ranks = (torch.rand(there.shape, generator=noise) + ~there).argsort(-1).argsort(-1)

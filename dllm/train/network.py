@@ -29,13 +29,10 @@ class Norm(nn.RMSNorm):
     """RMSNorm in the precision of its input, which is bf16 under autocast, as in a server."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[..., size]``."""
         return F.rms_norm(hidden, self.normalized_shape, self.weight.to(hidden.dtype), self.eps)
 
 
 class DraftAttention(nn.Module):
-    """Attention of the blocks to the context and to themselves."""
-
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
@@ -86,7 +83,6 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, context: Tensor, turns: CosSin, visible: Tensor) -> Tensor:
-        """``[B, A * K, H]``."""
         normed = self.input_layernorm(hidden)
         hidden = hidden + self.self_attn(normed, context, turns, visible)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -135,7 +131,6 @@ class DraftNetwork(nn.Module):
         return found[tokens]
 
     def initialize(self, seed: int) -> None:
-        """Draw the weights: normal matrices, norms of one, output projections scaled by depth."""
         generator = torch.Generator().manual_seed(seed)
         depth = (2 * len(self.layers)) ** -0.5
         with torch.no_grad():
@@ -157,9 +152,8 @@ class DraftNetwork(nn.Module):
         logits of any normalized vector can have. A smaller divisor would not do: every drafted
         position begins as the embedding of the mask, and most embeddings have much in common.
 
-        Args:
-            head: ``[V, H]``, the target's; some of its rows are enough.
-            head_norm: ``[H]``, what the target's norm in front of it multiplies by.
+        ``head``: ``[V, H]``, the target's; some of its rows are enough. ``head_norm``: ``[H]``,
+        what the target's norm in front of it multiplies by.
         """
         rows = head.float()
         weight = rows.new_ones(rows.shape[1]) if head_norm is None else head_norm.float()
@@ -168,15 +162,12 @@ class DraftNetwork(nn.Module):
         self.norm.weight.copy_(weight / spread.clamp(min=1))
 
     def forward(self, features: Tensor, embeds: Tensor, anchors: Tensor) -> Tensor:
-        """Run all blocks.
+        """``[B, A, K, H]``, normalized; the target's head turns them into logits.
 
         Args:
             features: ``[B, S, layers * target_hidden]``, hidden states of the target.
             embeds: ``[B, A, K, H]``, embeddings of the anchor's token and the masks.
             anchors: ``[B, A]``, the position of each block's first token.
-
-        Returns:
-            ``[B, A, K, H]``, normalized; the target's head turns them into logits.
         """
         block, length = embeds.shape[2], features.shape[1]
         context = self.hidden_norm(self.fc(features))
@@ -202,11 +193,7 @@ def count_params(config: DrafterConfig) -> int:
 
 
 def visible_keys(layer: LayerAttention, anchors: Tensor, length: int, block: int) -> Tensor:
-    """Which keys draft blocks see in a layer, by its causality and window.
-
-    Returns:
-        ``[B, 1, A * K, S + A * K]`` bool: the context's keys, then those of all blocks.
-    """
+    """``[B, 1, A * K, S + A * K]`` bool, over the context's keys, then those of all blocks."""
     keys = torch.arange(length, device=anchors.device)
     offsets = torch.arange(block, device=anchors.device)
     rows = anchors[..., None] + offsets
@@ -244,12 +231,10 @@ def draft_inputs(tokens: Tensor, anchors: Tensor, block: int, mask_token_id: int
 def losses(
     hidden: Tensor, head: Tensor, labels: Tensor, rows_at_once: int = ROWS_AT_ONCE
 ) -> Tensor:
-    """``[N]`` losses of labels in nats.
+    """``[N]``, in nats: logits of few rows are in memory, and computed again for a gradient.
 
-    Logits of few rows are in memory at a time; for a gradient they are computed again.
-
-    Args:
-        hidden: ``[N, H]``; head: ``[V, H]``; labels: ``[N]``, rows of the head, or ``NEVER``.
+    ``hidden``: ``[N, H]``; ``head``: ``[V, H]``; ``labels``: ``[N]``, rows of the head, or
+    ``NEVER``.
     """
 
     def part(rows: Tensor, of_rows: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from dllm.train.settings import DrafterTraining
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """The type of matrix products on a device: bf16, or fp32 on a CPU without bf16 units."""
     is_slow = device.type == "cpu" and not computes_bf16()
     return torch.float32 if is_slow else torch.bfloat16
 
@@ -39,7 +38,6 @@ def processor(device: torch.device) -> str:
 
 
 def device_of(given: str | None) -> str:
-    """The device that a command was given, or else the GPU, if there is one."""
     return given or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -49,11 +47,7 @@ MOMENTUM = 0.95
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum, for matrices.
-
-    Args:
-        lr: spectral norm of an update, before it is multiplied by sqrt(max(1, rows / columns)).
-    """
+    """``lr``: spectral norm of an update, before its factor sqrt(max(1, rows / columns))."""
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -74,11 +68,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """A matrix ``[rows, columns]`` with the same singular vectors and singular values near 1.
-
-    Computed in bf16 like the source (an approximation is good enough), or in fp32 on a CPU without
-    bf16 units; returned in fp32.
-    """
+    """``[rows, columns]`` in fp32, with the same singular vectors, and singular values near 1."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -122,7 +112,6 @@ def set_learning_rates(
 
 @torch.no_grad()
 def update_average(average: nn.Module, model: nn.Module, step: int, ema: float) -> None:
-    """Move the exponential average of the weights towards the model's, after step ``step``."""
     # In the first steps the average follows faster, so that it forgets the initial weights.
     decay = min(ema, (1 + step) / (10 + step))
     for kept, param in zip(average.parameters(), model.parameters(), strict=True):

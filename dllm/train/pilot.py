@@ -37,11 +37,7 @@ HEADSTART = 1.0  # score of the best fixed width before training; that of the ot
 
 
 def step_ms(widths: Sequence[int], costs: Sequence[float] | None) -> Tensor:
-    """``[W]``: milliseconds of a step of each width; without costs 1, so that steps are counted.
-
-    Args:
-        costs: as ``PilotTraining.costs``.
-    """
+    """``[W]``, by ``PilotTraining.costs``; without costs 1, so that steps are counted."""
     if costs is None:
         return torch.ones(len(widths))
     plain, draft_pass, each = costs
@@ -67,11 +63,7 @@ def loss_of(scores: Tensor, steps: Tensor, ms: Tensor, label: str) -> Tensor:
 
 
 def train(trials: Trials, settings: PilotTraining, ms: Tensor, device: str) -> Pilot:
-    """A pilot, in bf16, for trials of which none is held out.
-
-    Args:
-        ms: ``[W]``, of a step of each width (``step_ms``).
-    """
+    """A pilot in bf16, for trials of which none is held out. ``ms``: ``[W]`` (``step_ms``)."""
     torch.manual_seed(settings.seed)
     torch.set_num_threads(settings.threads)
     is_checked = torch.arange(len(trials.tokens)) % CHECKED_ONE_IN == CHECKED_ONE_IN - 1
@@ -127,15 +119,11 @@ def _optimizer(pilot: Pilot, logits: Tensor, settings: PilotTraining) -> torch.o
 
 @dataclass(frozen=True)
 class Score:
-    """What a choice of widths reaches on all prompts together.
-
-    Attributes:
-        value: tokens a millisecond of steps; without costs, tokens a step.
-    """
+    """What a choice of widths reaches on all prompts together."""
 
     choice: str
     tokens_a_step: float
-    value: float
+    value: float  # tokens a millisecond of steps; without costs, tokens a step
 
 
 def score(trials: Trials, ms: Tensor, choice: str, places: Tensor) -> Score:
@@ -146,10 +134,7 @@ def score(trials: Trials, ms: Tensor, choice: str, places: Tensor) -> Score:
 
 
 def scores(trials: Trials, ms: Tensor, pilot: Pilot) -> dict[str, Score]:
-    """Of the pilot, the best fixed width for these prompts, every width, and the oracle.
-
-    The oracle takes the best width of each prompt.
-    """
+    """``best fixed`` is best for these prompts; the oracle takes the best width of each."""
     weight = next(pilot.parameters())
     chosen = pilot.choose(trials.logits.to(weight.device)).cpu()
     of_fixed = [
@@ -205,7 +190,6 @@ def finish(out: Path, trials: Trials, settings: PilotTraining, device: str) -> i
 
 
 def verdict(found: dict[str, Score], num_prompts: int) -> tuple[bool, str]:
-    """Whether the pilot is better than the best fixed width, and that in a sentence."""
     pilot, fixed, oracle = (found[name] for name in ("pilot", "best fixed", "oracle"))
     is_better = pilot.value > fixed.value
     words = "beats" if is_better else "does not beat"
@@ -232,11 +216,7 @@ def costs_of(
 
 
 def load_settings(given: argparse.Namespace) -> PilotTraining:
-    """The settings of ``--config``, or the defaults; flags override them.
-
-    Raises:
-        CommandError: a setting is out of range.
-    """
+    """Of ``--config``, or defaults; flags override. Raises CommandError: one is out of range."""
     settings = PilotTraining() if given.config is None else PilotTraining.load(given.config)
     try:
         return PilotTraining.from_mapping(settings.to_mapping() | given.overrides)

@@ -68,11 +68,7 @@ class TimedWidths(WidthPolicy):
 def measured_costs(
     target: Path, drafter: Path, num_drafts: int, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> tuple[float, float, float]:
-    """Milliseconds as in ``PilotTraining.costs``.
-
-    Args:
-        prompts: that are answered for it, greedily.
-    """
+    """Milliseconds as in ``PilotTraining.costs``; ``prompts`` are answered for it, greedily."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
     from vllm import LLM, SamplingParams
 
@@ -107,25 +103,15 @@ def in_milliseconds(costs: StepCosts) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Trials:
-    """P prompts, A tokens of their answers that drafts may follow, W widths.
+    """P prompts, A tokens of their answers that drafts may follow, W widths."""
 
-    Attributes:
-        widths: drafts of a block, ascending.
-        trained: the width of the blocks that the drafter was trained with.
-        logits: ``[P, vocab]`` bf16, of the target behind each prompt.
-        starts: ``[P + 1]`` int64, where the tokens of each answer begin in ``kept``.
-        kept: ``[A, W]`` int16, drafts of a block behind each token that agree with the answer.
-        confidence: ``[A, trained]`` fp16, the drafter's probability of each draft of that width.
-        is_heldout: ``[P]`` bool.
-    """
-
-    widths: tuple[int, ...]
-    trained: int
-    logits: Tensor
-    starts: Tensor
-    kept: Tensor
-    confidence: Tensor
-    is_heldout: Tensor
+    widths: tuple[int, ...]  # drafts of a block, ascending
+    trained: int  # the width of the blocks that the drafter was trained with
+    logits: Tensor  # [P, vocab] bf16, of the target behind each prompt
+    starts: Tensor  # [P + 1] int64, where the tokens of each answer begin in ``kept``
+    kept: Tensor  # [A, W] int16, drafts of a block behind each token that agree with the answer
+    confidence: Tensor  # [A, trained] fp16, the drafter's probability of each draft of that width
+    is_heldout: Tensor  # [P] bool
 
     @property
     def tokens(self) -> Tensor:
@@ -162,7 +148,6 @@ class Trials:
         )
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file whole or not at all."""
         names = ("logits", "starts", "kept", "confidence", "is_heldout")
         about = {"widths": json.dumps(self.widths), "trained": json.dumps(self.trained)}
         unfinished = path.with_name(f"{path.name}.part")
@@ -179,7 +164,6 @@ class Trials:
 
     @classmethod
     def joined(cls, parts: Sequence["Trials"]) -> "Trials":
-        """All prompts of several trials of the same widths."""
         tensors = {
             name: torch.cat([getattr(part, name) for part in parts])
             for name in ("logits", "kept", "confidence", "is_heldout")
@@ -193,7 +177,6 @@ def _starts(lengths: Tensor) -> Tensor:
 
 
 def candidates(trained: int, radius: int) -> tuple[int, ...]:
-    """The widths to choose from: at least 1."""
     return tuple(range(max(1, trained - radius), trained + radius + 1))
 
 
@@ -204,10 +187,7 @@ def record(
     drafter: Drafter,
     settings: PilotTraining,
 ) -> Iterator[int]:
-    """Answer the prompts and try the candidates, into files of ``folder``.
-
-    Files that are there stay as they are. Yields the number of prompts of each.
-    """
+    """Files that are there stay as they are. Yields the number of prompts of each."""
     folder.mkdir(parents=True, exist_ok=True)
     widths = candidates(drafter.block - 1, settings.radius)
     # In the target's precision, as on a server.
@@ -245,7 +225,6 @@ def _try_widths(
     sample: Sample,
     widths: tuple[int, ...],
 ) -> Trials:
-    """One prompt."""
     trained = drafter.block - 1
     kept = torch.zeros(sample.num_anchors, len(widths), dtype=torch.int16)
     confidence = torch.zeros(sample.num_anchors, trained, dtype=torch.float16)
@@ -268,11 +247,7 @@ def _try_widths(
 
 
 def recorded(folder: Path) -> Trials:
-    """All trials of a folder with anything to draft.
-
-    Raises:
-        CommandError: there are none, or too few.
-    """
+    """All with anything to draft. Raises CommandError if there are none, or too few."""
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
         raise CommandError(f"{folder}: no trials; `dllm train pilot` records them.")

@@ -39,12 +39,7 @@ SNAPSHOT = "round-"  # folders of links to the shards, inside the recording's
 
 
 def recalibrate(given: argparse.Namespace) -> int:
-    """Train and publish until stopped, or for ``rounds`` rounds.
-
-    Raises:
-        CommandError: there is no recording, drafter and target do not fit each other, or the
-            recording is of others.
-    """
+    """Raises CommandError: no recording, a pair that does not fit, or a recording of others."""
     if not given.buffer.is_dir():
         raise CommandError(
             f"--buffer {given.buffer}: no such folder; a server with `record` makes it."
@@ -85,11 +80,7 @@ def snapshots(buffer: Path) -> Iterator[None]:
 
 
 def one_round(given: argparse.Namespace, ends: TargetEmbeddingsAndHead, buffer: Path) -> str:
-    """Train on a recording; publish what is better. Returns what happened, in a sentence.
-
-    Raises:
-        TooFewSamples: the recording is too short.
-    """
+    """What happened, in a sentence. Raises TooFewSamples if the recording is too short."""
     done = published(given.out)
     base = checkpoint(given.out, done[-1]) if done else given.drafter
     drafter = Drafter.load(base, target_facts(read_config(given.target)))

@@ -54,11 +54,8 @@ def load_prompts(target: Path, file: Path, settings: DrafterTraining) -> list[Pr
 
     A line of a text file is a prompt; a line of JSONL is an object with ``prompt`` or ``messages``,
     and perhaps ``domain``, which becomes the prompt's group. Of ``BUNDLED`` at most one prompt of
-    each domain is held out.
-
-    Raises:
-        CommandError: the file cannot be read, a line is wrong, there are too few, or the target has
-            no tokenizer.
+    each domain is held out. Raises CommandError if the file cannot be read, a line is wrong, there
+    are too few, or the target has no tokenizer.
     """
     if file == BUNDLED:
         settings = replace(settings, heldout=min(settings.heldout, BUNDLED_DOMAINS))
@@ -100,10 +97,7 @@ def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], li
     """Recorded samples: those to train on, and those held out.
 
     A sample's tokens decide on which side it is: on the same one whatever comes or is deleted.
-
-    Raises:
-        TooFewSamples: there are too few.
-        CommandError: their hidden states are of other layers.
+    Raises TooFewSamples, or CommandError if hidden states are of other layers.
     """
     samples = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
     if len(samples) <= HELDOUT_EVERY:
@@ -163,12 +157,9 @@ def check_disk(
     drafter: Drafter,
     target_config: Mapping[str, object],
 ) -> None:
-    """Print how much of the disk a run may need: for responses, hidden states and checkpoints.
+    """Print how much of the disk a run may need; what a resumed run has written counts as free.
 
-    What a resumed run has written counts as free.
-
-    Raises:
-        CommandError: the disk has less room than that, or the target's numbers are of no type.
+    Raises CommandError: the disk has less room than that, or the target's numbers are of no type.
     """
     limit, longest = settings.max_tokens, settings.max_length
     num_tokens = sum(min(len(prompt.tokens) + limit, longest) for prompt in prompts)
@@ -194,11 +185,7 @@ def check_disk(
 
 
 def say_how_long(target: Target, prompts: Sequence[Prompt], max_tokens: int, batch: int) -> None:
-    """Print the most time that responses may take, if it is over a minute, and the memory.
-
-    Args:
-        batch: prompts that are answered at once, of which one such batch is timed.
-    """
+    """Print the most time of responses, if it is over a minute, and the memory, from one batch."""
     asked = [prompt.tokens for prompt in prompts[:batch]]
     start = time.monotonic()
     target.respond(asked, TIMED_TOKENS, 0.0, 0)
@@ -252,13 +239,10 @@ def from_server(connection: Connection, target: Path, max_tokens: int) -> Respon
 
 
 def refuse_other_model(connection: Connection, target: Path) -> None:
-    """Refuse a server whose model is called otherwise than the target.
+    """Raises CommandError for another model's name: a drafter would learn what that one says.
 
-    Its name is that of the folder or repository that it was loaded from, where the server says so,
-    else the one that requests name.
-
-    Raises:
-        CommandError: a drafter would learn what another model says.
+    The name is that of the folder or repository that the server's was loaded from, where it says
+    so, else the one that requests name.
     """
     given = connection.loaded_from or connection.model
     names = {_name(target.absolute()), _name(target.resolve())}
@@ -285,10 +269,7 @@ def collect(
     layer_ids: tuple[int, ...],
     settings: DrafterTraining,
 ) -> Iterator[int]:
-    """Write what a run trains on into ``folder``: ``train`` and ``heldout``.
-
-    Shards that are there stay as they are. Yields the number of prompts of each shard.
-    """
+    """Shards that are there stay as they are. Yields the number of prompts of each."""
     size = settings.generate_batch
     for split, is_heldout in ((HELDOUT, True), (TRAIN, False)):
         chosen = [prompt for prompt in prompts if prompt.is_heldout == is_heldout]

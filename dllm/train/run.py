@@ -23,13 +23,7 @@ from dllm.train.optimizer import make_optimizers, processor, set_learning_rates,
 
 
 class Run:
-    """One run in one directory.
-
-    Attributes:
-        out: the directory; None for a run without log and checkpoint.
-        loss: running mean over about fifty steps.
-        rows: of the log, one for each evaluation: step, seconds, loss, and the learner's columns.
-    """
+    """One run in one directory; None: a run without log and checkpoint."""
 
     def __init__(self, learner: DraftLearner, out: Path | None) -> None:
         self.learner, self.out = learner, out
@@ -39,8 +33,8 @@ class Run:
         self.average: DraftNetwork = copy.deepcopy(self.model).eval().requires_grad_(False)
         self.optimizers = make_optimizers(self.model, self.settings)
         self.device = next(self.model.parameters()).device
-        self.step, self.loss = 0, 0.0
-        self.rows: list[dict[str, float]] = []
+        self.step, self.loss = 0, 0.0  # loss: running mean over about fifty steps
+        self.rows: list[dict[str, float]] = []  # of the log, one for each evaluation
         self._started = time.monotonic()
 
     @property
@@ -84,7 +78,6 @@ class Run:
         return loss.item()
 
     def _evaluate(self) -> None:
-        """Evaluate the average of the weights; one row of the log."""
         columns = self.learner.evaluate(self.average)
         row = {"step": self.step, "seconds": round(self.seconds), "loss": round(self.loss, 4)}
         self.rows.append(row | columns)
@@ -92,10 +85,7 @@ class Run:
             write_log(self.out / LOG, self.rows)
 
     def save(self) -> None:
-        """Write the state to resume from, and what can be served of it to ``OUT/model``.
-
-        An interrupted write leaves the state before.
-        """
+        """What can be served goes to ``OUT/model``. A broken write leaves the state before."""
         if self.out is None:
             return
         state = {
@@ -151,7 +141,6 @@ class Shown:
         self._start, self._said = time.monotonic(), -SECONDS_BETWEEN_LINES
 
     def advance(self, by: int = 1, note: str = "") -> None:
-        """So much more is done; the note stands behind it."""
         self.done += by
         self._bar.update(self._task, completed=self.done, note=note)
         seconds = time.monotonic() - self._start
@@ -172,10 +161,6 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Shown]:
 
 
 def train_shown(run: Run) -> None:
-    """Train to the last step, with the running loss and the last evaluation shown.
-
-    First it says how large the drafter is, and how long a pass of it takes on this device.
-    """
     learner = run.learner
     num_params, block = count_params(learner.drafter.read), learner.drafter.block
     print(

@@ -54,11 +54,7 @@ class TomlSettings:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a file.
-
-        Raises:
-            CommandError: no such file, no TOML, or a field is unknown or out of range.
-        """
+        """Raises CommandError: no such file, no TOML, or a field is unknown or out of range."""
         try:
             return cls.from_mapping(tomllib.loads(path.read_text()))
         except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
@@ -66,11 +62,7 @@ class TomlSettings:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> Self:
-        """The inverse of ``to_mapping``.
-
-        Raises:
-            ValueError: a field is unknown or out of range; names the first such field.
-        """
+        """Raises ValueError that names the first field that is unknown or out of range."""
         return read_options(cls, values)
 
     def to_mapping(self) -> dict[str, object]:
@@ -134,11 +126,7 @@ class DrafterTraining(TomlSettings):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a file, or the bundled one of this name.
-
-        Raises:
-            CommandError: no such file, no TOML, or a field is unknown or out of range.
-        """
+        """A file, or the bundled one of this name. Raises as ``TomlSettings.load``."""
         names = bundled_configs()
         if str(path) in names:
             path = CONFIGS / f"{path}.toml"

@@ -30,25 +30,16 @@ OF_OTHERS = ("mtp.", ".layers.", "visual.", "vision")
 
 @dataclass
 class TargetEmbeddingsAndHead:
-    """What a drafter shares with its target, on one device.
+    """What a drafter shares with its target, on one device."""
 
-    Attributes:
-        embedding, head: ``[V, H]``, the weights alone, as vLLM shares them with a drafter.
-        head_norm: ``[H]``, what the norm in front of the head multiplies by; None if it has none.
-    """
-
-    embedding: Tensor
-    head: Tensor
-    head_norm: Tensor | None
+    embedding: Tensor  # [V, H], the weights alone, as vLLM shares them with a drafter
+    head: Tensor  # [V, H]
+    head_norm: Tensor | None  # [H], what the norm in front of the head multiplies by
     device: torch.device
 
     @classmethod
     def read(cls, path: Path, device: str) -> "TargetEmbeddingsAndHead":
-        """Read these tensors of a checkpoint, and no others.
-
-        Raises:
-            CommandError: it is not in safetensors files, or one of them is missing or quantized.
-        """
+        """Raises CommandError if it is not in safetensors files, or one is missing or quantized."""
         files = _files(path)
         embedding = _only(path, "embedding", files, EMBEDDINGS)
         prefix = embedding.rpartition(".weight")[0].rpartition(".")[0]
@@ -143,10 +134,7 @@ class Target(TargetEmbeddingsAndHead):
 
     @torch.no_grad()
     def hidden_states(self, ids: Tensor, layer_ids: Sequence[int]) -> Tensor:
-        """Outputs of layers, side by side: ``[B, S, len(layer_ids) * H]``.
-
-        ids: ``[B, S]``, right-padded.
-        """
+        """``[B, S, len(layer_ids) * H]``, side by side. ``ids``: ``[B, S]``, right-padded."""
         found: dict[int, Tensor] = {}
 
         def keep(layer: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
@@ -199,11 +187,7 @@ class Target(TargetEmbeddingsAndHead):
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """config.json of the target's language model; ``dtype`` may stand beside that one's part.
-
-    Raises:
-        CommandError: there is no config.json, or it is of a diffusion model.
-    """
+    """The language model's part. Raises CommandError: no config.json, or a diffusion model's."""
     if not path.is_dir():
         reason = missing_folder(str(path)) or (
             "there is no such folder; allowed: the folder of a checkpoint. "
@@ -229,11 +213,7 @@ def read_config(path: Path) -> dict[str, object]:
 
 
 def dtype_of(config: Mapping[str, object]) -> torch.dtype:
-    """The type of the target's hidden states.
-
-    Raises:
-        CommandError: config.json names none of torch's.
-    """
+    """Raises CommandError if config.json names no type of torch."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
@@ -254,11 +234,7 @@ def rope_of(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def target_facts(config: dict[str, object]) -> TargetFacts:
-    """The sizes that a drafter has to agree with.
-
-    Raises:
-        CommandError: config.json lacks one of them.
-    """
+    """Raises CommandError if config.json lacks one of them."""
     sizes = [config.get(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size")]
     if not all(isinstance(size, int) for size in sizes):
         raise CommandError(
