@@ -39,11 +39,7 @@ GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structura
 
 
 def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) -> RequestOptions:
-    """The options of a new request, after a check that it can be served.
-
-    Raises:
-        VLLMValidationError: it cannot be served; the client gets HTTP 400.
-    """
+    """A new request's options. Raises VLLMValidationError, HTTP 400, if it cannot be served."""
     _refuse_unserved(params, settings)
     _check_numbers(params)
     options = RequestOptions.read(params, settings)
@@ -85,11 +81,8 @@ def refuse_without_canvases(name: str) -> NoReturn:
 def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) -> None:
     """Refuse edits of logits that cannot be applied exactly, and pins behind the answer's end.
 
-    Args:
-        params: admitted, with stop tokens and bad words as ids, as the worker will get them.
-
-    Raises:
-        VLLMValidationError: the client gets HTTP 400.
+    ``params``: admitted, with stop tokens and bad words as ids, as the worker will get them. Raises
+    as ``admit``.
     """
     check_sizes(params)
     allowed = params.allowed_token_ids or []
@@ -111,11 +104,7 @@ def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: i
 
 
 def check_sizes(params: "SamplingParams") -> None:
-    """Refuse ids of stop tokens and bad words that are too many for the worker's tables.
-
-    Args:
-        params: with stop tokens and bad words as ids.
-    """
+    """Refuse more ids of stop tokens and bad words than the worker's tables hold."""
     from vllm import envs
     from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_STOP_TOKEN_IDS
 
@@ -177,7 +166,6 @@ def _refuse_unserved(params: "SamplingParams", settings: DenoiseSettings) -> Non
 
 
 def _check_constrained(params: "SamplingParams") -> None:
-    """Refuse ``diffusion_constrained`` without tokens, or with two different lists of tokens."""
     if not params.logprob_token_ids:
         refuse(
             CONSTRAINED,
@@ -218,7 +206,6 @@ def _refuse_beside_structured_outputs(params: "SamplingParams", settings: Denois
 
 
 def _refuse_pins_behind_the_end(params: "SamplingParams") -> None:
-    """Refuse held pins that do not fit into the answer."""
     extra = params.extra_args or {}
     pins = pins_of(extra) if holds(extra) else {}
     length = held_length(pins, params.all_stop_token_ids)

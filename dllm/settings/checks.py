@@ -14,18 +14,11 @@ def did_you_mean(given: str, known: list[str]) -> str:
 
 
 def missing_folder(given: str, may_be_of_hub: bool = False) -> str | None:
-    """What is wrong with a model's name that is plainly a path, and leads nowhere.
+    """What is wrong with a model's name that is plainly a path, and leads nowhere; else None.
 
     A name is a path if it begins with ``.``, ``/`` or ``~``, or if the folder in front of its last
-    slash exists.
-
-    Args:
-        may_be_of_hub: names with one slash are no paths: vLLM looks for ``google/x`` on the model
-            hub, also where there is a folder ``google``.
-
-    Returns:
-        None for what exists, or is no path. Otherwise a sentence that names the first folder
-        of the path that is missing, the most similar one beside it, and the others there.
+    slash exists. ``may_be_of_hub``: names with one slash are no paths: vLLM looks for ``google/x``
+    on the model hub, also where there is a folder ``google``.
     """
     try:
         path = Path(given).expanduser()

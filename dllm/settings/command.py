@@ -13,7 +13,6 @@ class CommandError(Exception):
 
 
 def positive(text: str) -> int:
-    """A number of a command line, as argparse's ``type``: an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}; allowed: an integer of at least 1.")
@@ -21,7 +20,6 @@ def positive(text: str) -> int:
 
 
 def new_file(text: str) -> Path:
-    """A file to write, as argparse's ``type``: its folder has to be there."""
     path = Path(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}.")
@@ -29,11 +27,7 @@ def new_file(text: str) -> Path:
 
 
 def write_findings(path: Path, found: Mapping[str, object]) -> None:
-    """Write what a check found as JSON for scripts (``--json``); the path ``-`` prints it.
-
-    Raises:
-        CommandError: it cannot be written there.
-    """
+    """JSON for scripts (``--json``); the path ``-`` prints it. Raises CommandError if it fails."""
     text = json.dumps(found, indent=2) + "\n"
     if str(path) == "-":
         print(text, end="")

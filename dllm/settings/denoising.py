@@ -13,18 +13,13 @@ CanvasWindow = Literal["symmetric", "anchored"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number of the denoise step that a request may set; the settings hold its default.
+    """A number of the denoise step that a request may set; the settings hold its default."""
 
-    Attributes:
-        name: its key in ``RequestOptions.parameters`` and ``CanvasState.parameters``.
-        setting: the attribute of the settings that holds the default, and whose type says what a
-            request may send. Of a ``Literal`` it sends a name; the number is its index.
-        dtype: of the tensor that holds it for all requests, as torch names it.
-    """
-
-    name: str
+    name: str  # its key in ``RequestOptions.parameters`` and ``CanvasState.parameters``
+    # The attribute of the settings that holds the default, and whose type says what a request may
+    # send. Of a ``Literal`` it sends a name; the number is its index.
     setting: str
-    dtype: Literal["int32", "float32", "float64"]
+    dtype: Literal["int32", "float32", "float64"]  # of the tensor that holds it for all requests
 
     @property
     def key(self) -> str:
@@ -73,13 +68,9 @@ class DenoiseSettings(Protocol):
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
         """The numbers with which a request is denoised, by the names of the parameters.
 
-        Args:
-            asked: a value for every parameter, the request's or the default. Each one is in its
-                allowed range.
-            temperature: of the request; 1 for a greedy request.
-
-        Raises:
-            VLLMValidationError: the values do not fit each other (``settings.request.refuse``).
+        ``asked``: the request's value or the default of every parameter, in its range.
+        ``temperature``: 1 for a greedy request. Raises VLLMValidationError if they do not fit each
+        other.
         """
         ...
 
@@ -96,14 +87,9 @@ def refuse_unknown(
     known: Collection[str],
     hint: str = "",
 ) -> None:
-    """Refuse a name in ``--override-generation-config`` that nobody reads, as a misspelt one.
+    """Raises ValueError for a name in ``--override-generation-config`` that nobody reads.
 
-    Args:
-        generation: of generation_config.json; transformers may read what it names.
-        known: the names of the model's settings.
-
-    Raises:
-        ValueError: names what is unknown and what is allowed.
+    ``generation``: of generation_config.json; transformers may read what it names.
     """
     from transformers import GenerationConfig
 

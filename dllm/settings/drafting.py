@@ -112,14 +112,9 @@ class DrafterOptions:
         return {name: value for name, value in vars(self).items() if value != default[name]}
 
     def check_against(self, num_drafts: int, is_trimmed_by_vllm: bool) -> None:
-        """Refuse options that do not fit the server's speculative config.
+        """Raises ValueError for options that do not fit the server's speculative config.
 
-        Args:
-            is_trimmed_by_vllm: vLLM chooses how many drafts are verified
-                (enable_adaptive_verification).
-
-        Raises:
-            ValueError: names both values.
+        ``is_trimmed_by_vllm``: vLLM chooses how many are verified (enable_adaptive_verification).
         """
         if self.width is not None and self.width > num_drafts:
             raise ValueError(
@@ -158,8 +153,5 @@ class DrafterOptions:
 
 
 def always_verifies_all(options: DrafterOptions, num_drafts: int) -> bool:
-    """Whether all drafts of every row are verified in each step.
-
-    Then a step's size is known in advance, which asynchronous schedulers other than ours need.
-    """
+    """Then a step's size is known in advance, which asynchronous schedulers but ours need."""
     return options.policy == "fixed" and options.width in (None, num_drafts)

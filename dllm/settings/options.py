@@ -28,11 +28,7 @@ Natural32 = Annotated[int, Field(ge=0, le=MAX_INT32)]
 def read_options(kind: type[Made], given: object, where: str = "") -> Made:
     """The options that a JSON value or a TOML table holds; what it leaves out has its default.
 
-    Args:
-        where: the name of their place in errors.
-
-    Raises:
-        ValueError: a field is unknown or not allowed; names the first such field.
+    Raises ValueError that names the first field that is unknown or not allowed, in ``where``.
     """
     try:
         # By way of JSON, which has no tuples: there, lists are taken for them.

@@ -47,10 +47,7 @@ def without_noise(extra: dict[str, Any]) -> dict[str, Any]:
 def held_length(pins: Mapping[int, int], stops: Collection[int]) -> int:
     """How many tokens an answer has before the last one that it needs for its held pins.
 
-    That is the first pin that ends the answer, else the last pin; 0 without pins.
-
-    Args:
-        pins: token by position, in order.
+    Of ``pins``, in order, that is the first that ends the answer, else the last; 0 without pins.
     """
     end = next((place for place, token in pins.items() if token in stops), None)
     return max(pins, default=0) if end is None else end

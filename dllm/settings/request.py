@@ -105,11 +105,7 @@ OF_SERVER = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode",
 
 @functools.lru_cache
 def _model(settings: DenoiseSettings, mode: str | None = None) -> type[ExtraArgs]:
-    """The extra arguments that a model with these settings knows.
-
-    Args:
-        mode: whose numbers are the defaults; None: the server's.
-    """
+    """``mode``: whose numbers are the defaults; None: the server's."""
     widest = settings.canvas_length
     narrowest = 1 if settings.block_size == 1 else widest  # with blocks it is the rest of a block
     fields: dict[str, Any] = {
@@ -132,43 +128,27 @@ def extra_args(settings: DenoiseSettings) -> list[str]:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How one request's canvases are denoised.
+    """How one request's canvases are denoised."""
 
-    Attributes:
-        canvas_width: tokens per canvas, at most the served canvas_length.
-        parameters: the values of the family's parameters, by the name of the ``Parameter``.
-        temperature: of the request; 1 if it is greedy.
-        is_greedy: ``temperature`` is 0: the most likely token is taken instead of a sample.
-            Entropies and stopping are those of the model's own temperature schedule.
-        seed: of the request's noise; None: the server chooses (``engine.records.request_seed``).
-        stops: tokens that end the request. What follows the first of them in a canvas need not
-            converge. Empty with ``diffusion_eos_stop: false``, the reference's rule.
-        seed_canvas: the first contents of the first canvas, -1 for noise; None: noise everywhere.
-        pins: given tokens by answer position (``settings.pins``). They stay in the input.
-        holds_pins: they are emitted, too.
-        is_read_only: the whole output is one canvas, and its logprobs are those at temperature 1.
-        num_rows: how many tokens of a canvas, from its first, need logits.
-    """
-
-    canvas_width: int
-    parameters: Mapping[str, float]
-    temperature: float
+    canvas_width: int  # tokens per canvas, at most the served canvas_length
+    parameters: Mapping[str, float]  # of the family, by the name of the ``Parameter``
+    temperature: float  # 1 if the request is greedy
+    # Its temperature is 0: the most likely token is taken instead of a sample. Entropies and
+    # stopping are those of the model's own temperature schedule.
     is_greedy: bool
-    seed: int | None
+    seed: int | None  # of the noise; None: the server chooses (``engine.records.request_seed``)
+    # Tokens that end the request. What follows the first of them in a canvas need not converge.
+    # Empty with ``diffusion_eos_stop: false``, the reference's rule.
     stops: frozenset[int]
-    seed_canvas: tuple[int, ...] | None
-    pins: Mapping[int, int]
-    holds_pins: bool
-    is_read_only: bool
-    num_rows: int
+    seed_canvas: tuple[int, ...] | None  # the first canvas, -1 for noise; None: noise everywhere
+    pins: Mapping[int, int]  # given tokens by answer position (``pins``), which stay in the input
+    holds_pins: bool  # they are emitted, too
+    is_read_only: bool  # the output is one canvas, and its logprobs are those at temperature 1
+    num_rows: int  # how many tokens of a canvas, from its first, need logits
 
     @classmethod
     def read(cls, params: "SamplingParams", settings: DenoiseSettings) -> "RequestOptions":
-        """The options of a request that was admitted, or that vLLM made up to warm up.
-
-        Raises:
-            VLLMValidationError: a value in ``extra_args`` is not allowed.
-        """
+        """Of a request, or vLLM's own of the warm-up. VLLMValidationError: wrong ``extra_args``."""
         extra = params.extra_args or {}
         given = _given(extra, settings)
         width = given[CANVAS_LENGTH]
@@ -196,11 +176,10 @@ class RequestOptions:
 
 
 def _num_rows(params: "SamplingParams", settings: DenoiseSettings, width: int) -> int:
-    """How many tokens of a canvas of ``width`` tokens need logits.
+    """In a request of one denoise step a token does not depend on the logits of another.
 
-    In a request of one denoise step a token does not depend on the logits of another. If its output
-    is shorter than its first canvas, what is behind the output is never used: then the output alone
-    needs logits. A grammar, bad words, frames and traces look at the whole canvas.
+    If its output is shorter than its first canvas, what is behind the output is never used: then
+    the output alone needs logits. A grammar, bad words, frames and traces look at the whole canvas.
     """
     extra = params.extra_args or {}
     is_whole = params.structured_outputs or params.bad_words or STREAM in extra or TRACE in extra
@@ -210,7 +189,6 @@ def _num_rows(params: "SamplingParams", settings: DenoiseSettings, width: int) -
 
 
 def requested_canvas_width(params: "SamplingParams | None", canvas_length: int) -> int:
-    """The canvas width that an admitted request asks for, else ``canvas_length``."""
     extra = params.extra_args if params is not None else None
     return (extra or {}).get(CANVAS_LENGTH) or canvas_length
 
@@ -281,7 +259,6 @@ def refuse(parameter: str, message: str) -> NoReturn:
 def refuse_value(
     parameter: str, value: object, allowed: object, what_to_do: str = "Send one of these."
 ) -> NoReturn:
-    """Refuse a value with HTTP 400: what was given, what is allowed, what to do."""
     refuse(parameter, f"{parameter} = {shown(value)}; allowed: {allowed}. {what_to_do}")
 
 
@@ -294,17 +271,12 @@ def check_integers(name: str, values: Any, at_least: int, at_most: int) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as it appears in a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _given(extra: Mapping[str, Any], settings: DenoiseSettings) -> Mapping[str, Any]:
-    """The value of every extra argument: what the request has sent, else its default.
-
-    Raises:
-        VLLMValidationError: an argument is unknown, or its value is not allowed.
-    """
+    """Raises VLLMValidationError: an argument is unknown, or its value is not allowed."""
     mode = extra.get(MODE)
     model = _model(settings, mode if mode in (*settings.modes,) else None)
     for key in extra:

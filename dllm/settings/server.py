@@ -87,11 +87,7 @@ class PluginOptions:
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> "PluginOptions":
-        """The options in ``vllm_config.additional_config``; what is not given has its default.
-
-        Raises:
-            ValueError: an unknown key (with the nearest known one) or a value out of range.
-        """
+        """Raises ValueError: an unknown key (names the nearest one) or a value out of range."""
         is_given = isinstance(additional_config, Mapping)
         given = additional_config.get("dllm") if is_given else None  # type: ignore[attr-defined]
         return cls() if given is None else read_options(cls, given, WHERE)
@@ -124,9 +120,5 @@ def once_for_each(make: Callable[[Any], Made]) -> Callable[[Any], Made]:
 
 @once_for_each
 def options_of(vllm_config: Any) -> PluginOptions:
-    """A server's options, parsed when they are first asked for.
-
-    Raises:
-        ValueError: as ``PluginOptions.from_additional_config`` does.
-    """
+    """Parsed when first asked for. Raises as ``PluginOptions.from_additional_config``."""
     return PluginOptions.from_additional_config(vllm_config.additional_config)

@@ -12,22 +12,15 @@ NO_MARK = -2  # no token, and none of the placeholders for one
 
 
 class Marks(NamedTuple):
-    """The tokens that begin and end a thought.
-
-    Attributes:
-        call: begins a tool call, and ends a thought, too. NO_MARK: a thought may have it.
-    """
+    """The tokens that begin and end a thought."""
 
     start: int
     end: int
-    call: int = NO_MARK
+    call: int = NO_MARK  # begins a tool call, and ends a thought; NO_MARK: none does
 
 
 def marks_of(vllm_config: Any) -> Marks | None:
-    """The marks of a server's model; None without a reasoning parser, or if they are no tokens.
-
-    A tokenizer may have tokens that the model has no row for.
-    """
+    """None without a reasoning parser, or if they are no tokens that the model has a row for."""
     config = vllm_config.reasoning_config
     if config is None or not config.enabled:
         return None
