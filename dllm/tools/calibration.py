@@ -24,23 +24,15 @@ TINY = 1e-12  # below it a probability has no logarithm of use
 
 @dataclass(frozen=True)
 class Decided:
-    """A question that was answered.
+    """A question that was answered."""
 
-    Attributes:
-        type: ``predicate``, ``choice`` or ``score``.
-        probs: the probabilities of its options (of a predicate: yes, no).
-        right: index of the right one; None if only ``odds`` are known.
-        odds: the true probability of yes.
-        again: the probabilities of a second run.
-    """
-
-    type: str
-    probs: Sequence[float]
-    right: int | None
+    type: str  # ``predicate``, ``choice`` or ``score``
+    probs: Sequence[float]  # of its options (of a predicate: yes, no)
+    right: int | None  # index of the right one; None if only ``odds`` are known
     label_mass: float
     hesitation: float
-    odds: float | None = None
-    again: Sequence[float] = ()
+    odds: float | None = None  # the true probability of yes
+    again: Sequence[float] = ()  # the probabilities of a second run
 
     @property
     def said(self) -> int:
@@ -48,7 +40,6 @@ class Decided:
 
 
 def tempered(probs: Sequence[float], temperature: float) -> np.ndarray:
-    """Probabilities whose logarithms are divided by a temperature."""
     logs = np.log(np.maximum(probs, TINY)) / temperature
     weights = np.exp(logs - logs.max())
     return np.asarray(weights / weights.sum())
@@ -96,17 +87,14 @@ def auroc(decided: Sequence[Decided]) -> float | None:
 
 
 def fit(decided: Sequence[Decided]) -> float:
-    """The temperature with the smallest log loss."""
     return float(TEMPERATURES[int(np.argmin(log_losses(decided, TEMPERATURES)))])
 
 
 def cross_validated(decided: Sequence[Decided]) -> dict[str, float] | None:
-    """The temperature of a type, and what one that was fitted on other questions does.
+    """``temperature`` (fitted on all), and ``log_loss`` and ``ece`` before and after.
 
-    Returns:
-        ``temperature`` (fitted on all), ``log_loss`` and ``ece`` before and after: the mean over
-        five parts, each scored with the temperature of the other four. None for fewer than five
-        questions.
+    These are means over five parts, each scored with the temperature of the other four. None for
+    fewer than five questions.
     """
     if len(decided) < NUM_FOLDS:
         return None

@@ -21,17 +21,12 @@ KEY = "OPENAI_API_KEY"
 
 @dataclass(frozen=True)
 class Connection:
-    """A server that has answered, and the name of the model to request from it.
+    """A server that has answered, and the name of the model to request from it."""
 
-    Attributes:
-        url: without /v1.
-        loaded_from: folder or repository of the model, where the server says it (vLLM does).
-    """
-
-    url: str
+    url: str  # without /v1
     model: str
     client: "openai.OpenAI"
-    loaded_from: str | None = None
+    loaded_from: str | None = None  # folder or repository, where the server says it (vLLM does)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,16 +49,10 @@ def without_key(argv: Sequence[str], key: str | None) -> list[str]:
 
 
 def connect(base_url: str, model: str | None, api_key: str | None = None) -> Connection:
-    """Connect to a server that serves the model.
+    """None: the server's only model, and OPENAI_API_KEY, which a server without a key ignores.
 
-    Args:
-        base_url: with or without /v1.
-        model: None takes the server's only model.
-        api_key: None takes OPENAI_API_KEY; a server without a key ignores it.
-
-    Raises:
-        CommandError: no server answers, it refuses the key, it does not serve this model, or it
-            serves several and none was named.
+    Raises CommandError: no server answers, it refuses the key, it does not serve this model, or it
+    serves several and none was named.
     """
     import openai  # takes a second, which --help of a command need not take
 

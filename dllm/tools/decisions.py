@@ -30,7 +30,6 @@ TYPES = ("predicate", "choice", "score")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``dllm eval``: ask, print how far the answers can be trusted, write JSON if asked to."""
     given = parse(argv)
     lines = read_lines(given.decisions)
     connection = client.connect(given.base_url, given.model, given.api_key)
@@ -45,7 +44,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; exits with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(
         prog="dllm eval",
         description="Ask a server typed questions, and measure how far its answers can be trusted.",
@@ -99,11 +97,7 @@ def ask(
     concurrency: int,
     samples: int | None = None,
 ) -> list[Decided]:
-    """Ask every question twice, ``concurrency`` at a time.
-
-    Raises:
-        CommandError: the server failed or refused a request.
-    """
+    """Every question twice. Raises CommandError: the server failed or refused a request."""
     extra = {} if samples is None else {"samples": samples}
 
     def once(line: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:

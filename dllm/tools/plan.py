@@ -55,13 +55,9 @@ class Row(NamedTuple):
 def gains(
     survival: Sequence[float], step_ms: float, per_draft_ms: float, drafting_ms: Sequence[float]
 ) -> list[Row]:
-    """Of 0, 1, 2, ... drafts.
+    """Of 0, 1, 2, ... drafts. ``survival``: ``[N]``, from 1 down to 0.
 
-    Args:
-        survival: ``[N]``, from 1 down to 0.
-        step_ms: of the target, without drafts.
-        per_draft_ms: what each verified draft adds to it.
-        drafting_ms: ``[N]``: of 1, 2, ... drafts, the way to a worker and back included.
+    ``drafting_ms``: ``[N]``, of 1, 2, ... drafts, the way to a worker and back included.
     """
     rows = [Row(1.0, step_ms, 1.0)]
     for width, drafting in enumerate(drafting_ms, 1):
@@ -146,8 +142,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _up_to(most: float) -> Callable[[str], float]:
-    """What reads an argument that has to be a number from 0 to ``most``."""
-
     def number(text: str) -> float:
         if not 0 <= float(text) <= most:
             raise argparse.ArgumentTypeError(f"{text}; allowed: a number from 0 to {most:.10g}")
@@ -157,11 +151,7 @@ def _up_to(most: float) -> Callable[[str], float]:
 
 
 def kv_bytes_of(model: Path) -> int:
-    """Bytes of KV of a token in 16 bits, by a model's config.json.
-
-    Raises:
-        CommandError: it cannot be read, or its layers do not say how they attend.
-    """
+    """Of a token in 16 bits. Raises CommandError if config.json does not say how layers attend."""
     try:
         config = json.loads((model / "config.json").read_text())
         config = config.get("text_config") or config
@@ -177,7 +167,6 @@ def kv_bytes_of(model: Path) -> int:
 
 
 def _fetch(url: str) -> str:
-    """The text of a server's metrics."""
     if not url.startswith(("http://", "https://")):
         raise CommandError(f"--metrics {url}; allowed: http://HOST:PORT/metrics.")
     try:
@@ -190,13 +179,9 @@ def _fetch(url: str) -> str:
 def measured(metrics: str) -> tuple[list[float], float, float, float]:
     """What a server counted since it started, all its engines together.
 
-    Returns:
-        survival ``[N]``; the mean number of verified drafts; milliseconds between the outputs of a
-        request; milliseconds of a pass of the drafter, or of waiting for draft workers. NaN: it
-        does not say.
-
-    Raises:
-        CommandError: the server has verified no drafts.
+    Survival ``[N]``; the mean number of verified drafts; milliseconds between the outputs of a
+    request; milliseconds of a pass of the drafter, or of waiting for draft workers. NaN: it does
+    not say. Raises CommandError if no drafts were verified.
     """
     total: defaultdict[tuple[str, int], float] = defaultdict(float)
     for family in text_string_to_metric_families(metrics):

@@ -18,11 +18,7 @@ CANVASES = {"vllm_xargs": {"diffusion_stream": "canvas"}, "return_token_ids": Tr
 def served_frames(
     connection: Connection, texts: Texts, question: str, max_blocks: int, seed: int
 ) -> Iterator[Frame]:
-    """Every denoise step that the server shows of an answer, up to ``max_blocks`` blocks.
-
-    Raises:
-        CommandError: the server does not stream canvases, or fails.
-    """
+    """Up to ``max_blocks`` blocks. Raises CommandError: the server shows no canvases, or fails."""
     offsets: list[int] = []
     emitted: list[int] = []
     with explained(connection.url):
@@ -98,10 +94,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(drawn: Iterator[Frame], texts: Texts, question: str, delay: float) -> list[Frame]:
-    """Draw each frame as it comes, and return them all.
-
-    A terminal shows one frame in the place of the other, ``delay`` seconds each. Anything else, for
-    example a file, gets them one below the other.
+    """On a terminal one in the place of the other, ``delay`` seconds each, else one below the
+    other.
     """
     console = Console()
     console.print(f"> {question}", style="bold", markup=False, highlight=False)

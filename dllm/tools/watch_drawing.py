@@ -47,30 +47,19 @@ HIDDEN = ("Cc", "Cs", "Cn", "Zl", "Zp")
 
 @dataclass(frozen=True)
 class Frame:
-    """One denoise step of one block. Tuples have one entry for each canvas position.
+    """One denoise step of one block. Tuples have one entry for each canvas position."""
 
-    Attributes:
-        block: counted from 0.
-        step: counted from 1 in each block.
-        emitted: the tokens of all blocks before (of any length).
-        argmax: the most likely tokens.
-        entropy: of the model's distributions, nats.
-        next_canvas: what the next step sees: the sampled token where accepted, else a random one.
-        is_final: the block has converged; its argmax is emitted.
-    """
-
-    block: int
-    step: int
-    emitted: tuple[int, ...]
+    block: int  # counted from 0
+    step: int  # counted from 1 in each block
+    emitted: tuple[int, ...]  # the tokens of all blocks before (of any length)
     argmax: tuple[int, ...]
-    entropy: tuple[float, ...]
+    entropy: tuple[float, ...]  # of the model's distributions, nats
     accepted: tuple[bool, ...]
-    next_canvas: tuple[int, ...]
-    is_final: bool
+    next_canvas: tuple[int, ...]  # the sampled token where accepted, else a random one
+    is_final: bool  # the block has converged; its argmax is emitted
 
     @property
     def title(self) -> str:
-        """One line that says which step it is, and what it did."""
         mean = sum(self.entropy) / len(self.entropy)
         return (
             f"block {self.block + 1}, step {self.step}: "
@@ -81,15 +70,10 @@ class Frame:
 
 @dataclass
 class Texts:
-    """The texts of the tokens that a stream has shown; a stream needs no tokenizer here.
-
-    Attributes:
-        by_id: the text of each token.
-        ends: tokens that ended an answer.
-    """
+    """The texts of the tokens that a stream has shown; a stream needs no tokenizer here."""
 
     by_id: dict[int, str] = field(default_factory=dict)
-    ends: set[int] = field(default_factory=set)
+    ends: set[int] = field(default_factory=set)  # tokens that ended an answer
 
     def learn(self, canvas: dict[str, Any]) -> None:
         self.by_id |= zip(canvas["ids"], canvas["tokens"], strict=True)
@@ -190,11 +174,7 @@ text{font:20px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",mon
 
 
 def animation(frames: Sequence[Frame], texts: Texts, question: str) -> str:
-    """The text of the SVG file. The animation starts again after the last frame.
-
-    Raises:
-        ValueError: there is no frame.
-    """
+    """It starts again after the last frame. Raises ValueError without any."""
     if not frames:
         raise ValueError("an animation needs at least one frame.")
     head = Text(f"> {visible(question)}\n", style="bold")
