@@ -57,9 +57,8 @@ def row_stats(
         temperature: [N] fp32, > 0.
         keys: [N, 2] int64 from `noise.row_keys`; `noise.NO_KEY` where the sample is the argmax.
         probs_dtype: of the probabilities; None leaves them out.
-        are_read: [N] bool, rows whose logits somebody reads; None: all. On a GPU nothing is
-            computed of the others, which count as rows without a distribution. On a CPU it is not
-            looked at.
+        are_read: [N] bool, rows whose logits somebody reads; None: all. On a GPU the others count
+            as rows without a distribution. On a CPU it is not looked at.
     """
     if _runs_definition(logits.device, logits.shape[-1]):
         cutoff = None
@@ -91,10 +90,8 @@ def _runs_definition(device: torch.device, vocab_size: int) -> bool:
 def uses_sparse_product(
     option: Literal["auto", "sparse", "exact"], vocab_size: int, is_batch_invariant: bool
 ) -> bool:
-    """Whether soft embeddings leave out unlikely tokens: for a large vocabulary.
-
-    ``auto`` does not where a row may not depend on others (VLLM_BATCH_INVARIANT): in which order a
-    GPU adds tiles depends on the rows beside it.
+    """``auto`` does not leave tokens out where a row may not depend on others
+    (VLLM_BATCH_INVARIANT): in which order a GPU adds tiles depends on the rows beside it.
     """
     if option == "auto" and is_batch_invariant:
         return False
@@ -109,11 +106,7 @@ def sparse_soft_embeddings(
     budget: float,
     cap: float | None = None,
 ) -> Tensor:
-    """The soft embedding of each row, without tokens of at most `budget` probability in total.
-
-    On a CPU those of `soft_embedding.sparse_product`, on a GPU of `tile_product`. Arguments and
-    result are theirs; cap as of `row_stats`.
-    """
+    """On a CPU `soft_embedding.sparse_product`, on a GPU `tile_product`; cap as of `row_stats`."""
     if not logits.is_cuda:
         return sparse_product(softcap(logits, cap), temperature, stats, shard, budget)
     if SOFT_EMBEDDINGS in WRONG_KERNELS:
@@ -167,8 +160,8 @@ def _cutoffs(
 ) -> Tensor:
     """`filters.cutoffs` beside the definition, as a custom operator: [N] fp32.
 
-    is_any: [] bool, whether a row is filtered. A compiled caller computes it beside other numbers,
-    and where none is, which is the rule, no operator is launched for each filter.
+    is_any: [] bool. A compiled caller computes it beside other numbers, and where no row is
+    filtered, which is the rule, no operator is launched for each filter.
     """
     if not bool(is_any):
         return torch.full_like(temperature, -torch.inf)

@@ -38,7 +38,7 @@ class RowFilters(NamedTuple):
     min_p: Tensor  # [N] fp32, in [0, 1]; 0.0 = off
 
     def are_on(self, vocab_size: int) -> Tensor:
-        """Which rows are filtered: [N] bool."""
+        """[N] bool."""
         return (self.top_k < vocab_size) | (self.top_p < 1) | (self.min_p > 0)
 
     def rows(self, index: Tensor | slice) -> "RowFilters":
@@ -48,12 +48,11 @@ class RowFilters(NamedTuple):
 def cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int) -> Tensor:
     """The smallest kept logit of each row: [N] fp32, -inf for a row without filters.
 
-    A row without a finite logit, or with a NaN, is treated as one without filters. The host
-    reads from the data which rows and tokens to search; the kernel of `row_stats_gpu` does not.
+    A row without a finite logit, or with a NaN, is treated as one without filters. The host reads
+    from the data which rows and tokens to search; the kernel of `row_stats_gpu` does not.
 
     Args:
         x: [N, V or more] fp32, finite or -inf; -inf after the vocabulary.
-        temperature: [N], > 0.
     """
     cutoff = torch.full_like(temperature, -torch.inf)
     on = filters.are_on(vocab_size).nonzero()[:, 0]  # indices of the rows with a filter
@@ -65,7 +64,7 @@ def cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int
 
 
 def _cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int) -> Tensor:
-    """The cutoffs of rows all of which have a distribution and a filter: [F] fp32."""
+    """Of rows all of which have a distribution and a filter: [F] fp32."""
     peak = x.amax(dim=-1)
     has_top_k, has_top_p = filters.top_k < vocab_size, filters.top_p < 1
     histogram = _Histogram.of_rows(x, peak, temperature)
@@ -108,8 +107,7 @@ class _Histogram(NamedTuple):
         If no t does (through rounding, or because the target is too large), the smallest logit of
         the last bin that was searched, or -inf if that bin is empty.
 
-        Args:
-            target: [F] fp32, a number of tokens if `is_count`, else a mass.
+        target: [F] fp32, a number of tokens if `is_count`, else a mass.
         """
         total = self.counts if is_count else self.masses
         # [F, 1]: the first bin in which the running total reaches the target, and the total before.
@@ -133,11 +131,7 @@ class _Histogram(NamedTuple):
 
 
 def _packed(row: Tensor, values: Tensor, num_rows: int, padding: float) -> Tensor:
-    """`values` [K], sorted by row, as a matrix [rows, most values of a row] with padding.
-
-    Args:
-        row: [K] int64, ascending: the row of each value.
-    """
+    """`values` [K] as a matrix [rows, most values of a row]; `row` [K] is ascending."""
     lengths = torch.bincount(row, minlength=num_rows)
     starts = lengths.cumsum(0) - lengths
     packed = values.new_full((num_rows, int(lengths.max().clamp(min=1))), padding)
@@ -146,10 +140,9 @@ def _packed(row: Tensor, values: Tensor, num_rows: int, padding: float) -> Tenso
 
 
 def _largest(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """The largest float in [low, high] for which `holds` is true, or `low` if there is none: [F].
+    """The largest float in [low, high] for which `holds`, or `low` if there is none: [F].
 
-    Args:
-        holds: takes [F] floats, returns [F] bool; true up to some float and false above it.
+    holds: takes [F] floats, returns [F] bool; true up to some float and false above it.
     """
     low, high = _ordinal(low), _ordinal(high)
     while bool((low < high).any()):
@@ -160,7 +153,7 @@ def _largest(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Te
 
 
 def _ordinal(x: Tensor) -> Tensor:
-    """Maps fp32 to integers in the same order: int64 in [-2^31, 2^31)."""
+    """fp32 to integers in the same order: int64 in [-2^31, 2^31)."""
     # The bits of floats >= 0 are in order as they are. Those of negative floats are in reverse
     # order, so all bits but the sign are flipped.
     bits = x.view(torch.int32)

@@ -50,10 +50,7 @@ class StepNoise(NamedTuple):
 
 
 def initial_canvas(seeds: Tensor, canvas_start: Tensor, width: int, vocab_size: int) -> Tensor:
-    """The uniform token ids that a block starts from: [R, width] int64 in [0, vocab_size).
-
-    seeds, canvas_start: [R] int64.
-    """
+    """Uniform token ids, [R, width] int64; seeds, canvas_start: [R] int64."""
     step = torch.zeros_like(canvas_start)
     return random_tokens(seeds, canvas_start, step, width, vocab_size, STREAM_INITIAL_CANVAS)
 
@@ -65,15 +62,14 @@ def step_noise(
     width: int,
     vocab_size: int,
 ) -> StepNoise:
-    """All random numbers of one denoise step, from one batched Philox call.
+    """From one batched Philox call.
 
     Equal to `row_keys(..., STREAM_GUMBEL)` and `random_tokens(..., STREAM_RENOISE)`, with half of
     the operations.
 
     Args:
-        seeds: [R] int64, one for each request.
         canvas_start: [R] int64, position of the canvas' first token in the sequence.
-        denoise_step: [R] int64, steps that the canvas has already taken (0 at its first).
+        denoise_step: [R] int64, steps that the canvas has already taken.
     """
     streams = STREAM_GUMBEL + torch.arange(2, device=seeds.device).view(2, 1, 1)
     words = _position_words(seeds, canvas_start, denoise_step, width, streams)  # [4, 2, R, width]
@@ -108,8 +104,7 @@ def random_tokens(
 ) -> Tensor:
     """Uniform token ids: [R, width] int64 in [0, vocab_size); arguments as in `row_keys`.
 
-    floor(word * vocab_size / 2^32) of a 32-bit word: no token's probability is wrong by more than
-    2^-32.
+    floor(word * vocab_size / 2^32) of a 32-bit word: no probability is wrong by more than 2^-32.
     """
     words = _position_words(seeds, canvas_start, denoise_step, width, stream)
     return _scale_to_vocab(words[0], vocab_size)
@@ -123,16 +118,13 @@ def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
     the noise reaches 22.9 (= -log 2^-33) in fine steps. The usual form -log(-log(u)) with a 24-bit
     uniform u ends at 16.6, in steps of up to 0.7. The smallest value is -2.8 (v = 1 - 2^-24);
     tokens with less noise than that would hardly ever be sampled.
-
-    Args:
-        keys: [..., 2] int64 from `row_keys`.
     """
     tokens = torch.arange(vocab_size, device=keys.device)
     return gumbel_from_bits(token_bits(keys, tokens))
 
 
 def gumbel_from_bits(bits: Tensor) -> Tensor:
-    """The Gumbel values of uniform 32-bit words: int64 in [0, 2^32) to fp32 of the same shape."""
+    """Of uniform 32-bit words: int64 in [0, 2^32) to fp32."""
     v = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))
 
@@ -140,11 +132,11 @@ def gumbel_from_bits(bits: Tensor) -> Tensor:
 def token_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
     """A random word for each token under a row key: [..., V] int64 in [0, 2^32).
 
-    For one key this is a permutation of the 32-bit words: triple32, with the key's two words
-    xor-ed in before and after the first multiplication. A mixer with two multiplications
-    (lowbias32) is not enough: tokens whose ids differ by powers of two are sampled up to 2% too
-    often or too rarely. With three, 4 million draws for each pattern show no bias
-    (`tests/ops/test_noise.py` has a shorter form of that measurement).
+    For one key this is a permutation of the 32-bit words: triple32, with the key's two words xor-ed
+    in before and after the first multiplication. A mixer with two multiplications (lowbias32) is
+    not enough: tokens whose ids differ by powers of two are sampled up to 2% too often or too
+    rarely. With three, 4 million draws for each pattern show no bias (`tests/ops/test_noise.py` has
+    a shorter form of that measurement).
 
     Args:
         keys: [..., 2] int64 in [0, 2^32).
@@ -171,14 +163,10 @@ def _token_words(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
-    """Philox4x32-10, bit-exact to Random123: [4, ...] int64 in [0, 2^32).
+    """Philox4x32-10, bit-exact to Random123: [4, ...] int64 in [0, 2^32), as the counter.
 
     The two halves of a round do the same arithmetic with different constants, so they run as one
-    tensor: `even` holds words 0 and 2, `odd` words 1 and 3.
-
-    Args:
-        counter: [4, ...] int64 in [0, 2^32).
-        key: [2, ...] int64 in [0, 2^32); broadcast against the counter.
+    tensor: `even` holds words 0 and 2, `odd` words 1 and 3. The key [2, ...] is broadcast.
     """
     multiplier = _pair(_PHILOX_MULTIPLIERS, counter)
     weyl = _pair(_PHILOX_WEYL, counter)
@@ -195,9 +183,7 @@ def _position_words(
 ) -> Tensor:
     """The Philox block (four words) of every canvas position: [4, ..., R, width].
 
-    Args:
-        canvas_start, denoise_step: [..., R].
-        stream: a number, or a tensor that broadcasts against [..., R, width].
+    stream: a number, or a tensor that broadcasts against [..., R, width].
     """
     position = torch.arange(width, device=seeds.device)
     stream = torch.zeros_like(position) + stream
@@ -215,7 +201,7 @@ def _scale_to_vocab(words: Tensor, vocab_size: int) -> Tensor:
 
 
 def _multiply_high_low(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of the 64-bit product of two 32-bit words, without signed overflow."""
+    """Of the 64-bit product of two 32-bit words, without signed overflow."""
     low_part = a * (b & 0xFFFF)  # < 2^48
     high_part = a * (b >> 16) + (low_part >> 16)  # < 2^49
     return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
@@ -224,7 +210,7 @@ def _multiply_high_low(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def _pair(values: tuple[int, int], like: Tensor) -> Tensor:
     """Two constants on a leading axis of size 2, with as many axes as `like`.
 
-    Computed on the device: copying them from the host is not allowed during CUDA graph capture.
+    Computed on the device: copying from the host is not allowed during CUDA graph capture.
     """
     index = torch.arange(2, device=like.device).view(2, *([1] * (like.ndim - 1)))
     # Not a sum of products: Inductor computes those of an arange in int32, which these exceed.

@@ -49,7 +49,7 @@ NARROW, WIDE = 32, 1024
 
 
 def tile_width(vocab_size: int) -> int:
-    """Tokens of a tile; the last tile may have fewer."""
+    """The last tile may have fewer."""
     return NARROW if vocab_size <= SMALL_VOCABULARY else WIDE
 
 
@@ -134,8 +134,6 @@ def drawn_tokens(
     Args:
         x: [N, tiles, width] fp32, logits.
         mass: [N, tiles], the sum of exp((x - peak) / temperature) over each tile.
-        peak, temperature: [N].
-        keys: [N, 2] int64.
     """
     num_tiles, width = x.shape[1:]
     ids = FIRST_TILE + torch.arange(num_tiles, device=x.device)

@@ -72,7 +72,6 @@ def row_slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
 
 
 def fused(function: Callable[Arguments, Result], is_compiled: bool) -> Callable[Arguments, Result]:
-    """``function``, compiled for any shape if the caller is compiled."""
     return _compiled(function) if is_compiled else function
 
 
@@ -87,7 +86,7 @@ def _tile_of(x: Tensor, temperature: Tensor, keys: Tensor) -> RowTile:
 
 
 def _filter(tile: RowTile, filters: RowFilters | None, vocab_size: int) -> tuple[RowTile, Tensor]:
-    """The rows with -inf at tokens that the filters exclude, and the cutoff of each: [R]."""
+    """Rows with -inf at tokens that the filters exclude, and the cutoff of each: [R]."""
     if filters is None:
         return tile, torch.full_like(tile.peak, -torch.inf)
     cutoff = cutoffs(tile.x.flatten(1), tile.temperature, filters, vocab_size)
@@ -128,7 +127,7 @@ def _sums(x: Tensor, peak: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _argmax(tile: RowTile) -> Tensor:
-    """The lowest id with the largest logit: [R] int64; 0 if the row has no finite logit."""
+    """[R] int64, the lowest id; 0 if the row has no finite logit."""
     first = (tile.tile_max == tile.peak[:, None]).int().argmax(dim=-1)
     inside = tile.x[torch.arange(len(first)), first] == tile.peak[:, None]
     return first * tile.x.shape[-1] + inside.int().argmax(dim=-1)

@@ -58,8 +58,7 @@ def row_stats_kernels(
 ) -> list[Tensor]:
     """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None.
 
-    Of rows that nobody reads (`dispatch.row_stats`) no logit is loaded: their tiles are left out,
-    and so are their ids.
+    Of rows that nobody reads no logit is loaded: their tiles are left out, and so are their ids.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and keys.is_contiguous(), (logits.stride(), keys.stride())
@@ -204,10 +203,7 @@ def _tile_kernel(
     num_tiles, TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
     IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one tile of one row (top of the file).
-
-    IS_FILTERED: tokens below the row's cutoff are left out; rows without a cutoff are skipped.
-    """
+    """IS_FILTERED leaves out tokens below the row's cutoff, and rows without a cutoff."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(are_read + row) == 0:
         return
@@ -250,10 +246,8 @@ def _row_kernel(
     TILES: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
     IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one row from those of its tiles, and its draw.
-
-    tile_mass: the probabilities of the tiles. Not written over tile_z: where all warps have the
-    same few tiles, one of them may read later than another writes.
+    """tile_mass is not written over tile_z: where all warps have the same few tiles, one of them
+    may read later than another writes.
     """
     row = tl.program_id(0).to(tl.int64)
     tile, inside = tl.arange(0, TILES), tl.arange(0, TILE)
@@ -308,7 +302,7 @@ def _cutoff_kernel(
     vocab_size, num_tiles, TILES: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The smallest kept logit of one row, by bisection over all floats (see `filters`).
+    """By bisection over all floats (see `filters`).
 
     A bisection passes over the row up to 32 times, but reads only tiles with a token that large.
     """
@@ -356,7 +350,7 @@ def _count_and_mass(
     x, maxima, threshold, m, t, vocab_size, num_tiles,
     TILE: tl.constexpr, CAP: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Count of the tokens of a row that are >= threshold, and the sum of their exp((x - m) / t)."""
+    """Count of the tokens of a row that are >= threshold, and the sum of exp((x - m) / t)."""
     # [TILE], summed once at the end: a sum over the program's threads waits for all of them.
     counts = tl.zeros((TILE,), tl.int32)
     masses = tl.zeros((TILE,), tl.float32)
@@ -372,7 +366,7 @@ def _count_and_mass(
 
 @triton.jit
 def _ordinal(x):
-    """Maps floats to integers in the same order (see `filters._ordinal`)."""
+    """See `filters._ordinal`."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -388,7 +382,7 @@ def _probs_kernel(
     logits, row_stride, temperature, peak, log_z, cutoff, probs, vocab_size,
     BLOCK: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities of one block of one row; 0 throughout for a row without a distribution."""
+    """0 throughout for a row without a distribution."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = ids < vocab_size

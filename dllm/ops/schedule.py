@@ -25,13 +25,12 @@ LINEAR, COSINE, SQRT = range(len(SCHEDULES))
 
 
 def num_revealed(step: Tensor, num_steps: Tensor, size: int, schedule: Tensor) -> Tensor:
-    """How many masks a step reveals: an int tensor of the arguments' shape.
+    """An int tensor of the arguments' shape.
 
     Args:
-        step: int, from 0.
-        num_steps: int, of the whole block; at least 1.
-        size: of a block.
-        schedule: int, the place in ``SCHEDULES``.
+        step: from 0.
+        num_steps: of the whole block; at least 1.
+        schedule: the place in ``SCHEDULES``.
     """
     # As `get_num_transfer_tokens` of SDAR and LLaDA2.
     even = size // num_steps + (step < size % num_steps).to(step.dtype)

@@ -65,22 +65,16 @@ def exact_product(probs: Tensor, shard: Shard) -> Tensor:
 
 
 def skipped_mass(dtype: torch.dtype) -> float:
-    """The budget: the probability that a row may leave out, for embeddings of this type."""
+    """The budget, for embeddings of this type."""
     return torch.finfo(dtype).eps / 2
 
 
 def sparse_product(
     logits: Tensor, temperature: Tensor, stats: RowStats, shard: Shard, budget: float
 ) -> Tensor:
-    """The soft embedding of each row, without tokens of at most `budget` probability in total.
+    """Without tokens of at most `budget` probability in total; `stats` are of these logits.
 
-    Args:
-        logits: [N, V] on a CPU, the ones that `stats` were computed from.
-        temperature: [N], likewise.
-        budget: in [0, 1).
-
-    Returns:
-        [N, hidden] in the shard's dtype: the sum over the shard's tokens.
+    Returns [N, hidden] in the shard's dtype: the sum over the shard's tokens.
     """
     kept = tokens_that_count(logits, temperature, stats, budget)
     num_tokens = torch.bincount(kept.row, minlength=len(logits))
@@ -96,7 +90,7 @@ def sparse_product(
 def tokens_that_count(
     logits: Tensor, temperature: Tensor, stats: RowStats, budget: float
 ) -> Tokens:
-    """The kept tokens of all rows; the others have at most `budget` probability in each row."""
+    """The others have at most `budget` probability in each row."""
     is_kept = heaviest_tiles(stats.tile_mass, budget / 4)
     pending = torch.arange(len(logits))  # rows whose tokens are not chosen yet
     parts = []
@@ -126,12 +120,7 @@ def _likely_tokens(
     rows: Tensor,
     probability: float,
 ) -> Tokens:
-    """The tokens of some rows with at least `probability`, in tiles that are kept.
-
-    Args:
-        is_kept: [N, tiles] bool.
-        rows: [R] int64, which rows.
-    """
+    """The tokens of `rows` [R] with at least `probability`, in tiles that are kept."""
     # Compare logits, not probabilities: then exp is taken of the chosen tokens only.
     log_p = torch.log(torch.tensor(probability))
     least = torch.maximum(stats.peak + temperature * (stats.log_z + log_p), stats.cutoff)
@@ -161,7 +150,7 @@ def heaviest_tiles(tile_mass: Tensor, budget: float) -> Tensor:
 
 
 def _bag(kept: Tokens, num_rows: int, shard: Shard) -> Tensor:
-    """For each row the weighted sum of its kept tokens' embeddings: [num_rows, hidden].
+    """The weighted sum of each row's kept tokens' embeddings: [num_rows, hidden].
 
     Tokens of other shards are left out.
     """
@@ -180,10 +169,7 @@ def _bag(kept: Tokens, num_rows: int, shard: Shard) -> Tensor:
 def all_probs(
     logits: Tensor, temperature: Tensor, stats: RowStats, rows: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The probabilities of the rows `rows` [R] over the whole vocabulary: [R, V].
-
-    0 throughout for a row without a distribution.
-    """
+    """Of the rows `rows` [R]: [R, V]; 0 throughout for a row without a distribution."""
     probs = logits.new_empty(len(rows), logits.shape[-1], dtype=dtype)
     for part in row_slices(*probs.shape):
         row = rows[part]

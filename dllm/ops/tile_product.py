@@ -33,17 +33,9 @@ TILE = 64
 def tile_product(
     logits: Tensor, temperature: Tensor, stats: RowStats, shard: Shard, budget: float
 ) -> Tensor:
-    """The definition: the soft embedding of each row, without at most `budget` of its probability.
+    """The definition: without tiles of at most `budget` of a row's probability in total.
 
-    Needs memory for several tensors of [N, V].
-
-    Args:
-        logits: [N, V], the ones that `stats` were computed from.
-        temperature: [N], likewise.
-        budget: in [0, 1).
-
-    Returns:
-        [N, hidden] in the shard's dtype: the sum over the shard's tokens.
+    Needs memory for several tensors of [N, V]. Arguments and result as of `sparse_product`.
     """
     rows = torch.arange(len(logits), device=logits.device)
     probs = all_probs(logits, temperature, stats, rows, torch.float32)
@@ -65,14 +57,11 @@ def least_mass(vocab_size: int, budget: float) -> float:
 
 
 def tiles_of_groups(is_used: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tiles each group of rows multiplies.
-
-    Args:
-        is_used: [groups, tiles] int8: 1 if a row of the group keeps the tile, else 0.
+    """Which tiles each group of rows multiplies; is_used: [groups, tiles] int8, 0 or 1.
 
     Returns:
         The ids of the tiles, those in use first, ascending: [groups, tiles] int32; and how many are
-        in use: [groups] int32. Does not wait for the device.
+            in use: [groups] int32. Does not wait for the device.
     """
     tiles = is_used.argsort(dim=1, descending=True, stable=True)
     return tiles.int(), is_used.sum(dim=1, dtype=torch.int32)

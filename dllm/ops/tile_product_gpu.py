@@ -38,17 +38,13 @@ MOST_PARTS = 8
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """How the kernels cut the product; powers of two. No result depends on it but by rounding.
+    """How the kernels cut the product; powers of two. No result depends on it but by rounding."""
 
-    rows, columns: of the result, of a program. stages: tiles of the vocabulary that are on their
-    way at a time. block: tokens whose probabilities a program computes.
-    """
-
-    rows: int = 128
-    columns: int = 256
-    stages: int = 4
+    rows: int = 128  # of the result, of a program
+    columns: int = 256  # likewise
+    stages: int = 4  # tiles of the vocabulary that are on their way at a time
     num_warps: int = 8
-    block: int = 2048
+    block: int = 2048  # tokens whose probabilities a program computes
 
 
 # By bytes of an embedding's number. Others than Hopper's have a table whose tiles fit the 99 KiB of
@@ -58,18 +54,15 @@ OTHERS: dict[int, ProductTiles] = {2: ProductTiles(columns=128, stages=3), 4: HO
 
 
 def product_tiles(element_size: int, arch: int) -> ProductTiles:
-    """The tiles for embeddings of 2 or 4 bytes; arch: compute capability, for instance 90."""
+    """For embeddings of 2 or 4 bytes; arch: compute capability, for instance 90."""
     return (HOPPER if arch == 90 else OTHERS)[element_size]
 
 
 def num_parts(num_programs: int, num_sms: int) -> int:
-    """Into how many parts each group's list is cut.
+    """Into how many parts each group's list is cut; num_programs: with one part.
 
-    The fewest with which the last wave of programs fills nine tenths of the GPU, or `MOST_PARTS`.
-
-    Args:
-        num_programs: with one part.
-        num_sms: multiprocessors of the GPU, each of which runs one program at a time.
+    The fewest with which the last wave of programs fills nine tenths of the GPU, or `MOST_PARTS`. A
+    multiprocessor runs one program at a time.
     """
     for parts in range(1, MOST_PARTS):
         waves = num_programs * parts / num_sms
