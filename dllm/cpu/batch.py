@@ -33,7 +33,7 @@ NOTHING = torch.empty(0, dtype=torch.int32)  # in the place of what vLLM 0.32 do
 
 @functools.lru_cache(maxsize=64)  # the addresses are the same in every step
 def _table_at(address: int, num_rows: int, num_columns: int) -> np.ndarray:
-    """View the memory at `address` as an int32 table, [num_rows, num_columns].
+    """The memory at `address` as an int32 table, [num_rows, num_columns].
 
     vLLM passes the tables of all KV cache groups as one tensor of addresses, because their widths
     differ. The caller has to keep the memory allocated.
@@ -43,7 +43,7 @@ def _table_at(address: int, num_rows: int, num_columns: int) -> np.ndarray:
 
 
 def _memory(address: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """View the memory at `address` as a tensor ``[length]``. The caller keeps it allocated."""
+    """``[length]``. The caller keeps the memory allocated."""
     buffer = (ctypes.c_byte * (length * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=dtype)
 
@@ -63,10 +63,9 @@ def _apply_write_kernel(
 ) -> None:
     """Copy write i to row `write_indices[i]`, from column `write_starts[i]` on; later writes win.
 
-    write_contents: the contents of all writes end to end; write i ends at `write_cu_lens[i]`.
-    Without MULTI_GROUP, `output` is one table and `output_stride` its width. With it, write i goes
-    to table `write_group_ids[i]`, and `output` and `output_stride` are tensors that hold the
-    address and the width of every table.
+    write_contents: the contents of all writes end to end; write i ends at `write_cu_lens[i]`. With
+    MULTI_GROUP, write i goes to table `write_group_ids[i]`, and `output` and `output_stride` are
+    tensors that hold the address and the width of every table.
     """
     contents = write_contents_ptr.numpy()
     rows, starts = write_indices_ptr.tolist(), write_starts_ptr.tolist()
@@ -107,10 +106,8 @@ def _gather_block_tables_kernel(
 ) -> None:
     """Copy the KV block ids of each row's slot to the row, and zero the rows after the last.
 
-    Source tables are indexed by slot, destination tables by row. num_blocks: [groups,
-    max_num_reqs] int32, by slot; a row's entries after its last block stay as they are.
-
-    MASK_SLIDING_WINDOW: pages that no query of the step sees become 0. They end more than
+    num_blocks: [groups, max_num_reqs] int32, by slot; a row's entries after its last block stay as
+    they are. MASK_SLIDING_WINDOW: pages that no query of the step sees become 0. They end more than
     sliding_window_reach[group] tokens (0: no window) below the row's first query.
     """
     slots = batch_idx_to_req_idx.tolist()
@@ -151,8 +148,8 @@ def _compute_slot_mappings_kernel(
 ) -> None:
     """Write where each token's key and value go in the KV cache, and PAD_ID after the last token.
 
-    slot_mappings: [groups, max_num_tokens] int64, block id * block size + offset in the block.
-    (A "slot mapping" is about places in the KV cache, not about slots of requests.) Rows without
+    slot_mappings: [groups, max_num_tokens] int64, block id * block size + offset in the block. (A
+    "slot mapping" is about places in the KV cache, not about slots of requests.) Rows without
     state, and groups that are not enabled, get PAD_ID.
     """
     assert CP_SIZE == 1, f"context parallelism needs CUDA, but CP_SIZE is {CP_SIZE}"
@@ -188,7 +185,7 @@ def _zero_kv_blocks_kernel(
     seg_page_sizes_ptr: torch.Tensor,
     block_ids_ptr: torch.Tensor,
 ) -> None:
-    """Clear pages of the KV cache. Strides and sizes count words of 4 bytes."""
+    """Strides and sizes count words of 4 bytes."""
     segments = seg_addrs_ptr.tolist(), seg_block_strides_ptr.tolist(), seg_page_sizes_ptr.tolist()
     for address, stride, size in zip(*segments, strict=True):
         for block in block_ids_ptr.tolist():
@@ -211,7 +208,7 @@ def _prepare_prefill_inputs_kernel(
     """Fill the query spans of rows whose prompt is not yet computed with tokens of that prompt.
 
     next_prefill_tokens: [num_lookahead, max_num_reqs], by slot: the prompt tokens that follow this
-    chunk, 0 after the prompt's end. Rows whose prompt is computed are left alone.
+    chunk, 0 after the prompt's end.
     """
     input_ids, all_token_ids = input_ids_ptr.numpy(), all_token_ids_ptr.numpy()
     next_tokens = next_prefill_tokens_ptr.numpy()
@@ -237,10 +234,9 @@ def _prepare_pos_seq_lens_kernel(
     num_computed_tokens_ptr: torch.Tensor,
     max_num_reqs: int,
 ) -> None:
-    """Write the position of every query token and the sequence length of every row.
+    """pos counts on from the tokens that the row has computed already.
 
-    pos: counts on from the tokens that the row has computed already. seq_lens: [max_num_reqs],
-    computed tokens + query tokens of each row, 0 after the last row.
+    seq_lens: [max_num_reqs], computed tokens + query tokens of each row, 0 after the last row.
     """
     slots = idx_mapping_ptr.numpy()
     spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
@@ -294,10 +290,9 @@ def _combine_sampled_and_draft_tokens_kernel(
 ) -> None:
     """End each generating row's query span with its last sampled token and its draft tokens.
 
-    logits_indices: [num_logits], the flat index of every token that needs logits. Row i needs them
-    for its last `cu_num_logits[i + 1] - cu_num_logits[i]` tokens. Input tokens of a row are left
-    alone while its sequence is not longer than its prompt. A prompt's last token is never
-    overwritten.
+    logits_indices: [num_logits], the flat index of every token that needs logits: of row i the last
+    `cu_num_logits[i + 1] - cu_num_logits[i]` tokens. Input tokens of a row are left alone while its
+    sequence is not longer than its prompt. A prompt's last token is never overwritten.
     """
     slots = idx_mapping_ptr.numpy()
     num_rows = len(slots)
@@ -357,8 +352,7 @@ def _post_update_kernel(
     """Append each row's sampled tokens to its request, and advance its computed tokens.
 
     num_computed_tokens grows by query_len - num_rejected. The first num_sampled[row] tokens of
-    sampled_tokens, [rows, width], are added to all_token_ids, total_len, last_sampled_tokens and
-    (unless it is None) output_bin_counts. Rows with a negative slot are skipped.
+    sampled_tokens, [rows, width], are added. Rows with a negative slot are skipped.
     """
     rows = np.flatnonzero(idx_mapping_ptr.numpy() >= 0)
     slots = idx_mapping_ptr.numpy()[rows]
@@ -385,7 +379,6 @@ def _post_update_num_computed_tokens_kernel(
     num_computed_tokens_ptr: torch.Tensor,
     query_start_loc_ptr: torch.Tensor,
 ) -> None:
-    """Add the number of each row's query tokens to its computed tokens."""
     slots = idx_mapping_ptr.numpy()
     spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
     num_computed_tokens_ptr.numpy()[slots] += lengths(spans)

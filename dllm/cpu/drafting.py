@@ -22,17 +22,14 @@ from dllm.attention.ragged import fill, lengths, spread, starts_of
 
 @dataclass(frozen=True)
 class _Cache:
-    """The drafter's KV cache. block_table: [rows, blocks], block ids.
+    """The drafter's KV cache. Block 0 is vLLM's null block: for blocks that are not allocated."""
 
-    Block 0 is vLLM's null block: it stands for blocks that are not allocated.
-    """
-
-    block_table: np.ndarray
+    block_table: np.ndarray  # [rows, blocks], block ids
     block_size: int
     pad_id: int
 
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return where each position of a row goes in the cache; pad_id in the null block.
+        """Where each position of a row goes in the cache; pad_id in the null block.
 
         Positions behind the end of the table use its last block, as in the Triton kernel.
         """
@@ -51,8 +48,8 @@ def _fill_context(
 ) -> np.ndarray:
     """Write positions and cache slots of the context tokens; return each row's last kept position.
 
-    out: (positions, cache slots). starts: [rows + 1], where each row's query tokens of the target
-    start. The last num_rejected[row] of them were rejected: they get position 0 and no cache slot.
+    starts: [rows + 1], of each row's query tokens of the target. The last num_rejected[row] of them
+    get position 0 and no cache slot.
     """
     rows, offsets = spread(starts)
     is_kept = offsets < (lengths(starts) - num_rejected)[rows]
@@ -70,11 +67,11 @@ def _fill_queries(
     last_position: int,
     cache: _Cache,
 ) -> None:
-    """Write the query tokens of every row: ids, positions, cache slots, starts, sequence lengths.
+    """Write the query tokens of every row.
 
-    out: buffers for these, for Q tokens of each of at most `max_num_reqs` rows. bonus: [rows], the
-    first token of each row; mask tokens follow. positions: [rows, Q]; what is beyond
-    last_position, the model's last, is written as last_position.
+    out: ids, positions, cache slots, starts, sequence lengths, for Q tokens of each of at most
+    `max_num_reqs` rows. bonus: [rows], the first token of each row; mask tokens follow. positions:
+    [rows, Q]; what is beyond last_position, the model's last, is written as last_position.
     """
     ids_out, positions_out, slots_out, starts_out, lengths_out = out
     num_rows, num_queries = positions.shape
@@ -145,7 +142,7 @@ def _prepare_dflash_inputs_kernel(
     CP_SIZE: int,
     out_is_padding_ptr: torch.Tensor | None = None,
 ) -> None:
-    """Fill every input buffer of the drafter's step, and pad each to its end."""
+    """Each input buffer of the drafter's step is padded to its end."""
     assert CP_SIZE == 1, f"context parallelism needs CUDA, but CP_SIZE is {CP_SIZE}"
     slots = idx_mapping_ptr.numpy()
     cache = _Cache(block_table_ptr.numpy(), block_size, PAD_SLOT_ID)
@@ -212,10 +209,7 @@ def _flatten_sampled_kernel(
     num_sampled_ptr: torch.Tensor,
     cu_num_logits_ptr: torch.Tensor,
 ) -> None:
-    """Copy sampled tokens [rows, width] to a flat array that is indexed by logits row.
-
-    The first num_sampled tokens of a row go to the first of its logits rows.
-    """
+    """The first num_sampled tokens of a row of [rows, width] go to the first of its logits rows."""
     num_sampled = num_sampled_ptr.numpy()
     rows, offsets = spread(starts_of(num_sampled))
     target = cu_num_logits_ptr.numpy()[rows] + offsets

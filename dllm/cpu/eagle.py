@@ -64,7 +64,6 @@ def _prepare_decode_inputs_kernel(
     max_num_reqs: int,
     ADVANCE_DRAFT_POSITIONS: bool,
 ) -> None:
-    """Begin the passes of one token a row with each row's first draft."""
     num_rows = len(draft_tokens_ptr)
     input_ids_ptr.numpy()[:num_rows] = draft_tokens_ptr.numpy()
     sample_src_positions_ptr.numpy()[:num_rows] += 1

@@ -21,11 +21,11 @@ from dllm.attention.ragged import spread, starts_of
 def _listed_ids(
     counts: torch.Tensor, table: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the ids that requests have listed: rows [n, 1], ids and is_real [n, longest list].
+    """The ids that requests have listed: rows [n, 1], ids and is_real [n, longest list].
 
-    counts: [max_num_reqs], table: [max_num_reqs, columns], the ids of each slot. slots: [N], of the
-    logits rows. Rows whose slot lists nothing are left out. A short list is filled up with its
-    first id, where is_real is False, so that indexing with all ids is harmless.
+    counts: [max_num_reqs], table: [max_num_reqs, columns]; slots: [N], of the logits rows. Rows
+    whose slot lists nothing are left out. A short list is filled up with its first id, where
+    is_real is False, so that indexing with all ids is harmless.
     """
     num_ids = counts[slots]
     rows = num_ids.nonzero()
@@ -52,9 +52,8 @@ def _bias_kernel(
 ) -> None:
     """Apply allowed_token_ids, logit_bias and min_tokens.
 
-    Tokens that a row does not allow are set to -inf, and so are stop tokens before position
-    min_lens. With CHECK_ALL_MASKED_ROWS, a request may ask to get its stop tokens back when
-    everything else is -inf, too.
+    With CHECK_ALL_MASKED_ROWS, a request may ask to get its stop tokens back when everything else
+    is -inf, too.
     """
     logits, slots = logits_ptr, expanded_idx_mapping_ptr.long()
     rows, ids, _ = _listed_ids(num_allowed_token_ids_ptr, allowed_token_ids_ptr, slots)
@@ -134,10 +133,8 @@ def _bincount_kernel(
     prompt_bin_mask_ptr: torch.Tensor,
     output_bin_counts_ptr: torch.Tensor,
 ) -> None:
-    """Record which tokens are in each request's prompt, and how often each is in its output.
-
-    A request that was preempted prefills its prompt and what it had generated, prefill_len tokens
-    in all. Those behind prompt_len are counted as output.
+    """A request that was preempted prefills its prompt and what it had generated, prefill_len
+    tokens in all. Those behind prompt_len are counted as output.
     """
     all_token_ids, masks = all_token_ids_ptr.numpy(), prompt_bin_mask_ptr.numpy()
     counts = output_bin_counts_ptr.numpy()
@@ -163,8 +160,7 @@ def _bad_words_kernel(
 ) -> None:
     """Set the token to -inf that would complete a bad word.
 
-    That is the last token of a word, where the row's output ends with the word's other tokens. A
-    row's output includes the drafts before it, but not the prompt. bad_word_token_ids:
+    A row's output includes the drafts before it, but not the prompt. bad_word_token_ids:
     [max_num_reqs, tokens], the words end to end; word i of a slot is [offsets[i], offsets[i + 1]).
     """
     row_slots = expanded_idx_mapping_ptr.numpy()
@@ -202,7 +198,7 @@ def _prompt_logprobs_token_ids_kernel(
     num_computed_tokens_ptr: torch.Tensor,
     all_token_ids_ptr: torch.Tensor,
 ) -> None:
-    """Write the token that follows each query token: prompt_logprobs are about these."""
+    """The token that follows each query token: prompt_logprobs are about these."""
     slots = idx_mapping_ptr.numpy()
     spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
     rows, offsets = spread(spans)
@@ -215,7 +211,7 @@ def _prompt_logprobs_token_ids_kernel(
 
 
 def _last_place(text: np.ndarray, marker: np.ndarray) -> int:
-    """Where the marker begins for the last time; -1 if nowhere."""
+    """-1 if nowhere."""
     if len(text) < len(marker):
         return -1
     windows = np.lib.stride_tricks.sliding_window_view(text, len(marker))

@@ -28,10 +28,9 @@ def _murmur3_mix(state: np.ndarray, key: np.ndarray) -> np.ndarray:
 def murmur3(
     seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray, domain: int = 0
 ) -> np.ndarray:
-    """Hash (seed, position, key) to 32 random bits, as `murmur3_hash32` in vLLM's gumbel.py.
+    """As `murmur3_hash32` in vLLM's gumbel.py: [rows, n] uint32.
 
     seeds, positions: [rows] int64; keys: [n] uint32, token ids. Another domain gives other bits.
-    Returns [rows, n] uint32.
     """
     state: np.ndarray = np.full((len(seeds), 1), domain, dtype=np.uint32)
     for words in (seeds, seeds >> 32, positions):
@@ -54,11 +53,11 @@ def _log1p_of_negated(value: np.ndarray) -> np.ndarray:
 def gumbel_noise(
     seeds: np.ndarray, positions: np.ndarray, num_tokens: int, use_fp64: bool
 ) -> np.ndarray:
-    """Draw the Gumbel noise of every token at some positions, [rows, num_tokens] fp32 or fp64.
+    """[rows, num_tokens] fp32 or fp64; seeds, positions: [rows] int64.
 
-    seeds, positions: [rows] int64. With a uniform u the noise is -log(-log(u)), and large noise,
-    which decides the winner, needs u close to 1, where fp32 numbers are far apart. The fp32 draw
-    uses -log(-log(1 - u)) instead: large noise comes from u close to 0, where they are dense.
+    With a uniform u the noise is -log(-log(u)), and large noise, which decides the winner, needs u
+    close to 1, where fp32 numbers are far apart. The fp32 draw uses -log(-log(1 - u)) instead:
+    large noise comes from u close to 0, where they are dense.
     """
     keys = np.arange(num_tokens, dtype=np.uint32)
     low = murmur3(seeds, positions, keys)
@@ -73,7 +72,7 @@ def gumbel_noise(
 
 
 def drawn_at_once(rows: np.ndarray, vocab_size: int) -> list[np.ndarray]:
-    """Split row numbers into arrays so short that temporaries for their logits stay small."""
+    """Row numbers in arrays so short that temporaries for their logits stay small."""
     at_once = max(1, DRAWN_AT_ONCE // vocab_size)
     return np.split(rows, range(at_once, len(rows), at_once)) if len(rows) else []
 
@@ -95,10 +94,7 @@ def vocab_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
 
 
 def best_per_block(values: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token of the largest value of each block, and that value: both [..., blocks].
-
-    values: [..., V].
-    """
+    """The token of the largest value of each block, and that value: both [..., blocks]."""
     blocks = vocab_blocks(values, block_size)
     best = blocks.argmax(-1)
     rows = blocks.reshape(-1, blocks.shape[-1])

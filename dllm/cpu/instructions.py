@@ -10,7 +10,7 @@ BF16 = {"amx_bf16", "avx512_bf16", "bf16"}
 
 @cache
 def flags() -> frozenset[str]:
-    """The instructions that this CPU has; empty where nothing says so."""
+    """Empty where nothing says so."""
     text = FACTS.read_text() if FACTS.exists() else ""
     lines = (line.partition(":") for line in text.splitlines())
     return frozenset(
@@ -22,8 +22,5 @@ def flags() -> frozenset[str]:
 
 
 def computes_bf16() -> bool:
-    """Whether this CPU multiplies matrices of bf16 numbers itself.
-
-    One that has to convert them first is several times faster in fp32.
-    """
+    """A CPU that has to convert bf16 numbers first is several times faster in fp32."""
     return bool(BF16 & flags())

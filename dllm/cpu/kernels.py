@@ -8,7 +8,6 @@ from typing import Any
 
 from dllm.cpu import batch, draft_model, drafting, eagle, edits, logits, sampling
 
-# A function that replaces a Triton kernel.
 Kernel = Callable[..., None]
 
 # By the module of vLLM's Model Runner V2 that has kernels of these names.
@@ -69,10 +68,10 @@ GUMBEL = "vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel"
 
 
 def kernels(parameters_of: Callable[[str], Sequence[str]], is_0_32: bool) -> dict[str, Kernel]:
-    """The functions, by the names of the kernels that they replace, as vLLM launches these.
+    """By the names of the kernels that they replace, as vLLM launches these.
 
     Args:
-        parameters_of: the parameters of a kernel of the vLLM that is installed, by its name.
+        parameters_of: of a kernel of the vLLM that is installed, by its name.
         is_0_32: whether that is vLLM 0.32, where seeds of drafts do not hold their step.
     """
     found = {name: _launched(kernel, parameters_of(name)) for name, kernel in KERNELS.items()}
@@ -83,7 +82,7 @@ def kernels(parameters_of: Callable[[str], Sequence[str]], is_0_32: bool) -> dic
 
 
 def _launched(kernel: Kernel, theirs: Sequence[str]) -> Kernel:
-    """Takes what vLLM passes to its own kernel, and calls ours with what it has a parameter for."""
+    """Called as vLLM calls its own kernel, with what ours has a parameter for."""
     ours = frozenset(inspect.signature(kernel).parameters)
 
     def launch(*args: Any, **named: Any) -> None:

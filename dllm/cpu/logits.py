@@ -11,7 +11,7 @@ import torch
 def _topk_log_softmax_kernel(
     output_ptr: torch.Tensor, logits_ptr: torch.Tensor, topk_ids_ptr: torch.Tensor
 ) -> None:
-    """Write the fp32 log-probabilities of `topk_ids` [N, topk] under `logits` [N, V]."""
+    """`topk_ids`: [N, topk]; fp32."""
     logits = logits_ptr.float()
     output_ptr.copy_(logits.gather(1, topk_ids_ptr) - logits.logsumexp(1, keepdim=True))
 
@@ -19,10 +19,8 @@ def _topk_log_softmax_kernel(
 def _ranks_kernel(
     output_ptr: torch.Tensor, logits_ptr: torch.Tensor, token_ids_ptr: torch.Tensor
 ) -> None:
-    """Count the tokens that score at least as high as `token_ids[i]` in `logits[i]`: 1 is best.
-
-    A token at -inf has rank V here. The Triton kernel gives a larger number: it also counts the
-    padding of its last vocabulary block.
+    """1 is best. A token at -inf has rank V here. The Triton kernel gives a larger number: it also
+    counts the padding of its last vocabulary block.
     """
     chosen = logits_ptr.gather(1, token_ids_ptr.long().unsqueeze(1))
     output_ptr.copy_((logits_ptr >= chosen).sum(1))
@@ -38,11 +36,10 @@ def _fill_logprob_token_ids_kernel(
     per_req_token_ids_ptr: torch.Tensor,
     NUM_TOPK: int,
 ) -> None:
-    """List the tokens whose log-probabilities are reported, for each logits row.
+    """First the sampled token, then those that the request has named, else the likeliest.
 
-    First the sampled token. Then the tokens that the request has named, or if it has named none,
-    the NUM_TOPK most likely ones. out_token_ids, out_valid_mask: [N, 1 + columns]; cells that no
-    token needs stay as they are. With NUM_TOPK 0, topk_indices is not read.
+    out_token_ids, out_valid_mask: [N, 1 + columns]; cells that no token needs stay as they are.
+    With NUM_TOPK 0, topk_indices is not read.
     """
     out, valid = out_token_ids_ptr.numpy(), out_valid_mask_ptr.numpy()
     out[:, 0], valid[:, 0] = sampled_token_ids_ptr.numpy(), True

@@ -40,10 +40,8 @@ def _gumbel_sample_kernel(
     The best is the largest logit, plus Gumbel noise unless the temperature is 0; the largest over
     all blocks is a sample from the softmax. vLLM reduces the blocks itself. local_argmax,
     local_max: [N, blocks]. Rows with a negative slot are padding and count as temperature 0.
-
-    logits_cache: [max_num_reqs, columns, V] or None. If given, the rows of logits_cache_source are
-    kept in it, at each row's slot (not those of padding). SEED_HAS_STEP: the column, a step of
-    drafting, is mixed into the seed.
+    logits_cache: [max_num_reqs, columns, V] keeps the rows of logits_cache_source, at each row's
+    slot. SEED_HAS_STEP: the column, a step of drafting, is mixed into the seed.
     """
     slots = expanded_idx_mapping_ptr.numpy()
     temperatures = np.where(slots >= 0, temp_ptr.float().numpy()[slots], np.float32(0))
@@ -79,7 +77,7 @@ def _gumbel_sample_kernel(
 def _temperature_kernel(
     logits_ptr: torch.Tensor, expanded_idx_mapping_ptr: torch.Tensor, temperature_ptr: torch.Tensor
 ) -> None:
-    """Divide every logits row by its request's temperature; rows with temperature 0 stay."""
+    """Rows with temperature 0 stay."""
     temperature = temperature_ptr[expanded_idx_mapping_ptr].float()
     temperature.masked_fill_(temperature == 0, 1)
     logits_ptr.div_(temperature.unsqueeze(1))
@@ -88,7 +86,7 @@ def _temperature_kernel(
 def _min_p_kernel(
     logits_ptr: torch.Tensor, expanded_idx_mapping_ptr: torch.Tensor, min_p_ptr: torch.Tensor
 ) -> None:
-    """Set tokens that are less likely than min_p times the most likely one to -inf; 0 sets none."""
+    """min_p 0 sets none to -inf."""
     log_min_p = min_p_ptr[expanded_idx_mapping_ptr].float().log()
     threshold = logits_ptr.amax(1).float() + log_min_p
     logits_ptr.masked_fill_(logits_ptr < threshold.unsqueeze(1), -torch.inf)
@@ -105,10 +103,7 @@ def _get_num_sampled_and_rejected_kernel(
     idx_mapping_ptr: torch.Tensor,
     prefill_len_ptr: torch.Tensor,
 ) -> None:
-    """Set num_rejected to the number of logits rows - num_sampled.
-
-    Rows that have not reached the end of their prompt get 0 for both.
-    """
+    """num_rejected = logits rows - num_sampled; 0 for both within a prompt."""
     slots = idx_mapping_ptr.numpy()
     num_rows = len(slots)
     is_done = seq_lens_ptr.numpy()[:num_rows] >= prefill_len_ptr.numpy()[slots]
