@@ -58,10 +58,7 @@ class CanvasAttentionMetadata:
 
 
 class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
-    """Hands vLLM's tensors to the kernel as they are.
-
-    Layers with an anchored window also get the first visible key of each canvas.
-    """
+    """Layers with an anchored window also get the first visible key of each canvas."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
@@ -153,7 +150,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
 
 
 def _kind_of(common: CommonAttentionMetadata) -> str:
-    """What the host knows of a batch's kind: is_prefilling is True for causal sequences."""
+    """As far as the host knows; is_prefilling is True for causal sequences."""
     if isinstance(common.causal, bool):
         return CAUSAL if common.causal else CANVASES
     heads = common.is_prefilling
@@ -163,11 +160,7 @@ def _kind_of(common: CommonAttentionMetadata) -> str:
 
 
 def _max_ahead(common: CommonAttentionMetadata, kind: str) -> int:
-    """How far behind a row, at most, the last key is that it sees: 0 for causal rows.
-
-    Args:
-        kind: as `_kind_of` says.
-    """
+    """How far behind a row, at most, the last key is that it sees: 0 for causal rows."""
     heads = common.is_prefilling
     if kind == CAUSAL:
         return 0
@@ -294,7 +287,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write a step's keys and values into their pages; slot -1 is padding."""
+        """Slot -1 is padding."""
         cache = self.paged_kv(layer, kv_cache)
         if self._written_cache is not cache:  # once, as above
             check_write(key, value, cache, slot_mapping)
@@ -302,9 +295,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         write_kv(key, value, cache, slot_mapping)
 
     def paged_kv(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> PagedKV:
-        """Keys and values of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache.
+        """Of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache.
 
-        They are kept until vLLM drops the cache, as it does with that of its memory profile.
+        Kept until vLLM drops the cache, as it does with that of its memory profile.
         """
         if self._cache is None or self._viewed is None or self._viewed() is not kv_cache:
             # No view of vLLM's tensor, which would keep it.
@@ -326,8 +319,6 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
 
 
 class CanvasAttentionBackend(AttentionBackend):
-    """vLLM's interface to a backend: its types, its head sizes, the layout of its KV cache."""
-
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [  # type: ignore[assignment]
         "auto",
@@ -357,7 +348,7 @@ class CanvasAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Any size up to 512; those that are no power of two are padded in registers."""
+        """Those that are no power of two are padded in registers."""
         return MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE
 
     @classmethod
@@ -370,12 +361,12 @@ class CanvasAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Yes: images whose rows see each other come as bidirectional sequences of their own."""
+        """Images whose rows see each other come as bidirectional sequences of their own."""
         return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Yes: a sequence's bits do not depend on who shares its batch."""
+        """A sequence's bits do not depend on who shares its batch."""
         return True
 
     @classmethod

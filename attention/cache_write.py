@@ -28,7 +28,7 @@ def write_kv_kernel(
     PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Write one token's K and V for one KV head. Grid: (tokens, KV heads)."""
+    """One token's K and V for one KV head. Grid: (tokens, KV heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -78,9 +78,9 @@ def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -
 
 
 def check_write(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -> None:
-    """Refuse arguments of `write_kv` that do not fit together, with both values.
+    """Raises ValueError, with both values, if arguments of `write_kv` do not fit together.
 
-    Reads no data: slots may be beyond the cache. Raises ValueError.
+    Reads no data: slots may be beyond the cache.
     """
     expect("key", key, (None, *cache.key.shape[2:]), cache.dtypes)
     expect("value", value, key.shape, [key.dtype])

@@ -22,9 +22,7 @@ MIXED = "mixed"  # a step with rows of both kinds, or of kinds that the host doe
 
 @dataclass(frozen=True)
 class Call:
-    """A batch, and whether FlashAttention gets it, or our kernel."""
-
-    is_flash: bool
+    is_flash: bool  # else our kernel gets it
     batch: RaggedBatch
 
 
@@ -39,11 +37,11 @@ def calls_of(
 
     Args:
         batch: as our kernel takes it. Its max_ahead is of this step.
-        kind: one of ``choice.KINDS``, or MIXED. CAUSAL: all sequences are. A canvas may be causal
-            after all, as its flag says: an emitted block that the host does not know of yet.
+        kind: one of ``choice.KINDS``, or MIXED. A canvas may be causal after all, as its flag says:
+            an emitted block that the host does not know of yet.
         flash: the kinds of rows that FlashAttention serves (`choice.flash_kinds`).
         max_query_len: of this step alone, by which FlashAttention plans how it cuts keys.
-        shorten: leaves out pages in front of a window (`visible_pages`); None: there are none.
+        shorten: leaves out pages in front of a window (`visible_pages`).
     """
     kinds = KINDS if kind == MIXED else (kind,)
     served = [one for one in kinds if one in flash]

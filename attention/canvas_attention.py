@@ -47,9 +47,9 @@ from dllm.attention.tuning import TARGET_PROGRAMS, next_power_of_2, tile_config
 def find_sequence(query_start_loc, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """The sequence that row tile ``tile`` belongs to: the last i with first_tile(i) <= tile.
 
-    first_tile(i) = query_start_loc[i] * GROUP // BLOCK_M + i. Sequence i needs
-    ceil(pairs / BLOCK_M) tiles; the "+ i" leaves room for that rounding in every sequence before,
-    so that their tiles need not be summed. A tile that is left over has no pairs. Binary search.
+    first_tile(i) = query_start_loc[i] * GROUP // BLOCK_M + i. Sequence i needs ceil(pairs /
+    BLOCK_M) tiles; the "+ i" leaves room for that rounding in every sequence before, so that their
+    tiles need not be summed. A tile that is left over has no pairs.
     """
     low: tl.int32 = 0
     high = num_seqs
@@ -69,11 +69,10 @@ def pairs_of_tile(query_start_loc, seq, tile, GROUP: tl.constexpr, BLOCK_M: tl.c
 
     Returns the first token and the first row of the tile (scalars), then for each pair
     ``[BLOCK_M]``: its row minus the first row, its head within the group, and whether it exists.
-
     Pairs beyond the sequence repeat its last pair, so that they load valid memory and do not widen
-    the range of keys. The loads are volatile: the kernel calls this again before it stores
-    its output, and without that the compiler would keep the first results in registers during the
-    whole loop over keys.
+    the range of keys. The loads are volatile: the kernel calls this again before it stores its
+    output, and without that the compiler would keep the first results in registers during the whole
+    loop over keys.
     """
     query_start = tl.load(query_start_loc + seq, volatile=True)
     num_pairs = (tl.load(query_start_loc + seq + 1, volatile=True) - query_start) * GROUP
@@ -92,8 +91,8 @@ def row_bounds(
 ):  # fmt: skip
     """The keys [start, stop) that each row sees: `masks.visible_range` for a vector of rows.
 
-    row ``[BLOCK_M]``; the other arguments are of their sequence. first_key: -1 for none. WINDOW: 0
-    for none. BLOCK_LENGTH: of the model, 1 for none.
+    row ``[BLOCK_M]``; the others are of their sequence. first_key: -1 for none. WINDOW: 0 for none.
+    BLOCK_LENGTH: 1 for none.
     """
     pos = seq_len - query_len + row
     if BLOCK_LENGTH > 1:
@@ -124,9 +123,7 @@ def canvas_attention_kernel(
     BLOCK_V: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
     PROGRAMS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_V output columns of one row tile.
-
-    Grid: (row tiles, KV heads x column blocks, split programs).
+    """BLOCK_V output columns of one row tile. Grid: (row tiles, KV heads x column blocks, splits).
 
     out, query ``[num_tokens, num_heads, head_size]``; caches ``[num_pages, page_size, num_kv_heads,
     head_size]``. Sequences that are split write their results to partial_acc ``[max_splits,
@@ -252,7 +249,7 @@ _IS_COMPILED = isinstance(canvas_attention_kernel, triton.JITFunction)
 
 @functools.lru_cache
 def _arch_of(device: torch.device) -> int:
-    """Compute capability of a CUDA device, 90 for 9.0; Hopper's on a CPU, which has none."""
+    """90 for compute capability 9.0; Hopper's on a CPU, which has none."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -260,10 +257,7 @@ def _arch_of(device: torch.device) -> int:
 
 
 def batch_shape(query: Tensor, cache: PagedKV, batch: RaggedBatch) -> BatchShape:
-    """What the host knows about a call.
-
-    No sequence is longer than what its row of the block table can hold, so that bounds max_seq_len.
-    """
+    """No sequence is longer than its row of the block table can hold: that bounds max_seq_len."""
     capacity = batch.block_tables.shape[1] * cache.page_size
     bound = capacity if batch.max_seq_len is None else min(batch.max_seq_len, capacity)
     num_tokens, num_heads, head_size = query.shape
@@ -281,10 +275,7 @@ def batch_shape(query: Tensor, cache: PagedKV, batch: RaggedBatch) -> BatchShape
 def plan_of(
     shape: BatchShape, query: Tensor, options: AttentionOptions, is_fp8_cache: bool
 ) -> AttentionPlan:
-    """The plan of a batch, with tile sizes from `tuning.py`.
-
-    ``query`` is any of a model's: it says the dtype and the device.
-    """
+    """With tile sizes from `tuning.py`; ``query`` says the dtype and the device."""
     arch = _arch_of(query.device)
     config = tile_config(shape.head_size, query.element_size(), arch, is_fp8_cache)
     return plan_attention(shape, config, options.mask.window)
@@ -298,8 +289,8 @@ def canvas_attention(
     query, out ``[num_tokens, num_heads, head_size]`` fp16, bf16 or fp32 (out must not alias query);
     `inputs.py` describes the other arguments. A row that sees no key gets zeros. Padding tokens and
     sequences with seq_len 0 are not written. K and V of the query tokens must be in the cache
-    already (`cache_write.write_kv`). The arguments must fit together: `inputs.check_inputs`.
-    Never waits for the device and may be captured in a CUDA graph.
+    already (`cache_write.write_kv`). The arguments must fit together: `inputs.check_inputs`. Never
+    waits for the device and may be captured in a CUDA graph.
     """
     shape = batch_shape(query, cache, batch)
     plan = plan_of(shape, query, options, cache.is_fp8)
@@ -316,10 +307,9 @@ def launch(
     plan: AttentionPlan,
     workspace: Tensor,
 ) -> None:
-    """Launch the kernel, and the merge of the parts if sequences may be split.
+    """The kernel, and the merge of the parts if sequences may be split.
 
-    Arguments as of `canvas_attention`. workspace: ``plan.workspace_elements`` fp32 elements, which
-    are overwritten.
+    workspace: ``plan.workspace_elements`` fp32 elements, which are overwritten.
     """
     num_tokens, num_heads, head_size = query.shape
     if num_tokens == 0 or batch.num_seqs == 0:

@@ -43,31 +43,22 @@ def within(difference: Tensor, bound: Tensor | float, what: str = "") -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """The tensors of a batch, and the right result.
-
-    Attributes:
-        spans: of the batch's sequences, without padding.
-        expected: the output of each sequence, in fp32.
-        magnitude: the output if all values (V) were positive, which bounds rounding errors.
-    """
+    """The tensors of a batch, and the right result."""
 
     query: Tensor
     cache: PagedKV
     batch: RaggedBatch
     options: AttentionOptions
-    spans: list[QuerySpan]
-    expected: list[Tensor]
+    spans: list[QuerySpan]  # of the batch's sequences, without padding
+    expected: list[Tensor]  # the output of each sequence, in fp32
+    # the output if all values (V) were positive, which bounds rounding errors
     magnitude: list[Tensor]
 
     def poisoned_out(self) -> Tensor:
         return torch.full_like(self.query, torch.nan)
 
     def check(self, out: Tensor, roundoff: float) -> None:
-        """Every row within the tolerance, and nothing written elsewhere.
-
-        Raises:
-            Wrong: otherwise.
-        """
+        """Raises Wrong where a row is off by more than the tolerance, or padding is written."""
         start = 0
         for span, expected, magnitude in zip(
             self.spans, self.expected, self.magnitude, strict=True
@@ -84,7 +75,7 @@ class Case:
 
 
 def sequences_of(query_len: int, context_len: int, num_causal: int) -> list[QuerySpan]:
-    """The sequences of a request: its causal rows, then a canvas or an image."""
+    """Of a request: its causal rows, then a canvas or an image."""
     head = min(max(num_causal, 0), query_len)
     spans = [QuerySpan(head, context_len + head, is_causal=True)] if head > 0 else []
     if head < query_len or query_len == 0:
@@ -104,9 +95,8 @@ def make_case(
 ) -> Case:
     """Random tensors for a batch.
 
-    Args:
-        spans: (query_len, context_len, causal rows) of each request. One with causal rows and
-            others behind them is two sequences over the same pages.
+    spans: (query_len, context_len, causal rows) of each request. One with causal rows and others
+    behind them is two sequences over the same pages.
     """
     generator = torch.Generator().manual_seed(seed)
     requests = [sequences_of(*span) for span in spans]
@@ -148,7 +138,7 @@ def make_batch(
     padding_seqs: int = 0,
     device: torch.device | str = "cpu",
 ) -> RaggedBatch:
-    """The batch tensors of some sequences followed by ``padding_seqs`` sequences of length zero."""
+    """Some sequences, followed by ``padding_seqs`` sequences of length zero."""
 
     def ints(values: Sequence[int], padding: int) -> Tensor:
         padded = [*values, *[padding] * padding_seqs]

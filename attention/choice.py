@@ -25,13 +25,12 @@ HOPPER = 90
 
 
 def choose_kernel(layer: Layer, kind: str, arch: int, has_flash: bool, option: str | None) -> str:
-    """The backend whose kernel serves rows of a kind in a layer: one of ``BACKENDS``.
+    """The backend whose kernel serves rows of a kind in a layer.
 
     Args:
-        kind: one of ``KINDS``.
         arch: compute capability, for instance 90 for 9.0.
         has_flash: whether FlashAttention 4 is installed and runs on this GPU.
-        option: the backend that the user asks for, for all rows; None: the fastest.
+        option: what the user asks for, for all rows; None: the fastest.
 
     Raises:
         ValueError: what the user asks for cannot serve this layer.

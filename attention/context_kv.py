@@ -30,7 +30,7 @@ TILE_GROUP = 16  # token tiles whose hidden states stay in the L2 cache while he
 
 @dataclass(frozen=True)
 class ContextTiles:
-    """How the product is cut: tokens and hidden columns of a tile, and Triton's launch options."""
+    """Tokens and hidden columns of a tile, and Triton's launch options."""
 
     tokens: int
     hidden: int
@@ -39,10 +39,8 @@ class ContextTiles:
 
 
 def context_tiles(num_tokens: int, head_size: int, element_size: int) -> ContextTiles:
-    """Tiles for a head size and the bytes of an element.
-
-    There are two: few tokens only read the weight, many tokens compute. fp32 has no matrix
-    instruction and gets a tile that fits into registers.
+    """Few tokens only read the weight, many tokens compute. fp32 has no matrix instruction and gets
+    a tile that fits into registers.
     """
     columns = 2 * _pairs(head_size)
     if element_size == 4:
@@ -53,7 +51,7 @@ def context_tiles(num_tokens: int, head_size: int, element_size: int) -> Context
 
 
 def _pairs(head_size: int) -> int:
-    """Pairs of a head's dimensions, padded to a size that a product can have."""
+    """Padded to a size that a product can have."""
     return max(16, next_power_of_2(head_size // 2))
 
 
@@ -170,7 +168,7 @@ _IS_COMPILED = isinstance(context_kv_kernel, triton.JITFunction)
 
 
 def have_one_layout(caches: Sequence[PagedKV]) -> bool:
-    """Whether the kernel can write these caches together: one shape, one stride, one dtype."""
+    """Whether the kernel can write these caches together."""
     tensors = [tensor for cache in caches for tensor in (cache.key, cache.value)]
     return len({(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors}) == 1
 
@@ -194,7 +192,6 @@ def write_context_kv(
         caches: of each layer, in the weight's dtype or fp8, all of the same shape and strides.
         slots: of each layer ``[tokens]`` int64 or int32, page * page_size + slot in the page; a
             negative slot is not written.
-        tiles: None for those of ``context_tiles``.
 
     Raises:
         ValueError: tensors that do not fit together, with both values.

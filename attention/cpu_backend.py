@@ -36,7 +36,7 @@ from dllm.attention.ragged import spread, starts_of
 
 
 def translate(layer: Attention, is_anchored: bool, block_length: int) -> None:
-    """Let the backend of one layer translate its batches, for an anchored window or for blocks."""
+    """Let the backend of a layer translate its batches, for an anchored window or for blocks."""
     impl = layer.impl
     assert isinstance(impl, CanvasCPUImpl), f"expected our CPU attention, got {type(impl)}"
     impl.mask = Mask(max(impl.sliding_window, 0) or None, is_anchored, block_length)
@@ -46,21 +46,17 @@ def translate(layer: Attention, is_anchored: bool, block_length: int) -> None:
 
 @dataclass
 class Part:
-    """One call of the kernel.
+    """One call of the kernel."""
 
-    Attributes:
-        tokens: where the part's query rows are on the batch's flat token axis: a slice if they are
-            neighbours, so that nothing is copied, else ``[rows]`` int64.
-        window: of the call, in keys; -1 for none.
-    """
-
+    # The part's query rows on the batch's flat token axis: a slice if they are neighbours, so that
+    # nothing is copied, else ``[rows]`` int64.
     tokens: slice | torch.Tensor
-    window: int
+    window: int  # in keys; -1 for none
     metadata: CPUAttentionMetadata
 
 
 class TranslatingBuilder(CPUAttentionMetadataBuilder):
-    """Builds the calls of a group of layers that were all given to `translate` alike."""
+    """Of a group of layers that were all given to `translate` alike."""
 
     window_size: int
 
@@ -130,7 +126,7 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
         window: int,
         causal: bool | torch.Tensor,
     ) -> Part:
-        """The call with these sequences; number i has the pages of ``source[i]``."""
+        """Number i has the pages of ``source[i]``."""
         starts = torch.from_numpy(starts_of(query_lens).astype(np.int32))
         part = replace(
             common,
@@ -153,8 +149,6 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
 
 
 class CanvasCPUImpl(CPUAttentionBackendImpl):
-    """Attention of one layer: runs vLLM's forward pass once, or once per part."""
-
     sliding_window: int
     mask: Mask = ALL
 
@@ -207,8 +201,6 @@ class CanvasCPUImpl(CPUAttentionBackendImpl):
 
 
 class CanvasCPUBackend(CPUAttentionBackend):
-    """The backend of all layers in a process of our CPU worker."""
-
     @staticmethod
     def get_impl_cls() -> type[CanvasCPUImpl]:
         return CanvasCPUImpl
@@ -223,7 +215,7 @@ class TranslatingBackend(CanvasCPUBackend):
 
 
 def _whole(metadata: CPUAttentionMetadata, window: int) -> Part:
-    """A batch that is not translated, as one call."""
+    """A batch that is not translated."""
     return Part(slice(0, metadata.num_actual_tokens), window, metadata)
 
 

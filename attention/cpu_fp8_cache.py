@@ -15,9 +15,9 @@ ABOVE = 1 + 2.0**-6
 
 
 def nearest(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Values that become the nearest FP8 numbers when they are divided by ``scale`` and truncated.
+    """Values of any shape and floating dtype, changed to give the nearest FP8 numbers.
 
-    values: any shape and floating dtype, which the result has too. dtype: of the cache.
+    That is when they are divided by ``scale`` and truncated.
     """
     largest = torch.finfo(dtype).max
     rounded = (values.float() / scale).clamp(-largest, largest).to(dtype).float()

@@ -12,12 +12,12 @@ from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 def flash_attention(
     query: Tensor, cache: PagedKV, batch: RaggedBatch, options: AttentionOptions, out: Tensor
 ) -> None:
-    """Write the attention of a batch into ``out``; arguments as of `canvas_attention`.
+    """Arguments as of `canvas_attention`, but max_query_len is of this step, not of all.
 
-    max_query_len is of this step, not of all: from it FlashAttention plans how it cuts keys. The
-    window counts the row itself, FlashAttention's two do not. As in vLLM's backend, the window
-    reaches to both sides of each row, and the flag of a causal sequence cuts off the right side.
-    But the keys there are read first, so max_ahead shortens that side for all.
+    From it FlashAttention plans how it cuts keys. The window counts the row itself,
+    FlashAttention's two do not. As in vLLM's backend, the window reaches to both sides of each row,
+    and the flag of a causal sequence cuts off the right side. But the keys there are read first, so
+    max_ahead shortens that side for all.
 
     Flags are given always, and `visible_pages` says what that costs in a layer with a window. A
     call without flags would run the kernel that was compiled for those with flags, or the other way
@@ -49,7 +49,7 @@ def flash_attention(
 
 
 def has_flash_attention() -> bool:
-    """Whether FlashAttention 4 is installed and runs here; not with VLLM_BATCH_INVARIANT."""
+    """Not with VLLM_BATCH_INVARIANT."""
     from vllm import envs
 
     return not envs.VLLM_BATCH_INVARIANT and fa_utils.is_fa_version_supported(4)

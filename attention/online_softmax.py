@@ -25,10 +25,9 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def _pages_of_tile(table, tile, low, high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages of a tile's keys in [low, high).
+    """One page if the tile lies in it, else one for each key.
 
-    One number if the tile lies in one page, else one for each key. Of a tile without such keys
-    nothing is read.
+    Of a tile without keys in [low, high) nothing is read.
     """
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + tile * BLOCK_N // PAGE_SIZE, mask=tile * BLOCK_N < high, other=0)
@@ -53,8 +52,8 @@ def attend(
 
     Tiles are taken from first_tile on. At skip_tile, skip_count of them are left out: those in the
     middle, when this is called for both edges. MASKED: keys outside [low, high) are not loaded, and
-    each row takes only the keys of its own [row_start, row_stop). Without MASKED every row sees
-    every key of these tiles.
+    each row takes only the keys of its own [row_start, row_stop). Otherwise every row sees every
+    key.
 
     Pages are looked up one tile ahead. Otherwise the compiler would count the load of a page and
     the load of its keys as two that wait for each other, and start neither before it is needed.

@@ -35,55 +35,44 @@ MIN_BLOCK_M = 16  # tl.dot takes no fewer rows
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Everything about a call that is known without looking at the device.
-
-    num_tokens counts padding; max_seq_len and max_query_len are upper bounds, in tokens.
-    """
+    """What is known without looking at the device, in tokens; num_tokens counts padding."""
 
     num_tokens: int
     num_seqs: int
     num_heads: int
     num_kv_heads: int
     head_size: int
-    max_query_len: int
-    max_seq_len: int
+    max_query_len: int  # an upper bound
+    max_seq_len: int  # an upper bound
 
     @property
     def group(self) -> int:
-        """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How one call is launched.
-
-    block_m: (row, head) pairs of a row tile, at most config.block_m.
-    num_row_tiles: the grid's first axis; an upper bound on the row tiles of all sequences.
-    block_v, value_blocks: output columns of a program, and how many programs share those of a head.
-    max_splits: the most parts that a sequence can have here; 1 means no splitting, no workspace.
-    split_programs: the grid's third axis; the parts of a row tile are dealt to so many programs.
-    num_partial_rows: rows of the workspace for each part. There is one for each token, or
-    partial_rows_per_seq for each sequence where that is less (partial_rows_per_seq is 0 otherwise).
-    """
+    """How one call is launched."""
 
     config: TileConfig
-    block_m: int
-    num_row_tiles: int
-    block_v: int
-    value_blocks: int
-    max_splits: int
-    split_programs: int
+    block_m: int  # (row, head) pairs of a row tile, at most config.block_m
+    num_row_tiles: int  # the grid's first axis; an upper bound on those of all sequences
+    block_v: int  # output columns of a program
+    value_blocks: int  # how many programs share the columns of a head
+    max_splits: int  # the most parts of a sequence here; 1: no splitting, no workspace
+    split_programs: int  # the grid's third axis; the parts of a row tile are dealt to these
+    # Rows of the workspace for each part: one for each token, or partial_rows_per_seq for each
+    # sequence where that is less (else it is 0).
     num_partial_rows: int
     partial_rows_per_seq: int
 
     @property
     def is_split(self) -> bool:
-        """Whether sequences may be split: then `merge_splits_kernel` runs after the main kernel."""
+        """Then `merge_splits_kernel` runs after the main kernel."""
         return self.max_splits > 1
 
     def workspace_elements(self, shape: BatchShape) -> int:
-        """fp32 elements of workspace: an accumulator, a max and a sum per part, row and head."""
+        """fp32: an accumulator, a max and a sum per part, row and head."""
         if not self.is_split:
             return 0
         return self.max_splits * self.num_partial_rows * shape.num_heads * (shape.head_size + 2)
@@ -101,10 +90,7 @@ def visible_keys(query_len: int, seq_len: int, window: int | None) -> int:
 def num_splits(
     query_len: int, seq_len: int, shape: BatchShape, config: TileConfig, window: int | None
 ) -> int:
-    """Parts into which the keys of one sequence are split; a function of this sequence alone.
-
-    `splits.num_splits_on_device` computes the same.
-    """
+    """A function of this sequence alone. `splits.num_splits_on_device` computes the same."""
     num_keys = visible_keys(query_len, seq_len, window)
     programs = ceil_div(query_len * shape.group, config.block_m) * _head_programs(shape, config)
     by_keys = ceil_div(num_keys, config.keys_per_split(window))
@@ -119,8 +105,8 @@ def _head_programs(shape: BatchShape, config: TileConfig) -> int:
 def most_splits(shape: BatchShape, config: TileConfig, window: int | None) -> int:
     """The most parts that any sequence within the bounds of ``shape`` can have.
 
-    A longer span sees more keys through a window, which allows more parts, but it also has more
-    row tiles, which allows fewer. So for each number of row tiles that still allows two parts, the
+    A longer span sees more keys through a window, which allows more parts, but it also has more row
+    tiles, which allows fewer. So for each number of row tiles that still allows two parts, the
     longest span with that many is tried.
     """
     most_tiles = TARGET_PROGRAMS // (2 * _head_programs(shape, config))
@@ -134,7 +120,7 @@ def most_splits(shape: BatchShape, config: TileConfig, window: int | None) -> in
 
 @functools.lru_cache(maxsize=256)
 def plan_attention(shape: BatchShape, config: TileConfig, window: int | None) -> AttentionPlan:
-    """The launch plan of a batch shape. Cached: the layers of one step ask for the same.
+    """Cached: the layers of one step ask for the same.
 
     The first axis of the grid has floor(num_tokens * group / block_m) + num_seqs programs. However
     the tokens are divided among the sequences, that is enough for the row tiles that they need,

@@ -13,9 +13,8 @@ def starts_of(lens: np.ndarray) -> np.ndarray:
 
 
 def spread(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row of every element, and its offset in that row's span.
+    """The row of every element, and its offset in that row's span: both int64.
 
-    starts: [rows + 1]. Returns (rows, offsets), both [starts[-1] - starts[0]] int64:
     [0, 2, 5] gives [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2].
     """
     rows = np.arange(len(starts) - 1).repeat(lengths(starts))
@@ -23,7 +22,7 @@ def spread(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lengths(starts: np.ndarray) -> np.ndarray:
-    """Return how long each span is, [rows]: np.diff(starts), but several times faster."""
+    """np.diff(starts), but several times faster."""
     return starts[1:] - starts[:-1]
 
 

@@ -21,7 +21,7 @@ from dllm.attention.masks import ALL, Mask, QuerySpan, visible_range
 
 
 def dense_mask(span: QuerySpan, layer_mask: Mask = ALL) -> Tensor:
-    """The mask of one span, ``[query_len, seq_len]`` bool on the CPU: True where a key is seen."""
+    """``[query_len, seq_len]`` bool on the CPU: True where a key is seen."""
     mask = torch.zeros(span.query_len, span.seq_len, dtype=torch.bool)
     for row in range(span.query_len):
         start, stop = visible_range(row, span, layer_mask)
@@ -32,11 +32,10 @@ def dense_mask(span: QuerySpan, layer_mask: Mask = ALL) -> Tensor:
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, span: QuerySpan, options: AttentionOptions
 ) -> Tensor:
-    """Attention of one sequence over contiguous keys.
+    """Of one sequence over contiguous keys: ``[query_len, num_heads, head_size]`` fp32.
 
-    query ``[query_len, num_heads, head_size]``, key and value ``[seq_len, num_kv_heads,
-    head_size]``, any floating type; returns ``[query_len, num_heads, head_size]`` fp32. Keys that
-    no row sees are replaced by zeros, so that a NaN among them cannot reach the output.
+    query likewise, key and value ``[seq_len, num_kv_heads, head_size]``, any floating type. Keys
+    that no row sees are replaced by zeros, so that a NaN among them cannot reach the output.
     """
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     mask = dense_mask(span, options.mask).to(query.device)
@@ -58,8 +57,7 @@ def dense_attention(
 def gather_pages(cache: Tensor, pages: Tensor, seq_len: int) -> Tensor:
     """One sequence's keys or values in order, ``[seq_len, num_kv_heads, head_size]``.
 
-    cache ``[num_pages, page_size, num_kv_heads, head_size]``; pages ``[max_pages]`` integers, the
-    sequence's row of the block table.
+    pages ``[max_pages]`` integers, the sequence's row of the block table.
     """
     page_size = cache.shape[1]
     position = torch.arange(seq_len, device=pages.device)
@@ -74,7 +72,7 @@ def paged_attention(
     spans: list[QuerySpan],
     options: AttentionOptions,
 ) -> list[Tensor]:
-    """Attention of several sequences over a paged cache; returns one fp32 tensor per sequence.
+    """Of several sequences over a paged cache; one fp32 tensor per sequence.
 
     query ``[>= sum(query_len), num_heads, head_size]``: sequences lie one after the other; caches
     ``[num_pages, page_size, num_kv_heads, head_size]``, of an fp8 cache the numbers it stands for

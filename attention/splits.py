@@ -29,10 +29,10 @@ def num_splits_on_device(
     VALUE_BLOCKS: tl.constexpr,
     SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """`planning.num_splits` on the device: how many parts one sequence's keys are cut into.
+    """max_splits: what the workspace has room for, which is the most that the host expects.
 
-    max_splits: what the workspace has room for, which is the most that the host expects. Should a
-    sequence be longer than the host believes, it has fewer parts, and no other memory is written.
+    Should a sequence be longer than the host believes, it has fewer parts, and no other memory is
+    written.
     """
     programs = tl.maximum(tl.cdiv(query_len * GROUP, SPLIT_ROWS) * (NUM_KV_HEADS * VALUE_BLOCKS), 1)
     by_keys = tl.cdiv(num_keys, MIN_KEYS)
@@ -41,7 +41,6 @@ def num_splits_on_device(
 
 @triton.jit
 def visible_keys_on_device(query_len, seq_len, WINDOW: tl.constexpr):
-    """`planning.visible_keys` on the device."""
     if WINDOW > 0:
         num_keys = tl.minimum(seq_len, query_len + WINDOW - 1)
     else:
@@ -79,7 +78,7 @@ def merge_parts(acc_a, max_a, sum_a, acc_b, max_b, sum_b):
 
 @triton.jit
 def _find_token(query_start_loc, token, num_seqs):
-    """The sequence whose span holds ``token`` (the last one for padding tokens). Binary search."""
+    """The sequence whose span holds ``token`` (the last one for padding tokens)."""
     low: tl.int32 = 0
     high = num_seqs
     while low < high:
@@ -103,8 +102,7 @@ def merge_splits_kernel(
 ):  # fmt: skip
     """Merge the parts of one token and KV head, in order. Grid: (num_tokens, KV heads).
 
-    Writes ``out`` for tokens of sequences that were split. For the other sequences
-    `canvas_attention_kernel` has written it.
+    For sequences that were not split `canvas_attention_kernel` has written ``out``.
     """
     index = tl.program_id(0)
     kv_head = tl.program_id(1)

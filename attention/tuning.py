@@ -51,32 +51,22 @@ TARGET_PROGRAMS = 256
 
 
 def next_power_of_2(value: int) -> int:
-    """The smallest power of two that is at least ``value`` (1 for 0 and 1)."""
+    """1 for 0 and 1."""
     return 1 << max(value - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One row of the table.
+    """One row of the table. Blocks are powers of two from 16 on; a part has a block or more."""
 
-    block_m: (row, query head) pairs that a program works on.
-    block_n: keys that are loaded at a time.
-    num_warps, num_stages: Triton's launch options; stages are key tiles that are loaded ahead.
-    min_keys_per_split: no part of a split sequence has fewer keys; min_keys_in_window, the same for
-        layers with a window, whose sequences have few visible keys.
-    max_splits: the most parts of a sequence; 1 turns splitting off.
-    block_v: the most output columns of a program; several programs share a larger head size.
-    The blocks are powers of two from 16 on, and num_warps is one; a part has at least block_n keys.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    min_keys_per_split: int = 2048
-    max_splits: int = 8
-    block_v: int = 256
-    min_keys_in_window: int = 640
+    block_m: int  # (row, query head) pairs that a program works on
+    block_n: int  # keys that are loaded at a time
+    num_warps: int  # a power of two
+    num_stages: int  # key tiles that are loaded ahead
+    min_keys_per_split: int = 2048  # no part of a split sequence has fewer keys
+    max_splits: int = 8  # 1 turns splitting off
+    block_v: int = 256  # the most columns of a program; several share a larger head size
+    min_keys_in_window: int = 640  # in layers with a window, whose sequences see few keys
 
     def keys_per_split(self, window: int | None) -> int:
         return self.min_keys_per_split if window is None else self.min_keys_in_window
@@ -108,10 +98,9 @@ OTHERS: dict[tuple[int, int], TileConfig] = {
 def tile_config(
     head_size: int, element_size: int, arch: int = 90, is_fp8_cache: bool = False
 ) -> TileConfig:
-    """The table's row for a head size and the bytes of a query element.
+    """element_size: of the query. arch: compute capability, for instance 90 for 9.0.
 
-    arch: compute capability, for instance 90 for 9.0. Raises KeyError when the table has no such
-    row.
+    Raises KeyError when the table has no such row.
     """
     table = HOPPER if arch == 90 and not is_fp8_cache else OTHERS
     return table[max(next_power_of_2(head_size), 64), element_size]

@@ -46,12 +46,6 @@ class VisiblePages:
     Which keys these are follows from `masks.visible_range` of that row. What it returns lies in
     memory that a captured CUDA graph reads again. Only a batch of more than ``num_seqs`` sequences,
     which is no full graph's, gets memory of its own.
-
-    Args:
-        window: in keys, as of ``Mask``.
-        page_size: keys of a page.
-        num_seqs: the most sequences of a full graph.
-        max_query_len: the most rows that a sequence can have.
     """
 
     def __init__(
@@ -63,7 +57,7 @@ class VisiblePages:
         self._seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=device)
 
     def _most_keys(self, query_len: int) -> int:
-        """Keys that can be left of a sequence: what its rows see, and the rest of a page."""
+        """What a sequence's rows see, and the rest of a page."""
         return query_len + self._window + self._page_size - 2
 
     def __call__(self, batch: RaggedBatch) -> RaggedBatch:
