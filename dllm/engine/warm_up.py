@@ -122,8 +122,9 @@ def made_up_adapters(runner: Any) -> Iterator[list[LoRARequest | None]]:
             yield [None]
             return
         random = torch.Generator().manual_seed(0)
-        for layer in runner.lora_manager._adapter_manager.get_adapter(1).loras.values():
-            for matrix in tree_leaves((layer.lora_a, layer.lora_b)):
+        layers = runner.lora_manager._adapter_manager.get_adapter(1).loras.values()
+        with torch.inference_mode():
+            for matrix in tree_leaves([(layer.lora_a, layer.lora_b) for layer in layers]):
                 if matrix is not None:
                     matrix.normal_(std=matrix.shape[-1] ** -0.5, generator=random)
         yield [None, LoRARequest("warmup_1", 1, "/not/a/real/path")]
