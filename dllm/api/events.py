@@ -58,17 +58,12 @@ def append_trace(trace: dict[str, Any], block: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Stream:
-    """What the events of a stream have in common.
-
-    Attributes:
-        is_chat: a chat completion, else a completion.
-        stops: tokens that end an answer; a draft is shown up to the first of them.
-    """
+    """What the events of a stream have in common."""
 
     request_id: str
     model: str
-    is_chat: bool
-    stops: frozenset[int]
+    is_chat: bool  # a chat completion, else a completion
+    stops: frozenset[int]  # tokens that end an answer; a draft is shown up to the first of them
     tokenizer: Any
 
     def event(self, frame: Frame, choice: dict[str, Any], index: int, text: str, **top: Any) -> str:
@@ -113,10 +108,7 @@ class TraceWriter:
 
 
 class CanvasWriter(TraceWriter):
-    """Writes each frame as the field ``canvas`` of an empty event.
-
-    Entropies are sent in thousandths of a nat, as integers of at most MAX_ENTROPY.
-    """
+    """Each frame is ``canvas`` of an empty event; entropies are integers, thousandths of a nat."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)

@@ -46,28 +46,16 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Fill:
-    """A hole to fill.
+    """A hole to fill."""
 
-    Attributes:
-        suffix_ids: the tokens of the text behind it.
-        end: the token that ends the answer.
-        widths: of the hole, the least and the greatest to try, in tokens.
-        canvas_width: hole, suffix and end must fit into it.
-        one_step: with blocks, the extra arguments of a request of one step; else None.
-    """
-
-    suffix_ids: tuple[int, ...]
-    end: int
-    widths: tuple[int, int]
-    canvas_width: int
-    one_step: Mapping[str, int] | None = None
+    suffix_ids: tuple[int, ...]  # of the text behind it
+    end: int  # the token that ends the answer
+    widths: tuple[int, int]  # of the hole, the least and the greatest to try, in tokens
+    canvas_width: int  # hole, suffix and end must fit into it
+    one_step: Mapping[str, int] | None = None  # with blocks, extra arguments of a one-step request
 
     def width_range(self, min_tokens: int, max_tokens: int, room: int) -> range:
-        """The widths to try; ``room``: tokens between the prompt and the end of the context.
-
-        Raises:
-            VLLMValidationError: there is none, or there are too many.
-        """
+        """Those to try; ``room``: up to the context's end. VLLMValidationError: none, too many."""
         fixed = len(self.suffix_ids) + 1
         low, high = max(self.widths[0], min_tokens), self.widths[1]
         longest = min(self.canvas_width, room - 1)  # one token is behind it when it is read
@@ -142,15 +130,7 @@ class Fill:
 def fill_of(
     suffix: str, extra: dict[str, Any], tokenizer: Any, end: int, canvas: int, vocab_size: int
 ) -> Fill:
-    """The hole that a request describes.
-
-    Args:
-        suffix: of the request, not empty.
-        end: the token that ends an answer, if the request names no other.
-
-    Raises:
-        VLLMValidationError: it describes none.
-    """
+    """``end``: if the request names no other. Raises VLLMValidationError: it describes no hole."""
     for key in (STREAM, *PIN_ARGS):
         if extra.get(key) is not None:
             refuse_beside_suffix(key)
@@ -200,12 +180,8 @@ async def filled(
 ) -> "AsyncGenerator[RequestOutput, None]":
     """What ``generate`` would yield for a model that writes the hole: one output, at the end.
 
-    Args:
-        generate: vLLM's, with its arguments ``prompt``, ``params``, ``request_id``, ``options``.
-        widths: of the hole, all of which are tried.
-
-    Raises:
-        Exception: the first one of a candidate; all others have ended when it is raised.
+    ``generate`` is vLLM's, with its arguments from ``prompt`` on. Raises the first exception of a
+    candidate; all others have ended when it is raised.
     """
 
     def tried_with(width: int, sample: int) -> Coroutine[Any, Any, "RequestOutput"]:
@@ -255,11 +231,7 @@ async def at_once(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def finished(results: AsyncIterable[Any]) -> Any:
-    """The last output of a request.
-
-    Raises:
-        HTTPException: it was aborted, as ``/pause`` does by default; the client gets HTTP 503.
-    """
+    """Raises HTTPException 503 if the request was aborted, as ``/pause`` does by default."""
     from fastapi import HTTPException  # not in the worker
 
     output = [result async for result in results][-1]

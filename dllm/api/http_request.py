@@ -36,33 +36,18 @@ BODY = ConfigDict(extra="forbid", str_max_length=10 << 20)
 
 @dataclass
 class HttpRequest:
-    """An HTTP request while its route handles it.
+    """An HTTP request while its route handles it."""
 
-    Attributes:
-        places: of the requests that are in the engine.
-        num_requests: of the engine that it has asked for so far.
-        compilations: wait for the grammars of these, each of which may be refused.
-        hole: in front of the suffix of a completion.
-        feed: shows unfinished canvases, or traces, of its answer.
-        client_names: parameters that the client has sent under other names, by ours.
-    """
-
-    places: asyncio.Semaphore
-    num_requests: int = 0
+    places: asyncio.Semaphore  # of the requests that are in the engine
+    num_requests: int = 0  # of the engine that it has asked for so far
+    # They wait for the grammars of these, each of which may be refused.
     compilations: list[Callable[[], Awaitable[Any]]] = field(default_factory=list)
-    hole: "Fill | None" = None
-    feed: "CanvasFeed | None" = None
-    client_names: dict[str, str] = field(default_factory=dict)
+    hole: "Fill | None" = None  # in front of the suffix of a completion
+    feed: "CanvasFeed | None" = None  # shows unfinished canvases, or traces, of its answer
+    client_names: dict[str, str] = field(default_factory=dict)  # of parameters, by ours
 
     def add(self, number: int, parameter: str) -> None:
-        """Count more requests of the engine.
-
-        Args:
-            parameter: what multiplies them, for the error.
-
-        Raises:
-            VLLMValidationError: there are too many.
-        """
+        """Of the engine, multiplied by ``parameter``. Raises VLLMValidationError: too many."""
         self.num_requests += number
         if self.num_requests > MAX_REQUESTS:
             refuse(
@@ -105,13 +90,11 @@ def places_of(vllm_config: Any) -> asyncio.Semaphore:
 async def in_turn(
     places: asyncio.Semaphore, outputs: AsyncGenerator["RequestOutput", None]
 ) -> AsyncGenerator["RequestOutput", None]:
-    """The outputs of a request, which starts when there is a place for it.
+    """Outputs of vLLM's ``generate``, which starts with the first one asked for, if there is a
+    place.
 
-    Args:
-        outputs: what ``generate`` of vLLM returns; it starts with the first output asked for.
-
-    Raises:
-        GenerationError: the engine has ended the request with an error; the client gets HTTP 500.
+    Raises GenerationError: the engine has ended the request with an error; the client gets HTTP
+    500.
     """
     from vllm.exceptions import GenerationError
 

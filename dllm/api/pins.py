@@ -17,13 +17,10 @@ SHAPE = (
 
 
 def check_length(field: str, num_chars: int, num_tokens: int, tokenizer: Any) -> None:
-    """Refuse more characters of text than ``num_tokens`` tokens can stand for.
+    """Refuse more characters of text than ``num_tokens`` tokens can stand for; tokenizes nothing.
 
     For texts that do not go the way of prompts. The API server serves nobody else while it
     tokenizes them.
-
-    Raises:
-        VLLMValidationError: there are more; nothing was tokenized.
     """
     longest = num_tokens * tokenizer.max_chars_per_token
     if num_chars > longest:
@@ -35,11 +32,7 @@ def check_length(field: str, num_chars: int, num_tokens: int, tokenizer: Any) ->
 
 
 def as_extra_args(given: Any, tokenizer: Any, canvas_length: int) -> dict[str, list[int]]:
-    """The extra arguments for a list of pins.
-
-    Raises:
-        VLLMValidationError: ``given`` is no such list, or its texts are too long.
-    """
+    """Raises VLLMValidationError: ``given`` is no list of pins, or its texts are too long."""
     if not isinstance(given, list) or not given:
         _refuse(given)
     most = PINNED_CANVASES * canvas_length

@@ -68,17 +68,11 @@ class ScoreRequest(BaseModel):
 
 
 class BlockRead(NamedTuple):
-    """One pass over a block.
+    """One pass over a block."""
 
-    Attributes:
-        start: where the block starts in the text.
-        tokens: the tokens of the text in the block.
-        masked: the indices of those that are masks.
-    """
-
-    start: int
-    tokens: Sequence[int]
-    masked: Sequence[int]
+    start: int  # where the block starts in the text
+    tokens: Sequence[int]  # of the text in the block
+    masked: Sequence[int]  # the indices of those that are masks
 
     def params(self, settings: DenoiseSettings) -> SamplingParams:
         """A request for one denoise step, in which all tokens but the masked ones are pinned."""
@@ -217,11 +211,7 @@ def blocks(prompt_len: int, text_len: int, settings: DenoiseSettings) -> Iterato
 
 
 def chosen(text: Sequence[int], of_blocks: Iterable[range], places: Sequence[int]) -> list[Any]:
-    """The reads that score the tokens at some places, of the blocks that have any.
-
-    Raises:
-        VLLMValidationError: a place is not in the text, or comes twice, or there are too many.
-    """
+    """Raises VLLMValidationError: a place is not in the text, or comes twice; too many blocks."""
     if len({*places}) < len(places) or not places or max(places) >= len(text):
         refuse_value("places", places, f"different integers from 0 to {len(text) - 1}")
     reads, ordered = [], sorted(places)
@@ -242,11 +232,7 @@ def chosen(text: Sequence[int], of_blocks: Iterable[range], places: Sequence[int
 def drawn(
     text: Sequence[int], of_blocks: Sequence[range], samples: int, seed: int
 ) -> list[BlockRead]:
-    """The reads of an estimate: of each sample, each block once.
-
-    Raises:
-        VLLMValidationError: there are too many.
-    """
+    """Of each sample, each block once. Raises VLLMValidationError: there are too many."""
     if len(of_blocks) * samples > MAX_READS:
         refuse(
             "samples",
@@ -263,11 +249,7 @@ def drawn(
 
 
 def estimate(reads: Sequence[BlockRead], scores: Sequence[list[float]], samples: int) -> Any:
-    """(mean, standard error) of the samples' sums; None for the error of a single sample.
-
-    Args:
-        scores: for each read, the log-probabilities of its masks.
-    """
+    """(mean, standard error) of the samples' sums; ``scores``: log-probabilities of the masks."""
     terms = [
         len(read.tokens) / len(read.masked) * math.fsum(found)
         for read, found in zip(reads, scores, strict=True)

@@ -20,10 +20,10 @@ def refusing() -> Iterator[None]:
 
 
 def spec_of(asked: Any, is_compact: bool) -> Spec:
-    """A grammar as vLLM's xgrammar backend reads it. Takes no longer than to read its text.
+    """As vLLM's xgrammar backend reads it. Takes no longer than to read its text.
 
-    Raises:
-        VLLMValidationError: it is empty, too long or nested too deeply, or whitespace is a pattern.
+    Raises VLLMValidationError: it is empty, too long or nested too deeply, or whitespace is a
+    pattern.
     """
     from vllm.sampling_params import check_json_nesting
     from vllm.v1.structured_output.request import get_structured_output_key

@@ -27,10 +27,7 @@ MAX_UNREAD = 64
 
 
 class Pace:
-    """At most ``rate`` frames a second on average, and up to ``rate`` at once.
-
-    So a short answer of a fast model is seen whole.
-    """
+    """``rate`` frames a second on average, and as many at once: a short answer is seen whole."""
 
     def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = rate
@@ -50,23 +47,13 @@ class Pace:
 
 
 class CanvasFeed:
-    """The unread frames of a stream.
-
-    Args:
-        num_choices: answers to each prompt.
-
-    Attributes:
-        request_id: of the stream, as its client sees it. Empty before a request has started.
-        traces: the traces that have come, by the number of the answer.
-        first_choice: of each request of the engine, by its id: one for each prompt of a completion.
-        bell: set while something is unread.
-    """
+    """The unread frames of a stream; ``num_choices``: answers to each prompt."""
 
     def __init__(self, pace: Pace, num_choices: int) -> None:
-        self.request_id = ""
-        self.traces: dict[int, dict[str, Any]] = {}
-        self.first_choice: dict[str, int] = {}
-        self.bell = asyncio.Event()
+        self.request_id = ""  # as the stream's client sees it; empty before a request has started
+        self.traces: dict[int, dict[str, Any]] = {}  # that have come, by the number of the answer
+        self.first_choice: dict[str, int] = {}  # by the engine's id: one for each prompt
+        self.bell = asyncio.Event()  # set while something is unread
         self.is_open = True
         self._num_choices = num_choices
         self._pace = pace
@@ -92,11 +79,7 @@ class CanvasFeed:
 
 
 class Watchers:
-    """The feeds of an engine client.
-
-    Args:
-        processor: vLLM's output processor, which knows to whom an engine's request belongs.
-    """
+    """The feeds of an engine client; vLLM's output ``processor`` knows whose a request is."""
 
     def __init__(self, processor: Any, limit: int) -> None:
         self._processor = processor
@@ -116,11 +99,10 @@ class Watchers:
         return feed
 
     def start(self, request_id: str, feed: CanvasFeed) -> str:
-        """Give a feed the frames of a request that starts.
+        """The request's id for the engine, which no other watched request has.
 
-        Returns:
-            The request's id for the engine, which no other watched request has. Several clients may
-            send the same one (``X-Request-Id``), and none may see the canvases of another.
+        Several clients may send the same one (``X-Request-Id``), and none may see the canvases of
+        another.
         """
         own = f"{request_id}-{next(self._numbers)}"
         self._feeds[own] = feed

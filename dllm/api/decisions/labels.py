@@ -25,16 +25,11 @@ Encode = Callable[[str], list[int] | None]
 
 @dataclass(frozen=True)
 class OptionLabels:
-    """Labels of a question's options.
-
-    Attributes:
-        tokens: of each text; they end with the end token if any text has more than one token.
-        is_code: they name options that the prompt lists; else they are the options' own texts.
-    """
+    """Labels of a question's options."""
 
     texts: tuple[str, ...]
-    tokens: tuple[tuple[int, ...], ...]
-    is_code: bool
+    tokens: tuple[tuple[int, ...], ...]  # with the end token if any text has more than one token
+    is_code: bool  # they name options that the prompt lists; else they are the options' own texts
 
     @property
     def num_rows(self) -> int:
@@ -43,13 +38,10 @@ class OptionLabels:
 
 
 class Labels:
-    """The labels of a tokenizer.
+    """The labels of a tokenizer; ``end`` is the token that ends a reply.
 
-    Args:
-        encode: the tokens of a text with which a reply begins.
-        end: the token that ends a reply.
-        words: further texts that may be labels, for a model whose labels are one token each; they
-            are read only where letters are too few. None: options may be spelled.
+    ``words``: further texts that may be labels, for a model whose labels are one token each; they
+    are read only where letters are too few. None: options may be spelled.
     """
 
     def __init__(self, encode: Encode, end: int, words: Iterable[str] | None = None) -> None:
@@ -72,11 +64,7 @@ class Labels:
         return self.choices(names)
 
     def choices(self, names: Sequence[str]) -> OptionLabels:
-        """Labels of options: letters, codes of two letters, or else the options themselves.
-
-        Raises:
-            ValueError: two options have the same tokens, or there are more options than labels.
-        """
+        """Raises ValueError: two options have the same tokens, or there are more than labels."""
         most = len(self._letters.texts)
         if len(names) <= most:
             return _first(self._letters, len(names))

@@ -223,11 +223,7 @@ class DecisionRequest(Body):
         return self
 
     def transcript(self) -> tuple[str, list[str]]:
-        """The input as one text, and the URLs of its images in order.
-
-        Raises:
-            VLLMValidationError: JSON beyond OpenAI's bounds.
-        """
+        """One text, and the URLs of its images. Raises VLLMValidationError: JSON out of bounds."""
         if isinstance(self.input, str):
             return self.input, []
         images: list[str] = []
@@ -245,11 +241,7 @@ class DecisionRequest(Body):
 
 
 def instructions_of(place: int, question: Predicate | Choice | Score) -> str:
-    """The text of a question.
-
-    Raises:
-        VLLMValidationError: it holds an image, which only the input may, or JSON beyond the bounds.
-    """
+    """Raises VLLMValidationError: an image, which only the input may hold; JSON out of bounds."""
     images: list[str] = []
     text = _written(question.instructions, images, "questions")
     if images:

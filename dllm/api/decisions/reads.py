@@ -44,15 +44,10 @@ TYPE_OF: dict[str, QuestionType] = {"noul": "predicate", "choice": "choice", "sc
 
 @dataclass
 class Read(strategies.QuestionRead):
-    """What a question's canvases say; ``probs`` and ``label_mass`` are means over them.
+    """What a question's canvases say; ``probs`` and ``label_mass`` are means over them."""
 
-    Attributes:
-        cached_tokens: of ``input_tokens``, those that were in the KV cache.
-        standard_errors: of each probability; 0 for one sample.
-    """
-
-    cached_tokens: int = 0
-    standard_errors: tuple[float, ...] = ()
+    cached_tokens: int = 0  # of ``input_tokens``, those that were in the KV cache
+    standard_errors: tuple[float, ...] = ()  # of each probability; 0 for one sample
     samples: int = 1
 
     @property
@@ -115,15 +110,7 @@ class CanvasReads(strategies.NextTokenStrategy):
     def num_requests(
         self, questions: Sequence[Any], joint: bool = False, samples: int | None = None
     ) -> int:
-        """How many canvases some questions take; one each is enough where canvases have no noise.
-
-        Args:
-            joint: whether they are to share canvases.
-            samples: of each question; None: the server's.
-
-        Raises:
-            VLLMValidationError: they are.
-        """
+        """One each where canvases have no noise. Raises VLLMValidationError for ``joint`` ones."""
         if joint:
             refuse(
                 "joint",
@@ -165,11 +152,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         return Labels(encode, self.end, (text for text in texts if _is_word(text)))
 
     def labels_of(self, question: question_types.Question) -> OptionLabels:
-        """The labels of a question's options.
-
-        Raises:
-            VLLMValidationError: there are none.
-        """
+        """Raises VLLMValidationError: there are none."""
         names = [option.name for option in question.options]
         try:
             if question.type.name == "noul":
@@ -195,14 +178,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         media: Mapping[str, Sequence[str]] | None = None,
         samples: int | None = None,
     ) -> list[Read]:
-        """Read every question, in order.
-
-        Args:
-            samples: canvases of each question; None: the server's.
-
-        Raises:
-            VLLMValidationError: a prompt, an option or all of the request is too long.
-        """
+        """In order. Raises VLLMValidationError: a prompt, an option or the whole is too long."""
         given = self._read_request(chat_template_kwargs, cache_salt)
         drawn = self.num_requests([None], samples=samples)
         off_the_loop = make_async(self._plan, self.context.online_renderer.renderer._executor)
@@ -229,7 +205,6 @@ class CanvasReads(strategies.NextTokenStrategy):
     def _generate(
         self, places: asyncio.Semaphore, options: dict[str, Any], *given: Any
     ) -> AsyncIterator[RequestOutput]:
-        """A request of the engine, which waits for one of the places."""
         return in_turn(places, self.context.engine_client.generate(*given, **options))
 
     async def _image_parts(self, urls: Sequence[str]) -> list[dict[str, Any]]:
@@ -286,7 +261,6 @@ class CanvasReads(strategies.NextTokenStrategy):
             )
 
     def _check_room(self, question: question_types.Question, num_tokens: int) -> None:
-        """Refuse a prompt behind which the context has no room for the canvas."""
         width = self.width
         if self.block_size > 1:
             width = self.block_size - num_tokens % self.block_size
@@ -300,9 +274,8 @@ class CanvasReads(strategies.NextTokenStrategy):
     def _params(
         self, plan: "_Plan", prompt_ids: list[int], samples: int
     ) -> Iterator[SamplingParams]:
-        """The parameters for each sample, and within a sample for each part of the label tokens.
-
-        The parts of a sample have the same canvas, and so the same logits.
+        """By sample, and in it by part of the label tokens; parts have one canvas, and so its
+        logits.
         """
         rows = plan.labels.num_rows
         # The same question has the same noise.

@@ -56,11 +56,7 @@ def attach(app: FastAPI) -> None:
 
 
 def why_not(state: Any) -> str:
-    """Why this server answers no decisions, as a sentence for the client.
-
-    Args:
-        state: of the FastAPI application.
-    """
+    """As a sentence for the client; ``state`` is the FastAPI application's."""
     try:
         strategies.select_read_strategy(state.engine_client.model_config, ("generate",))
     except ValueError as error:
@@ -108,11 +104,7 @@ async def answered(
 
 
 def asked_of(request: DecisionRequest) -> tuple[list[question_types.Question], str, list[str]]:
-    """The questions as vLLM's strategies take them, the input as a text, the URLs of its images.
-
-    Raises:
-        VLLMValidationError: a part is not allowed where it is.
-    """
+    """Also the input as a text, and its images' URLs. VLLMValidationError: a misplaced part."""
     questions = [vllm_question(place, asked) for place, asked in enumerate(request.questions)]
     return questions, *request.transcript()
 
@@ -191,7 +183,6 @@ def written(request: DecisionRequest, reads: list[Read], least_mass: float) -> b
 
 
 def answer(asked: AskedQuestion, read: Read) -> dict[str, Any]:
-    """The answer to a question as the response has it, from the probabilities of its options."""
     head = {"type": asked.type, "name": asked.name}
     if isinstance(asked, Predicate):
         return {**head, "probability": read.probs[0]}
