@@ -20,16 +20,9 @@ Place = tuple[int, tuple[str, int] | str]  # family of a socket; (address, port)
 
 
 class Address(NamedTuple):
-    """A parsed address.
-
-    Attributes:
-        path: of a Unix socket; empty for TCP.
-        host, port: of TCP; port 0 takes a free one.
-    """
-
-    path: str = ""
+    path: str = ""  # of a Unix socket; empty for TCP
     host: str = ""
-    port: int = 0
+    port: int = 0  # takes a free one
 
     def __str__(self) -> str:
         if self.path:
@@ -46,11 +39,7 @@ class Address(NamedTuple):
             return False
 
     def resolve(self) -> list[Place]:
-        """Where it binds or connects: one place or more. May ask a name server.
-
-        Raises:
-            ValueError: the host is not known.
-        """
+        """One place or more. May ask a name server. Raises ValueError: the host is not known."""
         if self.path:
             return [(socket.AF_UNIX, self.path)]
         try:
@@ -61,15 +50,10 @@ class Address(NamedTuple):
 
 
 def parse(given: object, keys: str | None, where: str, is_own: bool = False) -> Address:
-    """The address that a user wrote.
+    """Raises ValueError for what is no address, or of TCP without a folder of ``keys``.
 
-    Args:
-        keys: folder of keys, if there is one; TCP needs it.
-        is_own: it is to listen at: the port may be ``*``, and so may a part of a socket's name,
-            which becomes the number of this process.
-
-    Raises:
-        ValueError: it is none; says what is allowed.
+    ``is_own``: it is to listen at: the port may be ``*``, and so may a part of a socket's name,
+    which becomes the number of this process.
     """
     found = _tcp(given, is_own) or _unix(given, is_own) if isinstance(given, str) else None
     if found is None:
@@ -110,11 +94,7 @@ def _unix(given: str, is_own: bool) -> Address | None:
 
 
 def check_private(path: str) -> None:
-    """Refuse a socket in a folder that others can enter: its name could be another user's.
-
-    Raises:
-        ValueError: says what to do.
-    """
+    """Raises ValueError if others can enter a socket's folder: its name could be another user's."""
     folder = Path(path).parent
     try:
         found = folder.stat()
@@ -127,8 +107,7 @@ def check_private(path: str) -> None:
 def make_private(path: str) -> None:
     """Make the folder of a socket unless it is there, and remove a socket that nobody listens at.
 
-    Raises:
-        ValueError: others can enter the folder, or somebody listens at the socket.
+    Raises ValueError: others can enter the folder, or somebody listens at the socket.
     """
     place = Path(path)
     try:

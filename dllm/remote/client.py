@@ -31,26 +31,16 @@ class DraftRequest(NamedTuple):
 
 @dataclass
 class Session:
-    """A request as the target sees it.
+    """A request as the target sees it."""
 
-    Attributes:
-        number: the session's name in messages.
-        link, num_ups: its worker, and which of that link's connections knows the session.
-        num_sent: how many of its tokens the worker has.
-        is_asked: the last batch asked for drafts of this session, too.
-        start: the draft stands behind so many tokens.
-        draft: token ids that the worker expects there.
-        resets: how often the worker said that it lacks tokens.
-    """
-
-    number: int
-    link: Link | None = None
-    num_ups: int = 0
-    num_sent: int = 0
-    is_asked: bool = False
-    start: int = 0
-    draft: list[int] = field(default_factory=list)
-    resets: int = 0
+    number: int  # its name in messages
+    link: Link | None = None  # its worker
+    num_ups: int = 0  # which of that link's connections knows the session
+    num_sent: int = 0  # how many of its tokens the worker has
+    is_asked: bool = False  # the last batch asked for drafts of this session, too
+    start: int = 0  # the draft stands behind so many tokens
+    draft: list[int] = field(default_factory=list)  # token ids that the worker expects there
+    resets: int = 0  # how often the worker said that it lacks tokens
 
     @property
     def is_known(self) -> bool:
@@ -77,13 +67,8 @@ class Client:
     """The sessions of one engine core, with the workers that draft for them.
 
     A session belongs to the worker with the highest random weight (rendezvous hashing), so that a
-    worker that is out moves its own sessions only, and targets need not agree on anything.
-
-    Args:
-        vocab_size: of the target: a reply with another token id is refused whole.
-
-    Attributes:
-        sessions: by request, of those that were asked for.
+    worker that is out moves its own sessions only, and targets need not agree on anything. A reply
+    with a token id beyond ``vocab_size``, the target's, is refused whole.
     """
 
     def __init__(
@@ -96,7 +81,7 @@ class Client:
     ) -> None:
         self.links = links
         self._vocab_size, self._counts, self._clock, self._wait = vocab_size, counts, clock, wait
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, Session] = {}  # by request, of those that were asked for
         self._step = self._number = 0
         self._received_at = float("-inf")
 
@@ -108,11 +93,7 @@ class Client:
         self.links = links
 
     def ask(self, requests: Mapping[str, DraftRequest], deadline_s: float) -> None:
-        """Tell what is new of these requests, and ask for drafts of them.
-
-        Args:
-            deadline_s: how long ``collect`` will wait.
-        """
+        """Tell what is new, and ask for drafts. ``deadline_s``: how long ``collect`` will wait."""
         for session in self.sessions.values():
             session.is_asked = False
         has_news = bool(requests) or any(link.over for link in self.links)
@@ -144,11 +125,7 @@ class Client:
                     session.is_asked = row.want > 0
 
     def collect(self, requests: Mapping[str, DraftRequest], seconds: float) -> float:
-        """Take replies; wait for those that are needed and awaited, ``seconds`` at most.
-
-        Returns:
-            Seconds waited.
-        """
+        """Wait for replies that are needed and awaited, ``seconds`` at most; returns how long."""
         start = self._clock()
         self._receive()
         while any(self._is_awaited(name, request) for name, request in requests.items()):

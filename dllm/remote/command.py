@@ -71,11 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> tuple[Address, Keys | None]:
-    """Refuse wrong values and an address at which nothing can listen; read the keys, if any.
-
-    Raises:
-        CommandError: names the option, its value and what is allowed.
-    """
+    """Raises CommandError for a wrong value, or an address at which nothing can listen."""
     if options.ahead < 0:
         raise CommandError(f"--ahead {options.ahead}; allowed: an integer of at least 0.")
     from dllm.remote.discovery import find_python  # imports vLLM

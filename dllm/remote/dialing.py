@@ -15,13 +15,10 @@ LOOK_UP_S = 1.0  # between two questions to a name server
 
 
 class Places:
-    """Where a worker may be: all addresses of its host, in turn.
+    """All addresses of a worker's host, in turn. Raises ValueError: the host is not known.
 
     While somebody asks for one, the host's name is looked up again and again, in a thread: a name
     server that is slow stops nobody.
-
-    Raises:
-        ValueError: the host is not known.
     """
 
     def __init__(self, address: Address, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,11 +49,7 @@ class Places:
 
 
 def dialer(address: Address, keys: Keys | None, max_bytes: int) -> Callable[[], Stream]:
-    """A function that begins a connection to a worker; it raises OSError if nobody listens there.
-
-    Raises:
-        ValueError: its host is not known.
-    """
+    """It begins connections, and raises OSError where nobody listens. ValueError: unknown host."""
     places = Places(address)
 
     def dial() -> Stream:

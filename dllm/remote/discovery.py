@@ -34,11 +34,7 @@ MAX_WORKERS = 256
 
 
 def find_python() -> str:
-    """The interpreter that has Dynamo's runtime.
-
-    Raises:
-        ValueError: there is none, and what to do.
-    """
+    """Raises ValueError if none has Dynamo's runtime."""
     given = os.environ.get(PYTHON_VARIABLE)
     if given is not None:
         if not Path(given).is_file():
@@ -58,15 +54,11 @@ def find_python() -> str:
 class Child:
     """A process that prints lists of addresses; started again, after a pause, when it ends.
 
-    Args:
-        command: prints a JSON list in each line, and ends when its standard input does.
-
-    Attributes:
-        addresses: the last list that it printed; None before the first. Another object each time.
+    ``command`` prints a JSON list in each line, and ends when its standard input does.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        self.addresses: list[str] | None = None
+        self.addresses: list[str] | None = None  # the last list; another object each time
         self._command = list(command)
         self._has_spoken, self._is_closed = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # it is not started again once it is closed
@@ -74,20 +66,13 @@ class Child:
         threading.Thread(target=self._follow, name="discovery", daemon=True).start()
 
     def wait_until_ready(self) -> None:
-        """Wait for its first list.
-
-        Raises:
-            ValueError: none came in time.
-        """
+        """Raises ValueError: no list came in time."""
         if not self._has_spoken.wait(READY_WITHIN_S):
             self.close()
             raise ValueError(f"discovery: no answer within {READY_WITHIN_S:.0f} s. See its errors.")
 
     def close(self) -> None:
-        """End it; what it listed is gone when this returns.
-
-        One that hangs is killed, and a worker that it listed stays until Dynamo's lease ends.
-        """
+        """What it listed is gone when this returns; of one that hangs, when Dynamo's lease ends."""
         with self._lock:
             self._is_closed.set()
             assert self._process.stdin is not None
@@ -143,13 +128,10 @@ def list_with_dynamo(address: str) -> Child:
 
 
 class Following:
-    """Lets a target use the workers that Dynamo lists.
+    """Lets a target use the workers that Dynamo lists; without ``keys`` those of Unix sockets.
 
     Sessions stay with their worker while it is listed; those of a worker that left go to the
     others. While Dynamo itself is away the last list is used.
-
-    Args:
-        keys: folder of keys; without it only Unix sockets are used.
     """
 
     def __init__(self, child: Child, link: Callable[[Address], Link], keys: str | None) -> None:

@@ -24,14 +24,10 @@ KEY, CERTIFICATE, TRUSTED = "key.pem", "certificate.pem", "trusted"
 
 
 class Keys:
-    """The keys of a folder.
+    """The keys of a folder; ``contexts`` make TLS of a socket, by whether this side is the server.
 
-    Attributes:
-        contexts: what makes TLS of a socket, by whether this side is the server.
-
-    Raises:
-        ValueError: a file is missing or wrong, others can read the secret key, or nobody is
-            trusted.
+    Raises ValueError: a file is missing or wrong, others can read the secret key, or nobody is
+    trusted.
     """
 
     def __init__(self, folder: str) -> None:
@@ -60,11 +56,7 @@ class Keys:
         return context
 
     def check(self, connection: ssl.SSLSocket) -> None:
-        """Refuse a peer whose certificate is not one of those trusted, behind the handshake.
-
-        Raises:
-            ssl.SSLError: it is another one.
-        """
+        """Behind the handshake. Raises ssl.SSLError: the peer's certificate is not trusted."""
         if connection.getpeercert(binary_form=True) not in self._trusted:
             raise ssl.SSLError("its certificate is not in trusted")
 
@@ -78,11 +70,7 @@ def _read(file: Path) -> bytes:
 
 
 def write_keys(folder: Path) -> None:
-    """Write a new key pair; never over one that is there.
-
-    Raises:
-        CommandError: the folder has a key already, or is none.
-    """
+    """Raises CommandError: the folder has a key already, which is never overwritten, or is none."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

@@ -26,27 +26,13 @@ CONNECT_WITHIN_S = 3.0  # the greeting included
 
 
 class State(Enum):
-    """The state of a link; the module describes them."""
-
     DOWN, CONNECTING, UP, LATE = range(4)
 
 
 class Link:
     """One worker, as a target sees it: a connection that is made again whenever it breaks.
 
-    Args:
-        dial: begins a connection; raises OSError if nobody listens.
-        deadline_s: within which the worker has to answer.
-        counts: batches, replies, misses and refused messages are added to it.
-
-    Attributes:
-        state: as above; a change is logged.
-        connection: None if the state is DOWN.
-        num_ups: how often it came up. Then the worker knows no session.
-        step: of the last batch that has a reply.
-        asked_at: when the oldest batch was sent that was not answered; None if all were.
-        over: sessions that have ended, which the worker has yet to be told.
-        is_foreign: it has answered with tokens that the target does not have.
+    ``dial`` begins one, and raises OSError if nobody listens. ``deadline_s``: to answer within.
     """
 
     def __init__(
@@ -59,11 +45,13 @@ class Link:
     ) -> None:
         self.address = address
         self.state = State.DOWN
-        self.connection: Stream | None = None
+        self.connection: Stream | None = None  # if the state is not DOWN
+        # step: of the last batch that has a reply. num_ups: how often it came up; then the worker
+        # knows no session.
         self.step = self.num_ups = 0
-        self.asked_at: float | None = None
-        self.over: list[int] = []
-        self.is_foreign = False
+        self.asked_at: float | None = None  # when the oldest batch without an answer was sent
+        self.over: list[int] = []  # sessions that have ended, which the worker has yet to be told
+        self.is_foreign = False  # it has answered with tokens that the target does not have
         self._dial, self._deadline_s, self._clock = dial, deadline_s, clock
         self._counts = counts
         self._dialed_at = float("-inf")
@@ -165,5 +153,4 @@ class Link:
             self._report(f"{name} is down, and tried again: {self._why}", logging.WARNING)
 
     def count(self, what: str, amount: int = 1) -> None:
-        """Add to the metric ``remote_WHAT`` of this worker."""
         self._counts.add(f"remote_{what}", amount, self.address)

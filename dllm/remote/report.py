@@ -12,10 +12,9 @@ logger = logging.getLogger(LOGGER)
 
 
 class Report:
-    """Logs what holds when that has changed. What holds for less than EVERY_S may not be logged.
+    """Logs what holds when that has changed; for less than EVERY_S it may hold without a line.
 
-    Args:
-        said: what holds at the beginning and needs no log line.
+    ``said``: what holds at the beginning and needs no log line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, said: str = "") -> None:

@@ -38,13 +38,11 @@ from dllm.settings.server import options_of
 
 
 class RemoteDrafter:
-    """Drafts for one engine core.
+    """Drafts for one engine core; a step waits ``deadline_s`` at most.
 
-    Args:
-        driver: its policy does not read the drafter's confidence, because none comes with these
-            drafts. What is drafted is added to its counts, as for a DFlash drafter:
-            ``drafting_seconds`` is the time waited, ``draft_passes`` are steps that asked.
-        deadline_s: how long a step waits at most.
+    The policy of ``driver`` does not read the drafter's confidence, because none comes with these
+    drafts. What is drafted is added to its counts, as for a DFlash drafter: ``drafting_seconds`` is
+    the time waited, ``draft_passes`` are steps that asked.
     """
 
     def __init__(self, client: Client, driver: WidthDriver, deadline_s: float) -> None:
@@ -77,9 +75,8 @@ class RemoteDrafter:
     ) -> None:
         """Learn from a step, and ask for drafts of the next one if the policy wants any.
 
-        Args:
-            requests: for each request of the step, the drafts that may be of use in the next one.
-            in_prompt, verified, accepted: ``[rows]``, as ``VerifiedStep``.
+        ``requests`` of the step: what may be of use in the next one. The rest is as
+        ``VerifiedStep``.
         """
         self._requests = requests
         self.driver.keep(requests)
@@ -121,11 +118,7 @@ class RemoteDrafter:
         return {name: request for name, request in self._requests.items() if request.want}
 
     def _collect(self, requests: Mapping[str, DraftRequest]) -> dict[str, list[int]]:
-        """The drafts that are there in time, cut to the widths that the policy chooses.
-
-        Returns:
-            By request, for all of ``requests``; nothing if nobody is there who drafts.
-        """
+        """In time, cut to the widths of the policy, for all requests; none if nobody is there."""
         waited_s = self.client.collect(requests, self._wait_s)
         self.counts.add("drafting_seconds", waited_s)
         sessions = {name: self.client.sessions[name] for name in requests}
@@ -157,7 +150,6 @@ class RemoteScheduler(DraftingScheduler):
         self.remote, self.following = make_drafter(self.vllm_config, self.driver)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Send prompts that begin to the workers."""
         if self.following is not None:
             self.following.update(self.remote.client)
         output = super().schedule(throttle_prefills)
@@ -173,7 +165,6 @@ class RemoteScheduler(DraftingScheduler):
         """Nothing yet: drafts are asked for when the step's outcome is known."""
 
     def _follow(self, step: StepRows, accepted: np.ndarray) -> None:
-        """Ask for drafts behind the new tokens."""
         self.remote.client.keep(self.requests)
         requests = {name: self._draft_request(name) for name in step.names}
         self.remote.follow(requests, step.in_prompt, step.verified, accepted)
@@ -196,7 +187,6 @@ class RemoteScheduler(DraftingScheduler):
         return DraftTokenIds(*self.remote.take())
 
     def _send_counts(self, stats: SchedulerStats) -> None:
-        """Send the counts of every drafter, and which draft workers are asked."""
         workers = {link.address: not link.is_out for link in self.remote.client.links}
         send_drafting(stats, self._counts.take(), workers)
 
@@ -211,9 +201,8 @@ def make_drafter(
 ) -> tuple[RemoteDrafter, Following | None]:
     """The drafter of a server's options, connected to its workers; and what follows Dynamo's list.
 
-    Raises:
-        ValueError: the folder of keys is not as it should be, a worker's host is not known, or
-            Dynamo's runtime is not there.
+    Raises ValueError: the folder of keys is not as it should be, a worker's host is not known, or
+    Dynamo's runtime is not there.
     """
     options = options_of(vllm_config).remote
     assert options is not None, "checked at start"

@@ -37,16 +37,7 @@ WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 class Stream:
     """One connection; it closes itself when it breaks, or a frame is too long.
 
-    Args:
-        max_bytes: the longest message that is received.
-        keys: of this side; None without TLS.
-
-    Attributes:
-        is_ready: connected, and the handshake of this side is over. With TLS a worker may still
-            refuse its target then: the target hears of it when it reads.
-        error: what closed it; None as long as nothing failed. By a ValueError or an SSLError one
-            side has refused the other.
-        peer: who is at the other end of a server's connection, for log lines.
+    ``max_bytes``: the longest message that is received. ``keys``: of this side; None without TLS.
     """
 
     def __init__(
@@ -55,9 +46,12 @@ class Stream:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             _notice_lost_machines(connection)
+        # Ready: connected, and the handshake of this side is over. With TLS a worker may still
+        # refuse its target then: the target hears of it when it reads.
         self.is_open, self.is_ready = True, False
+        # What closed it. By a ValueError or an SSLError one side has refused the other.
         self.error: Exception | None = None
-        self.peer = ""
+        self.peer = ""  # who is at the other end of a server's connection, for log lines
         self._socket, self._max_bytes = connection, max_bytes
         self._keys, self._is_server = keys, is_server
         self._is_writing = not is_server  # the handshake, or the connection before it
@@ -96,12 +90,10 @@ class Stream:
         return found
 
     def send(self, data: bytes, replaces: bool = False) -> bool:
-        """Send a frame, as soon as the connection is ready; returns whether it is on its way.
+        """Returns whether it is on its way, which it is not while the frame before is still
+        waiting.
 
-        It is not while the frame before is still waiting.
-
-        Args:
-            replaces: a frame that cannot be sent yet waits, in the place of another that does.
+        ``replaces``: a frame that cannot be sent yet waits, in the place of another that does.
         """
         with self._closing():
             if self._get_ready():
@@ -199,11 +191,7 @@ def _notice_lost_machines(connection: socket.socket) -> None:
 
 
 def wait(streams: Sequence[Stream], seconds: float, listening: socket.socket | None = None) -> None:
-    """Wait until a connection has news or is closed, or somebody connects to a listening socket.
-
-    Args:
-        seconds: at most (down to milliseconds).
-    """
+    """Until a connection has news or is closed, or somebody connects; ``seconds`` at most."""
     poll = select.poll()
     if listening is not None:
         poll.register(listening, select.POLLIN)
@@ -217,20 +205,12 @@ def wait(streams: Sequence[Stream], seconds: float, listening: socket.socket | N
 class Server:
     """A worker's side: batches of MAX_CONNECTIONS targets at most.
 
-    Of more, the one is closed that never asked, or that asked last the longest time ago. Who is
-    let in, or refused, is logged.
-
-    Raises:
-        ValueError: nothing can listen at the address.
-
-    Attributes:
-        address: where it listens, with the port.
-        num_refused: connections that were closed because their handshake failed, or they sent what
-            is no batch.
+    Of more, the one is closed that never asked, or that asked last the longest time ago. Who is let
+    in, or refused, is logged. Raises ValueError: nothing can listen at the address.
     """
 
     def __init__(self, address: Address, keys: Keys | None = None) -> None:
-        self.num_refused = 0
+        self.num_refused = 0  # connections whose handshake failed, or that sent what is no batch
         self._last_refusal = ""
         self._report = Report(said=f"{CONNECTED}0")
         self._keys = None if address.path else keys

@@ -28,46 +28,30 @@ Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Delta(Struct, array_like=True, forbid_unknown_fields=True):
-    """One session's part of a batch.
-
-    Attributes:
-        start: behind so many tokens come ``tokens``; what stood there before is void.
-        want: drafts that are asked for behind them; 0 for none yet.
-    """
+    """One session's part of a batch."""
 
     session: Number
-    start: Int32
+    start: Int32  # behind so many tokens come ``tokens``; what stood there before is void
     tokens: Annotated[list[Int32], Meta(max_length=MAX_DELTA_TOKENS)]
-    want: Annotated[int, Meta(ge=0, le=MAX_WANT)]
+    want: Annotated[int, Meta(ge=0, le=MAX_WANT)]  # drafts behind them; 0 for none yet
 
 
 class DraftBatch(Struct, array_like=True, forbid_unknown_fields=True, tag="dllm-ask-3"):
-    """Target to worker: new tokens of some sessions, and which of them need drafts.
+    """Target to worker: new tokens of some sessions, and which of them need drafts."""
 
-    Attributes:
-        step: counts the batches of a connection.
-        deadline_us: microseconds that the target waits for the reply.
-        over: sessions that have ended.
-    """
-
-    step: Number
-    deadline_us: Annotated[int, Meta(ge=0, le=2**32 - 1)]
+    step: Number  # counts the batches of a connection
+    deadline_us: Annotated[int, Meta(ge=0, le=2**32 - 1)]  # that the target waits for the reply
     rows: Annotated[list[Delta], Meta(max_length=MAX_ROWS)]
-    over: Annotated[list[Number], Meta(max_length=MAX_ROWS)] = []
+    over: Annotated[list[Number], Meta(max_length=MAX_ROWS)] = []  # sessions that have ended
 
 
 class Draft(Struct, array_like=True, forbid_unknown_fields=True):
-    """What a worker expects of a session.
-
-    Attributes:
-        start: ``tokens`` are expected behind so many tokens.
-        is_unknown: the worker lacks the session's tokens; it has to be told all of them.
-    """
+    """What a worker expects of a session."""
 
     session: Number
-    start: Int32
+    start: Int32  # ``tokens`` are expected behind so many tokens
     tokens: Annotated[list[Int32], Meta(max_length=MAX_DRAFT_TOKENS)]
-    is_unknown: bool = False
+    is_unknown: bool = False  # the worker lacks the session's tokens; it has to be told all of them
 
 
 class Reply(Struct, array_like=True, forbid_unknown_fields=True, tag="dllm-reply-3"):
@@ -90,6 +74,5 @@ def reply_bytes(num_rows: int) -> int:
 
 
 def frame(message: DraftBatch | Reply) -> bytes:
-    """The bytes of a message, with its length in front."""
     data = _encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data

@@ -24,15 +24,10 @@ MAX_SESSIONS, MAX_TOKENS = 1024, 4_000_000
 
 
 class Drafts(Protocol):
-    """What drafts: an engine (``engine``), or a model of a test.
-
-    Attributes:
-        vocab_size: token ids are less than this.
-        max_len: tokens of the longest sequence.
-    """
+    """What drafts: an engine (``engine``), or a model of a test."""
 
     vocab_size: int
-    max_len: int
+    max_len: int  # tokens of the longest sequence
 
     def start(self, tokens: list[int], count: int) -> str:
         """Begin to write ``count`` tokens behind these; returns the run's name."""
@@ -46,26 +41,17 @@ class Drafts(Protocol):
 
 @dataclass
 class DraftSession:
-    """A request of a target, as the worker sees it.
+    """A request of a target, as the worker sees it."""
 
-    Attributes:
-        tokens, draft: what the target said, and what is expected behind it.
-        run: writes behind the draft; None if nothing does.
-        is_readable: the model can read it: not too long, no token id that it does not have. Nothing
-            is kept of another one, and replies are empty.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    draft: list[int] = field(default_factory=list)
-    run: str | None = None
+    tokens: list[int] = field(default_factory=list)  # what the target said
+    draft: list[int] = field(default_factory=list)  # what is expected behind it
+    run: str | None = None  # writes behind the draft
+    # The model can read it: not too long, no token id that it does not have. Nothing is kept of
+    # another one, and replies are empty.
     is_readable: bool = True
 
     def hear(self, row: Delta) -> bool:
-        """Take a batch's tokens, and keep what is left of the draft.
-
-        Returns:
-            Whether the draft went as far as these tokens and agreed with them; if not, it is void.
-        """
+        """Whether the draft went as far as these tokens and agreed with them; else it is void."""
         assert row.start <= len(self.tokens), (row.start, len(self.tokens))
         expected = self.tokens[row.start :] + self.draft
         self.tokens[row.start :] = row.tokens
@@ -77,16 +63,11 @@ class DraftSession:
 
 @dataclass
 class Peer:
-    """A connection, as the worker sees it. Nobody reaches a session of another one.
+    """A connection, as the worker sees it. Nobody reaches a session of another one."""
 
-    Attributes:
-        sessions: by number; the one used last is last.
-        batch, due: the newest batch, and when its reply has to leave; None if none is waiting.
-    """
-
-    sessions: dict[int, DraftSession] = field(default_factory=dict)
-    batch: DraftBatch | None = None
-    due: float = 0.0
+    sessions: dict[int, DraftSession] = field(default_factory=dict)  # the one used last is last
+    batch: DraftBatch | None = None  # the newest, while its reply is waiting
+    due: float = 0.0  # when that has to leave
 
     @property
     def num_tokens(self) -> int:
@@ -101,11 +82,7 @@ class Counts:
 
 
 class DraftWorker:
-    """Hears batches, drafts and replies.
-
-    Args:
-        ahead: tokens drafted beyond those asked for; 0 does not run ahead.
-    """
+    """Hears batches, drafts and replies. ``ahead``: tokens drafted beyond those asked for."""
 
     def __init__(
         self, drafts: Drafts, ahead: int = 0, clock: Callable[[], float] = time.perf_counter
