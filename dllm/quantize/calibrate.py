@@ -39,18 +39,12 @@ Respond = Callable[[list[int], int], object]
 def measure_inputs(
     job: Job, modules: Sequence[str], on_prompt: Callable[[int], None]
 ) -> dict[str, torch.Tensor]:
-    """Measure the static scale of each layer's inputs: ``[1]`` fp32, a divisor, by layer name.
+    """The static scale of each layer's inputs: ``[1]`` fp32, a divisor, by layer name.
 
     Takes the memory (of ``job.device``) for the whole model, plus the experts of one layer while
-    they are split. The memory is free again when this returns.
-
-    Args:
-        modules: the linear layers to measure, by their names in a checkpoint.
-        on_prompt: called with the number of prompts answered so far.
-
-    Raises:
-        CommandError: a layer had no input, only zeros, or one that is not finite. (LLM Compressor
-            would use a scale of 1 then.)
+    they are split. The memory is free again when this returns. ``on_prompt`` gets the number of
+    prompts answered so far. Raises CommandError: a layer had no input, only zeros, or one that is
+    not finite. (LLM Compressor would use a scale of 1 then.)
     """
     disable_progress_bar()
     is_gemma = job.source.config["architectures"][0] == DIFFUSION_GEMMA  # type: ignore[index]
@@ -125,14 +119,9 @@ def share_halves(model: DiffusionGemmaForBlockDiffusion) -> None:
 
 
 def observe_inputs(layers: Mapping[str, nn.Module], preset: str) -> dict[str, Observer]:
-    """Hook an observer of LLM Compressor to the input of each layer.
+    """By the checkpoint's names of the layers; they see every forward pass from then on.
 
-    Args:
-        layers: by the name that a checkpoint has for them.
-        preset: of compressed-tensors, one with scales for inputs.
-
-    Returns:
-        By the same names; they see every forward pass from then on.
+    ``preset``: of compressed-tensors, one with scales for inputs.
     """
     scheme = preset_name_to_scheme(preset, ["Linear"]).input_activations
     assert scheme is not None and scheme.observer is not None

@@ -71,7 +71,6 @@ def in_words(path: Path, report: "Report") -> list[str]:
 
 
 def first(lines: Iterable[str]) -> list[str]:
-    """The first ``LISTED`` lines, and how many more there are."""
     found = list(lines)
     more = [f"and {len(found) - LISTED} more (--json lists all)"] if len(found) > LISTED else []
     return found[:LISTED] + more

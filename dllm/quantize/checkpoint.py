@@ -38,12 +38,8 @@ DTYPES = {
 class Checkpoint:
     """The tensors of a directory in Hugging Face's layout, by name.
 
-    Attributes:
-        files: the file that holds a tensor, by its name.
-
-    Raises:
-        CommandError: the directory does not exist or holds another kind of model, or a file is
-            missing, cut short or not in safetensors; says which.
+    Raises CommandError: the directory does not exist or holds another kind of model, or a file is
+    missing, cut short or not in safetensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,11 +133,7 @@ def open_file(file: Path) -> safe_open:
 
 
 def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and dtype of each tensor in a file, by name.
-
-    Raises:
-        CommandError: as ``open_file``, or a dtype is not in ``DTYPES``.
-    """
+    """Raises CommandError as ``open_file``, or if a dtype is not in ``DTYPES``."""
     handle = open_file(file)
     header = {}
     for name in handle.keys():  # noqa: SIM118 (a safe_open is no mapping)
@@ -155,13 +147,11 @@ def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def in_units(num_bytes: float) -> str:
-    """A size as text, in MB or GB (powers of ten)."""
     unit, name = (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
     return f"{num_bytes / unit:.2f} {name}"
 
 
 def few(names: list[str]) -> str:
-    """The first names of a list, and how many more there are."""
     more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
     return ", ".join(names[:FEW]) + more
 

@@ -19,11 +19,7 @@ PYTHON, READY = ROOT / ".venv-quant/bin/python", ROOT / ".venv-quant/.locked"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the command line here, and run ``make`` in the environment that has LLM Compressor.
-
-    Raises:
-        CommandError: it cannot be done; then, and if it is stopped, ``--out`` is not there.
-    """
+    """Raises CommandError: it cannot be done. Then, and if stopped, ``--out`` is not there."""
     parser().parse_args(argv)  # --help, or a wrong command line, before torch is imported
     from dllm.quantize.job import prepare
 
@@ -50,10 +46,7 @@ def status_of(command: Sequence[str | Path], environment: Mapping[str, str] | No
     """The exit status of a process, which SIGTERM ends, also while it is being started.
 
     The handler raises nothing: an exception would leave a process behind that ``Popen`` has begun
-    to start.
-
-    Raises:
-        SystemExit: SIGTERM came, and the process has ended.
+    to start. SystemExit is raised when the process has ended.
     """
     running: list[subprocess.Popen[bytes]] = []
     is_terminated = False
@@ -86,10 +79,8 @@ def status_of(command: Sequence[str | Path], environment: Mapping[str, str] | No
 def appearing(out: Path) -> Iterator[Path]:
     """A path beside ``out`` to make a directory at, which is renamed to ``out`` in the end.
 
-    If the block ends with an exception, nothing of it is left.
-
-    Raises:
-        CommandError: the directory of ``out`` cannot be written to, or ``out`` has appeared.
+    If the block ends with an exception, nothing of it is left. Raises CommandError: the directory
+    of ``out`` cannot be written to, or ``out`` has appeared.
     """
     from dllm.quantize.job import refuse_existing
 
@@ -108,11 +99,7 @@ def appearing(out: Path) -> Iterator[Path]:
 
 
 def find_python(given: Path | None) -> Path:
-    """The interpreter that has LLM Compressor; in a checkout, its environment is made if missing.
-
-    Raises:
-        CommandError: there is none, and what to do.
-    """
+    """In a checkout, its environment is made if missing. Raises CommandError: there is none."""
     if given is not None:
         if not given.is_file():
             raise CommandError(f"--python {given}: there is no such file.")

@@ -25,10 +25,9 @@ from dllm.quantize.groups import QuantizeFused, Tensors
 
 
 def quantizer(scheme: Scheme, device: str) -> QuantizeFused:
-    """A function that quantizes the weights of one layer, or of several that vLLM fuses into one.
+    """Layers that vLLM fuses into one get one NVFP4 global scale together.
 
-    Fused layers get one NVFP4 global scale together. If theirs differed, vLLM would take the larger
-    for all and read the other weights wrong.
+    If theirs differed, vLLM would take the larger for all and read the other weights wrong.
     """
     preset = preset_name_to_scheme(scheme.preset, ["Linear"])
 

@@ -25,15 +25,10 @@ QuantizeFused = Callable[[Tensors, torch.Tensor | None], dict[str, Tensors]]
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors that become one file.
+    """The tensors that become one file."""
 
-    Attributes:
-        label: its name in lines of progress.
-        kept: tensors that are copied: new name -> name in the source.
-    """
-
-    label: str
-    kept: Mapping[str, str]
+    label: str  # its name in lines of progress
+    kept: Mapping[str, str]  # tensors that are copied: new name -> name in the source
     layers: tuple[Linear, ...]
 
     def fused(self) -> list[list[Linear]]:
@@ -45,12 +40,7 @@ class Group:
 
 
 def groups_of(source: Checkpoint, scheme: Scheme, ignored: Iterable[str] = ()) -> list[Group]:
-    """The groups of a checkpoint: what is outside the decoder layers, then one for each layer.
-
-    Raises:
-        CommandError: the source is quantized already, misses a tensor, has one of a wrong shape or
-            dtype, or as ``quantized_layers``.
-    """
+    """All but the layers, then each layer. Raises as ``refuse_unfit`` and ``quantized_layers``."""
     refuse_unfit(source)
     layers = quantized_layers(linears(source.config), scheme, ignored)
     copies = by_one_name(source)
@@ -70,11 +60,7 @@ def groups_of(source: Checkpoint, scheme: Scheme, ignored: Iterable[str] = ()) -
 
 
 def refuse_unfit(source: Checkpoint) -> None:
-    """Refuse a source that is quantized already or incomplete.
-
-    Raises:
-        CommandError: names the tensors that are missing, or have a wrong shape or dtype.
-    """
+    """Raises CommandError if it is quantized, or tensors are missing, of wrong shape or dtype."""
     if "quantization_config" in source.config:
         raise CommandError(
             f"{source.path} is quantized already (its config.json has a quantization_config). Give "
@@ -109,14 +95,10 @@ def quantize_group(
     quantize: QuantizeFused,
     input_scales: Mapping[str, torch.Tensor],
 ) -> Tensors:
-    """Quantize a group; returns the tensors of its file, by name.
+    """The tensors of its file, by name. ``input_scales``: by module; empty without calibration.
 
-    Args:
-        input_scales: the result of ``calibrate``, by module; empty without calibration.
-
-    Raises:
-        CommandError: the encoder's and the decoder's copy of a weight differ, a weight is not
-            finite, or a scale is wrong; names the tensor.
+    Raises CommandError: the encoder's and the decoder's copy of a weight differ, a weight is not
+    finite, or a scale is wrong.
     """
     copies = by_one_name(source)
     sources = {layer.source for layer in group.layers}
@@ -138,11 +120,7 @@ def quantize_group(
 
 
 def read_linear(source: Checkpoint, stored: str, layer: Linear) -> torch.Tensor:
-    """Read the weight of a layer, ``[out, in]``, from an unquantized checkpoint.
-
-    stored: the name of the tensor. The weights of all experts of a layer are in one tensor, of
-    which a part is read.
-    """
+    """``[out, in]``. Of experts, whose weights are in one tensor, a part is read."""
     if layer.expert is None:
         return source.read(stored)
     rows = (layer.first_row, layer.first_row + layer.shape[0])

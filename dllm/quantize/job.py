@@ -35,31 +35,19 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done.
-
-    Attributes:
-        source: the checkpoint in bf16 (or fp16, or fp32).
-        ignored: names and patterns of layers that are left as they are, beside ``IGNORED``.
-        prompts: conversations to calibrate with; empty if the scheme needs no calibration.
-    """
-
-    source: Checkpoint
+    source: Checkpoint  # in bf16 (or fp16, or fp32)
     scheme: Scheme
     groups: list[Group]
-    ignored: list[str]
+    ignored: list[str]  # names and patterns of layers that are left as they are, beside ``IGNORED``
     out: Path
-    prompts: list[list[Message]]
+    prompts: list[list[Message]]  # to calibrate with; empty if the scheme needs no calibration
     blocks: int
     seed: int
     device: str
 
 
 def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
-    """Parse and check a command line.
-
-    Raises:
-        CommandError: it cannot be done; says why and what to do.
-    """
+    """Raises CommandError: it cannot be done; says why and what to do."""
     args = parser().parse_args(argv)
     scheme = scheme_named(args.scheme)
     for name in ("samples", "blocks"):
@@ -82,20 +70,14 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Raises CommandError if something exists at the output path."""
     if out.exists() or out.is_symlink():
         raise CommandError(f"--out {out} exists, and nothing is overwritten; name another one.")
 
 
 def calibration_prompts(file: Path | None, samples: int) -> list[list[Message]]:
-    """Conversations to calibrate with; the model answers the last message of each.
+    """The first ``samples`` of a file, or of the bundled prompts; their last messages are answered.
 
-    Args:
-        file: a JSON object on each line (``prompts.files``). None takes the bundled prompts.
-        samples: how many to take: the first ones of a file, or all if it has fewer.
-
-    Raises:
-        CommandError: the file cannot be read, or a line is wrong (its number is in the message).
+    Raises CommandError: the file cannot be read, or a line is wrong.
     """
     try:
         found = read_conversations(file or BUNDLED, is_json=True)

@@ -29,20 +29,11 @@ _FUSED = {
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer.
-
-    Attributes:
-        module: its name in a quantized checkpoint.
-        source: the tensor that holds its weight in an unquantized checkpoint.
-        expert: the index of its matrix in that tensor, if it belongs to an expert.
-        first_row: the first of its rows in that matrix (gate and up are one above the other).
-    """
-
-    module: str
+    module: str  # its name in a quantized checkpoint
     shape: tuple[int, int]
-    source: str
-    expert: int | None = None
-    first_row: int = 0
+    source: str  # the tensor that holds its weight in an unquantized checkpoint
+    expert: int | None = None  # the index of its matrix in that tensor
+    first_row: int = 0  # in that matrix (gate and up are one above the other)
 
     @property
     def fused(self) -> str:
@@ -52,10 +43,7 @@ class Linear:
 
 
 def text_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the text model needs.
-
-    Layer scalars are not among them: they may be missing, and count as 1 then.
-    """
+    """Layer scalars are not among them: they may be missing, and count as 1 then."""
     family = FAMILIES[config["architectures"][0]]  # type: ignore[index]
     shapes = family.tensor_shapes({**config, "vision_config": None})
     return {name: shape for name, shape in shapes.items() if not name.endswith(".layer_scalar")}
@@ -106,10 +94,7 @@ def one_name(name: str) -> str:
 
 
 def by_one_name(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """The names of all copies of each weight, by its ``one_name``; the decoder's copy first.
-
-    Other families have one copy.
-    """
+    """All copies' names, by their ``one_name``; the decoder's first. Other families have one."""
     if DIFFUSION_GEMMA not in checkpoint.config["architectures"]:  # type: ignore[operator]
         return {name: [name] for name in checkpoint.shapes}
     copies: dict[str, list[str]] = {}

@@ -32,15 +32,7 @@ say = partial(print, flush=True)  # lines of progress
 def make(
     job: Job, config: dict[str, object], quantize: QuantizeFused, measure: Callable[[Job], Tensors]
 ) -> None:
-    """Write the quantized checkpoint.
-
-    Args:
-        config: the ``quantization_config`` for its config.json.
-        measure: finds the scales of inputs; called if the scheme needs them.
-
-    Raises:
-        CommandError: says why it cannot be done; ``job.out`` is not whole then.
-    """
+    """Raises CommandError if it cannot be done; ``job.out`` is not whole then."""
     input_scales = measure(job) if job.scheme.needs_calibration else {}
     try:
         job.out.mkdir()

@@ -37,15 +37,10 @@ def scheme_named(name: str) -> Scheme:
 def quantized_layers(
     layers: list[Linear], scheme: Scheme, ignored: Iterable[str] = ()
 ) -> list[Linear]:
-    """The layers that get the scheme.
+    """``ignored``: names and patterns of layers that do not get the scheme, beside ``IGNORED``.
 
-    Args:
-        ignored: names and patterns of layers that do not, beside ``IGNORED``.
-
-    Raises:
-        CommandError: one of ``ignored`` matches no layer, or a part of what vLLM computes as one;
-            no layer is left; or the inputs of a layer cannot be divided into the groups of the
-            format.
+    Raises CommandError: one of ``ignored`` matches no layer, or a part of what vLLM computes as
+    one; no layer is left; or the inputs of a layer cannot be divided into the groups of the format.
     """
     usual = _chosen(layers, scheme, IGNORED)
     for one in ignored:

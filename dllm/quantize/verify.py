@@ -30,23 +30,14 @@ LAYER_SCALAR = ".layer_scalar"
 
 @dataclass
 class Report:
-    """What was found.
-
-    Attributes:
-        problems: what makes the checkpoint wrong; with one of these it fails the check.
-        notes: what is unusual but harmless.
-        schemes: name of a scheme -> number of layers that have it.
-        errors: module -> relative L2 error of its weight against the original's.
-        outliers: those of the errors that are larger than the format explains.
-        num_bytes, original_bytes: of all tensors of the checkpoint, and of the original.
-    """
-
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    schemes: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  # with one of these it fails the check
+    notes: list[str] = field(default_factory=list)  # what is unusual but harmless
+    schemes: dict[str, int] = field(default_factory=dict)  # name -> number of layers
+    # Module -> relative L2 error of its weight against the original's; and those of them that are
+    # larger than the format explains.
     errors: dict[str, float] = field(default_factory=dict)
     outliers: dict[str, float] = field(default_factory=dict)
-    num_bytes: int = 0
+    num_bytes: int = 0  # of all tensors
     original_bytes: int | None = None
 
 
@@ -62,12 +53,8 @@ def verify(
 ) -> Report:
     """Check everything about a checkpoint that can be checked without running it.
 
-    Args:
-        original: the checkpoint that it was made from; None: weights are not compared.
-
-    Raises:
-        CommandError: the checkpoint is not quantized, or with an unknown scheme; or the original
-            is quantized, or its tensors do not have the shapes that follow from its config.json.
+    Raises CommandError: the checkpoint is not quantized, or with an unknown scheme; or the original
+    is quantized, or its tensors do not have the shapes that follow from its config.json.
     """
     if original is not None:
         refuse_unfit(original)
@@ -182,7 +169,6 @@ class _Checker:
                 )
 
     def compare_layer(self, layer: _Layer, weight: torch.Tensor) -> None:
-        """Compute the relative L2 error of a layer's weight against the original's."""
         module, weight = layer.linear.module, weight.float()
         parts = {suffix: self.checkpoint.read(name) for suffix, name in layer.stored.items()}
         difference = dequantize_weight(parts, layer.scheme.weights) - weight
