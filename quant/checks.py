@@ -77,11 +77,7 @@ def implausible_scale(name: str, scales: torch.Tensor) -> str | None:
 
 
 def layer_problems(module: str, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list[str]:
-    """Which tensors a quantized layer misses, and which of its shapes contradict each other.
-
-    Args:
-        shapes: the shape of each of its tensors, by the last part of the tensor's name.
-    """
+    """``shapes``: of each of its tensors, by the last part of the tensor's name."""
     missing = [suffix for suffix in scheme.suffixes if suffix not in shapes]
     if missing:
         problem = f"{module} is {scheme.name} and misses {', '.join(missing)}"
@@ -112,15 +108,9 @@ def checked(
     """Pass a checkpoint's tensors on, and stop at the first that is wrong.
 
     The tensors of a quantized layer are held back until all have come; then they are checked and
-    passed on together.
-
-    Args:
-        weights: (name in the checkpoint, tensor).
-        plan: which layers are quantized, and how; None checks only the values of scales.
-
-    Raises:
-        ValueError: naming every tensor of a layer whose scales are not finite and positive, whose
-            tensors are incomplete or contradict each other, or that should not be quantized.
+    passed on together. Without a plan only the values of scales are checked. Raises ValueError
+    naming every tensor of a layer whose scales are not finite and positive, whose tensors are
+    incomplete or contradict each other, or that should not be quantized.
     """
     waiting: dict[str, tuple[Scheme, dict[str, torch.Tensor]]] = {}
     for name, tensor in weights:

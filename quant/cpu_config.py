@@ -176,9 +176,8 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
     def _parts(
         layer: LinearBase, divisors: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(global scale of the inputs, weight) of each fused layer.
-
-        Layers whose global scales are all the same stay one: one entry with the whole weight.
+        """(global scale of the inputs, weight) of each fused layer; one entry if all scales are
+        one.
         """
         if bool((divisors == divisors[0]).all()):
             return [(divisors[0], layer.weight)]
@@ -204,9 +203,6 @@ def round_inputs(
 
     One operation for torch.compile, which does not look inside: the bits are the same with and
     without compilation, and there is nothing to compile.
-
-    Args:
-        divisor: the global scale, of one value; NVFP4 only.
     """
     return round_trip(inputs, cast(QuantDtype, quant_dtype), divisor)
 

@@ -40,21 +40,13 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Experts:
-    """Gated experts with dequantized weights, whose inputs are rounded as the format says.
+    """Gated experts with dequantized weights, whose inputs are rounded as the format says."""
 
-    Attributes:
-        gate_up: ``[experts, 2 * intermediate, hidden]``, the rows of gate first.
-        down: ``[experts, hidden, intermediate]``.
-        inputs: number format of the inputs of all three projections; None leaves them as they are.
-        gate_up_divisors: global scales of the inputs of gate and up, ``[experts, 2]``; NVFP4 only.
-        down_divisors: global scales of the inputs of down, ``[experts]``; NVFP4 only.
-    """
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    inputs: QuantDtype | None
-    gate_up_divisors: torch.Tensor | None
-    down_divisors: torch.Tensor | None
+    gate_up: torch.Tensor  # [experts, 2 * intermediate, hidden], the rows of gate first
+    down: torch.Tensor  # [experts, hidden, intermediate]
+    inputs: QuantDtype | None  # of all three projections; None leaves them as they are
+    gate_up_divisors: torch.Tensor | None  # [experts, 2], global scales of inputs; NVFP4 only
+    down_divisors: torch.Tensor | None  # [experts], likewise
     activation: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(
@@ -62,10 +54,7 @@ class Experts:
     ) -> torch.Tensor:
         """The weighted sum over each token's experts: ``[tokens, hidden]``, summed in fp32.
 
-        Args:
-            tokens: ``[tokens, hidden]``.
-            topk_weights, topk_ids: ``[tokens, k]``, the weights and numbers of each token's
-                experts; an id of -1 (an expert of another rank) adds nothing.
+        ``topk_weights``, ``topk_ids``: ``[tokens, k]``; an id of -1 (another rank's) adds nothing.
         """
         total = torch.zeros(tokens.shape, dtype=torch.float32)
         for expert in range(len(self.gate_up)):

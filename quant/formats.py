@@ -75,10 +75,7 @@ def to_fp8(values: torch.Tensor) -> torch.Tensor:
 def quantize_rows(
     values: torch.Tensor, quant_dtype: QuantDtype, least_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 or INT8 codes, [..., n] in the format's dtype, and the scale of each row, [..., 1] fp32.
-
-    least_scale: no scale is smaller.
-    """
+    """Codes [..., n], in the format's dtype, and the scale of each row, [..., 1] fp32."""
     values = values.float()
     scale = values.abs().amax(dim=-1, keepdim=True) / ROW_MAX[quant_dtype]
     scale = scale.clamp(min=least_scale)
@@ -92,9 +89,7 @@ def quantize_nvfp4(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP4 codes and the scale of each group: [..., n] uint8 and [..., n / 16] E4M3.
 
-    Args:
-        values: [..., n], n a multiple of 16.
-        global_scale: one fp32 value, the divisor.
+    ``values``: [..., n], n a multiple of 16. ``global_scale``: one fp32 value, the divisor.
     """
     groups = values.float().unflatten(-1, (-1, NVFP4_GROUP))
     scale = to_fp8(groups.abs().amax(dim=-1) / FP4_MAX * global_scale)
@@ -107,12 +102,9 @@ def quantize_nvfp4(
 def dequantize_nvfp4(
     codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
 ) -> torch.Tensor:
-    """The values that codes of ``quantize_nvfp4`` stand for: [..., n] fp32.
+    """[..., n] fp32, of codes [..., n] uint8 and the scales of groups, [..., n / 16] E4M3.
 
-    Args:
-        codes: [..., n] uint8.
-        scale: [..., n / 16] E4M3.
-        global_scale: the divisor, or several that broadcast with ``scale``.
+    ``global_scale``: the divisor, or several that broadcast with ``scale``.
     """
     groups = decode_fp4(codes).unflatten(-1, (-1, NVFP4_GROUP))
     return (groups * (scale.float() / global_scale).unsqueeze(-1)).flatten(-2)
@@ -123,10 +115,8 @@ def round_trip(
 ) -> torch.Tensor:
     """Quantize and dequantize ``values`` as the inputs of a layer are; returns their own dtype.
 
-    Args:
-        values: [..., n]; every row of n is a token with a scale of its own.
-        quant_dtype: the format; None returns the values as they are.
-        global_scale: the divisor from calibration; NVFP4 only.
+    [..., n]: every row of n is a token with a scale of its own. ``global_scale``: the divisor from
+    calibration; NVFP4 only.
     """
     if quant_dtype is None:
         return values
@@ -141,10 +131,9 @@ def round_trip(
 def dequantize_weight(parts: Mapping[str, torch.Tensor], quant_dtype: QuantDtype) -> torch.Tensor:
     """The weight that a checkpoint's tensors stand for: [..., out, in] fp32.
 
-    Args:
-        parts: by the last part of their names, all with the same leading dimensions if there are
-            any (experts). Other parts, as ``input_global_scale``, are not read. A global scale has
-            one element in all, or one for each leading index.
+    ``parts``: by the last part of their names, all with the same leading dimensions if there are
+    any (experts). Others are not read. A global scale has one element in all, or one for each
+    leading index.
     """
     if quant_dtype != "nvfp4":
         return parts["weight"].float() * parts["weight_scale"].float()

@@ -39,19 +39,12 @@ MODEL_OPTIMIZER = Nvfp4Names("weight", "weight_scale_2", "input_scale")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one linear layer is quantized.
+    """How one linear layer is quantized."""
 
-    Attributes:
-        name: the scheme's name in options and messages.
-        weights: number format of its weight; FP8 and INT8 have a scale for each output channel.
-        inputs: number format of its inputs, with a scale for each token; None: not quantized.
-        nvfp4_names: of the tensors, if the weight is NVFP4.
-    """
-
-    name: str
-    weights: QuantDtype
-    inputs: QuantDtype | None
-    nvfp4_names: Nvfp4Names = COMPRESSED_TENSORS
+    name: str  # in options and messages
+    weights: QuantDtype  # FP8 and INT8 have a scale for each output channel
+    inputs: QuantDtype | None  # with a scale for each token; None: not quantized
+    nvfp4_names: Nvfp4Names = COMPRESSED_TENSORS  # of the tensors, if the weight is NVFP4
 
     @property
     def preset(self) -> str:
@@ -116,15 +109,11 @@ NEVER_QUANTIZED = ("vision_tower", "embed_vision", "self_conditioning")
 
 @dataclass(frozen=True)
 class Plan:
-    """The scheme of every layer of a checkpoint.
+    """The scheme of every layer of a checkpoint."""
 
-    Attributes:
-        groups: (targets, scheme) in the config's order; the first that matches a layer counts.
-        ignore: modules that are not quantized, written as targets are.
-    """
-
+    # (targets, scheme) in the config's order; the first that matches a layer counts.
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
-    ignore: tuple[str, ...]
+    ignore: tuple[str, ...]  # modules that are not quantized, written as targets are
 
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a linear layer, given its name in the checkpoint; None: not quantized.
@@ -142,12 +131,7 @@ class Plan:
 
 
 def parse_plan(quantization_config: Mapping[str, object]) -> Plan:
-    """Parse the ``quantization_config`` of a config.json.
-
-    Raises:
-        ValueError: compressed-tensors did not write it, or a group has a scheme that is not in
-            ``SCHEMES``; the message lists those.
-    """
+    """Raises ValueError: compressed-tensors did not write it, or a scheme is not in ``SCHEMES``."""
     method = quantization_config.get("quant_method")
     if method != "compressed-tensors":
         raise ValueError(
@@ -175,13 +159,7 @@ def parse_model_optimizer(quant_algo: str, group_size: int, excluded: Sequence[s
     Its configuration lists the modules that are not quantized, as patterns with wildcards or as
     parts of names. vLLM reads it, puts its own names of modules in place of the checkpoint's, and
     matches them as ``ModelOptQuantConfigBase.is_layer_excluded`` says (vLLM 0.32); the rules here
-    are the same.
-
-    Args:
-        quant_algo: a key of ``MODEL_OPTIMIZER_SCHEMES``.
-
-    Raises:
-        ValueError: the groups are not those of NVFP4.
+    are the same. Raises ValueError: the groups are not those of NVFP4.
     """
     if group_size != NVFP4_GROUP:
         raise ValueError(
@@ -201,10 +179,7 @@ def _target(excluded: str) -> str:
 
 
 def shared_name(module: str) -> str:
-    """A module's name in the text model, ``layers.3.mlp.up_proj``.
-
-    It is the same for the encoder's name and the decoder's name of a shared module.
-    """
+    """``layers.3.mlp.up_proj``: the same for the encoder's and the decoder's name of a module."""
     for prefix in MODEL_PREFIXES:
         if module.startswith(prefix):
             return module.removeprefix(prefix)
