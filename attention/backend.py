@@ -170,15 +170,11 @@ def _max_ahead(common: CommonAttentionMetadata, kind: str) -> int:
 
 
 class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
-    """Attention of one layer.
+    """Attention of one layer."""
 
-    Attributes:
-        max_query_len: rows that a sequence of this layer has at most, None for those of a step. It
-            is the same for every step: with the longest sequence of each, tile heights would depend
-            on who shares the batch and on whether a CUDA graph runs it, and so would the bits of a
-            sequence.
-    """
-
+    # Rows that a sequence of this layer has at most, None for those of a step. It is the same for
+    # every step: with the longest sequence of each, tile heights would depend on who shares the
+    # batch and on whether a CUDA graph runs it, and so would the bits of a sequence.
     max_query_len: int | None = None
 
     def __init__(

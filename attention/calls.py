@@ -39,7 +39,6 @@ def calls_of(
         batch: as our kernel takes it. Its max_ahead is of this step.
         kind: one of ``choice.KINDS``, or MIXED. A canvas may be causal after all, as its flag says:
             an emitted block that the host does not know of yet.
-        flash: the kinds of rows that FlashAttention serves (`choice.flash_kinds`).
         max_query_len: of this step alone, by which FlashAttention plans how it cuts keys.
         shorten: leaves out pages in front of a window (`visible_pages`).
     """

@@ -27,13 +27,9 @@ HOPPER = 90
 def choose_kernel(layer: Layer, kind: str, arch: int, has_flash: bool, option: str | None) -> str:
     """The backend whose kernel serves rows of a kind in a layer.
 
-    Args:
-        arch: compute capability, for instance 90 for 9.0.
-        has_flash: whether FlashAttention 4 is installed and runs on this GPU.
-        option: what the user asks for, for all rows; None: the fastest.
-
-    Raises:
-        ValueError: what the user asks for cannot serve this layer.
+    ``option`` is what the user asks for, for all rows; None: the fastest. ``has_flash``:
+    FlashAttention 4 is installed and runs on this GPU. ``arch``: 90 for compute capability 9.0.
+    Raises ValueError if what the user asks for cannot serve this layer.
     """
     mask, can_flash = layer.mask, has_flash and _has_head(arch, layer)
     if option is None:

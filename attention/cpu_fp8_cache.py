@@ -15,10 +15,7 @@ ABOVE = 1 + 2.0**-6
 
 
 def nearest(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Values of any shape and floating dtype, changed to give the nearest FP8 numbers.
-
-    That is when they are divided by ``scale`` and truncated.
-    """
+    """Values that give the nearest FP8 numbers when divided by ``scale`` and truncated."""
     largest = torch.finfo(dtype).max
     rounded = (values.float() / scale).clamp(-largest, largest).to(dtype).float()
     return (rounded * ABOVE * scale).to(values.dtype)

@@ -80,10 +80,9 @@ def _is_whole(lora: Any) -> bool:
 
 
 def _refuse_other_shape(name: str, lora: Any, manager: Any) -> None:
-    """Smaller matrices would be served as if the rest were 0.
+    """Raises ValueError: a matrix is of another model, or of another rank than the config says.
 
-    Raises:
-        ValueError: they belong to another model, or to another rank than the config says.
+    Smaller matrices would be served as if the rest were 0.
     """
     stem, _, part = name.rpartition(".")
     whole, place = part, None

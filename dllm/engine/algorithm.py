@@ -136,9 +136,7 @@ class DenoisingAlgorithm(ABC):
     def fresh_canvas(self, seeds: Tensor, starts: Tensor) -> Tensor:
         """The first contents of canvases: ``[R, C]`` int64. The same call gives the same canvas.
 
-        Args:
-            seeds: ``[R]`` int64.
-            starts: ``[R]`` int64, the position of each canvas's first token in its sequence.
+        They start at ``starts`` ``[R]`` int64 in their sequences.
         """
 
     @abstractmethod
@@ -182,12 +180,9 @@ class DenoisingAlgorithm(ABC):
         raise NotImplementedError(f"{type(self).__name__} has a soft_size, but no soft_embeddings")
 
     def self_condition(self, embeds: Tensor, soft_embeds: Tensor, steps_done: Tensor) -> Tensor:
-        """The model's input of canvas rows: ``[N, hidden]``.
+        """The model's input of canvas rows: ``[N, hidden]``, as their tokens' ``embeds``.
 
-        Args:
-            embeds: ``[N, hidden]``, the embeddings of the canvas tokens.
-            soft_embeds: ``[N, soft_size]``, of the step before; no meaning where ``steps_done`` is
-                0.
-            steps_done: ``[N]``, how many denoise steps the row's canvas has taken.
+        ``soft_embeds`` ``[N, soft_size]`` are of the step before; no meaning where ``steps_done``
+        is 0.
         """
         raise NotImplementedError(f"{type(self).__name__} has a soft_size, but no self_condition")

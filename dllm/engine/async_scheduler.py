@@ -31,8 +31,6 @@ from dllm.engine.scheduler import CanvasScheduler
 
 
 class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
-    """vLLM's asynchronous scheduler, changed for canvases and emitted blocks."""
-
     def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args, **kwargs)
         # Requests for which the engine step whose output is being counted wrote the KV of a block,

@@ -52,15 +52,12 @@ class PreparedEdits(NamedTuple):
 
 
 class LogitEdits:
-    """The edits of the requests in all slots.
+    """The edits of the requests in all slots; ``is_edited``: ``[slots]`` bool, for the host.
 
     Processors of other packages (entry points ``vllm.logits_processors``) are left out, and a line
     in the log says so: a canvas may be emitted before the tokens in front of each position have
     settled, so that what a processor forbids could be emitted. vLLM's stay in its order: a bias is
     added, and a penalty multiplies.
-
-    Attributes:
-        is_edited: ``[slots]`` bool, for the host.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_slots: int) -> None:
@@ -97,11 +94,8 @@ class LogitEdits:
 
         To vLLM's processors the input id of row i > 0 is the draft token in front of the token that
         row i decides. The position of a row is that of its input, one less than that of the token
-        that it decides.
-
-        Args:
-            is_pinned: ``[N, 1]`` bool, whether a row's input token is a pin; None: nobody pins. A
-                held pin is emitted whatever it completes.
+        that it decides. ``is_pinned``: ``[N, 1]`` bool; a held pin is emitted whatever it
+        completes.
         """
         slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
         if not self.is_edited[slots].any():
@@ -152,13 +146,10 @@ class LogitEdits:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Shorten what is emitted, so that it ends in front of the first bad word.
 
-        ``logits`` were edited for the tokens of the step before. Here bad words are masked once
-        more, for the tokens of this step. A token whose logit is -inf after that is the last token
-        of a bad word. (A pin may be a token that another edit excludes.)
-
-        Args:
-            logits: ``[N, vocab]`` fp32, edited; changed in place.
-            num_emitted: ``[R]`` int64, of the tokens ``argmax_canvas`` ``[R, C]`` int64.
+        ``logits`` ``[N, vocab]`` were edited for the tokens of the step before. Here bad words are
+        masked once more, in place, for the tokens of this step: ``num_emitted`` ``[R]`` int64 of
+        ``[R, C]``. A token whose logit is -inf after that is the last token of a bad word. (A pin
+        may be a token that another edit excludes.)
         """
         if prepared is None or prepared.forbids_words is None:
             return logits, num_emitted

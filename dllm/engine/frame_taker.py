@@ -34,12 +34,7 @@ class FrameTaker:
         self._every[slot] = extra.get(STREAM_EVERY) or "pass" if is_shown else "block"
 
     def read(self, record: StepRecord, canvases: torch.Tensor, traces: torch.Tensor | None) -> None:
-        """Pack what a step did to watched canvases, if there are any; does not wait for the device.
-
-        Args:
-            canvases: ``[slots, C]``, what the next step gets.
-            traces: ``[R, C, 4]``, from ``engine.traces``.
-        """
+        """Pack what a step did to watched canvases ``[slots, C]``; does not wait for the device."""
         batch, num_reqs = record.tile.batch, record.tile.batch.num_reqs
         slots = batch.idx_mapping_np[:num_reqs]
         if not self._is_watched[slots].any():

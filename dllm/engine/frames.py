@@ -5,9 +5,6 @@ The frame of a canvas that has converged also holds its trace (``engine.traces``
     worker        ``engine.frame_taker`` packs the canvases of watched requests
     engine core   FrameMail addresses them to the API server that has the request
     API server    ``api.watching`` keeps those that the client has not read yet
-
-They travel in messages that are sent anyway (``engine.channels``). There are none if nobody
-watches.
 """
 
 import math

@@ -67,12 +67,7 @@ class Written(NamedTuple):
 
 
 class CanvasGrammars(ABC):
-    """The grammars of the requests in all slots.
-
-    Attributes:
-        slots: the grammar of each request.
-        has_grammar: ``[slots]`` bool, for the host.
-    """
+    """The grammars of the requests in all slots. ``has_grammar``: ``[slots]``, for the host."""
 
     def __init__(self, vllm_config: VllmConfig, num_slots: int) -> None:
         self._longest = vllm_config.model_config.max_model_len
@@ -149,12 +144,9 @@ class CanvasGrammars(ABC):
     def write_(
         self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: Any
     ) -> Written:
-        """Find the best path of every canvas with a grammar, and mask its logits along it.
+        """Mask each canvas with a grammar along its path with the largest sum of ``scores``.
 
-        Args:
-            logits: ``[N, vocab]`` fp32, edited; changed in place.
-            scores: the best path has the largest sum.
-            prepared: what ``prepare`` returned.
+        ``logits``: ``[N, vocab]`` fp32, edited; changed in place.
         """
 
     @abstractmethod

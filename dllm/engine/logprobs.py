@@ -34,9 +34,8 @@ WORKSPACE_LOGITS = 2**24
 class BlockLogprobs:
     """Computes the logprobs of emitted tokens, and of the top or the given token ids beside them.
 
-    Args:
-        is_async: every pass scores whole canvases: the host does not know which are emitted.
-        kept: for an algorithm that decides tokens one after the other.
+    With ``is_async`` every pass scores whole canvases: the host does not know which are emitted.
+    ``kept``: for an algorithm that decides tokens one after the other.
     """
 
     def __init__(self, sampler: Sampler, is_async: bool, kept: "KeptScores | None") -> None:
@@ -208,10 +207,7 @@ class KeptScores:
 
 
 def joined(parts: Sequence[SamplerOutput]) -> LogprobsTensors | None:
-    """The logprobs of a batch, from those of its tiles.
-
-    A part with fewer columns than the widest is padded with columns that nobody reads.
-    """
+    """Of tiles. One with fewer columns than the widest gets columns that nobody reads."""
     known = [part.logprobs_tensors for part in parts if part.logprobs_tensors is not None]
     if not known:
         return None

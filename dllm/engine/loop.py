@@ -18,9 +18,6 @@ through the model again without the scheduler and without new inputs. The loop e
 There is no loop if a row of the batch has no canvas (its prompt goes on in the next engine step),
 or if the scheduler knows of requests that are not in the batch. Where data parallel replicas share
 experts (on a GPU) there is none at all: the replicas run each pass together.
-
-The scheduler's message says whether an engine step may have more passes, and the worker's answer
-how many it had (``engine.channels``).
 """
 
 import time
@@ -49,10 +46,8 @@ Forward = Callable[[], Logits]
 class DenoiseLoop:
     """Decides, in the worker, whether another pass follows.
 
-    Args:
-        clock: seconds; tests give their own.
-
     Attributes:
+        clock: seconds; tests give their own.
         has_arrived: whether a message waits for the engine core. Replaced where the worker shares
             its process (``patches.worker``); elsewhere nobody knows.
         replay: the first pass of this engine step, if it was a full CUDA graph: writes and returns
@@ -234,9 +229,8 @@ class CanvasForward:
 def _with_tails(spans: Spans, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which tokens of a batch are canvases or the tails ``[R]`` in front of them.
 
-    Returns:
-        [R + 1] int32, where each row starts among these tokens; [tokens] int64, which tokens of the
-            batch they are; [N] int64, which of them are canvas tokens.
+    Returns [R + 1] int32, where each row starts among these tokens; [tokens] int64, which tokens of
+    the batch they are; [N] int64, which of them are canvas tokens.
     """
     lens = spans.canvas_widths + tails
     starts = starts_of(lens)

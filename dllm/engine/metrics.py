@@ -1,4 +1,4 @@
-"""Counts of ours in vLLM's statistics, and the counters of diffusion models.
+"""Counts of ours in vLLM's statistics (``engine.channels``), and the counters of diffusion models.
 
 ``dllm:commit_passes``: vLLM's own count denoise steps (``vllm:diffusion_num_denoising_steps``) and
 the positions of their canvases. Under asynchronous scheduling a block also takes a pass that only
@@ -6,9 +6,6 @@ writes its KV (``engine.async_scheduler``).
 
 ``dllm:thoughts_ended_by_budget``: thoughts that have taken their whole budget, and end there
 (``engine.thoughts``).
-
-The scheduler puts a count into vLLM's statistics (``engine.channels``); the front end adds it to
-its counter under /metrics.
 """
 
 import functools
@@ -32,7 +29,7 @@ COUNTERS = {  # by key: name and text
 
 
 def record_counts(stats: SchedulerStats, labels: Sequence[str]) -> None:
-    """Front end: move the counts from the statistics to their counters."""
+    """Front end: move the counts from the statistics to their counters under /metrics."""
     for key in COUNTERS:
         count = take_out(stats, key)
         if count is not None:

@@ -11,9 +11,6 @@ Our own loop asks for the canvases alone (``engine.loop``):
     canvas_attention  once for an engine step that goes on after its first pass
     canvas_inputs     for each further pass
     before_logits     behind each pass, the first one, too (``engine.runner``)
-
-``DiffusionModelState`` subclasses vLLM's ``ModelState``; the model class names it in
-``get_model_state_cls``.
 """
 
 from collections.abc import Callable
@@ -213,11 +210,7 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        """One picture of a batch for every backend (``engine.spans``).
-
-        Args:
-            for_capture: whether a full CUDA graph is captured; vLLM says mode NONE then.
-        """
+        """With ``for_capture`` a full CUDA graph is captured; vLLM says mode NONE then."""
         assert ubatch_idx == 0, "batches of causal spans and canvases are not split"
         self._attention = block_tables, slot_mappings, attn_groups, kv_cache_config
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
@@ -233,11 +226,7 @@ class DiffusionModelState(ModelState):
     def canvas_attention(
         self, canvases: InputBatch, rows: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Attention metadata, and where keys are written, of canvases and tails alone.
-
-        Args:
-            rows: ``[tokens]``, which tokens of the engine step's batch they are.
-        """
+        """Of canvases and tails alone; ``rows``: which tokens of the step's batch they are."""
         block_tables, slot_mappings, attn_groups, kv_cache_config = self._attention
         slot_mapping = slot_mappings[:, rows]
         metadata = self.prepare_attn(

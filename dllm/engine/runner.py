@@ -5,8 +5,6 @@ It is a base class in front of vLLM's runner of a device (``patches.cpu_worker``
 
     execute_model   the runner prepares the batch, and runs the first forward pass
     sample_tokens   DiffusionSampler denoises, and repeats the pass while the loop goes on
-
-What the runner asks of the model itself is in ``engine.model_state``.
 """
 
 from functools import partial

@@ -126,11 +126,10 @@ class DiffusionSampler:
     ) -> SamplerOutput:
         """Denoise, once or as often as ``engine.loop`` repeats the step.
 
-        Args:
-            logits: ``[N, vocab]`` fp32, of the canvas rows alone, in batch order; edited in place.
-                ``LogitRows`` where they do not fit the workspace: then one tile after the other.
-                ``RawLogits`` where ``needs_whole_rows`` is false.
-            draft_logits: an argument that vLLM passes to samplers; not used.
+        ``logits``: ``[N, vocab]`` fp32, of the canvas rows alone, in batch order; edited in place.
+        ``LogitRows`` where they do not fit the workspace: then one tile after the other.
+        ``RawLogits`` where ``needs_whole_rows`` is false. vLLM passes ``draft_logits`` to all
+        samplers.
         """
         if input_batch.num_draft_tokens == 0:
             return self._nothing_sampled(input_batch)
@@ -155,10 +154,7 @@ class DiffusionSampler:
         )
 
     def profile(self, logits: Logits, input_batch: InputBatch) -> None:
-        """A denoise step whose requests all ask for as many logprobs as the server allows.
-
-        Requests of these slots must not be running.
-        """
+        """With as many logprobs as the server allows. No request may run in these slots."""
         slots = input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()
         asking, not_asking = SamplingParams(logprobs=self._most_logprobs), SamplingParams()
         for params in (asking, not_asking):
@@ -211,12 +207,9 @@ class DiffusionSampler:
         """A step of a tile, in the order of this module's docstring.
 
         What reads the model's logits comes before they are edited; what reads the edited ones comes
-        before ``_emit_`` excludes bad words.
-
-        Args:
-            logits: ``[N, vocab]`` fp32, of the tile's rows, as the model computes them; changed in
-                place by the functions whose names end with an underscore. Raw ones are not: then
-                nobody asks these functions for anything.
+        before ``_emit_`` excludes bad words. ``logits`` ``[N, vocab]`` fp32 are changed in place by
+        the functions whose names end with an underscore. Raw ones are not: then nobody asks these
+        functions for anything.
         """
         raw = logits if isinstance(logits, RawLogits) else RawLogits(logits, None)
         logits, cap = raw.values, raw.cap
@@ -348,10 +341,7 @@ class DiffusionSampler:
         return self._output((nothing[:, None], nothing, rejected), None, batch.num_reqs)
 
     def _text_lens(self, rows: CanvasRows) -> torch.Tensor:
-        """``[R]``, tokens of each request with the emitted ones, which ``num_rejected`` compares.
-
-        Only asynchronous scheduling has blocks that are emitted and not in ``seq_lens`` yet.
-        """
+        """``[R]``; only asynchronous scheduling has emitted blocks that ``seq_lens`` lacks."""
         if not self._is_async:
             return rows.seq_lens
         lengths = self.req_states.total_len.gpu  # has no spare slot

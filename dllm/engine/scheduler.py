@@ -8,8 +8,6 @@ scheduled together with a prompt for a part of it, and would score the canvas, t
 When a block is emitted, its tokens are added to ``request.num_tokens`` but not to
 ``num_computed_tokens``. So vLLM's scheduler schedules the block's tokens once more in the next
 step, in front of the next canvas. That pass is causal, and writes the KV that is kept.
-
-``engine.async_scheduler`` derives from it, for engine steps that are scheduled ahead.
 """
 
 from typing import Any
@@ -159,10 +157,7 @@ class CanvasScheduler(SessionScheduler):
         return max(min(width, self.max_model_len - request.num_tokens), 0)
 
     def _give_canvases_to_chunked_prompts(self) -> None:
-        """Let running requests that still read their prompts ask for a canvas behind it.
-
-        ``_withhold_canvases_that_do_not_fit`` takes it out unless the rest of the prompt fits, too.
-        """
+        """It is taken out again unless the rest of the prompt and the canvas fit into this step."""
         for request in self.running:
             if request.is_prefill_chunk and not _asks_for_prompt_logprobs(request):
                 request.spec_token_ids = [NO_TOKEN] * self._canvas_width(request)

@@ -41,9 +41,7 @@ class Sequences(NamedTuple):
         """Make every image of the causal sequences a bidirectional sequence of its own.
 
         It ends with the image's last token, so the image sees what is in front of it and itself.
-
-        Args:
-            images: for each batch row, (first, last) position of each of its images, in order.
+        ``images``: for each batch row, (first, last) position of each, in order.
         """
         parts: list[tuple[int, int, int, int]] = []  # row, query length, sequence length, causal
         found: dict[int, list[tuple[int, int]]] = {}

@@ -28,11 +28,8 @@ def condition_rows(
 ) -> None:
     """Self-condition the canvas rows ``[N]`` among a model's inputs, and mark them.
 
-    A block whose commit is deferred is no canvas.
-
-    Args:
-        slots, places: ``[N]``, whose canvas each is of, and where in it.
-        embeds: ``[tokens, hidden]``, longer than any batch; written to, as ``is_canvas_row`` is.
+    A block whose commit is deferred is no canvas. ``embeds`` ``[tokens, hidden]`` and
+    ``is_canvas_row``, longer than any batch, are written to.
     """
     is_canvas = ~state.commits[slots]
     if algorithm.soft_size is not None:
@@ -55,12 +52,8 @@ def denoise_rows(
     """What the algorithm decides in a step. A canvas ends where the model's output is not finite.
 
     A row without a distribution has a logit that is NaN or infinite, or no token that may be
-    written: -inf everywhere.
-
-    Args:
-        logits, cap: as of ``DenoisingAlgorithm.denoise``.
-        ids, chosen: ``[N]`` int64, as of ``Canvases``.
-        state: read only.
+    written: -inf everywhere. Arguments as of ``DenoisingAlgorithm.denoise`` and ``Canvases``;
+    ``state`` is read only.
     """
     step = algorithm.denoise(logits, rows, state.canvases(rows, ids, chosen), filters, cap)
     is_broken = (step.stats.log_z == torch.inf) & (step.stats.peak != -torch.inf) & rows.are_read
@@ -79,14 +72,9 @@ def store_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Write what the next step reads, and make what vLLM gets.
 
-    The next canvas is the one that the algorithm has made, with its pins; behind emitted tokens it
-    is a fresh one.
-
-    Args:
-        num_emitted: ``[R]``, how many tokens of each canvas are emitted; 0 if it goes on.
-        lengths: as of ``num_rejected``.
-        begins: whether fresh canvases are written here. Who knows that no tokens are emitted saves
-            that, and calls ``begin_rows`` where some are.
+    The next canvas is the one that the algorithm has made, with its pins; behind emitted tokens
+    (``num_emitted`` ``[R]``) it is a fresh one, which is written here if ``begins``. Who knows that
+    no tokens are emitted saves that, and calls ``begin_rows`` where some are.
 
     Returns:
         int32: emitted tokens ``[R, C]``, how many ``[R]``, and ``num_rejected`` ``[R]``.
@@ -126,12 +114,7 @@ def begins_behind(
 def begin_rows(
     slots: torch.Tensor, starts: torch.Tensor, state: CanvasState, algorithm: DenoisingAlgorithm
 ) -> None:
-    """Write the first contents of canvases.
-
-    Args:
-        slots: ``[R]`` int64; the spare slot where no canvas begins.
-        starts: ``[R]`` int64, the position of each canvas's first token in its sequence.
-    """
+    """The first contents of canvases; ``slots`` ``[R]`` int64: the spare one where none begins."""
     drawn = algorithm.fresh_canvas(state.seeds[slots], starts)
     thoughts = state.thoughts(slots, starts)
     state.write_canvases(slots, state.with_seeds(slots, drawn, thoughts))

@@ -28,10 +28,7 @@ class Tile(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """What a denoise step did to the canvases of a tile.
-
-    The state of the next step is written from it, and logprobs, traces and frames are read from it.
-    """
+    """What a step did to a tile: the next state, logprobs, traces and frames are read from it."""
 
     tile: Tile
     ids: Tensor  # [N] int64, the canvas tokens that entered the model

@@ -110,9 +110,8 @@ class Thoughts(NamedTuple):
     def ends_at(self, tokens: Tensor) -> Tensor:
         """Where the token that ends a thought is held: ``[R, C]`` bool.
 
-        Args:
-            tokens: ``[R, C]`` int64, that would be emitted; NO_TOKEN or a mask where nothing is
-                decided. What stands at such a place itself does not matter.
+        ``tokens`` ``[R, C]`` int64 would be emitted; NO_TOKEN or a mask where nothing is decided.
+        What stands at such a place itself does not matter.
         """
         found: Tensor = torch.ops.dllm.thought_ends(tokens, list(self))
         return found
@@ -150,9 +149,8 @@ class Thoughts(NamedTuple):
     def moved(self, before: Tensor, after: Tensor, blank: Tensor | int) -> Tensor:
         """``after`` with held ends where they belong, and ``blank`` where they no longer do.
 
-        Args:
-            before: ``[R, C]`` int64, on which the ends are held that belong there.
-            after: ``[R, C]`` int64, ``before`` with other tokens.
+        It is ``before``, whose ends are held where they belong, with other tokens: ``[R, C]``
+        int64.
         """
         end = self.end[:, None]
         is_left = self.ends_at(before) & ~self.ends_at(after) & (after == end)

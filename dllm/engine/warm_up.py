@@ -82,14 +82,9 @@ def serve_made_up(
     no multiples of a canvas, so that a CUDA graph of their tokens is padded. A canvas may become
     one token alone, so that what follows does not depend on a rounding. Under asynchronous
     scheduling a block is written in the place of its canvas; else it is the causal span of the next
-    one (``engine.spans``).
+    one (``engine.spans``). With ``params`` canvases go on: the third pass denoises them once more.
 
-    Args:
-        params: of canvases that go on: the third pass denoises them once more.
-
-    Returns:
-        The hidden states ``[requests, tokens, hidden]`` of as many of the three passes as the
-            server has room for.
+    Returns the hidden states ``[requests, tokens, hidden]`` of as many passes as there is room for.
     """
     width = min(runner.num_speculative_steps, runner.max_model_len - 1)
     vocab_size = runner.model_config.get_vocab_size()
@@ -113,10 +108,7 @@ def serve_made_up(
 
 @contextmanager
 def made_up_adapters(runner: Any) -> Iterator[list[LoRARequest | None]]:
-    """No adapter, and one of vLLM's where there are any.
-
-    vLLM's are zeros, which change nothing: the first is made random.
-    """
+    """No adapter, and one of vLLM's, which are zeros and change nothing: it is made random."""
     with runner.maybe_setup_dummy_loras(runner.lora_config):
         if runner.lora_config is None:
             yield [None]
@@ -142,10 +134,7 @@ def _with_any_text(params: SamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> InputBatch:
-    """As many canvases as a step may hold: the step that needs the most memory.
-
-    ``buffers``: the runner's; written to, as by vLLM's own dummy batches.
-    """
+    """The step that needs the most memory; ``buffers`` are written to, as by vLLM's own batches."""
     num_reqs = min(num_reqs, buffers.max_num_tokens // canvas_length)
     num_rows = num_reqs * canvas_length
     batch = InputBatch.make_dummy(num_reqs, num_rows, buffers)
@@ -176,10 +165,7 @@ class _CanvasRequests:
     def serve(
         self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]
     ) -> list[torch.Tensor]:
-        """Run a prompt, a canvas, and an emitted block, as far as the server has room.
-
-        Returns the hidden states of each pass, ``[requests, tokens, hidden]``.
-        """
+        """Hidden states of a prompt, a canvas, an emitted block, as far as there is room."""
         prompt_len, causal_len = len(self.prompts[0]), 0 if self.is_in_place else self.width
         found: list[torch.Tensor] = []
         most = min(prompt_len + self.width + causal_len, runner.max_model_len)
@@ -225,10 +211,7 @@ class _CanvasRequests:
         return [f"_warmup_{i}_" for i in range(self.num_reqs)]
 
     def pages(self, runner: Any, length: int) -> list[int] | None:
-        """KV pages that a request of ``length`` tokens needs in each KV cache group.
-
-        None if the server has too few pages or slots for all of these requests.
-        """
+        """A request's KV pages in each group; None if there are too few of them, or of slots."""
         groups = runner.kv_cache_config.kv_cache_groups
         pages = [-(-length // group.kv_cache_spec.block_size) for group in groups]
         has_slots = self.num_reqs <= runner.max_num_reqs

@@ -54,12 +54,8 @@ def checked_weights(
 ) -> tuple[Iterable[tuple[str, torch.Tensor]], Plan | None]:
     """(the same names and tensors, which are checked as they are read; ``plan_of`` the checkpoint).
 
-    Args:
-        is_whole: False: they may be any part of a checkpoint, and only values are checked.
-
-    Raises:
-        ValueError: while they are read: a tensor is not finite, or a quantized layer would compute
-            NaN.
+    Unless ``is_whole`` they may be any part of a checkpoint, and only values are checked. Raises
+    ValueError while they are read: a tensor is not finite, or a quantized layer would compute NaN.
     """
     weights = finite(weights)
     plan = plan_of(quant_config)
@@ -177,9 +173,8 @@ def log_kernels(model: Any, plan: Plan | None) -> None:
 def how_computed(scheme: Scheme, kernel: str | None, capability: int | None) -> str:
     """How layers are computed, as "8-bit float weights and inputs, by TritonExperts".
 
-    Args:
-        kernel: the name of vLLM's class that computes; None: emulated (``quant.cpu_config``).
-        capability: compute capability of the GPU, 90 for Hopper's 9.0; None: a CPU.
+    ``kernel``: vLLM's class that computes; None: emulated (``quant.cpu_config``). ``capability``:
+    of the GPU, 90 for Hopper's 9.0; None: a CPU.
     """
     weights = f"{WORDS[scheme.weights]} weights"
     if kernel is None:

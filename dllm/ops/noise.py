@@ -65,11 +65,7 @@ def step_noise(
     """From one batched Philox call.
 
     Equal to `row_keys(..., STREAM_GUMBEL)` and `random_tokens(..., STREAM_RENOISE)`, with half of
-    the operations.
-
-    Args:
-        canvas_start: [R] int64, position of the canvas' first token in the sequence.
-        denoise_step: [R] int64, steps that the canvas has already taken.
+    the operations. denoise_step: [R] int64, steps that the canvas has already taken.
     """
     streams = STREAM_GUMBEL + torch.arange(2, device=seeds.device).view(2, 1, 1)
     words = _position_words(seeds, canvas_start, denoise_step, width, streams)  # [4, 2, R, width]
@@ -84,11 +80,8 @@ def row_keys(
 ) -> Tensor:
     """Two 32-bit words for each canvas position: [R, width, 2] int64 in [0, 2^32).
 
-    A position's key does not depend on `width`.
-
-    Args:
-        seeds: [R] int64, any value; its two's-complement bits are the key.
-        canvas_start, denoise_step: [R] int64 in [0, 2^32).
+    A position's key does not depend on `width`. Of seeds, [R] int64, the two's-complement bits are
+    the key; canvas_start, denoise_step: [R] int64 in [0, 2^32).
     """
     words = _position_words(seeds, canvas_start, denoise_step, width, stream)
     return torch.stack((words[0], words[1]), dim=-1)

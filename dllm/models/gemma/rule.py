@@ -37,13 +37,9 @@ def denoise_step(
     """The whole step: the next state of every canvas, and which have converged.
 
     Nothing is written in place. Positions beyond a row's width keep the values of ``canvases``. A
-    converged canvas is returned like any other; the caller starts the next one.
-
-    Args:
-        stats: of each row of logits at ``temperature`` ``[N]``; sample and argmax are what may be
-            kept and emitted.
-        drawn: its tokens stand where the sample is not accepted.
-        stability_window: equal argmax canvases in a row; Hugging Face's threshold + 1.
+    converged canvas is returned like any other; the caller starts the next one. ``stats`` are of
+    each row of logits at ``temperature`` ``[N]``; where the sample is not accepted stand tokens of
+    ``drawn``. ``stability_window``: equal argmax canvases in a row; Hugging Face's threshold + 1.
     """
     width, parameters = rows.widths, canvases.parameters
     argmax, entropy = stats.argmax[rows.padded], stats.entropy[rows.padded]  # [R, C]

@@ -48,22 +48,13 @@ def soft_embeddings(
     normalizer: torch.Tensor,
     cap: float | None = None,
 ) -> torch.Tensor:
-    """The mean of the scaled token embeddings, weighted by the tokens' probabilities.
+    """``[rows, hidden]``: the mean of scaled token embeddings, weighted by probabilities.
 
-    If ``stats`` holds probabilities, the product with the embedding is exact. Otherwise each row
-    leaves out unlikely tokens, which together have at most the probability ``skipped_mass``.
-    ``ops.soft_embedding`` says how large the error is.
-
-    Args:
-        logits: ``[rows, vocab]`` over the whole vocabulary; ``stats`` are of these at
-            ``temperature`` ``[rows]``.
-        embedding: with tensor parallelism, this rank's part of the vocabulary; the ranks' results
-            are summed.
-        normalizer: the embedding scale, sqrt(hidden_size).
-        cap: of logits that are not soft-capped.
-
-    Returns:
-        ``[rows, hidden]`` in the embedding's dtype.
+    If ``stats`` (of ``logits`` ``[rows, vocab]`` at ``temperature``) holds probabilities, the
+    product with the embedding is exact. Otherwise each row leaves out unlikely tokens, which
+    together have at most the probability ``skipped_mass``. ``ops.soft_embedding`` says how large
+    the error is. With tensor parallelism ``embedding`` is this rank's part; the ranks' results are
+    summed. ``normalizer``: sqrt(hidden_size).
     """
     indices = embedding.shard_indices
     shard = Shard(embedding.weight, indices.org_vocab_start_index, indices.org_vocab_end_index)

@@ -115,12 +115,8 @@ class GemmaSettings:
     ) -> "GemmaSettings":
         """From config.json and the generation config (with overrides).
 
-        Args:
-            hf_config: ``canvas_length`` and, optionally, ``canvas_window`` (default: symmetric).
-            generation: GENERATION_KEYS, and sampler_config, which holds entropy_bound.
-
-        Raises:
-            ValueError: a key is missing or its value is out of range.
+        Of config.json ``canvas_length`` and, optionally, ``canvas_window`` (default: symmetric).
+        Raises ValueError if a key is missing or its value is out of range.
         """
         sampler = generation.get("sampler_config")
         if not isinstance(sampler, Mapping) or "EntropyBound" not in str(sampler.get("_cls_name")):

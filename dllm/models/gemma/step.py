@@ -31,9 +31,7 @@ def denoise(
 ) -> Denoised:
     """One denoise step of R canvases, from their N rows of logits. Writes nothing in place.
 
-    Args:
-        logits: ``[N, V]`` fp32, soft-capped and edited; or neither of both, with their ``cap``.
-        probs_dtype: of ``stats.probs`` in the result; None: no probabilities are returned.
+    ``probs_dtype``: of ``stats.probs`` in the result; None: no probabilities are returned.
     """
     length, vocab_size = settings.canvas_length, logits.shape[-1]
     parameters = canvases.parameters

@@ -11,14 +11,11 @@ AUTOREGRESSIVE = "NemotronLabsDiffusionForCausalLM"
 
 
 class NemotronLabsDiffusionConfig(Ministral3Config):
-    """config.json, and how the model is served.
+    """vLLM recognizes a diffusion model by ``canvas_length``, which ``--hf-overrides`` may set.
 
-    Attributes:
-        canvas_length: the name by which vLLM recognizes a diffusion model; ``--hf-overrides`` may
-            set it. None: the model is served as the autoregressive one that it also is, under the
-            name ``AUTOREGRESSIVE``.
-        widest_canvas: the same, however the model is served; config.json says with which it was
-            trained.
+    None: the model is served as the autoregressive one that it also is, under the name
+    ``AUTOREGRESSIVE``. ``widest_canvas`` is the same, however the model is served; config.json says
+    with which it was trained.
     """
 
     model_type = "nemotron_labs_diffusion"
