@@ -90,8 +90,7 @@ def held_mib(pid: int) -> float:
 def worktree(commit: str, folder: Path) -> Iterator[Path]:
     """A commit's files in a folder, from which the plugin is imported, while the context lasts.
 
-    Raises:
-        RuntimeError: git refuses, or the plugin is imported from somewhere else.
+    Raises RuntimeError: git refuses, or the plugin is imported from somewhere else.
     """
     git("worktree", "add", "--quiet", "--detach", str(folder), commit)
     try:

@@ -54,7 +54,6 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """The GPU, if there is one, otherwise the processor; and the number of cores."""
     import torch
 
     if torch.cuda.is_available():
@@ -65,7 +64,6 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """The versions of what the numbers depend on, as far as it is installed."""
     found = []
     for name in ("vllm", "torch", "triton", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -82,10 +80,7 @@ def publish(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Replace the file by one line a row; the columns are those of the first row.
-
-    Floats have six digits, None is nothing.
-    """
+    """A line a row, with the columns of the first; floats have six digits, None is nothing."""
 
     def cell(value: object) -> object:
         return f"{value:.6g}" if isinstance(value, float) else value

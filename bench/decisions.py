@@ -108,10 +108,7 @@ def warm_up(one: Contestant) -> None:
 
 
 def measure(server: Server, load: str, count: int, repeats: int, tag: str) -> Row:
-    """Ask ``count`` questions, on one input in one body or on own inputs at once, some times.
-
-    Returns questions a second, and the median latency of HTTP requests.
-    """
+    """Questions a second, on one input in one body or on own inputs at once; the median latency."""
     latencies = []
     joint = {"joint": True} if server.name == JOINT else {}
 

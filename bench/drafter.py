@@ -187,10 +187,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def tables(rows: Rows) -> str:
-    """A line for each load: tokens/s of plain decoding, of the others their ratio to it.
-
-    Then what was wrong.
-    """
+    """A line for each load: tokens/s of plain decoding, ratios to it; then what was wrong."""
     others = [name for name in names_of(rows) if name != PLAIN]
     lines = []
     for load, here in grouped(rows, "target", "family", "concurrency").items():
@@ -211,7 +208,6 @@ def tables(rows: Rows) -> str:
 
 
 def note(rows: Rows) -> str:
-    """What the cells of the table are."""
     beside = f'in parentheses to "{IN_PROCESS}"; ' if of(rows, IN_PROCESS) else ""
     return (
         f"Ratios of tokens/s in the same round: median [min .. max]; {beside}behind the dot, "

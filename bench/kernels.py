@@ -182,11 +182,7 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
 
 
 def measure(case: Case, rounds: int, device: str) -> list[Row]:
-    """A row for each implementation.
-
-    Raises:
-        GateError: one computes something else than expected.
-    """
+    """A row for each. Raises GateError: one computes something else than expected."""
     names, expected = list(case.runs), case.expected()
     for name, run in case.runs.items():
         if run is not case.expected and (problem := case.problem(expected, run())):

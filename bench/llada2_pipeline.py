@@ -65,10 +65,7 @@ def generate(
     editing_threshold: float | None,
     **options: Any,
 ) -> list[int]:
-    """The tokens that the pipeline generates, ``max_tokens`` of them.
-
-    options: of the pipeline; greedy unless they say otherwise.
-    """
+    """``max_tokens`` tokens; greedy unless ``options`` of the pipeline say otherwise."""
     block_size = model.block_size
     pipeline = diffusers().LLaDA2Pipeline(
         model=model,

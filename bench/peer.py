@@ -119,11 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Peer:
-    """Blocks of masks with transformers and its cache.
-
-    Args:
-        folder: with config.json and generation_config.json.
-    """
+    """Blocks of masks with transformers and its cache, by the configurations of a folder."""
 
     def __init__(self, folder: Path) -> None:
         _, config = backbone_of(json.loads((folder / "config.json").read_text()))

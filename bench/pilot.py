@@ -60,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cell(trials: Trials, settings: PilotTraining, options: argparse.Namespace) -> dict[str, Score]:
-    """Train one pilot, and score it on the prompts that are held out."""
     ms = step_ms(trials.widths, options.costs)
     pilot = train(trials.of(~trials.is_heldout), settings, ms, options.device)
     return scores(trials.of(trials.is_heldout), ms, pilot)

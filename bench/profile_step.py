@@ -106,12 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, server: str) -> list[Row]:
-    """Print the parts of one server's steps; returns the rows of the CSV.
-
-    Raises:
-        RuntimeError: an answer has too few tokens.
-        ValueError: the steps do not account for what the client saw, or are too few.
-    """
+    """RuntimeError: an answer is too short. ValueError: as ``check_steps`` and ``mean_parts``."""
     rows, engine = [], Engine(options, server)
     for concurrency, length in product(options.concurrency, options.input_len):
         engine.work(concurrency, length)  # warms up, and compiles
@@ -183,15 +178,10 @@ class Engine:
 def check_steps(
     steps: Sequence[Step], wall_ms: float, canvas_rows: int, allowed: tuple[float, float]
 ) -> None:
-    """Compare the recorded steps with what their client knows.
+    """Raises ValueError if the recorded steps contradict what their client knows.
 
-    Args:
-        wall_ms: until all answers were there.
-        canvas_rows: in all passes of the requests.
-        allowed: which share of the time the parts have to cover, at least and at most.
-
-    Raises:
-        ValueError: they disagree.
+    ``wall_ms``: until all answers were there. ``canvas_rows``: in all passes of the requests.
+    ``allowed``: which share of the time the parts have to cover, at least and at most.
     """
     rows = sum(step.num_canvas_rows * step.num_passes for step in steps)
     if rows != canvas_rows:
@@ -206,11 +196,7 @@ def check_steps(
 
 
 def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
-    """Milliseconds of each part in a denoise step, mean over the middle four fifths of steps.
-
-    Raises:
-        ValueError: there are too few steps for that to mean anything.
-    """
+    """Milliseconds in a denoise step, of the middle four fifths. Raises ValueError: too few."""
     num_steps = sum(step.num_passes for step in steps)
     if num_steps < 10:
         raise ValueError(f"{num_steps} denoise steps; at least 10 make a table.")
@@ -230,8 +216,6 @@ def shares(rows: Rows) -> str:
 
 
 def times_behind_prompts(rows: Rows) -> str:
-    """What a denoise step takes behind prompts of different lengths."""
-
     def of_starts(rows: Rows, server: str) -> list[float]:
         starts = grouped([row for row in rows if row["server"] == server], "start")
         return [float(here[0]["step_ms"]) for here in starts.values()]

@@ -24,22 +24,14 @@ LEEWAY = 0.02  # share of right answers by which models of the same questions ma
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is measured against others.
-
-    Attributes:
-        server: None for what runs without one.
-        commits: how its passes are counted (``runs``).
-        client_flags: of ``vllm bench serve``, beside those of the workload.
-        local: without a server: whose answers these are, and the checkpoint's folder
-            (``runs.answer_questions``).
-    """
+    """What is measured against others."""
 
     name: str
-    server: Server | None = None
-    commits: str = ""
-    client_flags: tuple[str, ...] = ()
+    server: Server | None = None  # None for what runs without one
+    commits: str = ""  # how its passes are counted (``runs``)
+    client_flags: tuple[str, ...] = ()  # of ``vllm bench serve``, beside those of the workload
     takes_seeds: bool = True
-    local: tuple[str, Path] | None = None
+    local: tuple[str, Path] | None = None  # without a server: whose answers; the model's folder
 
     def takes(self, load: Any) -> bool:
         """A contestant without a server answers one question after the other."""
@@ -53,7 +45,6 @@ def add_options(
     num_requests: int,
     concurrency: Sequence[int],
 ) -> None:
-    """The options of every race, with these defaults."""
     add = parser.add_argument
     add("--rounds", type=int, default=rounds)
     add("--minutes", type=float, default=minutes, help="no round begins that ends later")
@@ -75,14 +66,8 @@ def race(
     """All rounds; in each, every load, and in each of those every contestant, alone.
 
     Yields all rows so far, after each load, so that they can be saved. A load that nobody takes is
-    left out.
-
-    Args:
-        run: of a contestant, a load and a number that belongs to this load in this round; its row
-            gets the contestant and the round (``pair``).
-
-    Raises:
-        RuntimeError: a server or client failed.
+    left out. ``run`` gets a number that belongs to this load in this round; its row gets the
+    contestant and the round (``pair``). Raises RuntimeError: a server or client failed.
     """
     rows: list[Row] = []
     for pair in rounds:
@@ -143,11 +128,9 @@ def race_workloads(
 
 
 def run_workload(client: Client, contestant: Contestant, workload: Workload, seed: int) -> Row:
-    """One run: workload and figures.
+    """No two workloads or rounds share a ``seed``, which is of prompts and arrival times.
 
-    Args:
-        seed: of prompts and arrival times. No two workloads or rounds share them: answers to a
-            repeated question would not be independent, and might be found in a cache.
+    Answers to a repeated question would not be independent, and might be found in a cache.
     """
     asked = workload.asked(seed)
     name = f"{re.sub(r'[^a-z]+', '_', contestant.name)}-{seed}"
@@ -223,10 +206,8 @@ def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:
     """Wait until a server is ready, and check its answers before anything is timed.
 
     Then sends ``at_once`` requests together, the largest batch that it will see: a server that
-    compiles for a batch when it first sees one does so here.
-
-    Raises:
-        GateError: an answer has the wrong length, or two equal seeded requests differ.
+    compiles for a batch when it first sees one does so here. Raises GateError: an answer has the
+    wrong length, or two equal seeded requests differ.
     """
     server = contestant.server
     assert server is not None

@@ -162,11 +162,7 @@ def pages(root: Path) -> list[Path]:
 
 
 def document(text: str, results: Path, to_root: str = "") -> str:
-    """The text with every marked section written anew.
-
-    Args:
-        to_root: what leads from the folder of the page to the top of the repository.
-    """
+    """``to_root`` leads from the folder of the page to the top of the repository."""
 
     def written(match: re.Match[str]) -> str:
         begin, name, end = match.groups()

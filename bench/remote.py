@@ -129,10 +129,7 @@ def answers(plain: Contestant, workloads: Sequence[Workload], num_rounds: int) -
 
 
 class KnownDrafts:
-    """Drafts from a list of texts (``worker.Drafts``); nothing behind other tokens.
-
-    A step takes ``step_s`` seconds, whatever it drafts for.
-    """
+    """Drafts from a list of texts; nothing behind other tokens. A step takes ``step_s`` seconds."""
 
     vocab_size, max_len = 2**31, 2**20
 
@@ -161,8 +158,7 @@ class KnownDrafts:
 def serve_known(listen: str, texts: str, ahead: str) -> None:
     """Draft until the process is killed; prints the address as ``dllm draft-worker`` does.
 
-    Args:
-        texts: a JSON file with the token ids of prompts and their answers.
+    ``texts``: a JSON file with the token ids of prompts and their answers.
     """
     server = Listener(Address(listen))
     print(f"dllm draft-worker: known drafts at {server.address}", flush=True)
@@ -184,11 +180,7 @@ def worker_command(worker: str, num_drafts: int, folder: Path) -> list[str]:
 
 @contextmanager
 def running(command: Sequence[str], log: Path) -> Iterator[None]:
-    """A draft worker that is ready, while the context lasts.
-
-    Raises:
-        RuntimeError: it ended before it was ready.
-    """
+    """It is ready, while the context lasts. Raises RuntimeError: it ended before that."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=child_environment(), cwd=ROOT

@@ -79,11 +79,7 @@ class Client:
         self._context.set_forkserver_preload(list(PRELOADED))
 
     def bench_serve(self, name: str, url: str, model: str, flags: Sequence[str]) -> dict[str, Any]:
-        """What ``vllm bench serve --save-detailed`` saved.
-
-        Raises:
-            RuntimeError: it failed; with the end of its log.
-        """
+        """What it saved (``--save-detailed``). Raises RuntimeError, with the end of its log."""
         line = ["vllm", "bench", "serve", "--base-url", url, "--model", model, *flags]
         line += ["--disable-tqdm", "--save-result", "--save-detailed"]
         line += ["--result-dir", str(self.folder), "--result-filename", f"{name}.json"]
@@ -92,8 +88,7 @@ class Client:
     def call(self, name: str, function: Callable[..., None], *arguments: object) -> dict[str, Any]:
         """Run ``function(*arguments)`` in a fork and read the ``<name>.json`` that it wrote.
 
-        Raises:
-            RuntimeError: it failed, took more than ``TIMEOUT_S``, or wrote nothing.
+        Raises RuntimeError: it failed, took more than ``TIMEOUT_S``, or wrote nothing.
         """
         log, result = self.folder / f"{name}.log", self.folder / f"{name}.json"
         log.touch()
@@ -127,7 +122,6 @@ def keep_long_prompts() -> None:
 
 
 def _logged(log: Path, function: Callable[..., None], arguments: Sequence[object]) -> None:
-    """Run a function with its output in a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -189,10 +183,8 @@ def figures(
 ) -> Row:
     """The figures of one run; those of a wrong one are None, and ``problem`` says what is wrong.
 
-    Args:
-        commits: how the contestant commits: one of the constants above.
-        saved: the JSON that ``vllm bench serve --save-result --save-detailed`` wrote.
-        asked: the questions, in order; none for random tokens.
+    ``commits``: one of the constants above. ``saved``: the JSON of ``vllm bench serve``. ``asked``:
+    the questions, in order; none for random tokens.
     """
     row: Row = {"num_requests": workload.num_requests, **dict.fromkeys(FIGURES)}
     texts = saved["generated_texts"]
@@ -244,11 +236,7 @@ def count_passes(
 
 
 def run_problem(commits: str, saved: Mapping[str, Any], workload: Workload, steps: float) -> str:
-    """The first thing that is wrong with the form of a run, or nothing.
-
-    Args:
-        steps: denoise steps of a block.
-    """
+    """The first thing that is wrong with a run's form. ``steps``: denoise steps of a block."""
     wanted, lengths = workload.num_requests, saved["output_lens"]
     if saved["completed"] != wanted or saved["failed"]:
         errors = sorted({error for error in saved.get("errors", []) if error})

@@ -59,16 +59,12 @@ LOCAL = (REFERENCE, PIPELINE)  # without a server
 
 @dataclass(frozen=True)
 class Spec:
-    """A contestant as it is named on the command line: ``KIND --flags of its server``.
-
-    Attributes:
-        source: folder that the plugin is imported from, in place of the installed one.
-    """
+    """A contestant as it is named on the command line: ``KIND --flags of its server``."""
 
     name: str
     kind: str
     flags: tuple[str, ...] = ()
-    source: Path | None = None
+    source: Path | None = None  # that the plugin is imported from, in place of the installed one
 
     @classmethod
     def parse(cls, text: str) -> "Spec":
@@ -104,8 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(options: argparse.Namespace, save: Callable[[list[Row]], None]) -> None:
     """All schedules, each with servers of its own; ``save`` gets all rows, after each load.
 
-    Raises:
-        CommandError: no contestant takes any of the loads.
+    Raises CommandError: no contestant takes any of the loads.
     """
     rows: list[Row] = []
     deadline = time.monotonic() + 60 * options.minutes

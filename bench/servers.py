@@ -55,9 +55,6 @@ class Server:
     """A ``vllm serve``, which runs while the context lasts.
 
     Several may load at the same time: only ``wait_until_ready`` waits.
-
-    Args:
-        environment: beside the inherited one.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -99,11 +96,7 @@ class Server:
         return self
 
     def wait_until_ready(self) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            RuntimeError: it ended, or took more than ``ready_s``; with the end of its log.
-        """
+        """Raises RuntimeError with the end of its log: it ended, or took more than ``ready_s``."""
         deadline = time.monotonic() + self.ready_s
         while time.monotonic() < deadline:
             if (code := self.process.poll()) is not None:
@@ -118,11 +111,7 @@ class Server:
         )
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """The answer to a JSON body, to which the model's name is added.
-
-        Raises:
-            GateError: there is none, or its status is not 200.
-        """
+        """The body is JSON, with the model's name. Raises GateError unless the status is 200."""
         request = urllib.request.Request(
             self.url + path,
             json.dumps({"model": self.model} | body).encode(),
@@ -239,10 +228,7 @@ class Engine(Server):
 
 
 def counters(metrics: str) -> Counter[str]:
-    """NAME -> value of a counter in the text of a server's metrics, labels summed.
-
-    Those of ours (``dllm:NAME_total``), and vLLM's of diffusion models (``vllm:NAME_total``).
-    """
+    """NAME -> value of ``dllm:NAME_total``, or vLLM's of diffusion models, labels summed."""
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:

@@ -151,24 +151,17 @@ def campaign_of(name: str, seed: int, seconds: float) -> "Campaign":
 
 
 class Campaign:
-    """Clients, phase after phase, and what they and the server's processes were seen to do.
-
-    Attributes:
-        latencies: of good requests, seconds, by phase.
-        silence: seconds that ``/health`` took at most, by phase.
-        sent, failed: requests, by phase and kind.
-        shadows: good requests that are sent again, with their answers.
-    """
+    """Clients, phase after phase, and what they and the server's processes were seen to do."""
 
     def __init__(self, model: str, kinds: Kinds, seed: int) -> None:
         self.model, self.kinds, self.dice = model, kinds, Random(seed)
         self.phase, self.deadline = CALM, 0.0
-        self.latencies: dict[str, list[float]] = defaultdict(list)
-        self.silence: dict[str, float] = defaultdict(float)
-        self.sent: Counter[tuple[str, str]] = Counter()
+        self.latencies: dict[str, list[float]] = defaultdict(list)  # of good requests, s, by phase
+        self.silence: dict[str, float] = defaultdict(float)  # seconds of /health at most, by phase
+        self.sent: Counter[tuple[str, str]] = Counter()  # by phase and kind
         self.failed: Counter[tuple[str, str]] = Counter()
         self.problems: list[str] = []
-        self.shadows: list[tuple[Request, Answer]] = []
+        self.shadows: list[tuple[Request, Answer]] = []  # good requests that are sent again
         self.samples: list[Sample] = []
         self.num_different = self.num_tracebacks = self.num_broken = 0
 
@@ -349,11 +342,7 @@ def _row(
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float, float] | None:
-    """The slope per hour, with its 95% interval; None with fewer than two samples a stretch.
-
-    Args:
-        times: seconds, ascending.
-    """
+    """Per hour, with its 95% interval; of ``times`` in seconds. None: too few samples a stretch."""
     if len(times) < 2 * STRETCHES:
         return None
     hours = [statistics.mean(part) / 3600 for part in np.array_split(times, STRETCHES)]

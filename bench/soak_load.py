@@ -38,14 +38,8 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back.
-
-    Attributes:
-        status: of HTTP; 0 if the connection broke, or an event of the stream was an error.
-        choices: text, token ids and finish reason of each choice; of streams without the events.
-    """
-
-    status: int
+    status: int  # of HTTP; 0 if the connection broke, or an event of the stream was an error
+    # Text, token ids and finish reason of each choice; of streams without the events.
     choices: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     problem: str = ""
 

@@ -20,16 +20,12 @@ Named = tuple[Any, str, str]  # a function that belongs to a part: owner, attrib
 
 @dataclass
 class Step:
-    """One engine step, from a ``schedule()`` to the next, with all of its passes.
-
-    Attributes:
-        num_canvas_rows: rows of the batch that belong to canvases.
-    """
+    """One engine step, from a ``schedule()`` to the next, with all of its passes."""
 
     parts_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     num_reqs: int = 0
     num_new: int = 0
-    num_canvas_rows: int = 0
+    num_canvas_rows: int = 0  # rows of the batch that belong to canvases
     num_passes: int = 1
 
     @property
@@ -105,13 +101,9 @@ class Recorder:
 def generate_ms(
     llm: Any, num_requests: int, prompt_len: int, num_tokens: int, words: int = 100
 ) -> float:
-    """Milliseconds until requests have ``num_tokens`` each; their prompts are the same each time.
+    """Until requests have ``num_tokens`` each; their prompts are the same each time.
 
-    Args:
-        words: how many different tokens prompts have.
-
-    Raises:
-        RuntimeError: an answer has too few tokens.
+    ``words``: how many different tokens prompts have. Raises RuntimeError: an answer is too short.
     """
     from vllm import SamplingParams, TokensPrompt
 

@@ -53,8 +53,7 @@ ANY_ANSWER = "-"  # to a prompt whose answer is not known; `vllm bench serve` wa
 class Shape:
     """Sizes that all workloads of a command share, in tokens; the last two are of random prompts.
 
-    Raises:
-        ValueError: ``output_len`` is not a multiple of ``canvas_length``.
+    Raises ValueError: ``output_len`` is not a multiple of ``canvas_length``.
     """
 
     canvas_length: int
@@ -75,15 +74,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Documents:
-    """Pages of ours that stand in front of a question, as users paste them.
+    """Pages of ours that stand in front of a question, as users paste them."""
 
-    Attributes:
-        length: tokens.
-        model: folder of the tokenizer that counts them.
-    """
-
-    length: int
-    model: Path
+    length: int  # tokens
+    model: Path  # folder of the tokenizer that counts them
 
     def before(self, question: str, index: int) -> str:
         """The message; each index begins with another page."""
@@ -104,26 +98,15 @@ def _pages(model: Path) -> tuple[Tokenizer, list[list[int]]]:
 
 @dataclass(frozen=True)
 class Workload:
-    """One run.
-
-    Attributes:
-        concurrency: requests in flight; each answer is followed by the next request.
-        rate: instead, requests per second, arriving at random (Poisson) whatever is in flight.
-        steps_per_block: what every block must take; None leaves it to the model.
-        families: of the questions; with a file the domains of its prompts.
-        prompts: a file of prompts, instead of questions.
-        context: what stands in front of each of these.
-    """
-
     schedule: str
     num_requests: int
     shape: Shape
-    concurrency: int | None = None
-    rate: float | None = None
-    steps_per_block: int | None = None
-    families: tuple[str, ...] = ONE_BLOCK
-    prompts: Path | None = None
-    context: Documents | None = None
+    concurrency: int | None = None  # requests in flight; each answer is followed by the next one
+    rate: float | None = None  # instead, requests a second, at random (Poisson)
+    steps_per_block: int | None = None  # what every block must take; None leaves it to the model
+    families: tuple[str, ...] = ONE_BLOCK  # of the questions; with a file, domains of its prompts
+    prompts: Path | None = None  # a file of prompts, instead of questions
+    context: Documents | None = None  # what stands in front of each of these
 
     @property
     def family(self) -> str:
@@ -158,9 +141,8 @@ class Workload:
     def client_flags(self, seed: int, dataset: Path) -> list[str]:
         """Flags of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.
 
-        Args:
-            seed: of random tokens and of arrival times.
-            dataset: the file that is written, if there are questions.
+        ``seed``: of random tokens and of arrival times. ``dataset``: is written if there are
+        questions.
         """
         shape = self.shape
         flags: dict[str, object] = {"--num-prompts": self.num_requests, "--seed": seed}
@@ -207,9 +189,6 @@ def prompt_texts(file: Path) -> dict[str, list[str]]:
 
 
 def write_turns(turns: Sequence[tuple[str, str]], path: Path) -> None:
-    """Prompts and answers as the file of ``vllm bench serve --dataset-name sharegpt``.
-
-    (Its ``custom`` needs pandas.)
-    """
+    """As the file of ``vllm bench serve --dataset-name sharegpt`` (its ``custom`` needs pandas)."""
     pairs = [({"value": prompt}, {"value": answer}) for prompt, answer in turns]
     path.write_text(json.dumps([{"conversations": pair} for pair in pairs]))

@@ -79,10 +79,7 @@ class Answers(NamedTuple):
 class Lease:
     """What runs on the machine: its state is in a folder, and is found again by the next call.
 
-    Args:
-        folder: of states and logs.
-        out: for what a call brings home.
-        is_toy: sizes for any machine.
+    ``out``: for what a call brings home. ``is_toy``: sizes for any machine.
     """
 
     def __init__(self, folder: Path, out: Path, *, is_toy: bool) -> None:
@@ -156,7 +153,6 @@ class Lease:
         return code == 0
 
     def finish(self) -> None:
-        """Write and print what all engines have found."""
         states = {path.stem: path for path in sorted(self.folder.glob("*.json"))}
         found = {name: json.loads(path.read_text()) for name, path in states.items()}
         failed: list[str] = []
@@ -246,10 +242,7 @@ PAIR = (Engine("ours"), Engine("built-in", environment=BUILTIN_ENVIRONMENT))
 
 
 def experts_tables(folder: Path) -> Path:
-    """A folder with vLLM's tiles for these experts on an H100, under the name of this GPU.
-
-    vLLM has none for an H200, which has the same chip.
-    """
+    """vLLM's tiles of an H100 under this GPU's name: it has none for an H200, the same chip."""
     from vllm.model_executor.layers import fused_moe
     from vllm.platforms import current_platform
 

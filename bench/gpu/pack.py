@@ -114,11 +114,7 @@ def wheel_files(wheel: Path) -> Files:
 
 
 def engine_pieces(wheel: Path) -> tuple[dict[str, Files], Files]:
-    """What call 1 carries of vLLM, in pieces that are unpacked at once, and FlashAttention 4's.
-
-    Raises:
-        ValueError: this vLLM is not the one that the pins are for.
-    """
+    """Pieces that are unpacked at once, and FlashAttention 4. ValueError: not the pinned vLLM."""
     files = wheel_files(wheel)
     flash = {name: data for name, data in files.items() if name.startswith(FLASH_4)}
     kept = {name: data for name, data in files.items() if not LEFT_OUT.fullmatch(name)}

@@ -63,16 +63,11 @@ TOOLS: dict[str, dict] = {schema["function"]["name"]: schema for schema in _SCHE
 
 @dataclass(frozen=True)
 class Chat:
-    """What a chat request has beside its messages.
+    """What a chat request has beside its messages."""
 
-    Attributes:
-        tools: names of the tools that it lists, in this order.
-        style: how tools are listed and called.
-    """
-
-    tools: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()  # names of those that it lists, in this order
     thinking: bool = False
-    style: Style = "gemma"
+    style: Style = "gemma"  # how tools are listed and called
 
     @property
     def schemas(self) -> list[dict]:
@@ -91,18 +86,13 @@ class Chat:
 
 @dataclass(frozen=True)
 class Decision:
-    """A question on an input.
-
-    Attributes:
-        options: texts of the choices or levels; empty for a predicate.
-        odds: of yes, where the right answer is a matter of chance.
-    """
+    """A question on an input."""
 
     input: str
     type: Literal["predicate", "choice", "score"]
     instructions: str
-    options: tuple[str, ...] = ()
-    odds: float | None = None
+    options: tuple[str, ...] = ()  # texts of the choices or levels; empty for a predicate
+    odds: float | None = None  # of yes, where the right answer is a matter of chance
 
     @property
     def question(self) -> dict[str, Any]:
@@ -140,17 +130,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Asked:
-    """A problem in words: the prompt, all right answers, and what it is asked as.
-
-    Attributes:
-        chat: what it is asked with, of a family of ``tools``.
-        decision: the prompt in parts, of a family of ``decisions``.
-    """
+    """A problem in words: the prompt, all right answers, and what it is asked as."""
 
     prompt: str
     accepted: list[str]
-    chat: Chat | None = None
-    decision: Decision | None = None
+    chat: Chat | None = None  # what it is asked with, of a family of ``tools``
+    decision: Decision | None = None  # the prompt in parts, of a family of ``decisions``
 
 
 def call_text(name: str, arguments: dict[str, str | int], style: Style) -> str:

@@ -34,7 +34,6 @@ class Model(Protocol):
 
 @reporting_failures
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score, print a table, and write JSON if asked to."""
     given = parse(argv)
     asked = {family: _questions(family, given) for family in chosen_families(given.tasks)}
     model = open_model(given)
@@ -96,11 +95,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen_families(tasks: str) -> list[str]:
-    """The families that ``--tasks`` names, in the order in which they are defined.
-
-    Raises:
-        CommandError: a name does not exist, or none is given.
-    """
+    """In the order in which they are defined. Raises CommandError: no such name, or none."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if len(names) == 1 and names[0] in GROUPS:
         return list(GROUPS[names[0]])
@@ -132,11 +127,7 @@ def open_model(given: argparse.Namespace) -> Model:
 def evaluate(
     model: Model, asked: dict[str, list[Question]]
 ) -> tuple[list[Score], list[dict[str, Any]]]:
-    """Ask one family after the other, because a server counts its steps for all requests together.
-
-    Returns:
-        A score for each family, and the wrong answers of all families (``wrong_answers``).
-    """
+    """One family after the other, because a server counts its steps for all requests together."""
     scores, wrong = [], []
     for family, drawn in asked.items():
         run = model.answer(drawn)

@@ -42,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_lines(file: Path, lines: Sequence[dict[str, Any]]) -> Path:
-    """Write JSON lines; returns the file."""
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return file
 

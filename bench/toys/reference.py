@@ -41,11 +41,7 @@ class Generated(NamedTuple):
 
 
 class Reference(ABC):
-    """A checkpoint in transformers.
-
-    Attributes:
-        stops: tokens that end an answer.
-    """
+    """A checkpoint in transformers; ``stops`` are tokens that end an answer."""
 
     model: Any
     stops: Collection[int]
@@ -103,18 +99,13 @@ def open_reference(
     seed: int = 0,
     token_by_token: bool = False,
 ) -> Reference:
-    """The reference of a checkpoint.
+    """The reference of a checkpoint; question i is answered with ``seed + i``.
 
-    Args:
-        max_tokens: of an answer; a diffusion model rounds it up to whole blocks.
-        temperature: multiplies DiffusionGemma's schedule of temperatures; 0 makes an autoregressive
-            model greedy; None uses generation_config.json.
-        seed: question i is answered with ``seed + i``.
-        token_by_token: a Nemotron answers as the autoregressive model that it is, too.
-
-    Raises:
-        CommandError: there is no checkpoint, its reference does not allow this temperature or
-            answers in one way alone, or a server decodes it by another rule.
+    An answer's ``max_tokens`` are rounded up to whole blocks by a diffusion model. ``temperature``
+    multiplies DiffusionGemma's schedule of temperatures; 0 makes an autoregressive model greedy;
+    None uses generation_config.json. ``token_by_token``: a Nemotron answers as the autoregressive
+    model that it is, too. Raises CommandError: there is no checkpoint, its reference does not allow
+    this temperature or answers in one way alone, or a server decodes it by another rule.
     """
     if not (path / "config.json").exists():
         raise CommandError(f"--reference {path}: no config.json; give a checkpoint's folder.")
@@ -207,11 +198,7 @@ class MaskedReference(Reference):
 
 
 def refuse_other_rules(path: Path, block_size: int) -> None:
-    """Refuse generation configs with a field that a server obeys and the plain loop does not.
-
-    Raises:
-        CommandError: the name of the field.
-    """
+    """Raises CommandError for a field that a server obeys and the plain loop does not."""
     file = path / "generation_config.json"
     given = json.loads(file.read_text()) if file.exists() else {}
     dynamic = STRATEGIES[DYNAMIC]

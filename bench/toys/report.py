@@ -25,15 +25,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """The answers to a list of questions, which were asked one after the other or concurrently.
-
-    Attributes:
-        seconds: wall time of all of them.
-        denoise_steps, blocks: sums over all; None if the model has none or does not report them.
-    """
+    """The answers to a list of questions, which were asked one after the other or concurrently."""
 
     answers: Sequence[Answer]
-    seconds: float
+    seconds: float  # wall time of all of them
+    # Sums over all; None if the model has none or does not report them.
     denoise_steps: int | None = None
     blocks: int | None = None
 
@@ -92,7 +88,6 @@ def score(name: str, questions: Sequence[Question], run: Run) -> Score:
 
 
 def total(scores: Sequence[Score]) -> Score:
-    """The score of all families together: counts and times are added up."""
     _, *columns = zip(*map(astuple, scores), strict=True)
     return Score("all", *map(_sum, columns))  # type: ignore[arg-type]
 
@@ -113,10 +108,7 @@ def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, Any
 
 
 def table(scores: Sequence[Score]) -> str:
-    """One row for each family, and one for all if there are several.
-
-    Steps are denoise steps of a block.
-    """
+    """A row for each family, and one for all if there are several. Steps are those of a block."""
     header = ["family", "right", "accuracy", "95%", "tokens", "steps", "s", "tokens/s"]
     rows = [*scores, total(scores)] if len(scores) > 1 else scores
     return markdown(header, [_cells(one) for one in rows])

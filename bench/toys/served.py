@@ -27,10 +27,7 @@ PASSES, POSITIONS = "diffusion_num_denoising_steps", "diffusion_num_canvas_posit
 class ServedModel:
     """A model on a server.
 
-    Attributes:
-        max_tokens: of each answer.
-        temperature, seed: sent with each request; None leaves them to the server. The seed of
-            question i is ``seed + i``.
+    ``temperature`` and ``seed + i`` of question i are sent with it; None leaves them to the server.
     """
 
     connection: Connection
@@ -44,11 +41,7 @@ class ServedModel:
         return f"{self.connection.model} at {self.connection.url}"
 
     def answer(self, questions: Sequence[Question]) -> Run:
-        """Ask all questions, ``concurrency`` at a time.
-
-        Raises:
-            CommandError: the server failed or refused a request.
-        """
+        """``concurrency`` at a time. Raises CommandError: the server failed or refused one."""
         before = read_metrics(self.connection)
         start = time.monotonic()
         pool = ThreadPoolExecutor(self.concurrency)
@@ -76,11 +69,7 @@ class ServedModel:
 
 
 def read_metrics(connection: Connection) -> str:
-    """The text of a server's Prometheus metrics; empty if it has none.
-
-    Raises:
-        CommandError: the server does not answer any more.
-    """
+    """Empty if it has none. Raises CommandError: the server does not answer any more."""
     with explained(connection.url):
         try:
             return connection.client.get(f"{connection.url}/metrics", cast_to=str)

@@ -70,8 +70,7 @@ def split_of(family: str, content: Hashable) -> str:
 def question(family: str, split: str, index: int, seed: int = 0) -> Question:
     """Question number ``index`` of an endless sequence, in which a question may come again.
 
-    Raises:
-        ValueError: there is no such family or split.
+    Raises ValueError: there is no such family or split.
     """
     kinds = {name: kind for group in GROUPS.values() for name, kind in group.items()}
     _check(family, kinds, "family")
@@ -93,11 +92,8 @@ def questions(families: Iterable[str], split: str, count: int, seed: int = 0) ->
     """``count`` different questions of each family, one family after the other.
 
     Questions differ if their prompts do, or what is asked beside the prompt (``Question.chat``).
-
-    With a larger count every family has the same questions first, and then more.
-
-    Raises:
-        ValueError: there is no such family or split, or a family has fewer different prompts.
+    With a larger count every family has the same questions first, and then more. Raises ValueError:
+    there is no such family or split, or a family has fewer different prompts.
     """
     found: list[Question] = []
     for family in families:

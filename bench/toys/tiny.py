@@ -97,14 +97,10 @@ def _vision_config() -> Config:
 def tiny_config(**overrides: object) -> Config:
     """The config.json of a tiny DiffusionGemma, as nested plain data.
 
-    Args:
-        overrides: fields of config.json or of its text_config, by name. ``layer_types`` sets
-            ``num_hidden_layers``. ``num_experts=None`` describes a model without experts, and
-            ``vision_config=None`` one without a vision tower. The reference constructs neither;
-            for the first there is ``write_checkpoint(mute_experts=True)``.
-
-    Raises:
-        KeyError: a field has that name neither in config.json nor in text_config.
+    ``overrides`` are fields of config.json or of its text_config, by name. ``layer_types`` sets
+    ``num_hidden_layers``. ``num_experts=None`` describes a model without experts, and
+    ``vision_config=None`` one without a vision tower. The reference constructs neither; for the
+    first there is ``write_checkpoint(mute_experts=True)``. Raises KeyError: there is no such field.
     """
     config: Config = {
         "architectures": ["DiffusionGemmaForBlockDiffusion"],
@@ -241,7 +237,6 @@ def write_checkpoint(
     """Write a whole checkpoint directory; the same arguments give the same bytes.
 
     Args:
-        path: created if missing.
         generation: fields of generation_config.json to replace or to add.
         image_processor: also write the files that image requests need.
         variants: of the weights, as ``make_tensors`` takes them.
