@@ -78,10 +78,7 @@ def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -
 
 
 def check_write(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -> None:
-    """Raises ValueError, with both values, if arguments of `write_kv` do not fit together.
-
-    Reads no data: slots may be beyond the cache.
-    """
+    """Raises ValueError, with both values. Reads no data: slots may be beyond the cache."""
     expect("key", key, (None, *cache.key.shape[2:]), cache.dtypes)
     expect("value", value, key.shape, [key.dtype])
     expect("slot_mapping", slot_mapping, (None,), [torch.int32, torch.int64])

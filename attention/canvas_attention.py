@@ -307,10 +307,7 @@ def launch(
     plan: AttentionPlan,
     workspace: Tensor,
 ) -> None:
-    """The kernel, and the merge of the parts if sequences may be split.
-
-    workspace: ``plan.workspace_elements`` fp32 elements, which are overwritten.
-    """
+    """``workspace``: ``plan.workspace_elements`` fp32 elements, which are overwritten."""
     num_tokens, num_heads, head_size = query.shape
     if num_tokens == 0 or batch.num_seqs == 0:
         return

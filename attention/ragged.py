@@ -13,10 +13,7 @@ def starts_of(lens: np.ndarray) -> np.ndarray:
 
 
 def spread(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The row of every element, and its offset in that row's span: both int64.
-
-    [0, 2, 5] gives [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2].
-    """
+    """Rows and offsets: [0, 2, 5] gives [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2], int64."""
     rows = np.arange(len(starts) - 1).repeat(lengths(starts))
     return rows, np.arange(starts[0], starts[-1]) - starts[rows]
 

@@ -55,10 +55,7 @@ def dense_attention(
 
 
 def gather_pages(cache: Tensor, pages: Tensor, seq_len: int) -> Tensor:
-    """One sequence's keys or values in order, ``[seq_len, num_kv_heads, head_size]``.
-
-    pages ``[max_pages]`` integers, the sequence's row of the block table.
-    """
+    """In order, ``[seq_len, num_kv_heads, head_size]``; pages: its row of the block table."""
     page_size = cache.shape[1]
     position = torch.arange(seq_len, device=pages.device)
     return cache[pages[position // page_size].long(), position % page_size]

@@ -98,9 +98,6 @@ OTHERS: dict[tuple[int, int], TileConfig] = {
 def tile_config(
     head_size: int, element_size: int, arch: int = 90, is_fp8_cache: bool = False
 ) -> TileConfig:
-    """element_size: of the query. arch: compute capability, for instance 90 for 9.0.
-
-    Raises KeyError when the table has no such row.
-    """
+    """arch: compute capability, 90 for 9.0. Raises KeyError when the table has no such row."""
     table = HOPPER if arch == 90 and not is_fp8_cache else OTHERS
     return table[max(next_power_of_2(head_size), 64), element_size]

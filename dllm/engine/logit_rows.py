@@ -82,10 +82,7 @@ def tiles_of_batch(
 
 
 def tile_bounds(starts: np.ndarray, rows_at_once: int) -> list[tuple[int, int]]:
-    """The tiles of a batch as ranges of requests [first, end), at least one in each; none is cut.
-
-    ``starts``: ``[requests + 1]``, the first row of logits of each request, and the number of rows.
-    """
+    """Requests [first, end), at least one in each. ``starts``: ``[requests + 1]``."""
     bounds, first = [], 0
     while first < len(starts) - 1:
         fitting = int(np.searchsorted(starts, starts[first] + rows_at_once, side="right")) - 1

@@ -264,10 +264,7 @@ class DiffusionModelState(ModelState):
     def _metadata_of_full_graph(
         self, input_batch: InputBatch, block_tables: tuple[torch.Tensor, ...]
     ) -> dict[str, Any]:
-        """Each request is one sequence, in the tensors that a full graph reads.
-
-        ``engine.runner`` keeps rows with a causal span and a canvas out of full graphs.
-        """
+        """Each request is one sequence: ``engine.runner`` keeps others out of full graphs."""
         sequences, num_padded = self._sequences(input_batch), input_batch.num_reqs_after_padding
         num_reqs = input_batch.num_reqs
         assert len(sequences.row_of) == num_reqs, "a request of a full graph is one sequence"

@@ -34,10 +34,7 @@ from dllm.engine.state import CanvasState
 
 
 def find_commits(state: CanvasState, batch: InputBatch, num_tokens: torch.Tensor) -> torch.Tensor:
-    """Which rows are deferred commits: ``[R]`` bool, written to ``state.commits``, too.
-
-    ``num_tokens``: ``[slots]``, of each request, what it has emitted included.
-    """
+    """``[R]`` bool, also in ``state.commits``; ``num_tokens`` ``[slots]`` with emitted ones."""
     slots, ends = batch.idx_mapping[: batch.num_reqs], batch.seq_lens[: batch.num_reqs]
     widths = batch.cu_num_logits.diff()
     commits = ends - widths < num_tokens[slots]
@@ -48,10 +45,7 @@ def find_commits(state: CanvasState, batch: InputBatch, num_tokens: torch.Tensor
 
 
 def write_block_ids(state: CanvasState, batch: InputBatch) -> None:
-    """Put pending blocks in the place of canvases, in the batch's token ids.
-
-    Behind a block that was emitted without its last tokens are some that nobody sees.
-    """
+    """Behind a block that was emitted without its last tokens are some that nobody sees."""
     slots, rows = batch.expanded_idx_mapping, batch.logits_indices
     block = state.argmax_canvas[slots, batch.expanded_local_pos].to(batch.input_ids.dtype)
     batch.input_ids[rows] = torch.where(state.commits[slots], block, batch.input_ids[rows])

@@ -106,7 +106,7 @@ class CanvasState:
 
     @property
     def spare_slot(self) -> int:
-        """That of no request."""
+        """The slot of no request."""
         return len(self.seeds) - 1
 
     def written_slots(self, rows: CanvasRows) -> Tensor:

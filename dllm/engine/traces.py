@@ -29,10 +29,7 @@ ROWS_AT_ONCE = 256  # of logits that are copied; no result depends on it
 
 
 class BlockTraces:
-    """What is known of the tokens of unfinished canvases, of requests that ask for it.
-
-    ``stays``: whether what is no mask stays on a canvas (``DenoisingAlgorithm.decides_for_good``).
-    """
+    """``stays``: what is no mask stays on a canvas (``DenoisingAlgorithm.decides_for_good``)."""
 
     def __init__(self, state: CanvasState, stays: bool) -> None:
         canvases = state.canvas

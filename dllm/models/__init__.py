@@ -116,10 +116,7 @@ def own_configs() -> dict[str, type]:
 
 
 def is_ours(architectures: Sequence[str] | None) -> bool:
-    """Whether a config.json is of a model that is served with canvases; also without a name.
-
-    Models of other architectures may have a ``model_type`` of ours.
-    """
+    """Also without a name. Models of other architectures may have a ``model_type`` of ours."""
     return not architectures or not FAMILIES.keys().isdisjoint(architectures)
 
 

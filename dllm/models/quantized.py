@@ -65,10 +65,7 @@ def checked_weights(
 
 
 def finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors on; those with less than 16 bits are not looked at.
-
-    Raises ValueError: one holds NaN or infinity: the model would emit one token for ever, or noise.
-    """
+    """Raises ValueError for NaN or infinity: the model would emit one token for ever, or noise."""
     for name, tensor in weights:
         if not _is_finite(tensor):
             raise ValueError(

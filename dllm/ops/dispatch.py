@@ -135,10 +135,7 @@ def _row_stats(
     cap: float | None,
     is_compiled: bool,
 ) -> list[Tensor]:
-    """`row_stats` as a custom operator, which takes and returns plain tensors.
-
-    Returns the fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None.
-    """
+    """As a custom operator: the fields of `RowStats`; `probs` is empty without `probs_dtype`."""
     filters = None
     if top_k is not None and top_p is not None and min_p is not None:
         filters = RowFilters(top_k, top_p, min_p)

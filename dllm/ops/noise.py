@@ -174,10 +174,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
 def _position_words(
     seeds: Tensor, canvas_start: Tensor, denoise_step: Tensor, width: int, stream: int | Tensor
 ) -> Tensor:
-    """The Philox block (four words) of every canvas position: [4, ..., R, width].
-
-    stream: a number, or a tensor that broadcasts against [..., R, width].
-    """
+    """The Philox block (four words) of every canvas position: [4, ..., R, width]."""
     position = torch.arange(width, device=seeds.device)
     stream = torch.zeros_like(position) + stream
     parts = (position, denoise_step[..., None], canvas_start[..., None], stream)
@@ -201,10 +198,7 @@ def _multiply_high_low(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pair(values: tuple[int, int], like: Tensor) -> Tensor:
-    """Two constants on a leading axis of size 2, with as many axes as `like`.
-
-    Computed on the device: copying from the host is not allowed during CUDA graph capture.
-    """
+    """Computed on the device: CUDA graph capture allows no copy from the host."""
     index = torch.arange(2, device=like.device).view(2, *([1] * (like.ndim - 1)))
     # Not a sum of products: Inductor computes those of an arange in int32, which these exceed.
     return torch.where(index == 0, values[0], values[1])

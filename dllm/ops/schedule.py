@@ -25,7 +25,7 @@ LINEAR, COSINE, SQRT = range(len(SCHEDULES))
 
 
 def num_revealed(step: Tensor, num_steps: Tensor, size: int, schedule: Tensor) -> Tensor:
-    """An int tensor of the arguments' shape; step from 0, of num_steps >= 1 of the whole block."""
+    """Integers of the arguments' shape. `step` counts from 0, of `num_steps` of the whole block."""
     # As `get_num_transfer_tokens` of SDAR and LLaDA2.
     even = size // num_steps + (step < size % num_steps).to(step.dtype)
     left = torch.round(size * _masked((step + 1) / num_steps, schedule))

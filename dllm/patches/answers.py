@@ -144,10 +144,7 @@ class _Reader:
 def _read(
     parse: Parse, parser: Any, part: tuple[str, list[int]], asked: tuple[Any, Any], is_last: bool
 ) -> Any:
-    """What one token adds to the answer; None: nothing that can be shown by now.
-
-    ``asked``: the request, and the tokens of its prompt.
-    """
+    """None: nothing that can be shown by now. ``asked``: the request, and its prompt's tokens."""
     from vllm.parser.engine.adapters import ParserEngineReasoningAdapter, ParserEngineToolAdapter
 
     (text, tokens), (request, prompt) = part, asked

@@ -67,10 +67,7 @@ def _reasoning(options: Mapping[str, Any]) -> tuple[bool | None, Mapping[str, An
 
 
 def _count(number: int, num_samples: int) -> None:
-    """Requests of the engine that the current HTTP request starts, for each sample.
-
-    Raises VLLMValidationError if there are too many.
-    """
+    """Of the current HTTP request, for each sample. Raises VLLMValidationError if too many."""
     one = current.get()
     if one is not None:
         one.add(number * num_samples, "n" if num_samples > 1 else "prompt")

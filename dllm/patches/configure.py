@@ -33,10 +33,7 @@ LEAST_ASYNC_BLOCK = 32
 
 
 def configure_canvases(vllm_config: Any) -> None:
-    """Choose what only canvases have, and whether engine steps are scheduled ahead, in place.
-
-    Raises ValueError if a value of the checkpoint or of a flag is not allowed.
-    """
+    """Raises ValueError if a value of the checkpoint or of a flag is not allowed."""
     from vllm.config.diffusion import DiffusionConfig
 
     settings = settings_of(vllm_config)
@@ -234,10 +231,7 @@ def canvas_attention(vllm_config: Any) -> None:
 def flash_layers(
     vllm_config: Any, settings: DenoiseSettings, option: str | None
 ) -> "dict[str, Layer]":
-    """The layers in which FlashAttention serves some rows, by name, on this GPU.
-
-    Raises ValueError if the backend that the user asks for (``option``) cannot serve this model.
-    """
+    """By name, on this GPU. Raises ValueError if ``option``, the user's, cannot serve it."""
     from vllm.platforms import current_platform
 
     from dllm.attention.choice import flash_kinds

@@ -94,10 +94,7 @@ class CanvasCPUWorker(OurRunners, CPUWorker):
         return super().execute_model(scheduler_output)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM leaves some new weights in another layout than its CPU kernels read: pack them.
-
-        Raises ValueError as ``refuse_new_int8_weights`` does.
-        """
+        """Packed as vLLM's CPU kernels read them. Raises as ``refuse_new_int8_weights`` does."""
         refuse_new_int8_weights(self.model_runner.model)
         super().reload_weights(*args, **kwargs)
         pack_new_weights(self.model_runner.model)

@@ -122,10 +122,7 @@ def _is_other(scheduler: Any) -> bool:
 
 
 def configure_drafting(vllm_config: Any) -> None:
-    """Let vLLM load our classes for a drafter, and read its configuration as ours do.
-
-    Raises ValueError if target and drafter do not fit each other, or a flag does not fit drafting.
-    """
+    """Raises ValueError if target and drafter, or a flag and drafting, do not fit."""
     from dllm.drafter.pair import refuse_mismatch
 
     drafter = refuse_mismatch(vllm_config)
@@ -264,10 +261,7 @@ def _write_resolved_fields(hf_config: Any, mask_token_id: int) -> None:
 
 
 def draft_attention(vllm_config: Any) -> None:
-    """On a GPU, our attention backend serves the drafter, unless the user asks for another.
-
-    Raises ValueError if that one cannot serve this drafter.
-    """
+    """Ours, unless the user asks for another. Raises ValueError if that cannot serve it."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -33,10 +33,7 @@ class OurRoutes:
             strategies.READ_STRATEGIES[architecture] = Reads
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """vLLM's route of decisions takes as many options as ours.
-
-        If the model cannot be asked, the routes say why.
-        """
+        """vLLM's route of decisions takes as many options as ours."""
         from dllm.api import scores
         from dllm.api.decisions import reads, route
         from dllm.settings.vllm_names import question_types

@@ -139,10 +139,7 @@ class LoadedTensors:
 
     @torch.inference_mode()
     def save(self, others: Iterable[torch.Tensor]) -> None:
-        """Copy their memory to the host, each piece once.
-
-        ``others``: what somebody else restores, the model's weights and buffers.
-        """
+        """Copy their memory to the host, each piece once. Somebody else restores ``others``."""
         seen = {tensor.untyped_storage().data_ptr() for tensor in others}
         for reference in self._made:
             tensor = reference()

@@ -33,10 +33,7 @@ Passes = list[list[torch.Tensor]]  # of each number of requests: hidden states [
 
 
 def drop_wrong_graphs(runner: Any) -> None:
-    """Serve made-up requests with graphs and without; graphs that differ are not used.
-
-    Raises RuntimeError if a step failed; it says how to start without this comparison.
-    """
+    """Raises RuntimeError if a step failed; it says how to start without this comparison."""
     config, captured = runner.vllm_config, runner.cudagraph_manager._candidates
     graphs = list(chain(*captured.values()))
     right = {graph.cg_mode for graph in graphs}
@@ -132,10 +129,7 @@ def rounding(passes: Passes) -> float:
 
 
 def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The mean error of the worst request's rows, in units of their size; inf if one is no number.
-
-    ``found``, ``expected``: ``[R, tokens, hidden]``.
-    """
+    """The mean error of the worst request's rows ``[R, tokens, hidden]``, relatively."""
     difference = (found.float() - expected.float()).norm(dim=-1)  # [R, tokens]
     rows = difference / expected.float().norm(dim=-1).clamp(min=1e-30)
     return float(rows.nan_to_num(nan=torch.inf).mean(dim=1).max())

@@ -212,10 +212,7 @@ def _choose_scheduler(vllm_config: Any, kind: Kind) -> None:
 
 
 def _choose_worker(vllm_config: Any, kind: Kind) -> bool:
-    """Returns whether the kind names one of ours.
-
-    Raises ValueError if the user chose a worker that does not work, or the machine lacks a part.
-    """
+    """Whether it is one of ours. Raises ValueError if the user's does not work."""
     from vllm.platforms import current_platform
 
     parallel = vllm_config.parallel_config

@@ -113,10 +113,7 @@ def refuse_when_asked(reason: str) -> None:
 
 
 def explain_refusal(arguments: Any) -> None:
-    """Called where vLLM has no class for a server's model.
-
-    Raises ValueError with the reason, if the model is one that we know and do not serve.
-    """
+    """Raises ValueError with the reason, if the model is one that we know and do not serve."""
     model_type = _read_config(arguments).get("model_type")
     if (reason := REFUSED.get(str(model_type))) is not None:
         raise ValueError(

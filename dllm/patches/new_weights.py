@@ -68,10 +68,7 @@ def loading(model: Any, load: Callable[[], None]) -> None:
 
 
 def refuse_new_int8_weights(model: Any) -> None:
-    """Refuse models whose INT8 layers keep packed weights alone, as vLLM's do on a CPU.
-
-    They would go on computing with the old weights: raises ValueError.
-    """
+    """Raises ValueError for layers that keep packed weights alone: they would use the old ones."""
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
         CompressedTensorsW8A8Int8,
     )

@@ -17,10 +17,7 @@ ANY_KERNEL = "init_cpu_memory_env"  # of those in vLLM's compiled library
 
 
 def refuse_missing_parts(vllm_config: Any) -> None:
-    """On a CPU: vLLM's compiled kernels; to compile the model, a C++ compiler and Python's headers.
-
-    Raises ValueError if one is missing; the message says what to install.
-    """
+    """Raises ValueError, with what to install."""
     import torch
     from vllm.platforms import current_platform
 

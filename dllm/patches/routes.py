@@ -88,10 +88,7 @@ def _leave_out_transfers(self: Any, request: Any) -> None:
 
 
 def let_think(request: Any) -> None:
-    """vLLM's route translates the budget of ``thinking`` alone.
-
-    Whether the model thinks is for its chat template.
-    """
+    """vLLM's route translates the budget alone. Whether a model thinks is for its template."""
     if request.thinking is not None and request.thinking.type != "disabled":
         given = request.chat_template_kwargs or {}
         request.chat_template_kwargs = {"enable_thinking": True, **given}

@@ -39,10 +39,7 @@ def refuse_unseen_canvases(params: Any, vllm_config: Any) -> None:
 
 
 def start_watching(llm: Any, params: Any, request_id: str) -> str:
-    """Give a prepared request that asks for its canvases to the stream of its route.
-
-    Called before a request starts, with vLLM's ``AsyncLLM``. Returns its id for the engine.
-    """
+    """Called before a request starts, with vLLM's ``AsyncLLM``. Returns its id for the engine."""
     if (params.extra_args or {}).get(STREAM) is None and traced(params) is None:
         return request_id
     one = current.get()

@@ -50,10 +50,7 @@ class OurRunners:
         return times
 
     def reload_weights(self, *args: Any, **options: Any) -> None:
-        """After an error the server goes on, and says so.
-
-        Raises ValueError if the folder ``weights_path`` has other tensors than the model.
-        """
+        """After an error the server goes on. Raises ValueError for other tensors than it has."""
         config, path = self.vllm_config.model_config, options.get("weights_path")
         served = config.model
         if path is not None:

@@ -175,10 +175,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         return self.model(input_ids, positions, inputs_embeds, is_canvas_row)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> Logits:
-        """Of canvas rows, ``[rows, vocab]`` fp32; raw ones if they were announced.
-
-        With too many rows for the workspace a ``LogitRows``, which the sampler computes in tiles.
-        """
+        """Of canvas rows, ``[rows, vocab]`` fp32; raw ones if announced; in tiles if many."""
         head = self._raw_logits if self.gives_raw_logits else self._logits
         self.gives_raw_logits = False  # vLLM asks for those of prompts, too, later in the step
         if hidden_states.shape[0] > self._rows_at_once:

@@ -72,10 +72,7 @@ def glm4_config(config: Config) -> Glm4MoeConfig:
 
 
 def load_reference(path: Path) -> Glm4MoeForCausalLM:
-    """A checkpoint directory, in fp32 with eager attention.
-
-    Raises RuntimeError if a weight is missing, unexpected or of another shape.
-    """
+    """In fp32, eager. Raises RuntimeError if a weight is missing, unknown or misshapen."""
     config = json.loads((path / "config.json").read_text())
     model = Glm4MoeForCausalLM(glm4_config(config))
     model.set_attn_implementation("eager")

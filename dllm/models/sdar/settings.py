@@ -20,10 +20,7 @@ from dllm.settings.options import CHECKED
 
 @dataclass(frozen=True, config=CHECKED)
 class SDARSettings(UnmaskingSettings):
-    """How a canvas is filled in unless a request says otherwise.
-
-    Source: ``generate.py`` of JetAstra/SDAR; ``entropy_bound`` of the same authors' JetEngine.
-    """
+    """Source: ``generate.py`` of JetAstra/SDAR; ``entropy_bound`` of their JetEngine."""
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
         *OF_ALL,

@@ -52,10 +52,7 @@ class UnmaskingModel:
         inputs_embeds: torch.Tensor | None = None,
         is_canvas_row: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[tokens, hidden]``; causal spans and canvases are embedded alike.
-
-        ``intermediate_tensors`` is always None; pipeline parallelism is refused at start.
-        """
+        """``[tokens, hidden]``; causal spans and canvases are embedded alike."""
         model: Any = super()
         hidden: torch.Tensor = model.forward(
             input_ids, positions, intermediate_tensors, inputs_embeds
@@ -63,10 +60,7 @@ class UnmaskingModel:
         return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | LogitRows:
-        """Of canvas rows, ``[rows, vocab]`` fp32; -inf for the mask.
-
-        With too many rows for the workspace a ``LogitRows``, which the sampler computes in tiles.
-        """
+        """Of canvas rows, ``[rows, vocab]`` fp32; -inf for the mask. In tiles if they are many."""
         if hidden_states.shape[0] > self._rows_at_once:
             return LogitRows(hidden_states, self._logits)
         return self._logits(hidden_states)

@@ -205,10 +205,7 @@ def _decode_blocks(
 def decide(
     logits: Tensor, ids: Tensor, is_canvas: Tensor, rule: DecodingRule
 ) -> tuple[Tensor, Tensor]:
-    """One step: the ids after it ``[N, L]``, and which rows were edited ``[N]`` bool.
-
-    ``logits``: ``[N, L, V]`` fp32, written in place; ``ids``, ``is_canvas``: ``[N, L]``.
-    """
+    """The ids ``[N, L]`` after a step, and which rows were edited. ``logits`` are written."""
     logits[..., rule.mask_token_id] = -torch.inf  # a mask is never an answer
     top, best = logits.softmax(dim=-1).max(dim=-1)
     is_mask = (ids == rule.mask_token_id) & is_canvas
@@ -224,10 +221,7 @@ def decide(
 def _is_settled(
     before: Tensor, after: Tensor, is_canvas: Tensor, is_edited_enough: Tensor, rule: DecodingRule
 ) -> Tensor:
-    """Which canvases ``[N, L]`` are emitted after a step: ``[N]`` bool.
-
-    ``is_edited_enough``: ``[N]`` bool; without editing it does not matter.
-    """
+    """``[N]`` bool; without editing ``is_edited_enough`` does not matter."""
     is_mask = (after == rule.mask_token_id) & is_canvas
     is_stop = torch.isin(after, torch.tensor(rule.stop_ids)) & is_canvas
     # Nothing is open in front of a stop token.

@@ -67,10 +67,7 @@ class UnmaskingSettings:
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> Self:
-        """The checkpoint's values, changed by the command line.
-
-        Raises ValueError if a key is missing or its value is not allowed.
-        """
+        """Raises ValueError if a key is missing or its value is not allowed."""
         model_config = vllm_config.model_config
         config = model_config.hf_config
         canvas_length = getattr(config, "canvas_length", None)
