@@ -176,8 +176,8 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
     def _parts(
         layer: LinearBase, divisors: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(global scale of the inputs, weight) of each fused layer; one entry if all scales are
-        one.
+        """(global scale of the inputs, weight) of each fused layer; one entry where they are
+        equal.
         """
         if bool((divisors == divisors[0]).all()):
             return [(divisors[0], layer.weight)]

@@ -16,7 +16,7 @@ class Marks(NamedTuple):
 
     start: int
     end: int
-    call: int = NO_MARK  # begins a tool call, and ends a thought; NO_MARK: none does
+    call: int = NO_MARK  # begins a tool call, and ends a thought; NO_MARK: a thought may have it
 
 
 def marks_of(vllm_config: Any) -> Marks | None:

@@ -94,8 +94,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(drawn: Iterator[Frame], texts: Texts, question: str, delay: float) -> list[Frame]:
-    """On a terminal one in the place of the other, ``delay`` seconds each, else one below the
-    other.
+    """A terminal shows each in the place of the last, for ``delay`` seconds; a file, all of
+    them.
     """
     console = Console()
     console.print(f"> {question}", style="bold", markup=False, highlight=False)

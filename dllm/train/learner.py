@@ -139,8 +139,7 @@ class DraftLearner:
 def draw_revealed(exists: Tensor, share: float, noise: torch.Generator) -> Tensor:
     """``[B, A, K - 1]`` bool, as ``exists``: positions that show the target's token, not the mask.
 
-    ``share`` of the blocks show any. In each of them their number is uniform, from none to all but
-    one.
+    ``share`` of the blocks show any, each a uniform number of them, from none to all but one.
     """
     there = exists.cpu()
     ranks = (torch.rand(there.shape, generator=noise) + ~there).argsort(-1).argsort(-1)
