@@ -2,11 +2,12 @@
 
 An alternative is a flat schema, a dict: a value is of the schema if it is of one of them. In it
 ``type`` is a set, ``enum`` a list, and each schema inside is a *conjunction*, a tuple of parts all
-of which hold. Two of its keys are ours:
+of which hold. Three of its keys are ours:
 
     path      where it stands
     unheld    what answers cannot be held to: (type that it speaks of, keyword, path). It is refused
               only where the alternative allows that type.
+    is_complement  properties in it are of a schema that does not hold: they are not evaluated
 """
 
 import json
@@ -106,6 +107,8 @@ class Alternatives:
         # These keywords are about members that no other schema in this place speaks of.
         for keyword, known in UNEVALUATED.items():
             if keyword in schema:
+                if any("is_complement" in flat for flat in found):
+                    refuse(keyword, part.path, "beside 'not' or 'if' answers cannot be held to it")
                 found = [{known: (part.inner(keyword),)} | flat for flat in found]
         return found
 
@@ -161,7 +164,7 @@ class Alternatives:
             found += none
         if "not" in schema:
             found += self._of_part(part.inner("not"), opened, True)
-        return [{"path": part.path} | flat for flat in found]
+        return [{"path": part.path, "is_complement": True} | flat for flat in found]
 
     def _negated(self, part: Part) -> Part:
         """The schema of all values that are not of a part; the same one each time."""

@@ -71,6 +71,13 @@ def test_values_are_told_apart(name):
     assert texts == [json.dumps(one) for one in valid if one not in unwritten]
 
 
+@pytest.mark.parametrize("beside", [{}, {"allOf": [{"not": {"required": ["b"]}}]}])
+def test_members_of_what_does_not_hold_are_unevaluated(beside):
+    condition = {"if": {"properties": {"a": {"const": "x"}}}, "then": {"required": ["a"]}}
+    with pytest.raises(Unsupported, match="'unevaluatedProperties'"):
+        lower(beside | condition | {"unevaluatedProperties": False})
+
+
 @pytest.mark.parametrize("inner", [{"pattern": "a"}, {"uniqueItems": True}])
 def test_what_has_no_complement_is_refused(inner):
     with pytest.raises(Unsupported, match="'not'"):
