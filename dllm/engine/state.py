@@ -58,7 +58,8 @@ class CanvasState:
     # On the host.
     has_pins: np.ndarray  # [slots - 1] bool
     has_thinking_budget: np.ndarray  # [slots - 1] bool
-    is_asked: Tensor  # [] bool, whether a request of the step has a thinking budget
+    asked: np.ndarray  # [] bool, whether a request of the step has a thinking budget
+    is_asked: Tensor  # the same memory
 
     @classmethod
     def allocate(
@@ -70,7 +71,7 @@ class CanvasState:
         device: torch.device,
     ) -> "CanvasState":
         """Of up to ``num_slots`` requests, in tensors of ``num_slots + 1`` slots."""
-        length = algorithm.settings.canvas_length
+        length, asked = algorithm.settings.canvas_length, np.zeros((), dtype=bool)
 
         def full(value: float, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             sizes = num_slots + 1, *shape
@@ -101,7 +102,8 @@ class CanvasState:
             commits=full(False, dtype=torch.bool),
             has_pins=np.zeros(num_slots, dtype=bool),
             has_thinking_budget=np.zeros(num_slots, dtype=bool),
-            is_asked=torch.zeros((), dtype=torch.bool),
+            asked=asked,
+            is_asked=torch.from_numpy(asked),
         )
 
     @property
@@ -138,9 +140,8 @@ class CanvasState:
 
     def looks_for_ends(self, slots: np.ndarray) -> bool:
         """Whether any of these requests has a thinking budget. If not, nothing is searched."""
-        asked = bool(self.has_thinking_budget[slots].any())
-        self.is_asked.fill_(asked)
-        return asked
+        self.asked[...] = self.has_thinking_budget[slots].any()
+        return bool(self.asked)
 
     def thoughts_of(self, rows: CanvasRows) -> Thoughts:
         return self.thoughts(rows.slots, rows.starts)

@@ -16,7 +16,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.engine import canvas_rows, model_state, sampler, state
+from dllm.engine import canvas_rows, model_state, records, sampler
 from tests.engine import test_blocks
 from tests.engine.test_blocks import model  # noqa: F401  a fixture: SDAR, LLaDA2
 from tests.engine.test_loop import UNBOUNDED, params, switched
@@ -284,7 +284,7 @@ def blocking(values: Any, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values)).to(device)
 
 
-@pytest.mark.parametrize("module", [canvas_rows, model_state, sampler, state])
+@pytest.mark.parametrize("module", [canvas_rows, model_state, sampler, records])
 def test_a_copy_that_blocks_would_be_found_in_the_worker(scheduled, monkeypatch, module):
     monkeypatch.setattr(module, "to_device", blocking)
     watch = watched_run(scheduled, CASES["one"], passes=1)

@@ -130,13 +130,14 @@ def test_every_request_gets_the_frames_of_its_own_canvas(engine, monkeypatch):
     monkeypatch.setattr(FrameTaker, "add_request", lambda taker, slot, _: add(taker, slot, stream))
     seen: dict[str, set[int]] = {}
 
-    def attach(taker: FrameTaker, answer: Any) -> None:
+    def take(taker: FrameTaker) -> list[Any]:
         for frames in taker._pending:
             for req_id, packed in zip(frames.req_ids, frames.packed, strict=True):
                 seen.setdefault(req_id, set()).add(int(packed[0, -1]))  # where the canvas starts
         taker._pending = []
+        return []
 
-    monkeypatch.setattr(FrameTaker, "attach", attach)
+    monkeypatch.setattr(FrameTaker, "take", take)
     monkeypatch.setattr(engine.runner.model, "_rows_at_once", CANVAS)
     monkeypatch.setattr(engine.runner.sampler, "_rows_at_once", CANVAS)
     ids = [engine.add(*pair) for pair in zip(contexts, sampling, strict=True)]
