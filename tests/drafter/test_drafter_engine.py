@@ -145,8 +145,8 @@ def test_every_option_at_once_drafts_as_the_definition(target, windowed):
         engine.generate([prompt(30), prompt(100, 5)], greedy(10))
     expected = reference(target, engine, weights)
     config = expected.config
-    seen = [(layer.mask.window, layer.is_causal) for layer in config.layers]
-    assert seen == [(33, True), (41, False)]
+    layers = [(layer.mask.window, layer.is_causal) for layer in config.layers]
+    assert layers == [(33, True), (41, False)]
     ids = torch.arange(256) + weights["d2t"]
     with torch.inference_mode():
         expected.target.model.embed_tokens.weight[config.mask_token_id] = mask

@@ -271,12 +271,13 @@ def test_random_schemas_are_complete_wherever_the_budget_allows_it():
         for _ in range(2):
             most = rng.randint(1, 60)
             tokens, is_over = generate(found, rng, draws, most)
-            matcher = xgrammar.GrammarMatcher(compiled)
-            assert all(matcher.accept_token(token) for token in tokens), (schema, tokens)
+            text = b"".join(WORDS[token] for token in tokens)
+            if b"\\" not in text:  # xgrammar's strings of a given length have no escapes
+                matcher = xgrammar.GrammarMatcher(compiled)
+                assert all(matcher.accept_token(token) for token in tokens), (schema, tokens)
             assert is_over or len(tokens) == most
             if found.left[0] <= most:
                 assert is_over, (schema, tokens)
-                text = b"".join(WORDS[token] for token in tokens).decode()
                 jsonschema.validate(json.loads(text), schema)
                 complete += 1
             else:

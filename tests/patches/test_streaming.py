@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from dllm.engine.frames import KEY
+from dllm.engine.channels import frame_output
 from dllm.patches import streaming
 
 
@@ -60,7 +60,7 @@ def test_drafts_that_replace_cannot_stand_beside_an_echo():
 
 def test_where_nobody_watches_traces_are_taken_out_of_the_whole_message(monkeypatch):
     """vLLM reads it in slices, and drops a request whose last token it has read."""
-    frame = EngineCoreOutput(request_id="a", new_token_ids=[], kv_transfer_params={KEY: b""})
+    frame = frame_output("a", {"is_final": False})
     message = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [5]), frame])
 
     async def arrives(client: Any) -> EngineCoreOutputs:
