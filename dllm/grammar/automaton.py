@@ -235,6 +235,7 @@ class Automaton:
             self._frame_numbers[frame] = len(self._frames)
             self._frames.append(frame)
             self._stack_bytes.append(min(to_end, NO_END))
-            is_deeper = target in self._recursive_returns
+            name = frame[2] if len(frame) == 4 else None
+            is_deeper = (target, name) in self._recursive_returns
             self._stack_levels.append(self._stack_levels[stack] + is_deeper)
         return self._frame_numbers[frame]

@@ -61,8 +61,9 @@ class Rules:
             there is no way.
         firsts: of repetitions whose rounds are counted behind tokens (`counts`), by their names,
             the states at the beginning of a round.
-        recursive_returns: states that follow a recursive call: the called rule may call the calling
-            one again, directly or through others.
+        recursive_returns: what follows a recursive call, where the called rule may call the calling
+            one again, directly or through others: ``(state, None)``; behind a repetition its name,
+            too, because rules that are no part of a recursion end in the same states.
 
     Raises:
         Unsupported: the grammar has edges for tokens, which are no bytes.
@@ -186,17 +187,18 @@ class Rules:
     def _called(self, low: int, high: int) -> int | None:
         return high if low == RULE else self.repeats[high].rule if low == REPEAT else None
 
-    def _returns_of_recursion(self) -> set[int]:
+    def _returns_of_recursion(self) -> set[tuple[int, int | None]]:
         """See ``recursive_returns``."""
         calls: list[set[int]] = [set() for _ in self.starts]
-        returns: list[tuple[int, int, int]] = []  # (calling rule, called rule, state behind)
+        returns: list[tuple[int, int, tuple[int, int | None]]] = []  # (calling, called, behind)
         for rule, start in enumerate(self.starts):
             todo, seen = [start], {start}
             while todo:
                 for low, high, target in self.edges[todo.pop()]:
                     if (called := self._called(low, high)) is not None:
                         calls[rule].add(called)
-                        returns.append((rule, called, target))
+                        name = high if low == REPEAT else None
+                        returns.append((rule, called, (target, name)))
                     if target not in seen:
                         seen.add(target)
                         todo.append(target)
