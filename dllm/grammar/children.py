@@ -48,15 +48,20 @@ class Children:
     """The processes that compile grammars for one vocabulary; for any number of threads.
 
     Args:
-        seconds: of a processor, for one grammar; PATIENCE times as long by the clock.
+        seconds: of a processor, for one grammar; ``patience`` times as long by the clock.
         most_memory: bytes for one grammar.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, seconds: float = SECONDS, most_memory: int = MOST_MEMORY
+        self,
+        vocabulary: Vocabulary,
+        seconds: float = SECONDS,
+        most_memory: int = MOST_MEMORY,
+        patience: float = PATIENCE,
     ) -> None:
         self.seconds = seconds
         self.most_memory = most_memory
+        self.patience = patience
         self._vocabulary = vocabulary
         self._starting = threading.Lock()
         self.forking: subprocess.Popen[bytes] | None = None  # the process that forks
@@ -100,7 +105,7 @@ class Children:
                 waited = time.monotonic() - begun
                 if waited < self.seconds:  # no time is over: it was killed
                     return b""
-                if waited >= PATIENCE * self.seconds:
+                if waited >= self.patience * self.seconds:
                     raise TooSlow(
                         f"The grammar was not compiled in {waited:.0f} s: the machine is busy. "
                         "Send it again, or make it smaller."
@@ -118,7 +123,7 @@ class Children:
         if self._control is None or self.forking is None:
             self._control, theirs = socket.socketpair()
             path = [str(Path(dllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-            limits = [str(self.seconds), str(self.most_memory)]
+            limits = map(str, (self.seconds, self.most_memory, self.patience))
             with theirs:
                 self.forking = subprocess.Popen(
                     [sys.executable, "-P", "-m", "dllm.grammar.children", *limits],
@@ -141,7 +146,7 @@ class Children:
         self._control = self.forking = None
 
 
-def main(seconds: float, most_memory: int) -> None:
+def main(seconds: float, most_memory: int, patience: float) -> None:
     """Fork a child for every socket that comes in, until nobody can send one.
 
     The vocabulary comes first. This process leads a group of its own, in which its children are.
@@ -149,6 +154,7 @@ def main(seconds: float, most_memory: int) -> None:
     Args:
         seconds: of a processor, after which a child ends.
         most_memory: bytes, in addition to those of this process.
+        patience: times ``seconds`` by the clock, after which it ends as well.
     """
     import xgrammar  # here: it imports PyTorch
 
@@ -170,7 +176,7 @@ def main(seconds: float, most_memory: int) -> None:
             os.killpg(0, signal.SIGKILL)
         if os.fork() == 0:
             control.close()
-            end_after(seconds)
+            end_after(seconds, patience)
             used = int(Path("/proc/self/statm").read_text().split()[0])
             most = used * os.sysconf("SC_PAGE_SIZE") + most_memory
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -180,10 +186,10 @@ def main(seconds: float, most_memory: int) -> None:
         os.close(sockets[0])
 
 
-def end_after(seconds: float) -> None:
+def end_after(seconds: float, patience: float) -> None:
     """End this process by SIGPROF or SIGALRM, also inside of C++, when its time is over."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
+    signal.setitimer(signal.ITIMER_REAL, patience * seconds)
 
 
 def _answer(compiler: Any, vocabulary: Vocabulary, request: bytes) -> bytes:
@@ -248,4 +254,4 @@ def _compile(
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -271,7 +271,7 @@ def test_limits_are_answers(spec, words, children):
 
 
 def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_served():
-    children = Children(VOCABULARY, seconds=0.5)
+    children = Children(VOCABULARY, seconds=0.5, patience=HANG_S)
     counted = Counted(children)
     made = grammars(counted)
     with pytest.raises(TooSlow, match=r"more than 0\.5 s"):  # unended it takes hours
@@ -280,15 +280,13 @@ def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_served():
         made.begin(SLOW, []).result()
     assert counted.num_asked == 2
     children.close()
-    # Children have the lowest priority: on a busy machine the next one may wait for its turn.
     children.seconds = 60
     assert len(made_by(made, Spec("regex", "a|b")).accepts) == 2
     children.close()
 
 
-def test_a_machine_that_is_busy_is_named(monkeypatch):
-    monkeypatch.setattr("dllm.grammar.children.PATIENCE", 1)  # here, and not where it is compiled
-    children = Children(VOCABULARY, seconds=0.5)
+def test_a_machine_that_is_busy_is_named():
+    children = Children(VOCABULARY, seconds=0.5, patience=1)
     with pytest.raises(TooSlow, match="the machine is busy"):
         grammars(children).begin(SLOW, []).result()
     children.close()
@@ -296,13 +294,13 @@ def test_a_machine_that_is_busy_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     ("patience", "work", "ended_by"),
-    [("10**6", "while True: pass", signal.SIGPROF), ("1", "time.sleep(10**6)", signal.SIGALRM)],
+    [(10**6, "while True: pass", signal.SIGPROF), (1, "time.sleep(10**6)", signal.SIGALRM)],
     ids=["of a processor", "by the clock"],
 )
 def test_the_time_of_a_grammar_is_that_of_a_processor(patience, work, ended_by):
     """Or a machine that does much else would refuse what it serves at other times."""
-    limited = f"import time; from dllm.grammar import children; children.PATIENCE = {patience}"
-    run_python("-c", f"{limited}; children.end_after(0.1)\n{work}", status=-ended_by)
+    limited = f"from dllm.grammar.children import end_after; end_after(0.1, {patience})"
+    run_python("-c", f"import time; {limited}\n{work}", status=-ended_by)
 
 
 def test_a_grammar_that_takes_too_much_memory_is_ended():

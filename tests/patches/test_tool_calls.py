@@ -19,6 +19,7 @@ from dllm.grammar.lowering import lower
 from dllm.grammar.table import Table
 from dllm.patches.answers import parser_of, show_in_order
 from tests.support.grammars import VOCABULARY, WORDS, accepts
+from tests.support.patience import HANG_S
 from tests.support.tool_schemas import random_text, tool_schema
 
 TOKENIZER = AutoTokenizer.from_pretrained("checkpoints/tiny-tools")
@@ -37,7 +38,7 @@ show_in_order()
 
 @pytest.fixture(scope="module")
 def grammars():
-    children = Children(VOCABULARY)
+    children = Children(VOCABULARY, seconds=HANG_S)
     yield Grammars(lambda: Tokens(list(WORDS), {}), children=children)
     children.close()
 
