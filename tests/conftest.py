@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.levels import pytest_itemcollected  # noqa: F401  a hook of pytest
 from tests.support.workers import (  # noqa: F401  hooks of pytest
     pytest_collection_modifyitems,
     pytest_xdist_make_scheduler,
@@ -22,21 +23,6 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
-
-
-# What all families are asked, `make test` asks DiffusionGemma and SDAR alone. These families share
-# SDAR's code, and most have longer canvases, which take longer.
-EXTENDED = {
-    *("sdar-moe", "a2d-qwen3", "a2d-qwen2", "stable-diffcoder"),
-    *("llada2", "nemotron", "fast-dllm"),
-}
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test as extended that is one of these families because of a parameter."""
-    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    if any(isinstance(value, str) and value in EXTENDED for value in given):
-        item.add_marker(pytest.mark.extended)
 
 
 @pytest.fixture(scope="session")

@@ -48,10 +48,7 @@ def compiled(arch: int, *, branches: bool) -> list[dict[str, Any]]:
     return [one for one in report(arch)["compiled"] if (one["group"] == "branches") is branches]
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [pytest.param(arch, marks=[] if arch == 90 else pytest.mark.nightly) for arch in SHARED_KIB],
-)
+@pytest.mark.parametrize("arch", SHARED_KIB)
 def test_kernels_fit_every_gpu(arch: int) -> None:
     found = compiled(arch, branches=False)
     assert {one["kernel"] for one in found} >= ONE_OF_EACH_GROUP

@@ -21,7 +21,7 @@ import dllm
 from bench.servers import free_port
 from tests.support.server_harness import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 # What pip needs of a checkout. The folders are reached through links of `dllm`.

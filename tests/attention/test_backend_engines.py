@@ -14,7 +14,7 @@ from tests.support import hf_reference
 from tests.support.engine_harness import Run, SamplingParams, assert_same_runs, get_engine
 from tests.support.process import ROOT, run_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.slow
 
 CANVAS, WINDOW = 12, 16
 ASYNC = {"is_async": True}

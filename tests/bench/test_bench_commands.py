@@ -56,7 +56,6 @@ def shared(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, .
     return asked
 
 
-@pytest.mark.extended
 def test_serve(
     shared: list[tuple[Any, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,7 +107,6 @@ def test_answers_of_a_server_that_does_not_start(
     assert "ZeroDivisionError" in said.out and "ours: INFO dllm: CUDA graphs" in said.err
 
 
-@pytest.mark.nightly
 def test_asynchronous_scheduling_takes_the_same_steps_and_more_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +121,6 @@ def test_asynchronous_scheduling_takes_the_same_steps_and_more_passes(
     assert (float(row["steps_per_block"]), float(row["passes_per_block"])) == (16, 17)
 
 
-@pytest.mark.nightly
 def test_engines_without_http_answer_batches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

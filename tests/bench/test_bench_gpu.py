@@ -56,7 +56,6 @@ def test_matrices_are_normal_and_norms_and_scalars_are_one() -> None:
     assert first.positions.tolist() == [0, 1, 2, 3] and not first.rope.any()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["ours", "built-in"])
 def test_with_these_weights_rows_choose_many_experts(name: str) -> None:
     """With vLLM's own dummy weights all rows of the last layer choose the same four."""

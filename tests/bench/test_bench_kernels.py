@@ -13,7 +13,6 @@ from tests.support.process import run_python
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
 
 
-@pytest.mark.extended
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_every_implementation_agrees_and_is_timed(tmp_path: Path) -> None:
     run_python(

@@ -28,7 +28,6 @@ def test_blocks_with_a_cache_are_those_of_the_plain_loop(tmp_path: Path) -> None
     assert one.answer(prompt, 16) == expected.answers[0]
 
 
-@pytest.mark.extended
 def test_both_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,7 +118,6 @@ def test_without_rows_there_is_no_table(
     assert said.out == "" and said.err == "No table, because:\nit did not start\n"
 
 
-@pytest.mark.nightly
 def test_engines_with_asynchronous_scheduling_are_accounted_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.process import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.slow
 
 
 def test_the_three_calls_pass_their_rehearsal(tmp_path: Path) -> None:

@@ -21,10 +21,9 @@ ROOT = CHECKPOINTS.parent
 HARNESS = Path(os.environ.get("DLLM_LM_EVAL", Path(sys.prefix) / "lm_eval"))
 FAMILIES = 11
 
-pytestmark = [
-    pytest.mark.extended,
-    pytest.mark.skipif(not HARNESS.exists(), reason="lm_eval is not installed: make lm_eval"),
-]
+pytestmark = pytest.mark.skipif(
+    not HARNESS.exists(), reason="lm_eval is not installed: make lm_eval"
+)
 
 
 def evaluate(
@@ -67,7 +66,6 @@ def test_the_right_of_four_answers_is_the_likeliest_by_scores(sdar_server, tmp_p
     assert figures(tmp_path, "dllm_choices")["acc,none"] > 0.8
 
 
-@pytest.mark.nightly
 def test_echoed_logprobs_are_refused_with_a_reason(sdar_server, tmp_path):
     asked = ("lm_eval", "local-completions", "completions", "dllm_choices")
     said = evaluate(sdar_server, asked, 1, tmp_path, status=1)
@@ -155,7 +153,6 @@ def answer(messages: list[dict[str, str]]) -> str:
     return "It is \\boxed{12}." if asked.endswith("\nAnswer:") else "3 * 4 = 12. The answer is 12."
 
 
-@pytest.mark.nightly
 def test_the_recipe_asks_with_thoughts_and_scores_the_answers(tmp_path):
     with serve(Stub(answer, models=("m",))) as stub:
         results = run_recipe(stub.url, "m", tmp_path, RECIPE)
@@ -168,7 +165,6 @@ def test_the_recipe_asks_with_thoughts_and_scores_the_answers(tmp_path):
     assert RECIPE in (ROOT / "docs/clients.md").read_text()
 
 
-@pytest.mark.nightly
 def test_a_server_takes_the_requests_of_the_recipe(sdar_server, tmp_path):
     results = run_recipe(sdar_server.url, MODEL, tmp_path, RECIPE.replace("32768", "64"))
     assert all(0 <= results[task][metric] <= 1 for task, (*_, metric, _) in TASKS.items())

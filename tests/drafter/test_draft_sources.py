@@ -92,17 +92,7 @@ class Pair:
         return self.drafting.runner.speculator
 
 
-EXTENDED = "mtp", "lilicorr", "dspark", "eagle3, sampled", "dspark, sampled"
-
-
-def params_of(names: Iterable[str]) -> list[Any]:
-    return [
-        pytest.param(name, marks=[pytest.mark.extended] * (name in EXTENDED), id=name)
-        for name in names
-    ]
-
-
-@pytest.fixture(scope="module", params=params_of(SOURCES))
+@pytest.fixture(scope="module", params=[*SOURCES])
 def pair(request, folders) -> Pair:
     return Pair(folders, request.param)
 
@@ -181,7 +171,7 @@ def watch_passes(engine: Engine, monkeypatch: Any) -> Iterator[dict[tuple[int, .
 OTHERS = [name for name in SOURCES if "draft_model" not in name]
 
 
-@pytest.mark.parametrize("pair", params_of(OTHERS), indirect=True)
+@pytest.mark.parametrize("pair", OTHERS, indirect=True)
 def test_what_was_not_drafted_for_is_context_of_later_drafts(pair, monkeypatch):
     """The drafts behind a text do not depend on the steps in which nothing was drafted."""
     given, params = [prompt(40, 3), prompt(70, 8)], greedy(50)
@@ -276,10 +266,7 @@ def widths_of(steps: Iterable[SchedulerOutput]) -> set[int]:
     return {len(tokens.get(name, ())) for tokens, running in drafts for name in running.req_ids}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["draft_model, sampled", pytest.param("eagle3", marks=pytest.mark.extended), "dflash 2"],
-)
+@pytest.mark.parametrize("name", ["draft_model, sampled", "eagle3", "dflash 2"])
 def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(folders, monkeypatch, name):
     """Prompts in chunks, preemptions, random widths and none; the policy learns what happened."""
     with asynchronous_platform():
@@ -328,7 +315,7 @@ def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(folders,
         assert sum(int(step.verified.sum()) for step in told.steps) > 20
 
 
-@pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("name", ["eagle3", "dspark"])
 def test_what_a_source_reads_of_the_target_is_recorded(folders, tmp_path, name):
     """Also of tokens that were drafted, and not of those that were rejected."""
     folder = tmp_path / "buffer"

@@ -13,8 +13,6 @@ from tests.support.drafter_harness import drafting_engine, greedy, plain_engine,
 from tests.support.drafter_pairs import write_drafter, write_target
 from tests.support.process import printed_json, run_python
 
-pytestmark = pytest.mark.extended
-
 NUM_DRAFTS = 5
 PROMPTS = [prompt(30 + salt, salt) for salt in range(3)]
 PARAMS = [greedy(40), greedy(40, temperature=1.0, seed=3), greedy(40)]

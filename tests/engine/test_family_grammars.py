@@ -80,11 +80,7 @@ def mixed(count: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    # A JSON object of any form is a schema as well, the one with the longest texts.
-    [pytest.param(kind, marks=[pytest.mark.extended] * (kind == "json_object")) for kind in KINDS],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_answer_is_a_text_of_the_grammar(wide_engine, model, kind):
     """Whatever decides the order of the tokens, each with half of the ways to sample them."""
     cases = [

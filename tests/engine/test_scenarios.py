@@ -23,11 +23,7 @@ from tests.support.recorded_calls import record_calls
 pytestmark = pytest.mark.slow
 
 
-# Nemotron's canvases are scheduled as SDAR's are.
-MODELS = [pytest.param(name, marks=[pytest.mark.nightly] * (name == "nemotron")) for name in SIZES]
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*SIZES])
 def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
     return model_named(request.param)
 

@@ -135,8 +135,7 @@ MORE_CASES = [
 ]
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("cases", [CASES, MORE_CASES], ids=["some", "more"])
 def test_two_ranks_generate_the_tokens_of_one(checkpoint, family, cases):
     """Two worker processes that speak gloo: tokens are equal, logprobs but for sums over shards."""
     # vLLM wants a NUMA node per rank, unless it is told not to bind threads. Spawned, each rank

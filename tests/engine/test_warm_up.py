@@ -319,19 +319,16 @@ def starts(
     return [first, second]
 
 
-@pytest.mark.nightly
 def test_no_request_waits_for_a_compiler(starts: list[dict[str, Any]]) -> None:
     for report in starts:
         assert report["traced"] > 0
         assert set(report["traced_later"].values()) == {0}, report["traced_later"]
 
 
-@pytest.mark.nightly
 def test_nothing_is_compiled_twice_at_start(starts: list[dict[str, Any]]) -> None:
     assert [report["traced_again"] for report in starts] == [[], []]
 
 
-@pytest.mark.nightly
 def test_a_restart_loads_the_compiled_backbone(starts: list[dict[str, Any]]) -> None:
     first, second = starts
     assert (first["compiled"], first["loaded"]) == (1, 0)

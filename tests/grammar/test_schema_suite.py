@@ -58,7 +58,7 @@ class Count:
 @needs_suite
 @pytest.mark.parametrize(
     ("step", "num_texts", "least"),
-    [(6, 30, 40), pytest.param(1, 200, 285, marks=pytest.mark.nightly)],
+    [(6, 30, 40), (1, 200, 285)],
     ids=["some", "all"],
 )
 def test_no_text_breaks_a_schema_of_the_suite(step, num_texts, least, children):
@@ -77,7 +77,7 @@ def test_no_text_breaks_a_schema_of_the_suite(step, num_texts, least, children):
 @pytest.mark.parametrize("style", [free_schemas, openai_schemas], ids=["free", "openai"])
 @pytest.mark.parametrize(
     ("num_schemas", "num_texts"),
-    [(25, 20), pytest.param(500, 200, marks=pytest.mark.nightly)],
+    [(25, 20), (500, 200)],
     ids=["some", "many"],
 )
 def test_no_text_breaks_a_drawn_schema(style, num_schemas, num_texts, children):

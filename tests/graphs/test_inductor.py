@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.process import run_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.slow
 
 NUM_TESTS = {"noise": 1, "entropy_bound": 4, "unmasking": 4}
 

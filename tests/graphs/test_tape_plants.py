@@ -10,7 +10,7 @@ from tests.graphs.test_tape_engines import requests
 from tests.support.engine_harness import RUN_TOLERANCE, relative_error
 from tests.support.tape_jobs import CANVAS, PLANTED, PLANTS, run_jobs, write_with_thoughts
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.slow
 
 WAITS, FREED, DIFFERS = "waits for the device", "freed memory is read", "other answers"
 CAUGHT = {

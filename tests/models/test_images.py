@@ -52,7 +52,6 @@ def path_with_torchvision() -> str:
 
 
 @needs_torchvision
-@pytest.mark.extended
 @pytest.mark.parametrize(("chosen", "interpret"), [("not triton", "0"), ("triton", "1")])
 def test_the_cases(chosen: str, interpret: str) -> None:
     if interpret == "1":
@@ -99,7 +98,6 @@ def data_url(image: Image.Image) -> str:
 
 
 @needs_torchvision
-@pytest.mark.extended
 def test_a_chat_request_with_an_image_is_answered(image_server):
     first, second = data_url(picture(1)), data_url(picture(2))
     answers = {chat(image_server), chat(image_server, first), chat(image_server, second)}
@@ -109,7 +107,6 @@ def test_a_chat_request_with_an_image_is_answered(image_server):
 
 
 @needs_torchvision
-@pytest.mark.extended
 @pytest.mark.parametrize(
     "content",
     [
@@ -130,7 +127,6 @@ def test_what_is_no_image_leaves_the_server_alone(image_server, content):
 
 
 @needs_torchvision
-@pytest.mark.extended
 def test_typed_decisions_are_read_behind_images(image_server):
     def asked(*images: Image.Image) -> list[float]:
         parts = [{"type": "input_image", "image_url": data_url(one)} for one in images]
@@ -150,7 +146,6 @@ def test_typed_decisions_are_read_behind_images(image_server):
 
 
 @needs_torchvision
-@pytest.mark.extended
 @pytest.mark.parametrize("url", ["data:image/png;base64,AAAA", "http://127.0.0.1:1/", "file:///x"])
 def test_typed_decisions_refuse_what_is_no_image(image_server, url):
     part = {"type": "input_image", "image_url": url}

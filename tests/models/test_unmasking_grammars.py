@@ -264,7 +264,7 @@ def without_thoughts(tokens: list[int]) -> list[int]:
     return tokens[end + 1 :]
 
 
-@pytest.mark.parametrize("cases", [200, pytest.param(4000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("cases", [200, 4000])
 def test_random_cases_never_get_stuck_and_are_valid(cases: int) -> None:
     seed = int(os.environ.get(SEED, 0))
     rng, draws = random.Random(seed), np.random.default_rng(seed)

@@ -73,7 +73,7 @@ def assert_drawn_from(counts: Tensor, probs: Tensor) -> None:
         (1000, 2**16, 1.5),
         (1100, 2**14, 2.0),  # wide tiles
         (40_000, 2**12, 4.0),
-        pytest.param(262_144, 2**12, 3.0, marks=pytest.mark.extended),
+        (262_144, 2**12, 3.0),
     ],
 )
 def test_samples_have_the_distribution_of_the_logits(

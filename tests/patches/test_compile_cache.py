@@ -131,7 +131,6 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@pytest.mark.extended
 def test_a_full_disk_is_named(checkpoint: Callable[..., Path], full_disk):
     ended = run_python(
         "-m",

@@ -369,7 +369,6 @@ def test_texts_that_are_recorded_are_scheduled_synchronously(on_h200):
     assert "--async-scheduling: whether a text" in on_h200["records, async"]["refusal"]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("gpu", ["a100", "h100", "b200"])
 def test_other_gpus(tmp_path, gpu):
     """An A100 cannot read the FP8 cache that one of the checkpoints asks for."""

@@ -72,7 +72,6 @@ INSTALLED = {
         "theirs.py": "def register(): pass",
     },
 }
-UNFIT = [pytest.param(name, marks=pytest.mark.nightly) for name in INSTALLED]
 A_PROCESSOR = {
     "theirs-1.0.dist-info/METADATA": "Name: theirs\nVersion: 1.0\n",
     "theirs-1.0.dist-info/entry_points.txt": "[vllm.logits_processors]\nonly = theirs:OnlyToken",
@@ -189,7 +188,7 @@ def test_a_model_served_beside_ours_behaves_as_without_the_plugin(outcome):
     assert beside["logprobs"] == alone["logprobs"]
 
 
-@pytest.mark.parametrize("setup", ["beside ours", *UNFIT])
+@pytest.mark.parametrize("setup", ["beside ours", *INSTALLED])
 @pytest.mark.parametrize("model_type", REMOTE_CODE)
 def test_whoever_reads_a_config_or_a_tokenizer_gets_what_he_gets_without_us(
     outcome, setup, model_type
@@ -225,7 +224,7 @@ def test_the_cases_are_what_they_say(outcome):
     assert all(len(set(row)) > 2 for row in greedy)
 
 
-@pytest.mark.parametrize("setup", UNFIT)
+@pytest.mark.parametrize("setup", INSTALLED)
 def test_where_the_plugin_does_not_fit_other_models_are_left_alone(outcome, setup):
     there, alone = outcome(setup), outcome("no plugin")
     assert there["config"] == alone["config"]
@@ -236,7 +235,7 @@ def test_where_the_plugin_does_not_fit_other_models_are_left_alone(outcome, setu
     assert patching == ["dllm.patches.neighbours", "dllm.patches.replace"]
 
 
-@pytest.mark.parametrize("setup", UNFIT)
+@pytest.mark.parametrize("setup", INSTALLED)
 @pytest.mark.parametrize("asked", ["diffusion", "masked", "drafter", "remote", "option", "worker"])
 def test_where_the_plugin_does_not_fit_ours_is_refused(outcome, setup, asked):
     (line,) = outcome(setup)["refused"][asked].splitlines()

@@ -14,7 +14,7 @@ import pytest
 from tests.support import family_checkpoints
 from tests.support.process import QUIET_ENGINE, ROOT, printed_json, python_path, run_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.slow
 
 ARCHITECTURE = "LLaDAModelLM"  # of a model that we do not serve, and that their plugin does
 INSTALLED = {

@@ -92,7 +92,7 @@ class Asked:
 @pytest.mark.parametrize("parser", ["gemma4", "hermes"])
 @pytest.mark.parametrize(
     "seeds",
-    [range(6), pytest.param(range(6, 200), marks=pytest.mark.extended)],
+    [range(6), range(6, 200)],
     ids=["some", "200"],
 )
 def test_arguments_of_strict_tools_are_what_their_schemas_allow(grammars, parser, seeds):

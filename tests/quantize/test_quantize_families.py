@@ -67,14 +67,7 @@ def test_layers_that_vllm_fuses_share_a_scale(sources: dict[str, Path], tmp_path
 
 
 # The dense layers of the others are SDAR's, or Qwen2's without biases.
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.nightly] * (kind != "sdar"))
-        for kind in ("sdar", "sdar-moe", "a2d-qwen2", "llada2", "nemotron")
-    ],
-)
+@pytest.mark.parametrize("kind", ["sdar", "sdar-moe", "a2d-qwen2", "llada2", "nemotron"])
 def test_llm_compressor_s_checkpoints_are_whole_and_served(
     kind: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:

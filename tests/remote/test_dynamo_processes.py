@@ -18,7 +18,7 @@ from tests.support.drafter_harness import greedy, plain_engine
 from tests.support.dynamo import needs_dynamo, wait_for
 from tests.support.server_harness import Server
 
-pytestmark = [pytest.mark.slow, needs_dynamo, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow, needs_dynamo]
 
 LISTED = ("--discovery", "dynamo")
 

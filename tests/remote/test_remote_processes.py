@@ -86,7 +86,6 @@ def answer(server: Server, prompt: list[int]) -> list[int]:
     return server.ask("/v1/completions", body)["choices"][0]["token_ids"]
 
 
-@pytest.mark.nightly
 def test_one_worker_is_killed_and_another_hangs_in_the_middle_of_200_requests(
     prompts, expected, workers, tmp_path
 ):

@@ -24,7 +24,7 @@ from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Serve
 
 pytest_plugins = ["tests.support.sdar_server"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended]
+pytestmark = pytest.mark.slow
 
 PASSES = "vllm:diffusion_num_denoising_steps_total"
 
@@ -38,13 +38,8 @@ class Served(NamedTuple):
 
 
 SERVERS = [
-    pytest.param((name, block), id=f"{name}-{block}", marks=marks)
-    for name, block, marks in (
-        ("tiny-sdar", 32, []),
-        ("tiny-llada2", 32, pytest.mark.nightly),
-        ("tiny-sdar", 8, pytest.mark.nightly),
-        ("tiny-sdar", 4, pytest.mark.nightly),
-    )
+    pytest.param((name, block), id=f"{name}-{block}")
+    for name, block in (("tiny-sdar", 32), ("tiny-llada2", 32), ("tiny-sdar", 8), ("tiny-sdar", 4))
 ]
 
 

@@ -20,8 +20,6 @@ JSON_QUESTION = "Write name, age and city as JSON: Lou is 28 and lives in Baku."
 
 pytest_plugins = ["tests.support.chromium"]
 
-pytestmark = pytest.mark.extended
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

@@ -139,7 +139,7 @@ def slow_reader(server: Server) -> socket.socket:
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_others_end_and_nothing_is_left(
     checkpoint: Callable[..., Path],
     place: Place,

@@ -16,7 +16,7 @@ MESSAGES = [{"role": "user", "content": "What is 3 + 5?"}]
 PINS = [{"at": 0, "text": "7"}]
 EXTRA = {"diffusion_trace": True, "diffusion_pin_mode": "hold"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended]
+pytestmark = pytest.mark.slow
 
 
 def test_a_file_of_requests_is_answered_and_refused_as_over_http(tmp_path):

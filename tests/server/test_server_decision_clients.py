@@ -13,10 +13,7 @@ from tests.support.server_harness import MODEL, Server
 pytest_plugins = ["tests.support.server_harness"]
 
 CLIENTS = Path(sys.prefix) / "clients"
-pytestmark = [
-    pytest.mark.extended,
-    pytest.mark.skipif(not CLIENTS.exists(), reason="`make test-all` installs the clients"),
-]
+pytestmark = pytest.mark.skipif(not CLIENTS.exists(), reason="`make test-all` installs the clients")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from bench.toys.suite import questions
 from tests.support.server_harness import CHECKPOINTS, COMMON_FLAGS, MODEL, Server, ask_chat, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended]
+pytestmark = pytest.mark.slow
 
 SCHEMA = {
     "type": "object",

@@ -4,7 +4,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -310,6 +309,5 @@ def test_generated_bodies_disturb_nobody(server):
     fuzz(server, *SHORT, derandomize=True)
 
 
-@pytest.mark.nightly
 def test_many_generated_bodies_disturb_nobody(server):
     fuzz(server, *LONG, derandomize=False)

@@ -197,7 +197,6 @@ def loop(server: Server) -> Iterator[Any]:
     assert not sick
 
 
-@pytest.mark.nightly
 def test_the_worst_bodies_hold_no_loop(server, loop):
     expected = {name: (400, parameter) for name, (_, parameter) in REFUSED.items()}
     expected |= dict.fromkeys(ANSWERED, (200, None))

@@ -12,7 +12,7 @@ from tests.server.test_server import chat, complete, prompt
 from tests.support.patience import HANG_S
 from tests.support.server_harness import CANVAS, FLAGS, Server, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended]
+pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = 64
 # Enough room for 64 canvases and as many blocks to commit in one step.

@@ -16,8 +16,6 @@ from tests.support.server_harness import CANVAS, FLAGS, Server, serving
 
 pytest_plugins = ["tests.support.server_harness"]
 
-pytestmark = pytest.mark.extended
-
 NUM_REQUESTS = 32
 RANK = "X-data-parallel-rank"  # vLLM's header: which replica answers
 

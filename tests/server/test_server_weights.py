@@ -100,9 +100,7 @@ def fresh(other: Path) -> list[str]:
     return [one.outputs[0].text for one in found]
 
 
-@pytest.mark.parametrize(
-    "mode", ["abort", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("wait", "keep"))]
-)
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_weights_change_under_load(
     server: Server, other: Path, fresh: list[str], mode: str
 ) -> None:

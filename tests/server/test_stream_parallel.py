@@ -8,7 +8,7 @@ from tests.server.test_server import complete, prompt
 from tests.server.test_server_stream import CANVASES, read
 from tests.support.server_harness import CANVAS, FLAGS, Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended]
+pytestmark = pytest.mark.slow
 
 PARALLEL = ("--tensor-parallel-size=2", "--api-server-count=2")
 

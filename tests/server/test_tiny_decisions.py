@@ -16,7 +16,7 @@ FLAGS = ("--enforce-eager", "--max-model-len=512", "--max-num-seqs=32", f"--api-
 
 pytest_plugins = ["tests.support.chromium"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

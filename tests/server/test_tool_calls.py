@@ -27,9 +27,7 @@ MAX_TOKENS = 120
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(
-    scope="module", params=["gemma", pytest.param("hermes", marks=pytest.mark.extended)]
-)
+@pytest.fixture(scope="module", params=["gemma", "hermes"])
 def style(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -53,7 +53,6 @@ def start(target, target_path, tmp_path, monkeypatch):
     return ["recalibrate", *(f"--{name}={path}" for name, path in folders.items())]
 
 
-@pytest.mark.nightly
 def test_a_better_drafter_is_published_and_the_next_round_goes_on_from_it(
     start, target, tmp_path, capsys, monkeypatch
 ):
