@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.logger import init_logger
 
 from dllm import LOGGER
@@ -107,6 +108,22 @@ def set_batch_defaults() -> None:
             )
             canvases = self.max_num_seqs * settings_of(config).canvas_length
             self.max_num_batched_tokens = max(self.max_num_batched_tokens, canvases + PROMPT_CHUNK)
+
+
+def refuse_missing_positions(model_config: Any) -> None:
+    """Raises ValueError if requests may be longer than the model's table of positions.
+
+    vLLM allows it where it is told to, and reads what is in memory behind the table.
+    """
+    if not envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN:
+        return
+    most = model_config.get_and_verify_max_len(None)
+    if model_config.max_model_len > most:
+        raise ValueError(
+            f"--max-model-len {model_config.max_model_len}: the model has {most} positions, and "
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN gives it no more. Allowed: at most these. More of them, "
+            "which it was not trained for: max_position_embeddings in --hf-overrides."
+        )
 
 
 def _refuse_small_budgets(scheduler: Any, canvas_length: int) -> None:

@@ -173,6 +173,8 @@ def _configure(vllm_config: Any) -> None:
     for is_given, flag, why in kind.refuses(vllm_config):
         if is_given:
             raise ValueError(f"{flag} does not work with {kind.name}: {why}. Leave it out.")
+    if kind not in (DRAFT_WORKER, OTHERS):
+        configure.refuse_missing_positions(vllm_config.model_config)
     kind.configure(vllm_config)
     kind.attention(vllm_config)
     _choose_scheduler(vllm_config, kind)

@@ -1,9 +1,11 @@
 """What each kind of server is served with on a CPU (on CUDA: ``test_cuda_start``)."""
 
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 import pytest
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
@@ -116,6 +118,23 @@ def test_worker_and_scheduler(model, flags, worker, scheduler):
 def test_what_belongs_to_another_kind_is_refused(model, flags, message):
     with pytest.raises(ValueError, match=message):
         configured(model, **flags)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "longer"),
+    [
+        ("tiny-dllm", {}, {"text_config": {"max_position_embeddings": 8192}}),
+        ("tiny-ar", DFLASH, {"max_position_embeddings": 8192}),
+    ],
+)
+def test_no_request_is_longer_than_the_table_of_positions(model, flags, longer):
+    """vLLM would read what is in memory behind it: NaN, among others."""
+    flags = flags | {"max_model_len": 8192}
+    message = "--max-model-len 8192: the model has 4096 positions"
+    with mock.patch.dict(envs.__dict__, {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": True}):
+        with pytest.raises(ValueError, match=message):
+            configured(model, **flags)
+        configured(model, **flags, hf_overrides=longer)
 
 
 @pytest.mark.parametrize(
