@@ -174,20 +174,23 @@ def enable_cpu_runtime() -> None:
     from vllm.triton_utils import triton
     from vllm.utils.math_utils import next_power_of_2
 
+    from dllm.patches.cleared_pages import clear_pages
+
     @replaces(VllmConfig)
     def use_v2_model_runner(theirs: Any, self: Any) -> bool:
-        return _is_on_cpu_runtime(self) or theirs(self)
+        return is_on_cpu_runtime(self) or theirs(self)
 
     @replaces(VllmConfig)
     def _validate_v2_model_runner(theirs: Any, self: Any) -> None:
-        if not _is_on_cpu_runtime(self):
+        if not is_on_cpu_runtime(self):
             theirs(self)
 
     triton.next_power_of_2 = next_power_of_2
     _honour_fork()
+    clear_pages()
 
 
-def _is_on_cpu_runtime(vllm_config: Any) -> bool:
+def is_on_cpu_runtime(vllm_config: Any) -> bool:
     return vllm_config.parallel_config.worker_cls == CPU_WORKER or (
         vllm_config.model_config is not None and vllm_config.model_config.architecture in FAMILIES
     )
@@ -207,7 +210,7 @@ def _honour_fork() -> None:
     def check_and_update_config(theirs: Any, cls: Any, vllm_config: Any) -> None:
         asked = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         theirs(cls, vllm_config)
-        if asked == "fork" and _needs_no_openmp_setup() and _is_on_cpu_runtime(vllm_config):
+        if asked == "fork" and _needs_no_openmp_setup() and is_on_cpu_runtime(vllm_config):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from dllm.attention.cpu_backend import CanvasCPUImpl
 from tests.engine.test_parity import prompt
 from tests.support.engine_models import Model
 
@@ -38,4 +39,20 @@ def test_a_request_with_a_broken_canvas_ends_with_an_error(
     assert list(good.outputs[0].token_ids) == expected[0]
     assert good.outputs[0].finish_reason == "length"
     assert bad.outputs[0].finish_reason == "error"
+    assert engine.generate(prompts, model.params()) == expected
+
+
+def test_values_that_are_not_finite_stay_with_their_request(model: Model) -> None:
+    """Others get its pages of the KV cache, and the kernel reads behind their own values."""
+    engine = model.engine(num_gpu_blocks_override=24, enable_prefix_caching=False)
+    prompts = [prompt(12), prompt(12, salt=9)]
+    expected = engine.generate(prompts, model.params())
+    update = CanvasCPUImpl.do_kv_cache_update
+
+    def broken(self: Any, layer: Any, key: Any, value: torch.Tensor, *rest: Any) -> None:
+        update(self, layer, key, torch.full_like(value, torch.nan), *rest)
+
+    with mock.patch.object(CanvasCPUImpl, "do_kv_cache_update", broken):
+        [spoilt] = engine.outputs([prompt(300)], model.params())
+    assert spoilt.outputs[0].finish_reason == "error"
     assert engine.generate(prompts, model.params()) == expected

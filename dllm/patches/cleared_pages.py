@@ -1,0 +1,29 @@
+"""On a CPU a page of the KV cache is cleared before a request gets it.
+
+vLLM's attention kernel for CPUs reads whole pages, and multiplies what is behind a sequence's end
+by 0. If that is NaN, because the page's last request was not finite, the next one is not, either.
+vLLM itself clears pages for some kinds of models.
+"""
+
+from typing import Any
+
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from dllm.patches.cpu import is_on_cpu_runtime
+from dllm.patches.replace import replaces
+
+
+class ClearedPages(KVCacheConfig):
+    needs_kv_cache_zeroing = True
+
+
+def clear_pages() -> None:
+    """Of the models that our worker serves."""
+
+    @replaces(kv_cache_utils)
+    def get_kv_cache_config_from_groups(
+        theirs: Any, vllm_config: Any, *args: Any, **kwargs: Any
+    ) -> KVCacheConfig:
+        config: KVCacheConfig = theirs(vllm_config, *args, **kwargs)
+        return ClearedPages(**vars(config)) if is_on_cpu_runtime(vllm_config) else config
