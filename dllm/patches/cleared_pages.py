@@ -5,12 +5,12 @@ by 0. If that is NaN, because the page's last request was not finite, the next o
 vLLM itself clears pages for some kinds of models.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from dllm.patches.cpu import is_on_cpu_runtime
 from dllm.patches.replace import replaces
 
 
@@ -18,12 +18,12 @@ class ClearedPages(KVCacheConfig):
     needs_kv_cache_zeroing = True
 
 
-def clear_pages() -> None:
-    """Of the models that our worker serves."""
+def clear_pages(is_served: Callable[[Any], bool]) -> None:
+    """``is_served``: whether our kernels serve a configuration."""
 
     @replaces(kv_cache_utils)
     def get_kv_cache_config_from_groups(
         theirs: Any, vllm_config: Any, *args: Any, **kwargs: Any
     ) -> KVCacheConfig:
         config: KVCacheConfig = theirs(vllm_config, *args, **kwargs)
-        return ClearedPages(**vars(config)) if is_on_cpu_runtime(vllm_config) else config
+        return ClearedPages(**vars(config)) if is_served(vllm_config) else config

@@ -178,19 +178,19 @@ def enable_cpu_runtime() -> None:
 
     @replaces(VllmConfig)
     def use_v2_model_runner(theirs: Any, self: Any) -> bool:
-        return is_on_cpu_runtime(self) or theirs(self)
+        return _is_on_cpu_runtime(self) or theirs(self)
 
     @replaces(VllmConfig)
     def _validate_v2_model_runner(theirs: Any, self: Any) -> None:
-        if not is_on_cpu_runtime(self):
+        if not _is_on_cpu_runtime(self):
             theirs(self)
 
     triton.next_power_of_2 = next_power_of_2
     _honour_fork()
-    clear_pages()
+    clear_pages(_is_on_cpu_runtime)
 
 
-def is_on_cpu_runtime(vllm_config: Any) -> bool:
+def _is_on_cpu_runtime(vllm_config: Any) -> bool:
     return vllm_config.parallel_config.worker_cls == CPU_WORKER or (
         vllm_config.model_config is not None and vllm_config.model_config.architecture in FAMILIES
     )
@@ -210,7 +210,7 @@ def _honour_fork() -> None:
     def check_and_update_config(theirs: Any, cls: Any, vllm_config: Any) -> None:
         asked = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         theirs(cls, vllm_config)
-        if asked == "fork" and _needs_no_openmp_setup() and is_on_cpu_runtime(vllm_config):
+        if asked == "fork" and _needs_no_openmp_setup() and _is_on_cpu_runtime(vllm_config):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked
 
 
