@@ -6,6 +6,7 @@ copied to where vLLM's model runner reads them.
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
@@ -13,6 +14,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
+
+from dllm.ops.staging import to_device
 
 
 class ScheduledDrafts(BaseSpeculator):
@@ -52,13 +55,12 @@ def take_scheduled(
     if not drafts:
         return
     places = states.draft_tokens
-    rows = torch.zeros((len(drafts), places.shape[1]), dtype=places.dtype)
-    for row, tokens in zip(rows, drafts.values(), strict=True):
-        row[: len(tokens)] = torch.tensor(tokens)
-    slots = torch.tensor(list(drafts), device=places.device)
-    rows = rows.to(places.device, non_blocking=True)
-    places[slots] = rows
+    of_host = np.zeros((len(drafts), places.shape[1]), np.int64)
+    for row, tokens in zip(of_host, drafts.values(), strict=True):
+        row[: len(tokens)] = tokens
+    slots, rows = (to_device(one, places.device) for one in (np.array([*drafts]), of_host))
+    places[slots] = rows.to(places.dtype)
     if draft_logits is not None:
-        draft_logits[slots] = -torch.inf
-        at = slots[:, None], torch.arange(rows.shape[1], device=rows.device), rows.long()
-        draft_logits[at] = 0.0
+        draft_logits.index_fill_(0, slots, -torch.inf)
+        at = slots[:, None], torch.arange(rows.shape[1], device=rows.device), rows
+        draft_logits.index_put_(at, draft_logits.new_zeros(()))

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from dllm.drafter.prompt_lookup import LONGEST, WINDOW, Lookups, look_up
+from dllm.drafter.scheduled import take_scheduled
 from dllm.drafter.widths.adaptive import AdaptiveWidth, LookupWidth
 from dllm.settings.drafting import DrafterOptions
 from tests.drafter.test_drafter_policy import BAD, Clock, Traffic
@@ -20,6 +22,7 @@ from tests.support.drafter_harness import (
     policy_of,
     unused_drafts,
 )
+from tests.support.watched_device import DeviceWatch, off_device, on_device
 
 N = 5
 
@@ -37,6 +40,21 @@ def looked_up(text: list[int], num_drafts: int) -> tuple[list[int], int]:
         return [], 0
     behind = text[place:]
     return [behind[i % len(behind)] for i in range(num_drafts)], best
+
+
+def test_scheduled_drafts_go_to_the_device_without_a_wait():
+    """Those of requests of this rank, on the host; what drafts were drawn from is a point."""
+    drafts = {"one": [5, 6], "two": [7], "on the device": [-1, -1], "elsewhere": [8, 8]}
+    scheduled = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
+    indices = {"two": 0, "on the device": 1, "one": 2}
+    with DeviceWatch() as watch:
+        places, logits = on_device((torch.full((3, 2), 9), torch.full((3, 2, 10), 0.5)))
+        states = SimpleNamespace(req_id_to_index=indices, draft_tokens=places)
+        take_scheduled(states, scheduled, logits)
+    assert not watch.findings and off_device(places).tolist() == [[7, 0], [9, 9], [5, 6]]
+    found = off_device(logits)
+    assert found.exp().argmax(-1)[[0, 2]].tolist() == [[7, 0], [5, 6]]
+    assert found[[0, 2]].exp().sum() == 4 and (found[1] == 0.5).all()
 
 
 def test_the_longest_and_last_match_is_drafted():
