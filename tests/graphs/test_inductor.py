@@ -8,7 +8,7 @@ from tests.support.process import run_python
 
 pytestmark = pytest.mark.slow
 
-NUM_TESTS = {"noise": 1, "entropy_bound": 4, "unmasking": 4}
+NUM_TESTS = {"noise": 1, "entropy_bound": 4, "unmasking": 4, "backbones": 2}
 
 
 @pytest.mark.parametrize("part", NUM_TESTS)
