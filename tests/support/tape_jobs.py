@@ -55,6 +55,7 @@ TINY_AR, TINY_DRAFTER = (str(ROOT / "checkpoints" / name) for name in ("tiny-ar"
 OURS = speculative("dflash", TINY_DRAFTER, 7)
 FEW = {"override_generation_config": {"max_denoising_steps": 8}}
 FAMILIES = ("sdar-moe", "llada2", "nemotron", "fast-dllm", "stable-diffcoder", "a2d-qwen3")
+SPLIT = ("gemma", "sdar", "llada2", "nemotron", "fast-dllm")
 ALONE = {"additional_config": {"dllm": {"first_step": "separate"}}}
 
 JOBS: dict[str, dict[str, dict[str, Any]]] = {
@@ -73,6 +74,10 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         "draft_model": drafts("target", 6, speculative("draft_model", "target", 5)),
     },
     "families": {name: canvases(name, *SAMPLES, **FEW) for name in FAMILIES},
+    "pieces": {
+        **{f"{name}, in pieces": canvases(name, *SAMPLES, **FEW, mode=IN_PIECES) for name in SPLIT},
+        "drafter, in pieces": drafts(TINY_AR, 8, OURS, mode=IN_PIECES),
+    },
 }
 
 
