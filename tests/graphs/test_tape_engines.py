@@ -15,7 +15,7 @@ from tests.support.engine_harness import RUN_TOLERANCE, relative_error
 from tests.support.family_checkpoints import write
 from tests.support.tape_jobs import CANVAS, JOBS, run_jobs, write_with_thoughts
 
-CASES = [(group, name) for group, jobs in JOBS.items() for name in jobs]
+CASES = [pytest.param(group, name, id=name) for group, jobs in JOBS.items() for name in jobs]
 pytestmark = pytest.mark.slow
 
 
