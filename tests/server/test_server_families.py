@@ -1,26 +1,27 @@
 """`vllm serve` of a model with blocks, through the real OpenAI client."""
 
 import select
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.family_checkpoints import MASK
-from tests.support.server_harness import MODEL, Server, serving
+from tests.support.server_harness import MODEL, Server
 
 pytestmark = pytest.mark.slow
 
+pytest_plugins = ["tests.support.sdar_server"]
+
+MASK = 4
+# Of a trained model: varied texts, which no end-of-sequence ends.
+VARIED = {"temperature": 2.0, "logit_bias": {"1": -100}}
+
 
 @pytest.fixture(scope="module")
-def server(
-    family: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    yield from serving(family("sdar"), tmp_path_factory)
+def server(sdar_server: Server) -> Server:
+    return sdar_server
 
 
 def complete(client: openai.OpenAI, prompt: Any = "Sort these numbers", **options: Any) -> Any:
@@ -29,7 +30,7 @@ def complete(client: openai.OpenAI, prompt: Any = "Sort these numbers", **option
     return client.completions.create(
         model=MODEL,
         prompt=prompt,
-        **({"max_tokens": 70, "seed": 1} | options),
+        **({"max_tokens": 70, "seed": 1} | VARIED | options),
         extra_body=extra,
     )
 
