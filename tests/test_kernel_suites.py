@@ -39,7 +39,9 @@ def num_passed(*suites: str, interpret: str | None) -> int:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suites run compiled on this machine")
-@pytest.mark.parametrize("suites", [ATTENTION, OTHERS | CHECKS], ids=["attention", "others"])
+@pytest.mark.parametrize(
+    "suites", [CHECKS, ATTENTION, OTHERS], ids=["checks", "attention", "others"]
+)
 def test_suites_in_the_interpreter(suites: dict[str, int]) -> None:
     assert num_passed(*suites, interpret="1") >= sum(suites.values())
 
