@@ -7,6 +7,7 @@ A file without names is meant as a whole. ``*`` stands for all files.
 """
 
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         cases |= {call.id, *call._idlist}
     named = {(case and f"{at}[{case}]") or at for case in cases for at in ("", function)}
     for level, files in LEVELS.items():
-        if any(names == [] or named & {*names} for names in _of(files, file)):
-            item.add_marker(level)
+        for key in {"*", file} & files.keys():
+            if files[key] == [] or named & {*files[key]}:
+                item.add_marker(level)
+            _met[level, key] |= named
 
 
-def _of(files: dict[str, list[str]], file: str) -> list[list[str]]:
-    return [files[name] for name in ("*", file) if name in files]
+_met: dict[tuple[str, str], set[str]] = defaultdict(set)  # what the tests of a file are called
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse to run if the table names what no test of its file is called."""
+    if session.config.args == session.config.getini("testpaths"):
+        for (level, file), met in _met.items():
+            if missing := {*LEVELS[level][file]} - met:
+                raise pytest.UsageError(f"tests/levels.toml, {level}, {file}: no test is {missing}")
