@@ -4,7 +4,6 @@ Also where a model would never end a thought by itself.
 """
 
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,11 +17,9 @@ from tests.support.engine_harness import TIGHT
 from tests.support.engine_models import Model
 from tests.support.grammar_paths import as_on_a_gpu
 from tests.support.recorded_calls import record_calls
+from tests.support.tape_jobs import PARSER, write_with_thoughts
 
-# Tokens that no random model needs, under the names of vLLM's reasoning parser PARSER.
-PARSER = "deepseek_r1"
-START, END = 7, 8
-NAMES = {'"<|image>"': '"<think>"', '"<|image|>"': '"</think>"'}
+START, END = 7, 8  # under the names that PARSER reads
 FOR_EVER = {START: -100.0, END: -100.0}  # the model begins and ends no thought
 ENDS_AND_BEGINS = {START: 9.0, END: 9.0}  # again and again
 
@@ -34,14 +31,9 @@ def model(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Model:
     """With these names in its tokenizer."""
-    plain, path = model_named(request.param), tmp_path_factory.mktemp("thoughts") / "model"
-    shutil.copytree(plain.path, path)
-    text = (path / "tokenizer.json").read_text()
-    for name, new in NAMES.items():
-        assert name in text
-        text = text.replace(name, new)
-    (path / "tokenizer.json").write_text(text)
-    return replace(plain, path=path)
+    plain = model_named(request.param)
+    path = tmp_path_factory.mktemp("thoughts") / "model"
+    return replace(plain, path=write_with_thoughts(plain.path, path))
 
 
 def full_thoughts(context: Sequence[int], answer: Sequence[int], budget: int) -> list[int]:
