@@ -17,6 +17,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import huggingface_hub
@@ -67,6 +68,7 @@ def run_group(suite: dict, folder: Path, group: str, part: str, arguments: list[
         options += ["-o", "asyncio_mode=strict", "--timeout=1800"]
         plugins = [
             AsOnCuda(asked.get("as_on_cuda", [])),
+            DraftOptions(asked.get("draft_options", {})),
             LeftOut(HERE / "left_out.toml", group, files),
             SharedServers(
                 suite["names"],
@@ -93,6 +95,24 @@ class AsOnCuda:
             with mock.patch.object(type(current_platform), "is_cuda", return_value=True):
                 return (yield)
         return (yield)
+
+
+class DraftOptions:
+    """Plugin of pytest: engines with drafts that a test starts itself have these options, too."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def pytest_collection(self) -> None:
+        from vllm import EngineArgs
+
+        theirs = EngineArgs.__init__
+
+        def init(arguments: Any, *args: Any, **given: Any) -> None:
+            options = self.options if given.get("speculative_config") else {}
+            theirs(arguments, *args, **(given | options))
+
+        EngineArgs.__init__ = init
 
 
 def _link(link: Path, checkpoint: Path) -> None:
