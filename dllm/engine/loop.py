@@ -86,9 +86,11 @@ class DenoiseLoop:
         self.replay = replay
 
     def may_repeat(self, input_batch: InputBatch) -> bool:
-        """Whether every row has a canvas."""
+        """Whether every row has a canvas, all of which takes part in the step."""
         widths = input_batch.num_draft_tokens_per_req
-        return self._is_allowed and widths is not None and bool(widths.all())
+        if not self._is_allowed or widths is None:
+            return False
+        return bool(widths.all()) and int(widths.sum()) == input_batch.num_draft_tokens
 
     def goes_on(self, num_emitted: torch.Tensor) -> bool:
         """Whether a pass follows one that emitted ``[R]`` tokens. Waits for the device."""

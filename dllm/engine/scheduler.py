@@ -25,7 +25,7 @@ from dllm.engine.frames import FrameMail
 from dllm.engine.metrics import KEY_OF_THOUGHTS
 from dllm.engine.sessions import SessionScheduler
 from dllm.engine.thoughts import Thought
-from dllm.settings.denoising import NO_TOKEN, block_size_of
+from dllm.settings.denoising import NO_TOKEN, WHOLE_SEQUENCE, block_size_of
 from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import options_of
 from dllm.settings.thoughts import marks_of
@@ -150,9 +150,14 @@ class CanvasScheduler(SessionScheduler):
         return all_scheduled and not self.waiting and not self.kv_holding_waiting
 
     def _canvas_width(self, request: Request) -> int:
-        """A canvas ends where the model's context ends; with blocks, where the block does."""
+        """A canvas ends where the model's context ends; with blocks, where the block does.
+
+        Where every token sees all others, the canvas is what is left of the answer.
+        """
         width = requested_canvas_width(request.sampling_params, self.num_spec_tokens)
-        if self._block_size > 1:
+        if self._block_size == WHOLE_SEQUENCE:
+            width = min(width, request.max_tokens - request.num_output_tokens)
+        elif self._block_size > 1:
             width = self._block_size - request.num_tokens % self._block_size
         return max(min(width, self.max_model_len - request.num_tokens), 0)
 

@@ -86,7 +86,9 @@ def store_rows(
     if not algorithm.decides_for_good:  # else the algorithm keeps what stands on a canvas
         pins = state.pins(rows.slots, rows.starts)
         canvas = torch.where(pins != NO_TOKEN, pins, canvas)
-    state.write_canvases(written, canvas)
+    # What takes no part in the step stays.
+    takes_part = torch.arange(canvas.shape[1], device=canvas.device) < rows.widths[:, None]
+    state.write_canvases(written, torch.where(takes_part, canvas, state.canvas[written]))
     for column, values in (
         (state.thought["begin"], behind.begin),
         (state.argmax_canvas, step.argmax_canvas),

@@ -79,6 +79,7 @@ FAMILIES = {
             autoregressive="NemotronLabsDiffusionForCausalLM",
         ),
         Served("LLaDA2MoeModelLM", "llada2", "LLaDA2Settings", "LLaDA2MoeConfig"),
+        Served("LLaDAModelLM", "llada", "LLaDASettings", "LLaDAConfig"),
     )
 }
 
@@ -93,7 +94,6 @@ SEES_ALL = "each token sees the whole sequence in every step, so no KV cache cou
 # Diffusion models that are not served, by the model_type in config.json, with the reason.
 REFUSED = {
     "Dream": f"in Dream, DiffuCoder and d3LLM {SEES_ALL}",
-    "llada": f"in LLaDA-8B, LLaDA-MoE and d3LLM {SEES_ALL}",
 }
 
 

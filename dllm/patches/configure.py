@@ -15,7 +15,7 @@ from dllm.patches import cpu
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.patches.cuda_graphs import choose_cuda_graphs
 from dllm.patches.replace import replaces
-from dllm.settings.denoising import DenoiseSettings
+from dllm.settings.denoising import WHOLE_SEQUENCE, DenoiseSettings
 from dllm.settings.server import options_of
 
 if TYPE_CHECKING:
@@ -216,6 +216,7 @@ def _choose_pages(cache: Any, block_size: int) -> None:
                 f"{block_size}. Leave the flag out."
             )
     default = 128 if current_platform.is_cpu() else GPU_PAGE_SIZE
+    block_size = 1 if block_size == WHOLE_SEQUENCE else block_size  # no key is kept
     if not cache.user_specified_block_size:
         cache.block_size = math.lcm(default, block_size)
         cache.user_specified_block_size = True  # or vLLM sets its default later

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Literal, Protocol, get_type_hints
 
 # In the place of a token's id: there is none, or whoever reads it chooses one.
 NO_TOKEN = -1
+# ``DenoiseSettings.block_size`` where every token sees all others: more than any sequence has.
+WHOLE_SEQUENCE = 1 << 30
 
 CanvasWindow = Literal["symmetric", "anchored"]
 

@@ -171,7 +171,7 @@ class RequestOptions:
             pins=pins_of(given),
             holds_pins=holds(given),
             is_read_only=bool(given[READ_ONLY]),
-            num_rows=_num_rows(params, settings, width),
+            num_rows=min(_num_rows(params, settings, width), int(asked.get("block_length", width))),
         )
 
 

@@ -117,7 +117,33 @@ LLADA2 = COMMON | {
     "score_function": "sigmoid",
     "pad_token_id": EOS,
 }
-# Every architecture with masks.
+# Every token sees all others. The names are OLMo's.
+LLADA = {
+    "architectures": ["LLaDAModelLM"],
+    "model_type": "llada",
+    "activation_type": "silu",
+    "alibi": False,
+    "block_type": "llama",
+    "d_model": 64,
+    "embedding_size": VOCAB,
+    "eos_token_id": EOS,
+    "gen_length": 64,
+    "include_bias": False,
+    "layer_norm_type": "rms",
+    "mask_token_id": MASK,
+    "max_sequence_length": 512,
+    "mlp_hidden_size": 96,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "n_layers": 3,
+    "rms_norm_eps": 1e-5,
+    "rope": True,
+    "rope_theta": 500000.0,
+    "torch_dtype": "float32",
+    "vocab_size": VOCAB,
+    "weight_tying": False,
+}
+# Every architecture with masks and blocks.
 FAMILIES = {
     "sdar": SDAR,
     "sdar-moe": SDAR_MOE,

@@ -102,7 +102,7 @@ def unmask_step(
     width: Tensor,
     parameters: Mapping[str, Tensor],
     mask_token_id: int,
-    block_size: int,
+    block_size: int | Tensor,
     thoughts: "Thoughts | None" = None,
 ) -> Outcome:
     """The whole step: the next canvases, and which have converged. Nothing is written in place.
@@ -110,6 +110,7 @@ def unmask_step(
     Args:
         ids: [R, C] int64, the canvases that entered the model.
         steps_done, post_steps: [R] int, before this step.
+        block_size: tokens, or [R] of them, that are spread over the steps.
         parameters: [R] each, of the parameters in the family's settings. Without a strategy it is
             the dynamic one, and without editing nothing is edited.
         thoughts: whose ends are held where their budgets end. An end that was held in vain, because

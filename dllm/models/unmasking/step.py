@@ -73,7 +73,7 @@ class Unmasking(DenoisingAlgorithm):
             width=widths,
             parameters=canvases.parameters,
             mask_token_id=mask_token_id,
-            block_size=self.settings.canvas_length,
+            block_size=canvases.parameters.get("block_length", self.settings.canvas_length),
             thoughts=canvases.thoughts,
         )
         # The logprobs of given tokens: of the last step where they are held, else of the first one.

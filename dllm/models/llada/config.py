@@ -1,0 +1,40 @@
+"""config.json of LLaDA-8B, whose names are OLMo's, under the names of Llama.
+
+Source: the config.json of GSAI-ML/LLaDA-8B-Instruct. The released checkpoints bring a class like
+this as remote code, which is not needed here.
+"""
+
+from typing import Any
+
+from transformers import LlamaConfig
+
+from dllm.models import is_ours
+from dllm.settings.denoising import WHOLE_SEQUENCE
+
+# OLMo's names -> Llama's.
+NAMES = {
+    "d_model": "hidden_size",
+    "mlp_hidden_size": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "max_sequence_length": "max_position_embeddings",
+    "weight_tying": "tie_word_embeddings",
+}
+
+
+class LLaDAConfig(LlamaConfig):
+    """``gen_length``: the most masks that stand behind a text, and an answer's usual length."""
+
+    model_type = "llada"
+    mask_token_id: int = 126336  # <|mdm_mask|>
+    gen_length: int = 128
+    block_size = WHOLE_SEQUENCE
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**{NAMES.get(name, name): value for name, value in fields.items()})
+
+    @property
+    def canvas_length(self) -> int | None:
+        """vLLM recognizes a diffusion model by this name."""
+        return self.gen_length if is_ours(self.architectures) else None

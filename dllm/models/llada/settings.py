@@ -1,0 +1,59 @@
+"""How LLaDA-8B fills in masks: values of the checkpoint and of the command line, checked."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic.dataclasses import dataclass
+
+from dllm.models.sdar.settings import SDARSettings
+from dllm.settings.checks import refuse_value
+from dllm.settings.denoising import WHOLE_SEQUENCE, Parameter
+from dllm.settings.options import CHECKED, Count32
+
+# What config.json may say of a backbone that is no Llama; the values of the released models.
+LLAMA = {
+    "activation_type": "silu",
+    "alibi": False,
+    "attention_layer_norm": False,
+    "block_type": "llama",
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "rope": True,
+    "scale_logits": False,
+}
+
+
+@dataclass(frozen=True, config=CHECKED)
+class LLaDASettings(SDARSettings):
+    """One block of the answer after the other, in front of the masks of the rest.
+
+    Source: ``generate`` of ML-GSAI/LLaDA with the arguments of its ``main``: 128 steps for 128
+    tokens in blocks of 32 are 32 steps for each block.
+    """
+
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        *SDARSettings.parameters,
+        Parameter("block_length", "block_length", "int32"),
+    )
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **SDARSettings.defaults,
+        "remasking_strategy": "low_confidence_static",
+        "block_length": 32,
+    }
+
+    # Tokens of the answer that are decided, and emitted, before those behind them.
+    block_length: Count32
+
+    @property
+    def block_size(self) -> int:
+        return WHOLE_SEQUENCE
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> Self:
+        config = vllm_config.model_config.hf_config
+        for name, value in LLAMA.items():
+            if (given := getattr(config, name, value)) != value:
+                refuse_value(f"config.json: {name}", given, repr(value))
+        return super().from_vllm(vllm_config)
