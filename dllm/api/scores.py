@@ -37,7 +37,7 @@ from vllm.utils.async_utils import make_async
 
 from dllm.api.fill import at_once, finished
 from dllm.api.http_request import BODY, in_turn, places_of
-from dllm.settings.denoising import DenoiseSettings
+from dllm.settings.denoising import DenoiseSettings, unread_canvases
 from dllm.settings.pins import PIN_AT, PIN_IDS
 from dllm.settings.request import LOGITS_MODES, refuse, refuse_value
 
@@ -178,12 +178,8 @@ def check(
             "/v1/scores is served for models with masks; this one begins with noise, which hides "
             "nothing for certain. Ask for prompt_logprobs of its causal pass.",
         )
-    if settings.begins_causally:
-        refuse(
-            "model",
-            "/v1/scores reads canvases of masks, and this server begins each with the token of a "
-            "causal pass. Serve it with first_token = 'mask'.",
-        )
+    if (why := unread_canvases(settings)) is not None:
+        refuse("model", f"/v1/scores reads canvases of masks, and {why}")
     if settings.canvas_length > MAX_LOGPROB_TOKEN_IDS:
         refuse("model", f"/v1/scores reads canvases of at most {MAX_LOGPROB_TOKEN_IDS} tokens.")
     for name, ids in (("prompt", prompt), ("text", text)):

@@ -94,6 +94,7 @@ SEES_ALL = "each token sees the whole sequence in every step, so no KV cache cou
 # Diffusion models that are not served, by the model_type in config.json, with the reason.
 REFUSED = {
     "Dream": f"in Dream, DiffuCoder and d3LLM {SEES_ALL}",
+    "llada": "its architecture is not LLaDAModelLM, that of LLaDA-8B and LLaDA-1.5",
 }
 
 

@@ -24,9 +24,7 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 LINEAR, COSINE, SQRT = range(len(SCHEDULES))
 
 
-def num_revealed(
-    step: Tensor, num_steps: Tensor, size: int | Tensor, schedule: Tensor
-) -> Tensor:
+def num_revealed(step: Tensor, num_steps: Tensor, size: int | Tensor, schedule: Tensor) -> Tensor:
     """Integers of the arguments' shape. `step` counts from 0, of `num_steps` of the whole block."""
     # As `get_num_transfer_tokens` of SDAR and LLaDA2.
     even = size // num_steps + (step < size % num_steps).to(step.dtype)

@@ -19,8 +19,8 @@ from dllm.patches.admission import prepare
 from dllm.patches.grammars import needs_table, serialized_grammar, wait_before_the_stream
 from dllm.patches.replace import replaces
 from dllm.patches.streaming import start_watching
-from dllm.settings.denoising import block_size_of
-from dllm.settings.request import with_grammar
+from dllm.settings.denoising import WHOLE_SEQUENCE, unread_canvases
+from dllm.settings.request import refuse, with_grammar
 
 
 def check_requests_early() -> None:
@@ -91,8 +91,11 @@ def _start_fill(
         return None
     hole = one.hole
     prompt_len = len(prompt["prompt_token_ids"])
-    if (block := block_size_of(llm.vllm_config)) > 1:
-        one_step = settings_of(llm.vllm_config).one_step
+    settings = settings_of(llm.vllm_config)
+    if settings.block_size == WHOLE_SEQUENCE:
+        refuse("suffix", f"suffix is not served: {unread_canvases(settings)}")
+    if (block := settings.block_size) > 1:
+        one_step = settings.one_step
         hole = replace(hole, canvas_width=block - prompt_len % block, one_step=one_step)
     room = llm.model_config.max_model_len - prompt_len
     widths = hole.width_range(params.min_tokens, params.max_tokens, room)

@@ -43,8 +43,14 @@ def configure_canvases(vllm_config: Any) -> None:
     if settings.begins_causally:
         _separate_passes(vllm_config)
     vllm_config.scheduler_config.async_scheduling = _is_asynchronous(vllm_config, settings)
-    _refuse_small_budgets(vllm_config.scheduler_config, settings.canvas_length)
-    _choose_pages(vllm_config.cache_config, settings.block_size)
+    if settings.block_size == WHOLE_SEQUENCE:  # every token is computed in every step
+        vllm_config.cache_config.enable_prefix_caching = False
+        longest = vllm_config.model_config.max_model_len
+        _refuse_small_budgets(vllm_config.scheduler_config, "--max-model-len", longest)
+        _choose_pages(vllm_config.cache_config, 1)
+    else:
+        _refuse_small_budgets(vllm_config.scheduler_config, "the canvas", settings.canvas_length)
+        _choose_pages(vllm_config.cache_config, settings.block_size)
     choose_cuda_graphs(vllm_config, settings.canvas_length)
     if vllm_config.model_config.is_multimodal_model and vllm_config.model_config.is_mm_prefix_lm:
         # The tokens of an image see each other, so they have to come in one chunk of the prompt.
@@ -99,14 +105,20 @@ def set_batch_defaults() -> None:
             return
         if not has_seqs:
             self.max_num_seqs = min(self.max_num_seqs, DEFAULT_CONCURRENCY)
-        if not has_tokens and not current_platform.is_cpu():
-            diffusion = self.create_diffusion_config()
-            config = SimpleNamespace(
-                model_config=model_config,
-                diffusion_config=diffusion,
-                additional_config=self.additional_config,
-            )
-            canvases = self.max_num_seqs * settings_of(config).canvas_length
+        if has_tokens:
+            return
+        diffusion = self.create_diffusion_config()
+        config = SimpleNamespace(
+            model_config=model_config,
+            diffusion_config=diffusion,
+            additional_config=self.additional_config,
+        )
+        settings = settings_of(config)
+        if settings.block_size == WHOLE_SEQUENCE:
+            longest = model_config.max_model_len
+            self.max_num_batched_tokens = max(self.max_num_batched_tokens, longest)
+        elif not current_platform.is_cpu():
+            canvases = self.max_num_seqs * settings.canvas_length
             self.max_num_batched_tokens = max(self.max_num_batched_tokens, canvases + PROMPT_CHUNK)
 
 
@@ -126,16 +138,17 @@ def refuse_missing_positions(model_config: Any) -> None:
         )
 
 
-def _refuse_small_budgets(scheduler: Any, canvas_length: int) -> None:
+def _refuse_small_budgets(scheduler: Any, what: str, length: int) -> None:
+    """``what`` has so many tokens."""
     for flag, limit in (
         ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
         ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
         ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold or None),
     ):
-        if limit is not None and limit < canvas_length:
+        if limit is not None and limit < length:
             raise ValueError(
-                f"{flag} {limit} is less than the canvas of {canvas_length} tokens, which is "
-                f"scheduled whole or not at all. Allowed: at least {canvas_length}."
+                f"{flag} {limit} is less than {what} of {length} tokens, which are scheduled "
+                f"together or not at all. Allowed: at least {length}."
             )
 
 
@@ -156,6 +169,7 @@ def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
             not Executor.get_class(vllm_config).supports_async_scheduling(),
             "the executor of --distributed-executor-backend supports none",
         ),
+        (settings.block_size == WHOLE_SEQUENCE, "this model's steps compute whole sequences"),
         (settings.begins_causally, "with first_token = 'causal' it knows too late what is emitted"),
         (
             loop_ms not in ("auto", 0),
@@ -216,7 +230,6 @@ def _choose_pages(cache: Any, block_size: int) -> None:
                 f"{block_size}. Leave the flag out."
             )
     default = 128 if current_platform.is_cpu() else GPU_PAGE_SIZE
-    block_size = 1 if block_size == WHOLE_SEQUENCE else block_size  # no key is kept
     if not cache.user_specified_block_size:
         cache.block_size = math.lcm(default, block_size)
         cache.user_specified_block_size = True  # or vLLM sets its default later

@@ -18,8 +18,10 @@ from vllm.utils.async_utils import make_async
 
 from dllm.api import fill, pins
 from dllm.api.http_request import HttpRequest, current, handling, places_of
+from dllm.models import settings_of
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.settings.admission import refuse_without_canvases
+from dllm.settings.denoising import WHOLE_SEQUENCE
 from dllm.settings.request import BUDGET, LOGITS_MODES, STREAM, TRACE, refuse, refuse_value
 
 # Fields of completions that cannot stand beside a suffix.
@@ -27,6 +29,8 @@ BESIDE_NO_SUFFIX = (
     *("echo", "prompt_embeds", "use_beam_search", "response_format", "structured_outputs"),
     pins.FIELD,
 )
+# How many tokens an answer may have, in each route that has such a field.
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 # Of chats: fields that cannot change an answer. Other routes may drop them.
 CHANGE_NO_ANSWER = (
     *("user", "request_id", "session_id", "priority", "stream_options", "stream_interval"),
@@ -52,6 +56,7 @@ async def handled(
         take: calls that method with what our fields ask for.
     """
     _leave_out_transfers(self, request)
+    _choose_length(self, request)
     one = HttpRequest(places_of(self.engine_client.vllm_config))
     if "messages" in getattr(type(request), "model_fields", ()):
         one.client_names["prompt"] = "messages"
@@ -85,6 +90,14 @@ def _leave_out_transfers(self: Any, request: Any) -> None:
     is_read = getattr(self.engine_client.vllm_config, "ec_transfer_config", None) is not None
     if not is_read and getattr(request, "ec_transfer_params", None) is not None:
         request.ec_transfer_params = None
+
+
+def _choose_length(self: Any, request: Any) -> None:
+    """Of an answer whose canvas is all that is left of it: vLLM's choice is the whole context."""
+    settings = settings_of(self.engine_client.vllm_config)
+    names = [name for name in LENGTHS if hasattr(request, name)]
+    if settings.block_size == WHOLE_SEQUENCE and not any(getattr(request, one) for one in names):
+        setattr(request, names[-1], settings.canvas_length)
 
 
 def let_think(request: Any) -> None:

@@ -77,6 +77,18 @@ class DenoiseSettings(Protocol):
         ...
 
 
+def unread_canvases(settings: DenoiseSettings) -> str | None:
+    """Why no route reads canvases that it has written itself; None if routes may."""
+    if settings.begins_causally:
+        return (
+            "this server begins each canvas with the token of a causal pass. Serve it with "
+            "first_token = 'mask'."
+        )
+    if settings.block_size == WHOLE_SEQUENCE:
+        return "this model has no canvas but the whole answer. Ask it for an answer."
+    return None
+
+
 @functools.cache
 def types_of(settings: type) -> dict[str, Any]:
     """The types of the attributes of a family's settings, with their bounds."""

@@ -5,18 +5,25 @@ stand behind the prompt from the start; one block of them after the other is fil
 tokens first; every token sees every other one.
 """
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.unmasking.reference import additive
+from dllm.patches import routes
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.family_checkpoints import EOS, LLADA, MASK, write
+from tests.support.family_checkpoints import LLADA, MASK, write
 
 GEN_LENGTH = 64
 LENGTHS = [1, 8, 31, 33, 75]
@@ -139,3 +146,123 @@ def test_a_block_takes_the_passes_of_the_loop(engine: Engine, loop: Loop) -> Non
         assert engine.generate([prompt], params(**setting.of_request())) == [tokens]
     (steps,) = watched.values()
     assert len(steps) == passes == setting.steps
+
+
+# --- what the reference has no words for ---------------------------------------------------------
+
+
+def test_an_answer_may_be_shorter_or_longer_than_the_masks(engine: Engine, loop: Loop) -> None:
+    """Shorter than a block: only its tokens are masks. Longer: ``gen_length`` masks at a time."""
+    prompt = prompts()[2]
+    (short,) = engine.generate([prompt], params(10))
+    ids = prompt + [MASK] * 10
+    for _ in range(10):
+        p, tokens = loop.logits(ids).softmax(-1).max(-1)
+        at = max((at for at in range(len(ids)) if ids[at] == MASK), key=lambda at: float(p[at]))
+        ids[at] = int(tokens[at])
+    assert short == ids[len(prompt) :]
+    (long,) = engine.generate([prompt], params(GEN_LENGTH + 32))
+    first, *_ = loop.answer(prompt, SETTINGS["default"])
+    assert long[:32] == first[:32] and len(long) == GEN_LENGTH + 32
+
+
+def test_an_end_token_ends_the_answer(engine: Engine, loop: Loop) -> None:
+    """Also one in the first block: nothing behind it is computed."""
+    prompt = prompts()[1]
+    expected, _ = loop.answer(prompt, SETTINGS["default"])
+    stop = expected[20]
+    with engine.watch() as watched:
+        (found,) = engine.generate(
+            [prompt], SamplingParams(max_tokens=GEN_LENGTH, temperature=0, stop_token_ids=[stop])
+        )
+    assert found == expected[: expected.index(stop) + 1]
+    (steps,) = watched.values()
+    assert len(steps) <= 32
+
+
+def test_requests_that_preempt_each_other_have_the_same_answers(path: Path, engine: Engine) -> None:
+    """A step has room for two of the sequences, the cache for three; greedy and sampled."""
+    tight = get_engine(
+        path,
+        max_model_len=160,
+        max_num_batched_tokens=300,
+        block_size=32,
+        num_gpu_blocks_override=14,
+    )
+    asked = [
+        SamplingParams(max_tokens=GEN_LENGTH, temperature=t, seed=7, ignore_eos=True)
+        for t in (0, 0.8, 1.2, 0, 1)
+    ]
+    alone = [
+        engine.generate([prompt], one)[0] for prompt, one in zip(prompts(), asked, strict=True)
+    ]
+    assert tight.generate(prompts(), asked) == alone
+    assert alone[1] != engine.generate([prompts()[1]], params())[0]
+
+
+def test_pins_are_seen_and_emitted_wherever_they_are(engine: Engine, loop: Loop) -> None:
+    """The masks of the first block see a pin in the second one."""
+    prompt, at = prompts()[0], [3, 40, 63]
+    pinned = params(diffusion_pin_at=at, diffusion_pin_ids=[100, 200, 300])
+    with engine.watch(keep_logits=True) as watched:
+        (found,) = engine.generate([prompt], pinned)
+    assert [found[place] for place in at] == [100, 200, 300]
+    (steps,) = watched.values()
+    ids = prompt + [MASK] * GEN_LENGTH
+    for place, token in zip(at, (100, 200, 300), strict=True):
+        ids[len(prompt) + place] = token
+    expected = loop.logits(ids)[len(prompt) : len(prompt) + 32]
+    logits = steps[0].logits
+    assert logits is not None
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_grammar_is_held(engine: Engine) -> None:
+    """An answer of three blocks that is complete within ``max_tokens``."""
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 9, "maxItems": 12}
+    asked = SamplingParams(
+        max_tokens=60,
+        temperature=0,
+        structured_outputs=StructuredOutputsParams(json=schema),
+        extra_args={"diffusion_block_length": 16},
+    )
+    (output,) = engine.outputs([prompts()[1]], asked)
+    jsonschema.validate(json.loads(output.outputs[0].text), schema)
+
+
+# --- what is chosen or refused at start ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"max_num_batched_tokens": 256}, "--max-num-batched-tokens"),
+        ({"long_prefill_token_threshold": 100}, "--long-prefill-token-threshold"),
+        ({"hf_overrides": {"block_type": "sequential"}}, "block_type"),
+    ],
+)
+def test_it_is_refused_at_start(path: Path, options: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        Engine(path, **options)
+
+
+def test_nothing_is_cached(engine: Engine) -> None:
+    assert not engine.core.vllm_config.cache_config.enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("request_of", "name"),
+    [
+        (lambda **more: ChatCompletionRequest(messages=[], **more), "max_completion_tokens"),
+        (lambda **more: ResponsesRequest(input="a", **more), "max_output_tokens"),
+    ],
+    ids=["chat", "responses"],
+)
+def test_an_answer_without_a_number_of_tokens_has_gen_length(
+    engine: Engine, request_of: Any, name: str
+) -> None:
+    serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=engine.core.vllm_config))
+    for given in ({}, {name: 7}):
+        request = request_of(**given)
+        routes._choose_length(serving, request)
+        assert getattr(request, name) == given.get(name, GEN_LENGTH)

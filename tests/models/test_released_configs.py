@@ -88,6 +88,6 @@ def test_sdar_has_the_published_size() -> None:
 )
 def test_a_config_of_another_architecture_is_of_no_diffusion_model(served: Served) -> None:
     """Its ``model_type`` may be one of ours; vLLM asks for ``canvas_length``."""
-    made = served.config_class()
-    assert made(architectures=["Qwen3ForCausalLM"], block_size=4).canvas_length is None
-    assert made(architectures=[served.architecture], block_size=4).canvas_length == 4
+    made, lengths = served.config_class(), {"block_size": 4, "gen_length": 4}
+    assert made(architectures=["Qwen3ForCausalLM"], **lengths).canvas_length is None
+    assert made(architectures=[served.architecture], **lengths).canvas_length == 4

@@ -16,7 +16,7 @@ from tests.support.process import QUIET_ENGINE, ROOT, printed_json, python_path,
 
 pytestmark = pytest.mark.slow
 
-ARCHITECTURE = "LLaDAModelLM"  # of a model that we do not serve, and that their plugin does
+ARCHITECTURE = "LLaDAMoEModelLM"  # of a model that we do not serve, and that their plugin does
 INSTALLED = {
     "theirs-1.0.dist-info/METADATA": "Name: theirs\nVersion: 1.0\n",
     "theirs-1.0.dist-info/entry_points.txt": (

@@ -27,7 +27,7 @@ from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
 from dllm.api.fill import at_once, finished
 from dllm.api.http_request import FAILED, in_turn, places_of
 from dllm.settings.decisions import DecisionOptions, QuestionType
-from dllm.settings.denoising import DenoiseSettings
+from dllm.settings.denoising import DenoiseSettings, unread_canvases
 from dllm.settings.request import refuse
 from dllm.settings.server import options_of
 from dllm.settings.vllm_names import question_types, strategies
@@ -78,11 +78,8 @@ class CanvasReads(strategies.NextTokenStrategy):
     def __init__(self, context: strategies.ReadContext, settings: DenoiseSettings) -> None:
         """Raises ValueError if the served model cannot be asked."""
         strategies.ReadStrategy.__init__(self, context)
-        if settings.begins_causally:
-            CanvasReads.why_not = (
-                "Typed decisions read canvases of masks, and this server begins each with the "
-                "token of a causal pass. Serve it with first_token = 'mask'."
-            )
+        if (why := unread_canvases(settings)) is not None:
+            CanvasReads.why_not = f"Typed decisions read canvases of masks, and {why}"
             raise ValueError(CanvasReads.why_not)
         self.vllm_config = config = context.engine_client.vllm_config
         self.options: DecisionOptions = options_of(config).decisions

@@ -29,10 +29,10 @@ class LLaDAConfig(LlamaConfig):
     model_type = "llada"
     mask_token_id: int = 126336  # <|mdm_mask|>
     gen_length: int = 128
-    block_size = WHOLE_SEQUENCE
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**{NAMES.get(name, name): value for name, value in fields.items()})
+        self.block_size = WHOLE_SEQUENCE
 
     @property
     def canvas_length(self) -> int | None:
