@@ -80,6 +80,7 @@ FAMILIES = {
         ),
         Served("LLaDA2MoeModelLM", "llada2", "LLaDA2Settings", "LLaDA2MoeConfig"),
         Served("LLaDAModelLM", "llada", "LLaDASettings", "LLaDAConfig"),
+        Served("DreamModel", "dream", "DreamSettings", "DreamConfig"),
     )
 }
 
@@ -90,10 +91,9 @@ AUTOREGRESSIVE = {
     if served.autoregressive is not None
 }
 
-SEES_ALL = "each token sees the whole sequence in every step, so no KV cache could be kept"
 # Diffusion models that are not served, by the model_type in config.json, with the reason.
 REFUSED = {
-    "Dream": f"in Dream, DiffuCoder and d3LLM {SEES_ALL}",
+    "Dream": "its architecture is not DreamModel, that of Dream-7B and DiffuCoder",
     "llada": "its architecture is not LLaDAModelLM, that of LLaDA-8B and LLaDA-1.5",
 }
 

@@ -22,6 +22,18 @@ from torch import Tensor
 Schedule = Literal["linear", "cosine", "sqrt"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 LINEAR, COSINE, SQRT = range(len(SCHEDULES))
+REVERSE = len(SCHEDULES)  # of some families, with the next function
+LAST_TIME = 1e-3  # at which the reverse process ends
+
+
+def num_expected(left: Tensor, step: Tensor, num_steps: Tensor) -> Tensor:
+    """How many of the masks that are left the reverse process reveals on average, rounded down.
+
+    From time t to s, which are even from 1 to LAST_TIME, it reveals each with the probability
+    1 - s / t. Source: ``diffusion_generate`` of Dream. Arguments ``[R]`` integers.
+    """
+    width = (1 - LAST_TIME) / num_steps.double()
+    return (left * width / (1 - step * width)).floor().to(left.dtype)
 
 
 def num_revealed(step: Tensor, num_steps: Tensor, size: int | Tensor, schedule: Tensor) -> Tensor:

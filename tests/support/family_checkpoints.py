@@ -143,6 +143,12 @@ LLADA = {
     "vocab_size": VOCAB,
     "weight_tying": False,
 }
+DREAM = {name: value for name, value in A2D_QWEN2.items() if name != "block_size"} | {
+    "architectures": ["DreamModel"],
+    "model_type": "Dream",
+    "gen_length": 64,
+    "tie_word_embeddings": False,
+}
 # Every architecture with masks and blocks.
 FAMILIES = {
     "sdar": SDAR,

@@ -23,18 +23,30 @@ NAMES = {
 }
 
 
-class LLaDAConfig(LlamaConfig):
+class WholeSequence:
     """``gen_length``: the most masks that stand behind a text, and an answer's usual length."""
 
+    architectures: list[str] | None
+    gen_length: int
+
+    @property
+    def block_size(self) -> int:
+        return WHOLE_SEQUENCE
+
+    @block_size.setter
+    def block_size(self, value: int) -> None:
+        """What config.json may call so is nothing that a token sees."""
+
+    @property
+    def canvas_length(self) -> int | None:
+        """vLLM recognizes a diffusion model by this name."""
+        return self.gen_length if is_ours(self.architectures) else None
+
+
+class LLaDAConfig(WholeSequence, LlamaConfig):
     model_type = "llada"
     mask_token_id: int = 126336  # <|mdm_mask|>
     gen_length: int = 128
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**{NAMES.get(name, name): value for name, value in fields.items()})
-        self.block_size = WHOLE_SEQUENCE
-
-    @property
-    def canvas_length(self) -> int | None:
-        """vLLM recognizes a diffusion model by this name."""
-        return self.gen_length if is_ours(self.architectures) else None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from dllm.ops.schedule import num_revealed
+from dllm.ops.schedule import REVERSE, num_expected, num_revealed
 
 if TYPE_CHECKING:  # it imports vLLM, and `dllm quantize` reads this module without it
     from dllm.engine.thoughts import Thoughts
@@ -31,9 +31,10 @@ Strategy = Literal[
     "sequential",  # the first k
     "entropy_bounded",  # those of least entropy, while their sum is below the bound; at least one
     "leftmost",  # another name of "sequential", in reinforcement learning
+    "least_entropy",  # the k of least entropy
 ]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-STATIC, DYNAMIC, SEQUENTIAL, ENTROPY, LEFTMOST = range(len(STRATEGIES))
+STATIC, DYNAMIC, SEQUENTIAL, ENTROPY, LEFTMOST, LEAST_ENTROPY = range(len(STRATEGIES))
 
 
 class Proposal(NamedTuple):
@@ -74,11 +75,20 @@ def masks_to_replace(
     ordered, order = torch.sort(entropy, dim=-1, stable=True)
     is_within = ordered.cumsum(dim=-1) < parameters["entropy_bound"][:, None]
     surest = is_mask & _unsorted(is_within | (place == 0), order)
+    least = is_mask & _unsorted(place < count[:, None], order)
     strategy = parameters["strategy"][:, None]
     return torch.where(
         strategy == STATIC,
         best,
-        torch.where(strategy == DYNAMIC, dynamic, torch.where(strategy == ENTROPY, surest, first)),
+        torch.where(
+            strategy == DYNAMIC,
+            dynamic,
+            torch.where(
+                strategy == ENTROPY,
+                surest,
+                torch.where(strategy == LEAST_ENTROPY, least, first),
+            ),
+        ),
     )
 
 
@@ -122,8 +132,13 @@ def unmask_step(
     had_masks = is_mask.any(dim=-1)
     max_steps, is_editing = parameters["max_steps"], torch.zeros_like(had_masks)
     step = steps_done - post_steps
+    schedule = parameters["schedule"]
+    is_reverse = schedule == REVERSE
+    max_steps = torch.where(is_reverse, torch.minimum(max_steps, width), max_steps)
     # `max_steps` is 0 in the empty row of `CanvasRows.of_batch`.
-    count = num_revealed(step, max_steps.clamp(min=1), block_size, parameters["schedule"])
+    count = num_revealed(step, max_steps.clamp(min=1), block_size, schedule)
+    expected = num_expected(is_mask.sum(dim=-1), step, max_steps.clamp(min=1))
+    count = torch.where(is_reverse, expected, count)
     is_open = is_mask
     if proposal.sub_block is not None:
         is_open = in_first_sub_block(is_mask, proposal.sub_block)

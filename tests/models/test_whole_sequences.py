@@ -1,8 +1,9 @@
-"""LLaDA-8B, token for token, against a plain loop on transformers' Llama, in fp32.
+"""LLaDA-8B and Dream, token for token, against a plain loop on transformers' models, in fp32.
 
-The loop is written after arXiv 2502.09992 and ``generate`` of ML-GSAI/LLaDA: the answer's masks all
-stand behind the prompt from the start; one block of them after the other is filled in, the surest
-tokens first; every token sees every other one.
+The loops are written after the papers and ``generate`` of ML-GSAI/LLaDA, ``diffusion_generate`` of
+Dream: the answer's masks all stand behind the prompt from the start, and every token sees every
+other one. LLaDA fills in one block after the other. Dream's row i is for token i + 1, and how many
+tokens a step decides depends on how many masks are left.
 """
 
 import json
@@ -14,7 +15,7 @@ import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -23,27 +24,38 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.models.unmasking.reference import additive
 from dllm.patches import routes
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.family_checkpoints import LLADA, MASK, write
+from tests.support.family_checkpoints import DREAM, LLADA, MASK, write
 
 GEN_LENGTH = 64
 LENGTHS = [1, 8, 31, 33, 75]
 
 
 class Setting(NamedTuple):
-    steps: int  # of the whole answer, as in the reference
+    steps: int  # of the whole answer, as in the references
     block_length: int
-    strategy: str = "low_confidence_static"
+    alg: str = "maskgit_plus"
 
     def of_request(self) -> dict[str, Any]:
         num_blocks = GEN_LENGTH // self.block_length
         return {
             "diffusion_max_steps": self.steps // num_blocks,
             "diffusion_block_length": self.block_length,
+            "diffusion_strategy": OURS[self.alg],
         }
 
 
-SETTINGS = {"default": Setting(64, 32), "fast": Setting(16, 16), "whole": Setting(24, 64)}
-# Released names -> Llama's.
+OURS = {"maskgit_plus": "low_confidence_static", "entropy": "least_entropy"}
+# The first one is what a request gets that says nothing.
+SETTINGS = {
+    "llada": {"default": Setting(64, 32), "fast": Setting(16, 16), "whole": Setting(24, 64)},
+    "dream": {
+        "default": Setting(64, 64, "entropy"),
+        "fast": Setting(24, 64, "entropy"),
+        "maskgit_plus": Setting(32, 64),
+    },
+}
+CONFIGS = {"llada": LLADA, "dream": DREAM}
+# Released names of LLaDA -> Llama's.
 OF_BLOCK = {
     "attn_norm": "input_layernorm",
     "ff_norm": "post_attention_layernorm",
@@ -65,30 +77,44 @@ def llama_name(name: str) -> str:
     return f"{OF_MODEL[parts[0]]}.weight"
 
 
+def llama(path: Path) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=LLADA["vocab_size"],
+        hidden_size=LLADA["d_model"],
+        intermediate_size=LLADA["mlp_hidden_size"],
+        num_hidden_layers=LLADA["n_layers"],
+        num_attention_heads=LLADA["n_heads"],
+        num_key_value_heads=LLADA["n_kv_heads"],
+        rms_norm_eps=LLADA["rms_norm_eps"],
+        rope_parameters={"rope_type": "default", "rope_theta": LLADA["rope_theta"]},
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config).eval()
+    weights = load_file(path / "model.safetensors")
+    model.load_state_dict({llama_name(name): each for name, each in weights.items()})
+    return model
+
+
+def qwen2(path: Path) -> Qwen2ForCausalLM:
+    fields = DREAM | {"model_type": "qwen2", "architectures": None}
+    model = Qwen2ForCausalLM(Qwen2Config(**fields, attn_implementation="eager")).float().eval()
+    model.load_state_dict(load_file(path / "model.safetensors"))
+    return model
+
+
 class Loop:
-    def __init__(self, path: Path) -> None:
-        config = LlamaConfig(
-            vocab_size=LLADA["vocab_size"],
-            hidden_size=LLADA["d_model"],
-            intermediate_size=LLADA["mlp_hidden_size"],
-            num_hidden_layers=LLADA["n_layers"],
-            num_attention_heads=LLADA["n_heads"],
-            num_key_value_heads=LLADA["n_kv_heads"],
-            rms_norm_eps=LLADA["rms_norm_eps"],
-            rope_parameters={"rope_type": "default", "rope_theta": LLADA["rope_theta"]},
-            attn_implementation="eager",
-        )
-        self.model = LlamaForCausalLM(config).eval()
-        weights = load_file(path / "model.safetensors")
-        self.model.load_state_dict({llama_name(name): each for name, each in weights.items()})
+    def __init__(self, name: str, path: Path) -> None:
+        self.is_dream = name == "dream"
+        self.model = qwen2(path) if self.is_dream else llama(path)
+        self.settings = SETTINGS[name]
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """``[L, V]``; every token sees all of them."""
+        """``[L, V]``, each row for its own token; every token sees all of them."""
         all_of_them = additive(torch.ones(1, len(ids), len(ids), dtype=torch.bool))
         logits: torch.Tensor = self.model(torch.tensor([ids]), attention_mask=all_of_them).logits
         logits[..., MASK] = -torch.inf
-        return logits[0]
+        return torch.cat([logits[0, :1], logits[0, :-1]]) if self.is_dream else logits[0]
 
     def answer(self, prompt: list[int], setting: Setting) -> tuple[list[int], int]:
         """The tokens of the answer, and the number of passes."""
@@ -97,23 +123,40 @@ class Loop:
         for start in range(len(prompt), len(ids), setting.block_length):
             block = range(start, start + setting.block_length)
             for step in range(steps):
-                p, tokens = self.logits(ids).softmax(-1).max(-1)
-                count = len(block) // steps + (step < len(block) % steps)
                 masks = [at for at in block if ids[at] == MASK]
-                for at in sorted(masks, key=lambda at: -float(p[at]))[:count]:
-                    ids[at] = int(tokens[at])
+                count = len(block) // steps + (step < len(block) % steps)
+                if self.is_dream:
+                    count = self.num_transferred(len(masks), step, steps)
+                self.reveal(ids, masks, count, setting.alg)
                 passes += 1
         return ids[len(prompt) :], passes
 
+    @staticmethod
+    def num_transferred(num_masks: int, step: int, steps: int) -> int:
+        times = torch.linspace(1, 1e-3, steps + 1)
+        part = 1 - times[step + 1] / times[step]
+        return num_masks if step == steps - 1 else int(num_masks * part)
+
+    def reveal(self, ids: list[int], masks: list[int], count: int, alg: str) -> None:
+        p = self.logits(ids).softmax(-1)
+        score = (p * p.clamp(min=1e-30).log()).sum(-1) if alg == "entropy" else p.amax(-1)
+        for at in sorted(masks, key=lambda at: -float(score[at]))[:count]:
+            ids[at] = int(p[at].argmax())
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("llada") / "model", LLADA)
+def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp(family) / "model", CONFIGS[family])
 
 
 @pytest.fixture(scope="module")
-def loop(path: Path) -> Loop:
-    return Loop(path)
+def loop(family: str, path: Path) -> Loop:
+    return Loop(family, path)
 
 
 @pytest.fixture(scope="module")
@@ -130,17 +173,17 @@ def params(max_tokens: int = GEN_LENGTH, **extra: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_tokens_are_those_of_the_loop(engine: Engine, loop: Loop, name: str) -> None:
+@pytest.mark.parametrize("number", range(3))
+def test_tokens_are_those_of_the_loop(engine: Engine, loop: Loop, number: int) -> None:
     """More prompts than run at a time."""
-    setting = SETTINGS[name]
+    setting = [*loop.settings.values()][number]
     found = engine.generate(prompts(), params(**setting.of_request()))
     assert found == [loop.answer(prompt, setting)[0] for prompt in prompts()]
-    assert name != "default" or found == engine.generate(prompts(), params())
+    assert number > 0 or found == engine.generate(prompts(), params())
 
 
-def test_a_block_takes_the_passes_of_the_loop(engine: Engine, loop: Loop) -> None:
-    prompt, setting = prompts()[-1], SETTINGS["fast"]
+def test_an_answer_takes_the_passes_of_the_loop(engine: Engine, loop: Loop) -> None:
+    prompt, setting = prompts()[-1], loop.settings["fast"]
     tokens, passes = loop.answer(prompt, setting)
     with engine.watch() as watched:
         assert engine.generate([prompt], params(**setting.of_request())) == [tokens]
@@ -154,22 +197,25 @@ def test_a_block_takes_the_passes_of_the_loop(engine: Engine, loop: Loop) -> Non
 def test_an_answer_may_be_shorter_or_longer_than_the_masks(engine: Engine, loop: Loop) -> None:
     """Shorter than a block: only its tokens are masks. Longer: ``gen_length`` masks at a time."""
     prompt = prompts()[2]
-    (short,) = engine.generate([prompt], params(10))
-    ids = prompt + [MASK] * 10
-    for _ in range(10):
-        p, tokens = loop.logits(ids).softmax(-1).max(-1)
-        at = max((at for at in range(len(ids)) if ids[at] == MASK), key=lambda at: float(p[at]))
-        ids[at] = int(tokens[at])
+    (short,) = engine.generate([prompt], params(10, diffusion_strategy="low_confidence_static"))
+    ids, masks = prompt + [MASK] * 10, list(range(len(prompt), len(prompt) + 10))
+    for step in range(10):
+        left = [at for at in masks if ids[at] == MASK]
+        count = loop.num_transferred(len(left), step, 10) if loop.is_dream else 1
+        loop.reveal(ids, left, count, "maskgit_plus")
     assert short == ids[len(prompt) :]
+    setting = loop.settings["default"]
     (long,) = engine.generate([prompt], params(GEN_LENGTH + 32))
-    first, *_ = loop.answer(prompt, SETTINGS["default"])
-    assert long[:32] == first[:32] and len(long) == GEN_LENGTH + 32
+    first, _ = loop.answer(prompt, setting)
+    assert long[: setting.block_length] == first[: setting.block_length]
+    assert len(long) == GEN_LENGTH + 32
 
 
 def test_an_end_token_ends_the_answer(engine: Engine, loop: Loop) -> None:
     """Also one in the first block: nothing behind it is computed."""
     prompt = prompts()[1]
-    expected, _ = loop.answer(prompt, SETTINGS["default"])
+    setting = loop.settings["default"]
+    expected, _ = loop.answer(prompt, setting)
     stop = expected[20]
     with engine.watch() as watched:
         (found,) = engine.generate(
@@ -177,7 +223,7 @@ def test_an_end_token_ends_the_answer(engine: Engine, loop: Loop) -> None:
         )
     assert found == expected[: expected.index(stop) + 1]
     (steps,) = watched.values()
-    assert len(steps) <= 32
+    assert len(steps) <= setting.block_length
 
 
 def test_requests_that_preempt_each_other_have_the_same_answers(path: Path, engine: Engine) -> None:
@@ -211,9 +257,9 @@ def test_pins_are_seen_and_emitted_wherever_they_are(engine: Engine, loop: Loop)
     ids = prompt + [MASK] * GEN_LENGTH
     for place, token in zip(at, (100, 200, 300), strict=True):
         ids[len(prompt) + place] = token
-    expected = loop.logits(ids)[len(prompt) : len(prompt) + 32]
     logits = steps[0].logits
     assert logits is not None
+    expected = loop.logits(ids)[len(prompt) : len(prompt) + len(logits)]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -238,7 +284,7 @@ def test_a_grammar_is_held(engine: Engine) -> None:
     [
         ({"max_num_batched_tokens": 256}, "--max-num-batched-tokens"),
         ({"long_prefill_token_threshold": 100}, "--long-prefill-token-threshold"),
-        ({"hf_overrides": {"block_type": "sequential"}}, "block_type"),
+        ({"hf_overrides": {"rope": False, "use_sliding_window": True}}, "rope|use_sliding_window"),
     ],
 )
 def test_it_is_refused_at_start(path: Path, options: dict[str, Any], names: str) -> None:
