@@ -82,9 +82,12 @@ def naive_transfers(step: dict, row: int) -> set[int]:
     if name == "low_confidence_dynamic":
         sure = {at for at in masks if confidence[at] > own["threshold"]}
         return sure if len(sure) >= count else set(by_confidence[:count])
+    by_entropy = sorted(masks, key=lambda at: float(entropy[at]))
+    if name == "least_entropy":
+        return set(by_entropy[:count])
     taken: set[int] = set()
     total_entropy = torch.zeros(())
-    for at in sorted(masks, key=lambda at: float(entropy[at])):
+    for at in by_entropy:
         total_entropy = total_entropy + entropy[at]
         if taken and total_entropy >= own["entropy_bound"]:
             break

@@ -393,6 +393,7 @@ ALSO_USED = {
     "ImageProcessingInfo.get_hf_config",
     "ImageProcessingInfo.get_supported_mm_limits",
     "Int8Linear.process_weights_after_loading",
+    "LLaDAModelLM.load_weights",
     "Messages.create_chat_completion",
     "NemotronLabsDiffusionForCausalLM.load_weights",
     "OurRunners.reload_weights",
