@@ -279,8 +279,6 @@ def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_served():
     with pytest.raises(TooSlow):  # not remembered: the machine may be less busy then
         made.begin(SLOW, []).result()
     assert counted.num_asked == 2
-    children.close()
-    children.seconds = 60
     assert len(made_by(made, Spec("regex", "a|b")).accepts) == 2
     children.close()
 
