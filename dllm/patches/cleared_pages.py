@@ -8,10 +8,10 @@ vLLM itself clears pages for some kinds of models.
 from collections.abc import Callable
 from typing import Any
 
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from dllm.patches.replace import replaces
+from dllm.settings.vllm_names import kv_cache_planning
 
 
 class ClearedPages(KVCacheConfig):
@@ -21,7 +21,7 @@ class ClearedPages(KVCacheConfig):
 def clear_pages(is_served: Callable[[Any], bool]) -> None:
     """``is_served``: whether our kernels serve a configuration."""
 
-    @replaces(kv_cache_utils)
+    @replaces(kv_cache_planning)
     def get_kv_cache_config_from_groups(
         theirs: Any, vllm_config: Any, *args: Any, **kwargs: Any
     ) -> KVCacheConfig:

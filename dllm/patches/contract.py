@@ -151,7 +151,7 @@ PATCHES = {
         "Model Runner V2 on a CPU without Triton; vLLM refuses it there"
     ),
     "vllm.config.VllmConfig._validate_v2_model_runner": "vLLM refuses it in a second place, too",
-    "vllm.v1.core.kv_cache_utils.get_kv_cache_config_from_groups": (
+    "vllm.v1.core.kv_cache_planning.get_kv_cache_config_from_groups": (
         "on a CPU without Triton: pages are cleared before a request gets them"
     ),
     "vllm.triton_utils.triton.next_power_of_2": (
