@@ -32,10 +32,9 @@ CANVAS = {"gemma": 12, "sdar": 4, "sdar-moe": 4, "stable-diffcoder": 4}  # the o
 def canvases(family: str, *batches: list[str], **more: Any) -> dict[str, Any]:
     """A job of a random model of a family, whose batches are those given."""
     size = CANVAS.get(family, 32)
-    sizes = [size, 4 * size]
-    if more.get("mode") == IN_PIECES:
-        sizes = [size, 4 * size, 128]  # of prompts, too
-    options = {"reasoning_parser": PARSER, "sizes": sizes, "num_tokens": 8}
+    options = {"reasoning_parser": PARSER, "sizes": [size, 4 * size], "num_tokens": 8}
+    if more.get("mode") == IN_PIECES:  # of prompts, too; slots beside those of SAMPLES for a start
+        options |= {"sizes": [size, 4 * size, 128], "max_num_seqs": 8}
     return {"model": family, "batches": list(batches)} | options | more
 
 
@@ -55,7 +54,7 @@ TINY_AR, TINY_DRAFTER = (str(ROOT / "checkpoints" / name) for name in ("tiny-ar"
 OURS = speculative("dflash", TINY_DRAFTER, 7)
 FEW = {"override_generation_config": {"max_denoising_steps": 8}}
 FAMILIES = ("sdar-moe", "llada2", "nemotron", "fast-dllm", "stable-diffcoder", "a2d-qwen3")
-SPLIT = ("gemma", "sdar", "llada2", "nemotron", "fast-dllm")
+SPLIT = ("sdar", "llada2", "nemotron", "fast-dllm")
 ALONE = {"additional_config": {"dllm": {"first_step": "separate"}}}
 
 JOBS: dict[str, dict[str, dict[str, Any]]] = {
@@ -76,6 +75,8 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
     "families": {name: canvases(name, *SAMPLES, **FEW) for name in FAMILIES},
     "pieces": {
         **{f"{name}, in pieces": canvases(name, *SAMPLES, **FEW, mode=IN_PIECES) for name in SPLIT},
+        "gemma, in pieces": canvases("gemma", *SAMPLES, **FEW, mode=IN_PIECES, code="right"),
+        "wrong code": canvases("gemma", *SAMPLES, **FEW, mode=IN_PIECES, code="wrong"),
         "drafter, in pieces": drafts(TINY_AR, 8, OURS, mode=IN_PIECES),
     },
 }

@@ -144,6 +144,19 @@ def memory_of_another_graph(engine: Any) -> None:
     model.forward, runner.model.compute_logits = keep, compute_logits
 
 
+def wrong_code(engine: Any) -> None:
+    """What vLLM compiles of the model computes something else."""
+    backbone = engine.runner.model.model
+    call = type(backbone).__call__
+
+    def wrong(model: Any, *args: Any, **given: Any) -> torch.Tensor:
+        result: torch.Tensor = call(model, *args, **given)
+        is_right = model is not backbone or model.do_not_compile
+        return result if is_right else result.roll(1, dims=-1)
+
+    type(backbone).__call__ = wrong
+
+
 def _behind_attention(engine: Any, change: Callable[[torch.Tensor, Any], object]) -> None:
     """Let each layer change its output; ``change`` gets the step's metadata, too."""
 

@@ -20,6 +20,7 @@ from vllm import SamplingParams, _custom_ops
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm.patches.compile_check import drop_wrong_code
 from dllm.patches.graph_check import drop_wrong_graphs
 from tests.support import tape, tape_plants
 from tests.support.attention_backend_worker import serve_with_triton_kernel
@@ -33,7 +34,7 @@ from tests.support.tape_engine import (
 )
 from tests.support.tape_modes import FULL
 
-ASKED_WITH = ("batches", "num_tokens", "adapter", "weights")
+ASKED_WITH = ("batches", "num_tokens", "adapter", "weights", "code")
 BEGINS_A_THOUGHT = {7: 100.0}  # the token's logit, as of tests/engine/test_thoughts.py
 SAMPLED = {"temperature": 1.0}
 # What a request asks for. All are seeded, and without a grammar go on behind an end of the text.
@@ -123,6 +124,7 @@ def _compare(
     num_tokens: int = 40,
     adapter: str | None = None,
     weights: list[str] | None = None,
+    code: str | None = None,
     checks: bool = False,
 ) -> dict[str, Any]:
     """
@@ -130,6 +132,7 @@ def _compare(
         batches: the kinds of requests that are asked at once.
         adapter: of requests of that kind.
         weights: checkpoints whose weights come one after the other while graphs serve.
+        code: "right", or "wrong" from here on: what vLLM compiles, which is compared as at a start.
         checks: whether graphs are compared as at a start, in the end.
     """
     runner, worker = engine.runner, engine.core.model_executor.driver_worker.worker
@@ -142,6 +145,10 @@ def _compare(
         return found
 
     result: dict[str, Any] = {"eager": answers(), "failed": ""}
+    if code == "wrong":
+        tape_plants.wrong_code(engine)
+    if code is not None:
+        drop_wrong_code(runner)
     try:
         result["replayed"], _ = capture(runner)
     except tape.CaptureError as error:
