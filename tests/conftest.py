@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.levels import (  # noqa: F401  hooks of pytest
-    pytest_collection_finish,
-    pytest_itemcollected,
-)
+from tests.support.levels import pytest_itemcollected  # noqa: F401  a hook of pytest
 from tests.support.workers import (  # noqa: F401  hooks of pytest
     pytest_collection_modifyitems,
     pytest_xdist_make_scheduler,
