@@ -19,6 +19,7 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
 from dllm.engine.model_state import DiffusionModelState
 from dllm.patches.gpu_worker import CanvasGPURunner
+from dllm.settings.denoising import WHOLE_SEQUENCE
 from tests.support import tape
 from tests.support.tape_modes import IN_PIECES
 
@@ -120,17 +121,18 @@ def capture(runner: Any) -> tuple[Replays, list[tuple[int, int]]]:
 def steps_of_canvases(runner: Any) -> Counter[str]:
     """Engine steps from here on that hold canvases alone, by the mode of their graph.
 
-    A canvas within a block has the tokens in front of it in its row.
+    A canvas within a block has the tokens in front of it in its row. Where every token sees all
+    others, the prompt is in each step, too.
     """
     steps: Counter[str] = Counter()
     prepare = runner.prepare_inputs
-    settings = runner.model_state.algorithm.settings
+    block_size = runner.model_state.algorithm.settings.block_size
 
     def prepare_inputs(output: Any, state: Any, description: Any, *others: Any) -> Any:
         widths = state.num_draft_tokens_np
         if widths is not None and widths.all():
             tails = state.num_scheduled_tokens - widths
-            if (tails < settings.block_size).all():
+            if block_size != WHOLE_SEQUENCE and (tails < block_size).all():
                 steps[description.cg_mode.name] += 1
         return prepare(output, state, description, *others)
 

@@ -77,6 +77,10 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         **{f"{name}, in pieces": canvases(name, *SAMPLES, **FEW, mode=IN_PIECES) for name in SPLIT},
         "gemma, in pieces": canvases("gemma", *SAMPLES, **FEW, mode=IN_PIECES, code="right"),
         "wrong code": canvases("gemma", *SAMPLES, **FEW, mode=IN_PIECES, code="wrong"),
+        **{
+            f"{name}, in pieces": canvases(name, *SAMPLES, mode=IN_PIECES, is_async=False)
+            for name in ("llada", "dream")
+        },
         "drafter, in pieces": drafts(TINY_AR, 8, OURS, mode=IN_PIECES),
     },
 }
