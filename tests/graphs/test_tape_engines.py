@@ -70,6 +70,8 @@ def test_tape_of_a_server_gives_the_tokens_of_steps_without(group, name, result_
             assert relative_error(ours, theirs) < RUN_TOLERANCE
     if steps := result.get("steps"):  # of canvases alone: nearly all are full graphs
         assert steps["FULL"] >= 0.9 * sum(steps.values())
+    if "left" in result:  # by a start, which finds all of them right
+        assert result["left"] == {"FULL", "PIECEWISE"}
     used = {kind for kind, found in result["replayed"].items() if found}
     unused = {"pieces": "pieces" not in name, "model": name.split(",")[0] in WHOLE}
     assert used == {kind for kind in result["replayed"] if not unused.get(kind)}

@@ -75,7 +75,9 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
     "families": {name: canvases(name, *SAMPLES, **FEW) for name in FAMILIES},
     "pieces": {
         **{f"{name}, in pieces": canvases(name, *SAMPLES, **FEW, mode=IN_PIECES) for name in SPLIT},
-        "gemma, in pieces": canvases("gemma", *SAMPLES, **FEW, mode=IN_PIECES, code="right"),
+        "gemma, in pieces": canvases(
+            "gemma", *SAMPLES, **FEW, mode=IN_PIECES, code="right", checks=True
+        ),
         "wrong code": canvases("gemma", *SAMPLES, **FEW, mode=IN_PIECES, code="wrong"),
         **{
             f"{name}, in pieces": canvases(name, *SAMPLES, mode=IN_PIECES, is_async=False)

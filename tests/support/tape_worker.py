@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from contextlib import nullcontext
+from copy import deepcopy
 from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +35,7 @@ from tests.support.tape_engine import (
 )
 from tests.support.tape_modes import FULL
 
-ASKED_WITH = ("batches", "num_tokens", "adapter", "weights", "code")
+ASKED_WITH = ("batches", "num_tokens", "adapter", "weights", "code", "checks")
 BEGINS_A_THOUGHT = {7: 100.0}  # the token's logit, as of tests/engine/test_thoughts.py
 SAMPLED = {"temperature": 1.0}
 # What a request asks for. All are seeded, and without a grammar go on behind an end of the text.
@@ -157,6 +158,7 @@ def _compare(
         result["steps"] = steps_of_canvases(runner)
     result |= {"taped": answers(), "faults": dict(tape.FAULTS)}
     if checks:
+        result = deepcopy(result)  # of the answers alone
         drop_wrong_graphs(runner)
         graphs = chain(*runner.cudagraph_manager._candidates.values())
         result["left"] = {graph.cg_mode.name for graph in graphs}
