@@ -83,7 +83,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     @functools.cache
     def write(name: str) -> Path:
-        return families.write(tmp_path_factory.mktemp(name) / "model", families.FAMILIES[name])
+        every = families.FAMILIES | families.WHOLE_SEQUENCES
+        return families.write(tmp_path_factory.mktemp(name) / "model", every[name])
 
     return write
 

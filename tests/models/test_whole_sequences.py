@@ -7,6 +7,7 @@ tokens a step decides depends on how many masks are left.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.models.unmasking.reference import additive
 from dllm.patches import routes
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.family_checkpoints import DREAM, LLADA, MASK, write
+from tests.support.family_checkpoints import DREAM, LLADA, MASK, WHOLE_SEQUENCES
 
 GEN_LENGTH = 64
 LENGTHS = [1, 8, 31, 33, 75]
@@ -54,7 +55,6 @@ SETTINGS = {
         "maskgit_plus": Setting(32, 64),
     },
 }
-CONFIGS = {"llada": LLADA, "dream": DREAM}
 # Released names of LLaDA -> Llama's.
 OF_BLOCK = {
     "attn_norm": "input_layernorm",
@@ -144,19 +144,19 @@ class Loop:
             ids[at] = int(p[at].argmax())
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def family(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=WHOLE_SEQUENCES)
+def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp(family) / "model", CONFIGS[family])
+def path(name: str, family: Callable[[str], Path]) -> Path:
+    return family(name)
 
 
 @pytest.fixture(scope="module")
-def loop(family: str, path: Path) -> Loop:
-    return Loop(family, path)
+def loop(name: str, path: Path) -> Loop:
+    return Loop(name, path)
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_nothing_is_cached(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_of", "name"),
+    ("request_of", "field"),
     [
         (lambda **more: ChatCompletionRequest(messages=[], **more), "max_completion_tokens"),
         (lambda **more: ResponsesRequest(input="a", **more), "max_output_tokens"),
@@ -305,10 +305,10 @@ def test_nothing_is_cached(engine: Engine) -> None:
     ids=["chat", "responses"],
 )
 def test_an_answer_without_a_number_of_tokens_has_gen_length(
-    engine: Engine, request_of: Any, name: str
+    engine: Engine, request_of: Any, field: str
 ) -> None:
     serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=engine.core.vllm_config))
-    for given in ({}, {name: 7}):
+    for given in ({}, {field: 7}):
         request = request_of(**given)
         routes._choose_length(serving, request)
-        assert getattr(request, name) == given.get(name, GEN_LENGTH)
+        assert getattr(request, field) == given.get(field, GEN_LENGTH)

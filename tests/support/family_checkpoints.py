@@ -149,6 +149,7 @@ DREAM = {name: value for name, value in A2D_QWEN2.items() if name != "block_size
     "gen_length": 64,
     "tie_word_embeddings": False,
 }
+WHOLE_SEQUENCES = {"llada": LLADA, "dream": DREAM}
 # Every architecture with masks and blocks.
 FAMILIES = {
     "sdar": SDAR,
