@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dllm.quant.formats import NVFP4_GROUP, QuantDtype
 
 # The names of all linear layers that may be quantized end so; those of norms and routers do not.
-LINEAR_ENDINGS = ("_proj", ".query_key_value", ".attention.dense")
+LINEAR_ENDINGS = ("_proj", ".query_key_value", ".attention.dense", ".attn_out", ".ff_out")
 
 # The encoder and the decoder share their weights, and a checkpoint may keep the one copy under any
 # of these names. Longest first, because the last is the start of the others.

@@ -33,6 +33,9 @@ COMPANIONS = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
+WITHOUT_CALIBRATION = ("LLaDAModelLM", "DreamModel")
+
+
 @dataclass(frozen=True)
 class Job:
     source: Checkpoint  # in bf16 (or fp16, or fp32)
@@ -63,10 +66,20 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
         )
     prompts = []
     if scheme.needs_calibration:
+        _refuse_whole_sequences(source, args.scheme)
         prompts = calibration_prompts(args.calibration, args.samples)
     groups = groups_of(source, scheme, args.ignore)
     options = (args.blocks, args.seed, args.device)
     return Job(source, scheme, groups, args.ignore, args.out, prompts, *options), args
+
+
+def _refuse_whole_sequences(source: Checkpoint, scheme: str) -> None:
+    """What is calibrated answers with a loop of blocks, which these models have none of."""
+    architecture = str(source.config["architectures"][0])  # type: ignore[index]
+    if architecture in WITHOUT_CALIBRATION:
+        raise CommandError(
+            f"--scheme {scheme} is calibrated, and {architecture} cannot be; allowed: fp8-dynamic."
+        )
 
 
 def refuse_existing(out: Path) -> None:

@@ -18,11 +18,13 @@ from dllm.quantize.checkpoint import DIFFUSION_GEMMA, Checkpoint
 
 # How names of linear layers end: all but the head and the routers of SDAR-MoE and LLaDA2.
 LINEARS = (*LINEAR_ENDINGS, ".router.proj")
+HEAD_OF_LLADA = "model.transformer.ff_out"  # a layer of each block is called so, too
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj",
+    "ff_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
 
@@ -54,7 +56,7 @@ def linears(config: Config) -> list[Linear]:
     found: list[Linear] = []
     for name, shape in text_shapes(config).items():
         parent, _, leaf = name.rpartition(".")
-        if leaf == "weight" and parent.endswith(LINEARS):
+        if leaf == "weight" and parent.endswith(LINEARS) and parent != HEAD_OF_LLADA:
             found.append(Linear(parent, (shape[0], shape[1]), name))
         elif name.endswith("experts.gate_up_proj"):
             inner = shape[1] // 2

@@ -12,11 +12,10 @@ import torch
 from tests.support.draft_sources import write_eagle_3
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import RUN_TOLERANCE, relative_error
-from tests.support.family_checkpoints import DREAM, LLADA, write
+from tests.support.family_checkpoints import WHOLE_SEQUENCES, write
 from tests.support.tape_jobs import CANVAS, JOBS, run_jobs, write_with_thoughts
 
 CASES = [pytest.param(group, name, id=name) for group, jobs in JOBS.items() for name in jobs]
-WHOLE = {"llada": LLADA, "dream": DREAM}  # they have no full graphs: a prompt is in each step
 pytestmark = pytest.mark.slow
 
 
@@ -38,8 +37,6 @@ def result_of(
         family_name, _, is_other = name.partition(", ")
         if family_name == "gemma":
             plain = checkpoint(canvas_length=CANVAS["gemma"], seed=9 if is_other else 3)
-        elif family_name in WHOLE:
-            plain = write(folder / f"whole {name}", WHOLE[family_name])
         else:
             plain = family(family_name)
         path = write_with_thoughts(plain, folder / name)
@@ -73,5 +70,6 @@ def test_tape_of_a_server_gives_the_tokens_of_steps_without(group, name, result_
     if "left" in result:  # by a start, which finds all of them right
         assert result["left"] == {"FULL", "PIECEWISE"}
     used = {kind for kind, found in result["replayed"].items() if found}
-    unused = {"pieces": "pieces" not in name, "model": name.split(",")[0] in WHOLE}
+    # A prompt is in each step of a whole sequence.
+    unused = {"pieces": "pieces" not in name, "model": name.split(",")[0] in WHOLE_SEQUENCES}
     assert used == {kind for kind in result["replayed"] if not unused.get(kind)}
