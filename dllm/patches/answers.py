@@ -89,6 +89,16 @@ def show_in_order() -> None:
     """
     from vllm.entrypoints.openai.responses import serving
     from vllm.parser import abstract_parser
+    from vllm.parser.engine.parser_engine import ParserEngine
+
+    @replaces(ParserEngine)
+    def _events_to_delta(theirs: Any, self: Any, events: Any, finished: bool = False) -> Any:
+        """Also what stands behind the last call of a whole answer, as in a stream."""
+        delta = theirs(self, events, finished=finished)
+        if finished and (behind := self._deferred_content):
+            self._deferred_content = ""
+            delta = _joined([delta, DeltaMessage(content=behind)])
+        return delta
 
     @replaces(serving)
     def split_delta(theirs: Any, delta: Any) -> list[Any]:

@@ -160,6 +160,18 @@ def test_what_is_no_call_is_returned_as_it_was_written():
     assert (content, calls or []) == (text, [])
 
 
+@pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder"])
+def test_text_behind_a_call_is_in_whole_and_streamed_answers(parser):
+    asked = Asked(parser, [(None, {"type": "object"})], "auto")
+    text = CALLS[parser].format(name="t0") + "It is done."
+    _, content, calls = asked._parser().parse(text, asked._request, enable_auto_tools=True)
+    assert content == "It is done." and len(calls) == 1
+    reader = asked._parser()
+    parts = [reader.parse_delta(c, [], asked._request, [], finished=False) for c in text]
+    parts.append(reader.parse_delta("", [], asked._request, [], finished=True))
+    assert "".join(part.content or "" for part in parts if part) == content
+
+
 NAMED = {"type": "custom", "name": "patch"}
 HERMES = '<tool_call>\n{"name": "patch", "arguments": {*}}\n</tool_call>'
 
