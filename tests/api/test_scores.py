@@ -91,7 +91,7 @@ def test_drawn_masks_are_as_many_as_the_bound_says_and_follow_from_the_seed():
     assert abs(mean - -2.0 * sum(text)) < 4 * error
 
 
-SETTINGS = SimpleNamespace(never_emitted=(9,), begins_causally=False, canvas_length=4)
+SETTINGS = SimpleNamespace(never_emitted=(9,), begins_causally=False, canvas_length=4, block_size=4)
 REFUSED = [
     ("model", [1], [2], {"never_emitted": ()}),
     ("model", [1], [2], {"begins_causally": True}),

@@ -57,9 +57,11 @@ def test_what_a_released_llada2_leaves_out_has_the_released_models_value(tmp_pat
 
 @pytest.mark.parametrize("model_type", sorted(REFUSED))
 def test_other_diffusion_models_are_refused_with_the_reason(model_type, tmp_path):
-    path = written(tmp_path, SDAR | {"model_type": model_type})
+    path = written(tmp_path, SDAR | {"model_type": model_type, "architectures": ["Other"]})
     for trusts in (False, True):
-        with pytest.raises(ValueError, match=f"'{model_type}' is not served: in .* Allowed: the a"):
+        with pytest.raises(
+            ValueError, match=f"'{model_type}' is not served: its .* Allowed: the a"
+        ):
             configured(path, trust_remote_code=trusts)
 
 

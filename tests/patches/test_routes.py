@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from dllm.models import FAMILIES
 from dllm.patches import install, serving
 from dllm.patches.serving import Chat, Completion, Messages, Render, Tokens, Translating, taken_over
+from tests.support.denoise_cases import CONFIG
 
 install.install()
 
@@ -74,7 +75,8 @@ def test_pins_are_refused_where_a_response_is_only_rendered():
         asyncio.run(taken_over(CohereLike(), Render).render_responses_request(asked))
 
 
-def test_holes_are_not_compared_by_logits():
+def test_holes_are_not_compared_by_logits(monkeypatch):
+    monkeypatch.setattr("dllm.patches.routes.settings_of", lambda config: CONFIG)
     route = taken_over(CohereLike(), Completion)
     asked = SimpleNamespace(suffix="b", vllm_xargs=None)
     with pytest.raises(VLLMValidationError, match="--logprobs-mode"):
