@@ -260,14 +260,18 @@ def test_the_engine_core_tells_the_loop_of_its_queue(engine, monkeypatch):
 
 
 def test_no_loop_unless_the_scheduler_allows_it():
-    canvases = SimpleNamespace(num_draft_tokens_per_req=np.array([3, 3]))
+    def batch(*widths: int, num_rows: int) -> Any:
+        return SimpleNamespace(num_draft_tokens_per_req=np.array(widths), num_draft_tokens=num_rows)
+
+    canvases = batch(3, 3, num_rows=6)
     one = loop(1000, itertools.count().__next__)
     one.begin_engine_step(False)
     assert not one.may_repeat(canvases)
     one.begin_engine_step(True)
     assert one.may_repeat(canvases)
+    assert not one.may_repeat(batch(3, 3, num_rows=4))  # two tokens take no part in the step
     # A prompt that goes on in the next engine step.
-    assert not one.may_repeat(SimpleNamespace(num_draft_tokens_per_req=np.array([3, 0])))
+    assert not one.may_repeat(batch(3, 0, num_rows=3))
     switched_off = loop(0, itertools.count().__next__)
     switched_off.begin_engine_step(True)
     assert not switched_off.may_repeat(canvases)

@@ -105,7 +105,7 @@ NOT_SERVED = ("Dream", "llada")
 # Models with remote code, by model_type: their architecture. vLLM has a class for the last one, and
 # we have one for "sdar", which is not loaded here.
 REMOTE_CODE = {
-    **{name: f"{name}Model" for name in NOT_SERVED},
+    **{name: f"{name}OtherModel" for name in NOT_SERVED},
     "martian": "MartianForCausalLM",
     "sdar": "SDARForCausalLM",
     "earthling": "Qwen3ForCausalLM",
