@@ -22,6 +22,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from dllm import LOGGER
+from dllm.settings.denoising import WHOLE_SEQUENCE, block_size_of
 
 logger = init_logger(LOGGER)
 
@@ -61,13 +62,16 @@ def choose_cuda_graphs(vllm_config: Any, canvas_length: int) -> None:
 def keep_mixed_batches_out(vllm_config: Any) -> None:
     """Call it when vLLM has made all its choices: some of its options set the mode FULL again.
 
-    An example is ``fuse_attn_quant``, with which no graph can be in pieces.
+    An example is ``fuse_attn_quant``, with which no graph can be in pieces. Where every token sees
+    all others no batch is of canvases alone: full graphs would only take memory.
     """
     from vllm.config import CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    if block_size_of(vllm_config) == WHOLE_SEQUENCE:
+        compilation.cudagraph_mode = compilation.cudagraph_mode.mixed_mode()
 
 
 def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:

@@ -29,6 +29,7 @@ from dllm.patches.drafting import DRAFTER_MODEL
 from dllm.patches.drafts import REMOTE_DRAFTS
 from dllm.patches.gpu_worker import CanvasGPURunner
 from dllm.quantize import recipes
+from dllm.settings.denoising import WHOLE_SEQUENCE
 from tests.support.cuda_start import rehearse
 from tests.support.process import ROOT
 from tests.support.quant_checkpoints import OURS, quantization_config
@@ -281,11 +282,24 @@ def test_prompts_run_in_no_full_graph(monkeypatch, given, chosen):
     assert compilation.cudagraph_mode == chosen
 
 
-def test_a_mode_that_vllm_sets_later_has_no_full_graphs_of_prompts():
-    for given, kept in (("FULL", "FULL_DECODE_ONLY"), ("FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE")):
+@pytest.mark.parametrize(
+    ("given", "kept", "kept_of_whole_sequences"),
+    [
+        ("FULL", "FULL_DECODE_ONLY", "NONE"),
+        ("FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE", "PIECEWISE"),
+        ("PIECEWISE", "PIECEWISE", "PIECEWISE"),
+        ("NONE", "NONE", "NONE"),
+    ],
+)
+def test_a_mode_that_vllm_sets_later_has_no_full_graphs_of_prompts(
+    given: str, kept: str, kept_of_whole_sequences: str
+) -> None:
+    for size, expected in ((None, kept), (WHOLE_SEQUENCE, kept_of_whole_sequences)):
         compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[given])
-        keep_mixed_batches_out(SimpleNamespace(compilation_config=compilation))
-        assert compilation.cudagraph_mode == CUDAGraphMode[kept]
+        model = SimpleNamespace(hf_config=SimpleNamespace(block_size=size))
+        config = SimpleNamespace(compilation_config=compilation, model_config=model)
+        keep_mixed_batches_out(config)
+        assert compilation.cudagraph_mode == CUDAGraphMode[expected]
 
 
 @pytest.mark.parametrize(
