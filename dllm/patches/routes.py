@@ -95,8 +95,10 @@ def _leave_out_transfers(self: Any, request: Any) -> None:
 def _choose_length(self: Any, request: Any) -> None:
     """Of an answer whose canvas is all that is left of it: vLLM's choice is the whole context."""
     settings = settings_of(self.engine_client.vllm_config)
+    if settings.block_size != WHOLE_SEQUENCE:
+        return
     names = [name for name in LENGTHS if hasattr(request, name)]
-    if settings.block_size == WHOLE_SEQUENCE and not any(getattr(request, one) for one in names):
+    if not any(getattr(request, name) for name in names):
         setattr(request, names[-1], settings.canvas_length)
 
 
