@@ -15,7 +15,7 @@ from dllm.patches import cpu
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.patches.cuda_graphs import choose_cuda_graphs
 from dllm.patches.replace import replaces
-from dllm.settings.denoising import WHOLE_SEQUENCE, DenoiseSettings
+from dllm.settings.denoising import WHOLE_SEQUENCE, DenoiseSettings, block_size_of
 from dllm.settings.server import options_of
 
 if TYPE_CHECKING:
@@ -107,18 +107,15 @@ def set_batch_defaults() -> None:
             self.max_num_seqs = min(self.max_num_seqs, DEFAULT_CONCURRENCY)
         if has_tokens:
             return
-        diffusion = self.create_diffusion_config()
         config = SimpleNamespace(
-            model_config=model_config,
-            diffusion_config=diffusion,
-            additional_config=self.additional_config,
+            model_config=model_config, additional_config=self.additional_config
         )
-        settings = settings_of(config)
-        if settings.block_size == WHOLE_SEQUENCE:
+        if block_size_of(config) == WHOLE_SEQUENCE:
             longest = model_config.max_model_len
             self.max_num_batched_tokens = max(self.max_num_batched_tokens, longest)
         elif not current_platform.is_cpu():
-            canvases = self.max_num_seqs * settings.canvas_length
+            config.diffusion_config = self.create_diffusion_config()
+            canvases = self.max_num_seqs * settings_of(config).canvas_length
             self.max_num_batched_tokens = max(self.max_num_batched_tokens, canvases + PROMPT_CHUNK)
 
 
