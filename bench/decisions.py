@@ -4,12 +4,10 @@
 
 All servers take the same bodies in turn: one input with 1, 8 or 32 questions, and 1, 8 or 32 inputs
 at once with a question each. No input comes twice. The built-in reads one canvas a question, ours 4
-unless its name says 1; with ``joint``, which vLLM 0.33 has, it reads as many questions of
-a body from a canvas as have room there.
+unless its name says 1.
 """
 
 import json
-import shutil
 import statistics
 import sys
 import tempfile
@@ -19,18 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
-from string import ascii_uppercase
 from typing import Any
 
 from bench.context import ROOT, Row, Rows, command_line, publish, reporting_failures
 from bench.race import Contestant, race, rounds, start_all
 from bench.servers import BUILTIN_ENVIRONMENT, SERVE_FLAGS, Server
 from bench.tables import Section, grouped, markdown, middle, names_of, of, ratios
-from dllm.settings.vllm_names import is_0_32
 
 OURS, FOUR = "ours, 1 canvas", "ours, 4 canvases"
 BUILTIN, CAUSAL = "vLLM's built-in", "autoregressive"
-JOINT = f"{BUILTIN}, joint"
 ONE_CANVAS = ("--additional-config", json.dumps({"dllm": {"decisions": {"samples": 1}}}))
 COUNTS = (1, 8, 32)
 ONE_INPUT, OWN_INPUTS = "one input", "own inputs"
@@ -79,24 +74,7 @@ def contestants(model: str, folder: Path) -> list[Contestant]:
         Server(FOUR, model, folder / "2"),
         causal,
     ]
-    if not is_0_32():
-        flags = (*SERVE_FLAGS, "--tokenizer", joint_tokenizer(model, folder / "tokenizer"))
-        servers.append(Server(JOINT, model, folder / "4", flags, BUILTIN_ENVIRONMENT))
     return [Contestant(server.name, server) for server in servers]
-
-
-def joint_tokenizer(model: str, folder: Path) -> str:
-    """A copy of the tokenizer in which a space and a capital letter are two tokens.
-
-    The built-in refuses ``joint`` unless this is so of all letters; tiny-decisions merges " T".
-    """
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    merges = content["model"]["merges"]
-    content["model"]["merges"] = [m for m in merges if m[0] != "Ġ" or m[1] not in ascii_uppercase]
-    path.write_text(json.dumps(content))
-    return str(folder)
 
 
 def warm_up(one: Contestant) -> None:
@@ -110,11 +88,10 @@ def warm_up(one: Contestant) -> None:
 def measure(server: Server, load: str, count: int, repeats: int, tag: str) -> Row:
     """Questions a second, on one input in one body or on own inputs at once; the median latency."""
     latencies = []
-    joint = {"joint": True} if server.name == JOINT else {}
 
     def timed(body: dict[str, Any]) -> None:
         start = time.monotonic()
-        server.post(PATH, **body, **joint)
+        server.post(PATH, **body)
         latencies.append(time.monotonic() - start)
 
     asked = {

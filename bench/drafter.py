@@ -47,8 +47,7 @@ from bench.race import Contestant, add_options, admit, race_workloads, rounds, s
 from bench.runs import NO_CANVAS, Client
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios
-from bench.toys.suite import FAMILIES
-from bench.toys.tokenizer import knows_questions
+from bench.toys.suite import FAMILIES, knows_questions
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Documents, Shape, Workload, prompt_texts
 from dllm.drafter.widths.pilot import PilotConfig
 from dllm.patches.contract import IN_PROCESS_EXECUTOR

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from bench.context import GateError, Row, progress
 from bench.runs import SPEEDS, Client, answer_questions, figures
 from bench.servers import SERVE_FLAGS, Engine, Server
-from bench.toys.report import wilson_interval
+from bench.toys.evaluate import wilson_interval
 from bench.workloads import ANSWER_TOKENS, FIXED, Shape, Workload
 
 T = TypeVar("T")

@@ -7,30 +7,21 @@ A section is what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``
 ``SECTIONS``, whose value turns the folder of the CSV files into Markdown. To add one, write a table
 beside the command that makes its CSV file (``bench.tables`` has the pieces), name it here in a
 ``Section``, and put the marks where the text shall stand. ``OPTIONS`` names
-tables of options (``bench.options``). ``tests/bench/test_bench_readme.py``
+tables of options. ``tests/bench/test_bench_readme.py``
 fails when they disagree.
 """
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bench import (
-    decisions,
-    drafter,
-    peer,
-    pilot,
-    profile_step,
-    remote,
-    roofline,
-    sampling_step,
-    soak,
-)
+from pydantic import TypeAdapter
+
+from bench import decisions, drafter, profile, remote, soak
 from bench.context import ROOT, Rows, command_line, read_csv
 from bench.drafter import FILE as DRAFTER
-from bench.options import table
 from bench.serve import AUTOREGRESSIVE, BUILTIN, ENGINE, OURS, PIPELINE, REFERENCE, SERVING
 from bench.tables import Section, contestant_table, load_tables, markdown, of, ratios
 from bench.workloads import ADAPTIVE, MIXED
@@ -104,33 +95,57 @@ def cells(line: Line, rows: Rows) -> list[str]:
     return [line.title, line.other_title, *compared, f"[{commits}](bench/results/{line.file})"]
 
 
+# --- tables of options, from the models that check them ------------------------------------------
+
+TYPES = {"string": "a text", "boolean": "a flag", "array": "a list", "object": "an object"}
+
+
+def options_table(kind: type) -> str:
+    """A row for each field: what is allowed, its default, and its docstring."""
+    fields = TypeAdapter(kind).json_schema()["properties"]
+    lines = [
+        [
+            f"`{name}`",
+            allowed(one),
+            "-" if one.get("default") in (None, []) else f"`{str(one['default']).lower()}`",
+            " ".join(one["description"].split()),
+        ]
+        for name, one in fields.items()
+    ]
+    return markdown(["option", "allowed", "default", "meaning"], lines)
+
+
+def allowed(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON schema of a field allows, in words; null is its default."""
+    if "anyOf" in schema:
+        return " or ".join(allowed(one) for one in schema["anyOf"] if one.get("type") != "null")
+    if "enum" in schema:
+        return ", ".join(f"`{one}`" for one in schema["enum"])
+    if schema["type"] in TYPES:
+        return TYPES[schema["type"]]
+    above, low, high = (schema.get(k) for k in ("exclusiveMinimum", "minimum", "maximum"))
+    least = f"{low:g}" if above is None else f"above {above:g}"
+    return f"at least {least}" if high is None else f"{least} to {high:,g}"
+
+
 # --- pages ---------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
     "comparison": comparison,
     "serving": Section(SERVING, "make bench", load_tables),
-    "context": profile_step.CONTEXT,
-    "step-time": profile_step.STEP_TIME,
+    "context": profile.BEHIND_PROMPTS,
+    "step-time": profile.STEP_TIME,
     "ways": Section(
         NEMOTRON,
         f"python -m bench.serve --model checkpoints/tiny-nemotron --file {NEMOTRON}",
         contestant_table,
     ),
-    "sampling-step": Section(
-        "sampler_cpu.csv", "python -m bench.kernels sampler", sampling_step.table
-    ),
-    "peer": peer.SECTION,
     "soak": soak.SECTION,
     "drafting": Section(DRAFTER, "python -m bench.drafter", drafter.tables),
     "passes": Section("passes.csv", "python -m bench.drafter --passes 2 4", drafter.tables),
-    "pilot": pilot.SECTION,
-    "pilot-smollm2": Section(
-        "pilot_smollm2.csv", f"{pilot.SECTION.command} --file pilot_smollm2.csv", pilot.table
-    ),
     "smollm2": Section(SMOLLM2, "python -m bench.drafter", drafter.tables),
     "remote": remote.SECTION,
     "decisions": decisions.SECTION,
-    "floors": roofline.SECTION,
 }
 # Tables of options come from the models that check them.
 OPTIONS: dict[str, type] = {
@@ -166,7 +181,7 @@ def document(text: str, results: Path, to_root: str = "") -> str:
 
     def written(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
-        section = table(OPTIONS[name]) if name in OPTIONS else SECTIONS[name](results)
+        section = options_table(OPTIONS[name]) if name in OPTIONS else SECTIONS[name](results)
         return f"{begin}{LINK.sub(f']({to_root}', section)}\n{end}"
 
     return MARKED.sub(written, text)

@@ -49,7 +49,7 @@ from bench.runs import BUILTIN_PASSES, NO_CANVAS, OVERLAPPED, PIPELINE, UNCOUNTE
 from bench.runs import TRANSFORMERS as REFERENCE
 from bench.servers import BUILTIN_ENVIRONMENT, Engine, Server
 from bench.tables import load_tables
-from bench.workloads import ADAPTIVE, EXTRACT, FIXED, ONE_BLOCK, STRUCTURED, Shape, Workload
+from bench.workloads import ADAPTIVE, FIXED, Shape, Workload
 from dllm.settings.command import CommandError
 
 KINDS = OURS, BUILTIN, AUTOREGRESSIVE = "ours", "built-in", "tiny-ar"
@@ -128,8 +128,7 @@ def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:
     if schedule == FIXED:
         sizes = [(n, max(2 * n, count // 4, 1)) for n in options.concurrency]
         return [Workload(FIXED, k, shape, n, steps_per_block=options.steps) for n, k in sizes]
-    families = EXTRACT if schedule == STRUCTURED else ONE_BLOCK
-    make = partial(Workload, schedule, shape=shape, families=families)
+    make = partial(Workload, schedule, shape=shape)
     return [
         # In whole batches, which matters without HTTP.
         *(make(max(2, math.ceil(count / n)) * n, concurrency=n) for n in options.concurrency),
@@ -146,9 +145,7 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
     found = []
     for index, spec in enumerate(options.contestants):
         is_twin, is_local = spec.kind == AUTOREGRESSIVE, spec.kind in LOCAL
-        if (schedule == FIXED and (is_twin or is_local)) or (
-            schedule == STRUCTURED and (spec.kind == BUILTIN or is_local)
-        ):
+        if schedule == FIXED and (is_twin or is_local):
             continue
         model = options.autoregressive if is_twin else options.model
         flags = () if is_twin else ("--generation-config", str(generation))
@@ -194,7 +191,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--autoregressive", type=Path, default=ROOT / "checkpoints/tiny-ar")
     parser.add_argument("--contestants", nargs="+", type=Spec.parse, default=everybody)
     parser.add_argument(
-        "--schedule", nargs="+", choices=(ADAPTIVE, STRUCTURED, FIXED), default=[ADAPTIVE, FIXED]
+        "--schedule", nargs="+", choices=(ADAPTIVE, FIXED), default=[ADAPTIVE, FIXED]
     )
     parser.add_argument("--no-http", action="store_true", help="LLM.chat in place of servers")
     parser.add_argument("--steps", type=int, default=16, help="per block, fixed schedule")

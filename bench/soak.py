@@ -105,7 +105,6 @@ MODELS: dict[str, tuple[Kinds, tuple[str, ...]]] = {
 KINDS = {CONVERSATION}.union(*(kinds for kinds, _ in MODELS.values()))  # of good requests
 MEASURES = {"memory": "MiB", "file descriptors": "", "threads": "", "sockets": ""}
 PROCESSES = {"EngineCore": "engine core", "Worker": "worker", "vllm": "API server"}  # by title
-SILENCE = "longest silence of /health"
 WRONG = ("failed", "other tokens", "not finite", "tracebacks")  # rows whose value has to be 0
 
 
@@ -129,8 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         campaign = campaign_of(name, given.seed, 60 * given.minutes)
         rows += [{"model": name} | row for row in campaign.rows()]
         publish(given.results / SECTION.file, rows)
-        for phase, ms in campaign.silences():
-            print(f"{name}, {phase}: /health was silent for at most {ms:.0f} ms")
         for problem, count in Counter(campaign.problems).most_common(20):
             print(f"{name}: {count} x {problem}", file=sys.stderr)
     print(SECTION(given.results))
@@ -157,7 +154,6 @@ class Campaign:
         self.model, self.kinds, self.dice = model, kinds, Random(seed)
         self.phase, self.deadline = CALM, 0.0
         self.latencies: dict[str, list[float]] = defaultdict(list)  # of good requests, s, by phase
-        self.silence: dict[str, float] = defaultdict(float)  # seconds of /health at most, by phase
         self.sent: Counter[tuple[str, str]] = Counter()  # by phase and kind
         self.failed: Counter[tuple[str, str]] = Counter()
         self.problems: list[str] = []
@@ -194,7 +190,6 @@ class Campaign:
         async with asyncio.TaskGroup() as clients:
             for _ in range(CLIENTS):
                 clients.create_task(self._good_client(Random(self.dice.random())))
-            clients.create_task(self._ping())
             for kinds, pause_s in hostile:
                 dice = Random(self.dice.random())
                 clients.create_task(self._hostile_client(dice, kinds, pause_s))
@@ -237,16 +232,6 @@ class Campaign:
             self.got(kind, statuses)
             await asyncio.sleep(dice.expovariate(1 / pause_s))
 
-    async def _ping(self) -> None:
-        """Ask whether the server is alive, ten times a second."""
-        while time.monotonic() < self.deadline:
-            start = time.perf_counter()
-            with suppress(aiohttp.ClientError, TimeoutError):
-                async with self._http.get("/health") as answer:
-                    await answer.read()
-            self.silence[self.phase] = max(self.silence[self.phase], time.perf_counter() - start)
-            await asyncio.sleep(0.1)
-
     async def _watch(self, pid: int) -> None:
         while time.monotonic() < self.deadline:
             with suppress(psutil.NoSuchProcess):
@@ -288,16 +273,12 @@ class Campaign:
             for percent in (50, 99):
                 value = 1e3 * float(np.percentile(seconds, percent))
                 rows.append(_row(f"p{percent}", phase, value, unit="ms"))
-        rows += [_row(SILENCE, *part, unit="ms") for part in self.silences()]
         for process in dict.fromkeys(one.process for one in self.samples):
             rows += self._held(process)
         rows.append(_row("sent once more", "", len(self.shadows)))
         rows.append(_row("other tokens", "", self.num_different))
         rows.append(_row("not finite", "log", self.num_broken))
         return [*rows, _row("tracebacks", "log", self.num_tracebacks)]
-
-    def silences(self) -> list[tuple[str, float]]:
-        return [(phase, 1e3 * seconds) for phase, seconds in self.silence.items()]
 
     def _held(self, process: str) -> list[Row]:
         mine = [one for one in self.samples if one.process == process]

@@ -87,7 +87,6 @@ class Section:
 
 TITLES = {
     "adaptive": "adaptive denoise steps, questions",
-    "structured": "questions held to a JSON schema",
     "fixed": "fixed steps, random tokens",
 }
 COLUMNS = (

@@ -1,11 +1,10 @@
 """What a run asks for.
 
-Three schedules, each with the prompts that it makes sense for:
+Two schedules, each with the prompts that it makes sense for:
 
     adaptive    held-out questions of the task suite (``bench/toys/suite.py``), as many of each
                 family, as chat messages. Answers end where the model ends them, and blocks stop
                 when they converge. Or prompts of a file, for a model that does not know the suite.
-    structured  those of them that ask for JSON, held to its schema by ``response_format``.
     fixed       random tokens, answered with exactly as many tokens as asked for. Every block takes
                 the same number of denoise steps, so this measures what a pass costs.
 
@@ -27,7 +26,7 @@ from bench.context import ROOT
 from bench.toys.suite import FAMILIES, Question, questions
 from dllm.prompts.files import read_conversations
 
-ADAPTIVE, STRUCTURED, FIXED = "adaptive", "structured", "fixed"
+ADAPTIVE, FIXED = "adaptive", "fixed"
 ANSWER_TOKENS = 128  # at most, of an answer to a question; right ones are shorter
 NUM_WARMUPS = 2
 
@@ -35,17 +34,6 @@ NUM_WARMUPS = 2
 # another way than the reference, gets a third of them wrong, and would have no speed at all.
 ONE_BLOCK = tuple(family for family in FAMILIES if family != "report")
 MIXED = "mixed"
-EXTRACT = ("extract",)  # the family whose answers are of this schema
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "city": {"type": "string"},
-    },
-    "required": ["name", "age", "city"],
-    "additionalProperties": False,
-}
 ANY_ANSWER = "-"  # to a prompt whose answer is not known; `vllm bench serve` wants some text
 
 
@@ -158,9 +146,6 @@ class Workload:
             flags |= {"--dataset-name": "sharegpt", "--dataset-path": dataset}
             flags |= {"--sharegpt-output-len": ANSWER_TOKENS}
             switches = ["--disable-shuffle"]
-            if self.schedule == STRUCTURED:
-                form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
-                flags |= {"--extra-body": json.dumps({"response_format": form})}
         else:
             flags |= {"--backend": "openai", "--endpoint": "/v1/completions"}
             flags |= {"--dataset-name": "random", "--random-input-len": shape.input_len}

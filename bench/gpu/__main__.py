@@ -13,7 +13,7 @@
 
 Engines are processes that outlive a call: most of it is starting, and the next call waits for those
 that are not done. They are measured while nothing else computes. All have dummy weights, as
-``bench.gpu.weights`` makes them. Written to --out, in at most eight files: what servers answered,
+``bench.gpu.engine`` makes them. Written to --out, in at most eight files: what servers answered,
 what each engine has found as JSON, failed.log, and report.txt. The exit status is 1 if an answer or
 an engine was wrong.
 """
@@ -21,8 +21,10 @@ an engine was wrong.
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -34,7 +36,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from bench.context import ROOT, command_line, progress
-from bench.gpu.report import report
+from bench.gpu.engine import PASSES
 from bench.servers import BUILTIN_ENVIRONMENT, ENVIRONMENT
 
 CALLS = (1, 2, 3)
@@ -69,7 +71,7 @@ class Engine(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Arguments of ``bench.answers``."""
+    """Arguments of ``bench.gpu.answers``."""
 
     name: str
     flags: str
@@ -129,7 +131,7 @@ class Lease:
         self.wait(seconds, DONE, *engines)
 
     def answers(self, seconds: float, *asked: Answers) -> list[bool]:
-        """Whether all servers of each answer rightly (``bench.answers``); they start at once."""
+        """Whether all servers of each answer rightly; they start at once."""
         end = time.monotonic() + seconds * self._patience
         started = [self._ask(one, seconds * self._patience - STOPPING_S) for one in asked]
         return [self._is_right(*pair, end) for pair in zip(asked, started, strict=True)]
@@ -138,7 +140,7 @@ class Lease:
         name, flags, servers = asked
         if self.is_toy:
             flags, servers = EAGER, servers[:1]
-        command = [sys.executable, "-m", "bench.answers", "--results", str(self.folder / name)]
+        command = [sys.executable, "-m", "bench.gpu.answers", "--results", str(self.folder / name)]
         command += ["--within", str(seconds), *shlex.split(flags), "--servers", *servers]
         with (self.out / f"{name}.log").open("w") as file:
             return subprocess.Popen(
@@ -252,6 +254,61 @@ def experts_tables(folder: Path) -> Path:
     for path in configs.glob("E=128,N=704,device_name=NVIDIA_H100*fp8_w8a8.json"):
         shutil.copy(path, folder / f"E=128,N=704,device_name={name},dtype=fp8_w8a8.json")
     return folder
+
+
+# --- what the engines have found ------------------------------------------------------------------
+
+States = Mapping[str, Mapping[str, Any]]  # by engine: what ``engine.State`` has written
+
+# The first whose pattern is found in a kernel's name.
+KINDS = (
+    ("experts, products", r"cutlass.*(group|moe)|GroupProblem|fused_moe_kernel|grouped"),
+    (
+        "attention",
+        r"FlashAttention|flash_fwd|FlashAttn|cute.*[Ff]wd|canvas_attention|merge_splits|"
+        r"unified_attention|kernel_.*attention|combine",
+    ),
+    ("row statistics", r"_(tile|row|cutoff|probs)_kernel|row_stats"),
+    ("soft embeddings", r"_(heavy|product)_kernel"),
+    ("FP8 products", r"cutlass.*(fp8|e4m3|scaled)|scaled_mm|sm90_fp8|gemm_universal|GemmUniversal"),
+    (
+        "bf16 products (head, the built-in's soft embeddings)",
+        r"nvjet|cublas|gemm|splitKreduce|s16816",
+    ),
+    ("routing", r"routing|topk|moe_align|permute|expert|sort_"),
+    ("quantizing", r"quant|fp8"),
+    ("soft-capping, norms (Inductor)", r"^triton_"),
+    ("cache writes", r"write_kv|reshape_and_cache"),
+    ("copies", r"Memcpy|Memset|copy|fill"),
+)
+
+
+def report(states: States) -> str:
+    """All engines, then all kinds of kernels of each load, a column for each engine."""
+    lines: list[str] = []
+    for name, state in states.items():
+        lines += ["", f"== {name}: {state['stage']}; {state.get('what')}; {state['seconds']}"]
+        lines += [f"    {line[:220]}" for line in state["log"][-14:]]
+        if "error" in state:
+            lines.append(f"    ...{state['error'][-1500:]}")
+        for load, blocks in state["ms"].items():
+            middle = statistics.median(blocks)
+            lines.append(f"  {load} at once: {middle / PASSES:7.3f} ms a pass, of blocks {blocks}")
+    for load in sorted({load for state in states.values() for load in state["kernels"]}, key=int):
+        lines += ["", f"ms a pass by kind, {load} at once: {', '.join(states)}"]
+        for kind, row in by_kind(states, load):
+            lines.append(f"  {kind:40}" + "".join(f"{ms:9.3f}" for ms in row.values()))
+    return "\n".join(lines)
+
+
+def by_kind(states: States, load: str) -> list[tuple[str, dict[str, float]]]:
+    """The kinds by their largest time, with ms a pass of each engine."""
+    sums: dict[str, dict[str, float]] = {}
+    for name, state in states.items():
+        for ms, _, kernel in state["kernels"].get(load, ()):
+            kind = next((kind for kind, found in KINDS if re.search(found, kernel)), "else")
+            sums.setdefault(kind, dict.fromkeys(states, 0.0))[name] += ms / PASSES
+    return sorted(sums.items(), key=lambda item: -max(item[1].values()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,13 +24,38 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.weights import compute_with_dummy_weights
-from bench.step_parts import generate_ms
+import torch
+from torch import Tensor, nn
+
+from bench.profile import generate_ms
 
 STEPS = 16
 PASSES = STEPS + 1
 LOADS, ROUNDS, BLOCKS = (1, 8), 3, 5
 MOST_KERNELS = 60
+# google/diffusiongemma-26B-A4B-it: its text_config is its Gemma 4 26B-A4B backbone's.
+RELEASED = {
+    "vocab_size": 262_144,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "layer_types": ([*["sliding_attention"] * 5, "full_attention"]) * 5,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 512,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262_144,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+    "final_logit_softcapping": 30.0,
+}
+ONES = re.compile(r"(layer_scalar|head_scalars|canvas_scalars|per_expert_scale|scale)$")
+# Attention adds little to a row, or the mean of all keys would make all rows the same.
+SMALL, SHARE = "post_attention_layernorm", 0.1
+STD = 0.02
+STRIDE = 7_654_321  # so that no two tensors begin with the same numbers
 # Lines of the log that say what was chosen, and what was found wrong.
 TOLD = ("dllm:", "MoE", "Fp8", "FlashAttention", "AttentionBackend", "CUDA graph", "took")
 
@@ -74,7 +100,6 @@ class Told(logging.Handler):
 
 
 def measure(state: State, name: str, folder: Path, options: argparse.Namespace) -> None:
-    import torch
     from vllm import LLM
 
     logging.getLogger("vllm").addHandler(Told(state))
@@ -125,13 +150,10 @@ def write_model(path: Path, *, is_toy: bool) -> int:
     On a GPU as ``dllm quantize --scheme fp8-dynamic`` would have written it; on a CPU vLLM has no
     FP8 experts.
     """
-    import torch
-
-    from bench.roofline import released_config
     from bench.toys.tiny import tiny_config, write_checkpoint
     from dllm.quantize.recipes import MADE, quantization_config
 
-    config = tiny_config() if is_toy else released_config()
+    config = tiny_config() if is_toy else tiny_config(canvas_length=256, **RELEASED)
     if torch.cuda.is_available() and not is_toy:
         config["quantization_config"] = quantization_config(MADE["fp8-dynamic"])
     if not path.exists():
@@ -155,6 +177,68 @@ def kernels(run: Callable[[int, int], float], load: int) -> list[tuple[float, in
         for each in found.key_averages()
     ]
     return sorted(rows, reverse=True)[:MOST_KERNELS]
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+# vLLM's dummy weights are at most 0.001, also those of norms and scalars of layers. With them
+# hidden states of a Gemma 4 are zero behind a few layers, and all rows choose the same experts,
+# whose weights are then all that is read. Here matrices are normal, and norms and scalars 1.
+
+
+def compute_with_dummy_weights() -> None:
+    """Let vLLM's dummy loader, of this process, fill models with ``fill``."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    DummyModelLoader.load_weights = lambda self, model, model_config: fill(model)  # type: ignore[method-assign]
+
+
+def fill(model: nn.Module) -> None:
+    """Fill the parameters and buffers of a model in place; the same each time."""
+    draws: dict[torch.device, Draws] = {}
+    for layer in model.modules():
+        for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is None or not torch.is_floating_point(tensor):
+                continue
+            if name in layer._non_persistent_buffers_set:  # computed, not loaded
+                continue
+            if name.endswith("weight_scale"):  # of an FP8 weight
+                tensor.data.fill_(STD)
+            elif tensor.dim() < 2 or ONES.search(name):
+                tensor.data.fill_(1.0)
+            else:
+                if tensor.device not in draws:
+                    draws[tensor.device] = Draws(tensor.device)
+                draws[tensor.device].fill(tensor.data)
+    for name, parameter in model.named_parameters():
+        if SMALL in name:
+            parameter.data.fill_(SHARE)
+
+
+class Draws:
+    """Normal numbers of a device, drawn once: 26B of them would take a minute."""
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator(device=device).manual_seed(7)
+        size = 1 << (26 if device.type == "cuda" else 20)
+        self._numbers = torch.randn(size, generator=generator, device=device)
+        self._of_type: dict[torch.dtype, Tensor] = {}
+        self._start = 0
+
+    def fill(self, tensor: Tensor) -> None:
+        """Fill a contiguous tensor; one of FP8 has its scale beside it."""
+        if tensor.dtype not in self._of_type:
+            unit = 1.0 if tensor.dtype.itemsize == 1 else STD
+            self._of_type[tensor.dtype] = (self._numbers * unit).to(tensor.dtype)
+        numbers, flat, at = self._of_type[tensor.dtype], tensor.view(-1), 0
+        while at < len(flat):
+            self._start = (self._start + STRIDE) % (len(numbers) // 2)
+            count = min(len(numbers) - self._start, len(flat) - at)
+            flat[at : at + count].copy_(numbers[self._start : self._start + count])
+            at += count
+
+
+# --- the process ---------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -3,25 +3,30 @@
     python -m bench.toys.evaluate --base-url http://127.0.0.1:8000
     python -m bench.toys.evaluate --reference checkpoints/tiny-dllm
 
-The second through Hugging Face transformers. Typed decisions are scored by ``dllm eval``.
+The second through Hugging Face transformers. Typed decisions are scored by ``dllm eval``. accuracy
+has its Wilson score interval at 95%; tokens, of a question, include the end-of-sequence token;
+steps are those of a block, "-" where the model has none or does not report them.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from bench.context import command_line, progress, reporting_failures
-from bench.toys.report import Run, Score, score, table, total, wrong_answers
-from bench.toys.served import ServedModel
+from bench.tables import markdown
+from bench.toys.served import Run, ServedModel
 from bench.toys.suite import GROUPS, SPLITS, STYLES, Question, questions
 from dllm.settings.checks import did_you_mean
 from dllm.settings.command import OK, CommandError, new_file, positive
 from dllm.tools import client
 
 ALL = "all"
+Z_95 = 1.959963984540054  # of the standard normal distribution: 2.5% lie above it
+Answered = tuple[Sequence[Question], Run]
 KNOWN = [family for group in GROUPS.values() for family in group]
 
 
@@ -37,17 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse(argv)
     asked = {family: _questions(family, given) for family in chosen_families(given.tasks)}
     model = open_model(given)
-    scores, wrong = evaluate(model, asked)
-    print(f"{model.name}: {given.split} questions, exact answers\n\n{table(scores)}")
+    # One family after the other, because a server counts its steps for all requests together.
+    answered: dict[str, Answered] = {}
+    for family, drawn in asked.items():
+        answered[family] = drawn, model.answer(drawn)
+        progress(f"{family:<8} {100 * score(answered[family])['accuracy']:5.1f}%")
+    scores = {family: score(one) for family, one in answered.items()}
+    of_all = score(*answered.values())
+    print(f"{model.name}: {given.split} questions, exact answers\n\n{table(scores, of_all)}")
     if given.output:
         settings = {key: value for key, value in sorted(vars(given).items()) if key != "api_key"}
-        result = {
-            "model": model.name,
-            "settings": settings,
-            "families": {one.name: one.to_mapping() for one in scores},
-            "all": total(scores).to_mapping(),
-            "wrong": wrong,
-        }
+        wrong = [one for each in answered.values() for one in wrong_answers(*each)]
+        result: dict[str, Any] = {"model": model.name, "settings": settings, "families": scores}
+        result |= {"all": of_all, "wrong": wrong}
         text = json.dumps(result, indent=2, ensure_ascii=False, default=str)  # paths
         given.output.write_text(f"{text}\n")
     return OK
@@ -124,25 +131,83 @@ def open_model(given: argparse.Namespace) -> Model:
     )
 
 
-def evaluate(
-    model: Model, asked: dict[str, list[Question]]
-) -> tuple[list[Score], list[dict[str, Any]]]:
-    """One family after the other, because a server counts its steps for all requests together."""
-    scores, wrong = [], []
-    for family, drawn in asked.items():
-        run = model.answer(drawn)
-        scores.append(score(family, drawn, run))
-        wrong += wrong_answers(drawn, run)
-        progress(f"{family:<8} {100 * scores[-1].accuracy:5.1f}%")
-    return scores, wrong
-
-
 def _questions(family: str, given: argparse.Namespace) -> list[Question]:
     try:
         found = questions([family], given.split, given.num, given.question_seed)
     except ValueError as error:
         raise CommandError(f"--num {given.num}: {error}") from None
     return [one.in_style(given.style) for one in found]
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+def wilson_interval(num_correct: int, num_questions: int) -> tuple[float, float]:
+    """The 95% score interval (low, high) of num_correct / num_questions (Wilson, JASA 22, 1927)."""
+    share, n, z = num_correct / num_questions, num_questions, Z_95
+    center = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def score(*answered: Answered) -> dict[str, Any]:
+    """The numbers of some families together; None where one has no value."""
+
+    def total(values: list[Any]) -> Any:
+        return None if None in values else sum(values)
+
+    def ratio(value: Any, by: Any) -> float | None:
+        return None if value is None or not by else value / by
+
+    pairs = [pair for asked, run in answered for pair in zip(asked, run.answers, strict=True)]
+    right = sum(asked.is_correct(answer.text) for asked, answer in pairs)
+    tokens = total([answer.num_tokens for _, answer in pairs])
+    steps, blocks = (
+        total([getattr(run, name) for _, run in answered]) for name in ("denoise_steps", "blocks")
+    )
+    seconds = sum(run.seconds for _, run in answered)
+    return {
+        "num_questions": len(pairs),
+        "num_correct": right,
+        "accuracy": right / len(pairs),
+        "interval_95": list(wilson_interval(right, len(pairs))),
+        "mean_output_tokens": ratio(tokens, len(pairs)),
+        "denoise_steps": steps,
+        "blocks": blocks,
+        "denoise_steps_per_block": ratio(steps, blocks),
+        "output_tokens_per_step": ratio(tokens, steps),
+        "seconds": seconds,
+        "output_tokens_per_s": ratio(tokens, seconds),
+    }
+
+
+def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, Any]]:
+    """For each wrong answer: its question's place, family and prompt, a right answer, itself."""
+    told = [
+        {"place": place, "family": one.family, "prompt": one.prompt, "expected": one.answer}
+        for place, one in enumerate(questions)
+    ]
+    pairs = zip(questions, told, run.answers, strict=True)
+    return [line | {"given": a.text} for one, line, a in pairs if not one.is_correct(a.text)]
+
+
+def table(scores: dict[str, dict[str, Any]], of_all: dict[str, Any]) -> str:
+    """A row for each family, and one for all if there are several."""
+
+    def shown(value: float | None, decimals: int = 1) -> str:
+        return "-" if value is None else f"{value:.{decimals}f}"
+
+    def cells(name: str, one: dict[str, Any]) -> list[str]:
+        low, high = one["interval_95"]
+        share = f"{100 * one['accuracy']:.1f}%", f"{100 * low:.1f}-{100 * high:.1f}"
+        tokens, steps = one["mean_output_tokens"], one["denoise_steps_per_block"]
+        right = f"{one['num_correct']}/{one['num_questions']}"
+        speed = shown(one["seconds"]), shown(one["output_tokens_per_s"])
+        return [name, right, *share, shown(tokens), shown(steps, 2), *speed]
+
+    header = ["family", "right", "accuracy", "95%", "tokens", "steps", "s", "tokens/s"]
+    rows = [*scores.items(), *[("all", of_all)] * (len(scores) > 1)]
+    return markdown(header, [cells(*row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from bench.toys.report import Answer, Run
+from bench.toys.served import Answer, Run
 from bench.toys.suite import Question
 from dllm.models import FAMILIES
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model

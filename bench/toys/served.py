@@ -1,10 +1,7 @@
 """Answers questions through the chat endpoint of any OpenAI-compatible server.
 
-The number of denoise steps comes from two of vLLM's counters for diffusion models, read before and
-after the questions: denoise steps (vLLM's built-in implementation counts its commit passes too) and
-canvas positions. Positions / passes is the canvas width; the blocks of a request are its output
-tokens / canvas width, rounded up. Where canvases differ in width (models with blocks), the counters
-do not say how many there were. Requests of other clients at the same time are counted as well.
+Denoise steps come from vLLM's counters for diffusion models, read before and after the questions;
+vLLM's built-in counts its commit passes, too, and requests of other clients are counted as well.
 """
 
 import math
@@ -16,11 +13,27 @@ from dataclasses import dataclass
 import openai
 
 from bench.servers import counters
-from bench.toys.report import Answer, Run
 from bench.toys.suite import Question
 from dllm.tools.client import Connection, explained
 
 PASSES, POSITIONS = "diffusion_num_denoising_steps", "diffusion_num_canvas_positions"
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    num_tokens: int | None  # None if the server does not report it
+
+
+@dataclass(frozen=True)
+class Run:
+    """The answers to a list of questions, which were asked one after the other or concurrently."""
+
+    answers: Sequence[Answer]
+    seconds: float  # wall time of all of them
+    # Sums over all; None if the model has none or does not report them.
+    denoise_steps: int | None = None
+    blocks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +95,9 @@ def denoise_counts(
 ) -> tuple[int | None, int | None]:
     """(canvas passes between two readings of the metrics, blocks of these answers).
 
-    Of both None if the server has no such counters; of blocks also if it does not report the
-    answers' tokens, or if canvases differed in width.
+    An answer's blocks are its tokens / canvas width, rounded up; the width is canvas positions /
+    passes. None: the server has no such counters; of blocks also if it does not report the answers'
+    tokens, or if canvases differed in width, as of models with blocks.
     """
     counted = counters(after)
     counted.subtract(counters(before))

@@ -8,7 +8,10 @@ a tenth in ``validation``, and the rest in ``train``.
 import hashlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
+
+from tokenizers import Tokenizer
 
 from bench.toys.chat import Asked, Chat, Decision
 from bench.toys.decisions import DECISION_FAMILIES
@@ -28,6 +31,15 @@ GROUPS: dict[str, dict[str, Family]] = {
 STYLES: dict[str, Callable[[str], str]] = {
     "signed": "{}. Yours, Bob".format,
 }
+
+
+# Of the small models' tokenizers: byte-level BPEs with a token a digit. A token's id is its place,
+# and the first five are as in the released tokenizer.
+SPECIAL_TOKENS = (
+    *("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"),
+    *("<|turn>", "<turn|>", "<|image>", "<|image|>", "<image|>"),
+)
+TOKEN_ID = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
 
 
 @dataclass(frozen=True)
@@ -76,12 +88,11 @@ def question(family: str, split: str, index: int, seed: int = 0) -> Question:
     _check(family, kinds, "family")
     _check(split, SPLITS, "split")
     rng = Random(f"{family} {split} {index} {seed}")
-    kind = kinds[family]
-    content = kind.draw(rng)
-    while split_of(family, content) != split:
-        content = kind.draw(rng)
-    in_words = kind.ask(content, rng)
-    asked = in_words if isinstance(in_words, Asked) else Asked(*in_words)
+    problem = kinds[family](rng)
+    while split_of(family, next(problem)) != split:
+        problem = kinds[family](rng)
+    asked = next(problem)
+    assert isinstance(asked, Asked)
     answer = rng.choice(asked.accepted)
     return Question(
         family, asked.prompt, answer, frozenset(asked.accepted), asked.chat, asked.decision
@@ -112,6 +123,15 @@ def questions(families: Iterable[str], split: str, count: int, seed: int = 0) ->
                 last_new = draws
         found.extend(distinct.values())
     return found
+
+
+def knows_questions(checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of our small models, judged by its tokenizer."""
+    path = checkpoint / "tokenizer.json"
+    if not path.exists():
+        return False
+    tokenizer = Tokenizer.from_file(str(path))
+    return all(tokenizer.token_to_id(token) == index for token, index in TOKEN_ID.items())
 
 
 def _check(given: str, allowed: Iterable[str], what: str) -> None:

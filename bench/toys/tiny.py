@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.context import ROOT
-from bench.toys.tokenizer import TOKEN_ID
+from bench.toys.suite import TOKEN_ID
 from dllm.models.gemma.shapes import Config, tensor_shapes
 from dllm.models.gemma.weights import DECODER, ENCODER
 

@@ -58,7 +58,7 @@ class DrafterOptions:
 
     fused_context: bool = False
     """on CUDA: one kernel (`attention/context_kv.py`) for context tokens; no quantized projections.
-    No GPU has timed it: `python -m bench.kernels context`"""
+    No GPU has timed it"""
 
     window: Count | None = None
     """context tokens that the drafter attends to and keeps; by default the

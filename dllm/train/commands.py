@@ -35,7 +35,7 @@ NUM_PROMPTS, MAX_TOKENS = 10, 96  # of `check-drafter`
 PILOT = """Which draft width pays for a request, learned from its prompt.
 
 Written to --out:
-    trials/              what every width kept on every prompt; --resume and bench.pilot read them
+    trials/              what every width kept on every prompt; --resume reads them
     costs.json           measured milliseconds, for the label tokens_per_s without `costs`
     pilot.safetensors    the pilot, for {"policy": "pilot", "pilot": "runs/pilot/pilot.safetensors"}
     report.csv           the pilot, fixed widths and the oracle, on prompts that are held out

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from bench import answers, compare, race, serve
+from bench import compare, race, serve
 from bench.context import ROOT, read_csv
+from bench.gpu import answers
 from bench.serve import BUILTIN, OURS, REFERENCE
 from bench.servers import Server
 from tests.support.forced_async import write_plugin

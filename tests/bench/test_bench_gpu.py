@@ -13,12 +13,10 @@ from torch import nn
 from vllm import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from bench import answers
 from bench.gpu import __main__ as calls
-from bench.gpu.__main__ import DRAFTER, EAGER, FULL_ALONE, Answers, Engine, Lease
-from bench.gpu.engine import PASSES, State, turn, write_model
-from bench.gpu.report import report
-from bench.gpu.weights import SHARE, STD, fill
+from bench.gpu import answers
+from bench.gpu.__main__ import DRAFTER, EAGER, FULL_ALONE, Answers, Engine, Lease, report
+from bench.gpu.engine import PASSES, SHARE, STD, State, fill, turn, write_model
 from dllm.settings.vllm_names import cli_args
 from tests.support.patience import HANG_S
 from tests.support.process import printed_json, run_python

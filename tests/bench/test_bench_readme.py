@@ -8,7 +8,7 @@ import pytest
 
 from bench import readme
 from bench.context import ROOT, write_csv
-from bench.options import table
+from bench.readme import options_table
 from bench.runs import FIGURES
 from bench.serve import BUILTIN, OURS, PIPELINE
 from dllm.settings.remote import RemoteOptions
@@ -129,7 +129,7 @@ def test_wins_and_losses_stand_side_by_side(line: str, compared: Path) -> None:
 
 
 def test_a_table_of_options_says_what_their_model_allows() -> None:
-    rows = table(RemoteOptions).splitlines()
+    rows = options_table(RemoteOptions).splitlines()
     assert "| `policy` | `adaptive`, `fixed` | `adaptive` | " in rows[4]
     assert rows[3].startswith("| `deadline_ms` | above 0 to 10,000 | `50.0` | how long")
     assert rows[5].startswith("| `width` | at least 0 | - | ")

@@ -1,6 +1,5 @@
 """What the serving benchmark makes of a run: numbers, refusals, turns, tables. No servers."""
 
-import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from bench.serve import BUILTIN, OURS, Spec
 from bench.servers import Engine, Server
 from bench.tables import load_tables, ratios, spread
 from bench.toys.suite import FAMILIES, Question
-from bench.workloads import ADAPTIVE, FIXED, STRUCTURED, Shape, Workload, draw_questions
+from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, draw_questions
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "checkpoints/tiny-random"
@@ -337,19 +336,6 @@ def test_who_takes_which_workload(tmp_path: Path) -> None:
     (tmp_path / "fixed").mkdir()  # those without denoise steps to fix, or at batch 1, stay away
     fixed = serve.contestants(options, FIXED, tmp_path / "fixed")
     assert [each.name for each in fixed] == [OURS, BUILTIN]
-    (tmp_path / "structured").mkdir()  # the built-in refuses schemas
-    structured = serve.contestants(options, STRUCTURED, tmp_path / "structured")
-    assert [each.name for each in structured] == [OURS, "tiny-ar"]
-
-
-def test_structured_questions_send_a_schema(tmp_path: Path) -> None:
-    (load,) = serve.workloads(
-        serve.parse(["--model", str(MODEL), "--rates", "--concurrency", "2"]), STRUCTURED
-    )
-    flags = load.client_flags(3, tmp_path / "questions.json")
-    sent = json.loads(flags[flags.index("--extra-body") + 1])["response_format"]
-    properties = sent["json_schema"]["schema"]["properties"]
-    assert all(set(json.loads(one.answer)) == set(properties) for one in load.asked(3))
 
 
 def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from bench.gpu import pack
-from bench.gpu.cubins import MAGIC, strip_cubins
+from bench.gpu.pack import MAGIC, strip_cubins
 
 
 def entry(kind: int, architecture: int, body: bytes) -> bytes:

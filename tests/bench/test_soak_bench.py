@@ -121,7 +121,6 @@ def test_a_campaign_against_a_good_server_is_clean(quick, monkeypatch):
     assert num_good >= 100 and len(found.shadows) == num_good // 10
     kinds = {(CALM, "conversation"), (RUDELY, "refused"), (EVERYTHING, "burst over capacity")}
     assert kinds <= set(found.sent) and (CALM, "refused") not in found.sent
-    assert set(found.silence) == set(soak.PHASES)
 
 
 def test_other_tokens_in_a_replay_are_found(quick, monkeypatch):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
+from bench.toys.suite import SPECIAL_TOKENS, TOKEN_ID
 from bench.toys.tiny import VOCAB_SIZE, tiny_config, write_checkpoint
-from bench.toys.tokenizer import SPECIAL_TOKENS, TOKEN_ID
 from dllm.models.gemma.shapes import tensor_shapes
 
 BUNDLED = Path(__file__).parents[2] / "checkpoints/tiny-random"

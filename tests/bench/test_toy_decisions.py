@@ -5,8 +5,7 @@ import re
 import pytest
 from tokenizers import Tokenizer
 
-from bench.toys.suite import DECISION_FAMILIES, Question, question
-from bench.toys.tokenizer import TOKEN_ID
+from bench.toys.suite import DECISION_FAMILIES, TOKEN_ID, Question, question
 from dllm.api.decisions.labels import Labels
 from dllm.api.decisions.protocol import DecisionRequest
 from dllm.api.decisions.reads import written

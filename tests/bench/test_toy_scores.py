@@ -13,12 +13,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from bench.servers import counters
 from bench.toys import evaluate, prompts
-from bench.toys.evaluate import chosen_families
+from bench.toys.evaluate import chosen_families, wilson_interval
 from bench.toys.reference import open_reference
-from bench.toys.report import Answer, wilson_interval
-from bench.toys.served import PASSES, denoise_counts
-from bench.toys.suite import DECISION_FAMILIES, FAMILIES, TOOL_FAMILIES, questions
-from bench.toys.tokenizer import TOKEN_ID
+from bench.toys.served import PASSES, Answer, denoise_counts
+from bench.toys.suite import DECISION_FAMILIES, FAMILIES, TOKEN_ID, TOOL_FAMILIES, questions
 from dllm.models.unmasking.reference import Generated, generate_blocks, load_model
 from dllm.settings.command import CommandError
 from dllm.tools import decisions

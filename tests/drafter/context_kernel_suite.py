@@ -10,12 +10,20 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 
-from bench.context_kv import FP8_SCALE, POSITIONS, Sizes, Step, cached, make_network, make_step
 from dllm.attention import context_kv
 from dllm.attention.context_kv import ContextTiles, context_tiles, write_context_kv
 from dllm.attention.inputs import FP8_OF, PagedKV
 from dllm.drafter.network import DrafterNetwork
 from dllm.engine.kernel_checks import compare_context
+from tests.support.context_network import (
+    FP8_SCALE,
+    POSITIONS,
+    Sizes,
+    Step,
+    cached,
+    make_network,
+    make_step,
+)
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, round_to_fp8, speed_up
 
 speed_up()

@@ -10,7 +10,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.sampling_step import make_logits
 from bench.toys.suite import FAMILIES, questions
 from dllm.ops.row_stats import RowStats
 from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
@@ -22,6 +21,7 @@ from dllm.ops.tile_product import (
     without_light_tiles,
 )
 from tests.ops.test_soft_embedding import rows_of_every_kind, stats_of, table
+from tests.support.made_logits import make_logits
 from tests.support.toy_prompts import encode_prompt
 from tests.support.watched_device import DeviceWatch, off_device, on_device
 
@@ -69,8 +69,8 @@ def test_the_bound_holds_for_the_released_vocabulary(profile: str) -> None:
 
 def made_logits(rows: int, profile: str) -> Tensor:
     if profile == "flat":
-        return make_logits(rows, RELEASED, "open", "cpu") / 30
-    return make_logits(rows, RELEASED, profile, "cpu")
+        return make_logits(rows, RELEASED, "open") / 30
+    return make_logits(rows, RELEASED, profile)
 
 
 def kept_share(probs: Tensor, budget: float) -> float:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.sampling_step import make_logits
 from dllm.ops import tile_product_gpu
 from dllm.ops.row_stats import RowStats, reference_row_stats, softcap
 from dllm.ops.soft_embedding import Shard
@@ -17,6 +16,7 @@ from dllm.ops.tile_product_gpu import ProductTiles, num_parts, tile_product_kern
 from tests.ops.test_row_stats import keys_for
 from tests.ops.test_soft_embedding import rows_of_every_kind, table
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
+from tests.support.made_logits import make_logits
 from tests.support.recorded_calls import record_calls
 
 speed_up()
@@ -95,7 +95,7 @@ def test_the_product_takes_the_steps_of_the_tiles_that_are_kept(
     """Half of the rows are sure, and fill a group of their own, wherever they stand."""
     vocab = 8192
     plans = record_calls(monkeypatch, tile_product_gpu, "tiles_of_groups")
-    logits = make_logits(32, vocab, "settled", "cpu")
+    logits = make_logits(32, vocab, "settled")
     logits[::2] = torch.randn(16, vocab, generator=torch.Generator().manual_seed(0)) * 0.1
     weight = table(vocab, torch.bfloat16)
     cut = ProductTiles(16, 32, 2, 4, 2048)
@@ -107,7 +107,7 @@ def test_the_product_takes_the_steps_of_the_tiles_that_are_kept(
 def test_of_blocks_without_mass_no_logit_is_read() -> None:
     """Of a sure row most; of a row that is sure of nothing, all are read."""
     vocab, cut = 16384, ProductTiles(16, 32, 2, 4, 2048)
-    logits = make_logits(32, vocab, "settled", "cpu")
+    logits = make_logits(32, vocab, "settled")
     logits[::2] = torch.randn(16, vocab, generator=torch.Generator().manual_seed(0)) * 0.1
     weight = table(vocab, torch.bfloat16)
     probs = (logits / torch.linspace(0.4, 0.8, 32)[:, None]).softmax(1)

@@ -17,7 +17,6 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.model_executor.models import gemma4
 
 from bench.gpu import engine
-from bench.gpu.weights import compute_with_dummy_weights
 from bench.toys import tiny
 
 LAYERS = 30
@@ -62,7 +61,7 @@ def main() -> None:
         engines = []  # a dropped one would end the process groups of the other
         for weights in ("vllm", "fill"):
             if weights == "fill":
-                compute_with_dummy_weights()
+                engine.compute_with_dummy_weights()
             llm = LLM(
                 str(Path(folder) / "model"),
                 load_format="dummy",

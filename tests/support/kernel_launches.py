@@ -14,17 +14,16 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.kernels import DRAFTER, FULL, SLIDING, SYMMETRIC, Layer
 from dllm.attention.cache_write import write_kv
 from dllm.attention.canvas_attention import batch_shape, launch
 from dllm.attention.context_kv import write_context_kv
 from dllm.attention.inputs import AttentionOptions, ContextWeights, PagedKV, RaggedBatch
-from dllm.attention.masks import Mask
+from dllm.attention.masks import ALL, Mask
 from dllm.attention.planning import plan_attention
 from dllm.attention.tuning import TileConfig, tile_config
 from dllm.attention.visible_pages import VisiblePages
@@ -40,6 +39,20 @@ from tests.support.compiled_kernels import recorded
 VOCAB, HIDDEN, CAP = 262144, 2816, 30.0  # of DiffusionGemma 26B-A4B
 CANVAS, DRAFTS, MAX_TOKENS, MAX_SEQS, MAX_LEN = 256, 8, 8192, 64, 131072
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+class Layer(NamedTuple):
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    mask: Mask = ALL
+
+
+SLIDING = Layer("sliding-anchored", 16, 8, 256, Mask(1024, is_anchored=True))
+SYMMETRIC = SLIDING._replace(name="sliding-symmetric", mask=Mask(1024))
+FULL = Layer("full", 16, 2, 512)
+DRAFTER = Layer("drafter", 32, 8, 128)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import pilot as bench_pilot
 from dllm import cli
 from dllm.drafter.widths.pilot import FILE, Pilot, PilotConfig
 from dllm.settings.command import CommandError
@@ -187,27 +186,3 @@ def test_the_command_goes_from_a_pair_to_a_report(tmp_path, capsys, monkeypatch)
     capsys.readouterr()
     assert cli.main([*command, "--resume", "--radius", "1"]) == 1
     assert "radius" in capsys.readouterr().err
-
-
-def test_the_ablation_is_a_table_of_all_cells(tmp_path, capsys):
-    """Here with one cell for which there was time."""
-    (tmp_path / pilot.TRIALS).mkdir()
-    made_up().save(tmp_path / pilot.TRIALS / "0.safetensors")
-    flags = ["--run", tmp_path, "--costs", 1, 0.25, 0.25, "--results", tmp_path, "--steps", 2]
-    assert bench_pilot.main([*map(str, flags), "--minutes", "0"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "not trained" in line]
-    assert [line.count("not trained") for line in lines] == [5] * 6
-    trials = made_up()
-    heldout = trials.of(trials.is_heldout)
-    adaptive = bench_pilot.adaptive_value(heldout, (1.0, 0.25, 0.25))
-    fixed = scores(heldout, step_ms(WIDTHS, (1.0, 0.25, 0.25)), Pilot(PilotConfig(WIDTHS, VOCAB)))
-    assert 0.5 < adaptive / fixed["best fixed"].value < 1.5
-    settings = small(label="tokens_per_s")
-    options = bench_pilot.parse([*map(str, flags)])
-    row = bench_pilot.row_of(settings, bench_pilot.cell(trials, settings, options), adaptive, 40)
-    told = {name: "" if value is None else str(value) for name, value in row.items()}
-    told |= {"best fixed": "2", "adaptive": "2.2", "pilot": "2.1", "oracle": "2.4"}
-    others = [told | {"reads": "softmax", "pilot": "2"}, told | {"hidden": "64", "pilot": ""}]
-    shown = bench_pilot.table([told, others[0], others[1], others[1] | {"reads": "softmax"}])
-    assert "| 1 | 32 | fixed 3 | +10.00 | +20.00 | +5.00 (0.25) | +0.00 (0.00) |" in shown
-    assert f"| 1 | 64 |{5 * ' not trained |'}" in shown

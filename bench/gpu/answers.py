@@ -1,7 +1,7 @@
 """Do the bundled models answer on this machine? Each in a server of its own, side by side.
 
-    python -m bench.answers
-    python -m bench.answers --enforce-eager     # any other flag goes to all servers
+    python -m bench.gpu.answers
+    python -m bench.gpu.answers --enforce-eager     # any other flag goes to all servers
 
 What to run first on a GPU that is new to this code: a kernel or a CUDA graph that computes
 something else makes wrong answers, not an error. Every server gets the same held-out questions, all

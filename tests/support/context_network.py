@@ -1,12 +1,7 @@
-"""A drafter's context for `bench.kernels` and tests: a network of random weights, and its steps.
-
-The default sizes are those of Qwen3-8B's drafter.
-"""
+"""A drafter's network of random weights, and the steps of its context; sizes are Qwen3-8B's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from dllm.attention.inputs import FP8_OF
-from dllm.attention.reference import context_kv
 from dllm.drafter.network import DrafterNetwork
 
 POSITIONS = 4096  # of the table of RoPE
@@ -126,42 +120,3 @@ def cached(network: DrafterNetwork) -> Tensor:
         unit = FP8_SCALE if cache.is_fp8 else 1.0
         found.append(unit * torch.stack([cache.key, cache.value]).float().flatten(1, 2))
     return torch.stack(found)
-
-
-def defined(network: DrafterNetwork, sizes: Sizes, step: Step) -> Tensor:
-    """What ``cached`` finds behind a step, by the definition."""
-    hidden = step.hidden.float()
-    scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + network._rms_norm_eps)
-    normed = (hidden * scale * network._hidden_norm_weight.float()).to(sizes.dtype)
-    weights = network._weights_of_kernel()
-    both = torch.stack(context_kv(normed, step.positions, weights, sizes.num_kv_heads), 1)
-    expected = torch.zeros_like(cached(network))
-    expected[:, :, step.slots[0]] = both
-    return expected
-
-
-# --- what is timed -------------------------------------------------------------------------------
-
-SMOKE = Sizes(9, 32, 2, 2, 16, 16, dtype=torch.float32)
-
-
-def cases(smoke: bool, device: str) -> Iterator[tuple[Any, ...]]:
-    """The fields of a `Case`: the tokens of one request's step, of many requests', of prompts."""
-    for sizes in [SMOKE] if smoke else map(Sizes, (16, 256, 4096)):
-        step, runs = make_step(sizes, device), {}
-        for name in ("vllm", "dllm"):
-            network = make_network(sizes, device, is_fused=name == "dllm")
-            runs[name] = partial(_run, network, step)
-        about = {"tokens": sizes.num_tokens, "hidden": sizes.hidden, "layers": sizes.layers}
-        yield about, runs, partial(defined, network, sizes, step), _unlike
-
-
-def _run(network: DrafterNetwork, step: Step) -> DrafterNetwork:
-    network.precompute_and_store_context_kv(*step)
-    return network
-
-
-def _unlike(expected: Tensor, network: DrafterNetwork) -> str:
-    """vLLM rounds to bf16 four times on the way to a key: 2 % of the largest is far more."""
-    gap = float((expected - cached(network)).abs().max() / expected.abs().max())
-    return "" if gap <= 0.02 else f"{gap:.2g} apart; 0.02"

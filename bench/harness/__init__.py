@@ -1,1 +1,0 @@
-"""Tasks and a model of lm-evaluation-harness (docs/clients.md)."""
