@@ -10,19 +10,11 @@ With blocks no token of a prompt has a logprob. There, the hole is read as the e
 suffix and end have the logprobs of a canvas of masks behind it, in one step.
 """
 
-import asyncio
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from dllm.api.engine_requests import at_once, finished, read_params
 from dllm.api.pins import check_length
 from dllm.settings.pins import PIN_ARGS, PIN_AT, PIN_IDS, PIN_MODE
 from dllm.settings.request import STREAM, refuse
@@ -39,7 +31,6 @@ FINALISTS = 4  # widths whose answers are read once more
 # may depend on those before it, for instance a space at its beginning.
 CONTEXT = 8
 
-T = TypeVar("T")
 Generate = Callable[..., "AsyncGenerator[RequestOutput, None]"]
 Decode = Callable[[list[int]], str]
 
@@ -99,14 +90,7 @@ class Fill:
             params = SamplingParams(max_tokens=1, prompt_logprobs=0, extra_args=cheapest, seed=0)
             return behind(answer), params
         rest = answer[width:]
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=len(rest),
-            ignore_eos=True,
-            logprob_token_ids=sorted({*rest}),
-            extra_args=dict(self.one_step),
-        )
-        return behind(answer[:width]), params
+        return behind(answer[:width]), read_params(len(rest), rest, self.one_step)
 
     def candidate(self, params: "SamplingParams", width: int, sample: int) -> "SamplingParams":
         """The parameters of the request that tries a width, for sample number ``sample`` of n."""
@@ -212,32 +196,6 @@ async def filled(
     result.request_id = request_id
     result.outputs = holes
     yield result
-
-
-async def at_once(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of coroutines that run at once; if one fails, the others are cancelled.
-
-    They start one after the other, and the event loop goes on between them.
-    """
-    tasks = []
-    try:
-        async with asyncio.TaskGroup() as group:
-            for coroutine in started:
-                tasks.append(group.create_task(coroutine))
-                await asyncio.sleep(0)
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-async def finished(results: AsyncIterable[Any]) -> Any:
-    """Raises HTTPException 503 if the request was aborted, as ``/pause`` does by default."""
-    from fastapi import HTTPException  # not in the worker
-
-    output = [result async for result in results][-1]
-    if output.outputs[0].finish_reason == "abort":
-        raise HTTPException(503, "The server aborted this request. Send it again.")
-    return output
 
 
 def _canvas_score(output: "RequestOutput") -> float:

@@ -8,8 +8,8 @@ are in it than run at a time: whoever comes later waits for the first of them, a
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,15 +19,9 @@ from pydantic import ConfigDict
 from dllm.settings.request import refuse
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-
     from dllm.api.fill import Fill
     from dllm.api.watching import CanvasFeed
 
-FAILED = (
-    "The model's output is not finite (NaN or infinity), or not a text of the grammar. The log of "
-    "the server says which."
-)
 MAX_REQUESTS = 512  # of the engine
 # Of the bodies of our routes. With a bound (here vLLM's), pydantic refuses texts that hold half of
 # a surrogate pair: JSON may hold it, and neither the tokenizer nor an answer can.
@@ -79,27 +73,3 @@ def handling(one: HttpRequest) -> Iterator[None]:
         raise VLLMValidationError(text, parameter=name) from error
     finally:
         current.reset(token)
-
-
-def places_of(vllm_config: Any) -> asyncio.Semaphore:
-    """The places of one HTTP request in the engine: as many as it runs requests at a time."""
-    running = vllm_config.scheduler_config.max_num_seqs
-    return asyncio.Semaphore(running * vllm_config.parallel_config.data_parallel_size)
-
-
-async def in_turn(
-    places: asyncio.Semaphore, outputs: AsyncGenerator["RequestOutput", None]
-) -> AsyncGenerator["RequestOutput", None]:
-    """Outputs of vLLM's ``generate``, which starts with the first one asked for, if there is a
-    place.
-
-    Raises GenerationError: the engine has ended the request with an error; the client gets HTTP
-    500.
-    """
-    from vllm.exceptions import GenerationError
-
-    async with places, aclosing(outputs):
-        async for output in outputs:
-            if any(one.finish_reason == "error" for one in output.outputs):
-                raise GenerationError(FAILED)
-            yield output

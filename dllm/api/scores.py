@@ -32,11 +32,11 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
+from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from vllm.utils.async_utils import make_async
 
-from dllm.api.fill import at_once, finished
-from dllm.api.http_request import BODY, in_turn, places_of
+from dllm.api.engine_requests import at_once, options_of, read_params, reader
+from dllm.api.http_request import BODY
 from dllm.settings.denoising import DenoiseSettings, unread_canvases
 from dllm.settings.pins import PIN_AT, PIN_IDS
 from dllm.settings.request import LOGITS_MODES, refuse, refuse_value
@@ -80,15 +80,7 @@ class BlockRead(NamedTuple):
         extra: dict[str, Any] = dict(settings.one_step)
         if given:
             extra |= {PIN_AT: given, PIN_IDS: [self.tokens[at] for at in given]}
-        return SamplingParams(
-            max_tokens=len(self.tokens),
-            temperature=0.0,
-            ignore_eos=True,
-            logprob_token_ids=sorted({self.tokens[at] for at in self.masked}),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            detokenize=False,  # nobody reads what the model would say
-            extra_args=extra,
-        )
+        return read_params(len(self.tokens), [self.tokens[at] for at in self.masked], extra)
 
     def logprobs(self, output: RequestOutput) -> list[float]:
         """The log-probabilities of the masked tokens, in order."""
@@ -135,17 +127,11 @@ async def scored(
         reads = drawn(text, of_blocks, request.samples, request.seed)
     engine.check_admission(len(reads))
     base = f"score-{serving._base_request_id(raw_request)}"
-    options = {
-        "lora_request": serving._maybe_get_adapters(request),
-        "trace_headers": await serving._get_trace_headers(raw_request.headers),
-        "priority": request.priority,
-    }
-    places = places_of(engine.vllm_config)
+    read_canvas = reader(engine, await options_of(serving, request, raw_request))
 
     def asked(read: BlockRead, name: str) -> Any:
         context = tokens_input([*prompt, *text[: read.start]], cache_salt=request.cache_salt)
-        outputs = engine.generate(context, read.params(settings), name, **options)
-        return finished(in_turn(places, outputs))
+        return read_canvas(context, read.params(settings), name)
 
     outputs = await at_once(asked(read, f"{base}-{place}") for place, read in enumerate(reads))
     found = [read.logprobs(output) for read, output in zip(reads, outputs, strict=True)]

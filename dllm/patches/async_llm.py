@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from dllm.api import fill
-from dllm.api.http_request import current, in_turn
+from dllm.api.engine_requests import in_turn
+from dllm.api.http_request import current
 from dllm.models import FAMILIES, settings_of
 from dllm.patches.admission import prepare
 from dllm.patches.grammars import needs_table, serialized_grammar, wait_before_the_stream

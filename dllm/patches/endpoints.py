@@ -26,7 +26,11 @@ class OurRoutes:
 
         class Reads(CanvasReads):
             def __init__(self, context: Any) -> None:
-                super().__init__(context, settings_of(context.engine_client.vllm_config))
+                try:
+                    super().__init__(context, settings_of(context.engine_client.vllm_config))
+                except ValueError as error:
+                    app.state.why_no_decisions = str(error)
+                    raise  # vLLM logs it at the level DEBUG
 
         self._app = app
         for architecture in FAMILIES:

@@ -17,7 +17,8 @@ from typing import Any
 from vllm.utils.async_utils import make_async
 
 from dllm.api import fill, pins
-from dllm.api.http_request import HttpRequest, current, handling, places_of
+from dllm.api.engine_requests import places_of
+from dllm.api.http_request import HttpRequest, current, handling
 from dllm.models import settings_of
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.settings.admission import refuse_without_canvases

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fastapi import APIRouter, FastAPI
 
-from dllm.api.decisions import protocol, reads, route
+from dllm.api.decisions import protocol, route
 from dllm.api.decisions.labels import Labels
 from dllm.grammar.viterbi import UNLIMITED, Canvas
 from dllm.models import FAMILIES
@@ -162,14 +162,15 @@ def no_template(*_: Any, **__: Any) -> None:
 )
 def test_a_checkpoint_that_cannot_be_asked_says_why(monkeypatch, changes, mode, causal, why):
     settings = SimpleNamespace(begins_causally=causal, block_size=1, never_emitted=(3,))
-    monkeypatch.setattr(reads.CanvasReads, "why_not", None)
-    architecture = next(iter(FAMILIES))
-    monkeypatch.setitem(strategies.READ_STRATEGIES, architecture, reads.CanvasReads)
-    with contextlib.suppress(ValueError):  # vLLM logs it at the level DEBUG
-        reads.CanvasReads(context(**changes), settings)
+    monkeypatch.setattr(endpoints, "settings_of", lambda config: settings)
+    monkeypatch.setattr(strategies, "READ_STRATEGIES", dict(strategies.READ_STRATEGIES))
+    architecture, app = next(iter(FAMILIES)), FastAPI()
+    OurRoutes().attach_router(app)
+    with contextlib.suppress(ValueError):
+        strategies.READ_STRATEGIES[architecture](context(**changes))
     model = SimpleNamespace(architecture=architecture, logprobs_mode=mode)
-    state = SimpleNamespace(engine_client=SimpleNamespace(model_config=model))
-    assert why in route.why_not(state)
+    app.state.engine_client = SimpleNamespace(model_config=model)
+    assert why in route.why_not(app.state)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", next(iter(FAMILIES))])

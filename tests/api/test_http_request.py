@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllm.exceptions import GenerationError, VLLMValidationError
 
-from dllm.api.fill import at_once
-from dllm.api.http_request import MAX_REQUESTS, HttpRequest, handling, in_turn
+from dllm.api.engine_requests import at_once, in_turn
+from dllm.api.http_request import MAX_REQUESTS, HttpRequest, handling
 from dllm.settings.request import refuse
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
 
 from dllm.api import scores
-from dllm.api.fill import finished
+from dllm.api.engine_requests import finished
 from dllm.models.unmasking.reference import DecodingRule, load_model
 from tests.support.mask_engines import MASKS, TOLERANCE, prompts
 from tests.support.masked_pass import logits_of

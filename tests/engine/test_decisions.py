@@ -42,6 +42,7 @@ class Client:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._finished, self.name_of = engine, {}, {}
+        self.vllm_config = engine.llm.llm_engine.vllm_config
         self.num_added, self.num_steps = 0, 0
 
     async def generate(
@@ -72,7 +73,6 @@ class Reads(CanvasReads):
             engine_client=self.client, online_renderer=SimpleNamespace(renderer=renderer)
         )
         self.options = DecisionOptions(read_width=WIDTH, **options)
-        self.vllm_config = engine.llm.llm_engine.vllm_config
         self.settings = engine.runner.model_state.algorithm.settings
         self.block_size = self.settings.block_size
         self.width, self.max_model_len = WIDTH, 512

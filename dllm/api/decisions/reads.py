@@ -7,25 +7,24 @@ The label positions are noise or masks, as the model's canvases begin. What is b
 token that ends a reply; with blocks it is masks to the end of the block.
 """
 
-import asyncio
 import hashlib
 import json
 import math
 import statistics
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any
 
 from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
+from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from vllm.utils.async_utils import make_async
 
+from dllm.api import engine_requests
 from dllm.api.decisions.labels import Labels, OptionLabels, written
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
-from dllm.api.fill import at_once, finished
-from dllm.api.http_request import FAILED, in_turn, places_of
+from dllm.api.engine_requests import FAILED, at_once, read_params, reader
 from dllm.settings.decisions import DecisionOptions, QuestionType
 from dllm.settings.denoising import DenoiseSettings, unread_canvases
 from dllm.settings.request import refuse
@@ -72,16 +71,14 @@ class WideScore(question_types.ScoreQuestion):
 class CanvasReads(strategies.NextTokenStrategy):
     """vLLM's interface of strategies, for every family that this plugin serves."""
 
-    why_not: ClassVar[str | None] = None  # there is none; vLLM logs it at the level DEBUG
     joint_reads = True  # so that vLLM's /v1/systemone asks num_requests, which says why not
 
     def __init__(self, context: strategies.ReadContext, settings: DenoiseSettings) -> None:
         """Raises ValueError if the served model cannot be asked."""
         strategies.ReadStrategy.__init__(self, context)
         if (why := unread_canvases(settings)) is not None:
-            CanvasReads.why_not = f"Typed decisions read canvases of masks, and {why}"
-            raise ValueError(CanvasReads.why_not)
-        self.vllm_config = config = context.engine_client.vllm_config
+            raise ValueError(f"Typed decisions read canvases of masks, and {why}")
+        config = context.engine_client.vllm_config
         self.options: DecisionOptions = options_of(config).decisions
         self.settings = settings
         self.block_size = settings.block_size
@@ -95,11 +92,10 @@ class CanvasReads(strategies.NextTokenStrategy):
             self.end = int(self._tokenizer().eos_token_id)
             self.labels = self._labels()
         except Exception as error:  # a template may raise anything
-            CanvasReads.why_not = (
+            raise ValueError(
                 "Typed decisions need a chat template that writes a prompt for a reply, and a "
                 f"tokenizer with a token for its end: {error}"
-            )
-            raise ValueError(CanvasReads.why_not) from error
+            ) from error
 
     def limits(self) -> strategies.DecisionLimits:
         return strategies.DecisionLimits(max_questions=MAX_QUESTIONS, max_options=MAX_OPTIONS)
@@ -193,16 +189,11 @@ class CanvasReads(strategies.NextTokenStrategy):
             self._check_room(plan.question, len(ids))
             asked.append((plan, {**engine_input, "prompt_token_ids": ids}))
         options = dict(lora_request=lora_request, trace_headers=trace_headers, priority=priority)
-        generate = partial(self._generate, places_of(self.vllm_config), options)
+        read = reader(self.context.engine_client, options)
         return await at_once(
-            self._answer(plan, engine_input, drawn, f"{request_id}-{place}", generate)
+            self._answer(plan, engine_input, drawn, f"{request_id}-{place}", read)
             for place, (plan, engine_input) in enumerate(asked)
         )
-
-    def _generate(
-        self, places: asyncio.Semaphore, options: dict[str, Any], *given: Any
-    ) -> AsyncIterator[RequestOutput]:
-        return in_turn(places, self.context.engine_client.generate(*given, **options))
 
     async def _image_parts(self, urls: Sequence[str]) -> list[dict[str, Any]]:
         """As in vLLM, but an image that cannot be fetched is an error of the client."""
@@ -212,12 +203,11 @@ class CanvasReads(strategies.NextTokenStrategy):
             refuse("input", f"an image of the input: {error}. Send it as a data: URL.")
 
     async def _answer(
-        self, plan: "_Plan", engine_input: Any, samples: int, name: str, generate: Any
+        self, plan: "_Plan", engine_input: Any, samples: int, name: str, read: engine_requests.Read
     ) -> Read:
         params = self._params(plan, engine_input["prompt_token_ids"], samples)
         results = await at_once(
-            finished(generate(engine_input, one, f"{name}-{part}"))
-            for part, one in enumerate(params)
+            read(engine_input, one, f"{name}-{part}") for part, one in enumerate(params)
         )
         return self._result(plan, results)
 
@@ -286,17 +276,9 @@ class CanvasReads(strategies.NextTokenStrategy):
             }
         for place in range(samples * len(plan.parts)):
             sample, part = divmod(place, len(plan.parts))
-            yield SamplingParams(
-                max_tokens=rows,
-                temperature=0.0,
-                ignore_eos=True,
-                seed=int.from_bytes(digest, "big") + sample,
-                logprob_token_ids=plan.parts[part],
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                detokenize=False,  # nobody reads the text
-                extra_args=dict(extra),
-                skip_clone=True,  # each is sent once, so vLLM need not copy it deeply
-            )
+            seed = int.from_bytes(digest, "big") + sample
+            # Each is sent once, so vLLM need not copy it deeply.
+            yield read_params(rows, plan.parts[part], extra, seed=seed, skip_clone=True)
 
     def _result(self, plan: "_Plan", results: list[RequestOutput]) -> Read:
         temperature = self.options.temperature.get(TYPE_OF[plan.question.type.name], 1.0)

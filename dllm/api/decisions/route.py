@@ -23,7 +23,8 @@ from dllm.api.decisions.protocol import (
     Predicate,
     instructions_of,
 )
-from dllm.api.decisions.reads import CanvasReads, Read
+from dllm.api.decisions.reads import Read
+from dllm.api.engine_requests import options_of
 from dllm.settings.request import refuse
 from dllm.settings.vllm_names import question_types, strategies
 
@@ -61,7 +62,7 @@ def why_not(state: Any) -> str:
         strategies.select_read_strategy(state.engine_client.model_config, ("generate",))
     except ValueError as error:
         return str(error)
-    return CanvasReads.why_not or "its strategy could not be made"
+    return str(getattr(state, "why_no_decisions", "its strategy could not be made"))
 
 
 async def answered(
@@ -92,12 +93,10 @@ async def answered(
         text,
         request_id=f"decision-{handler._base_request_id(raw_request)}",
         chat_template_kwargs=None,
-        lora_request=handler._maybe_get_adapters(request),  # type: ignore[arg-type]
-        priority=request.priority,
         cache_salt=request.cache_salt or request.prompt_cache_key,
-        trace_headers=await handler._get_trace_headers(raw_request.headers),
         media={"image": images} if images else None,
         samples=request.samples,
+        **await options_of(handler, request, raw_request),
     )
     least = strategy.options.least_mass
     return await make_async(written, renderer._executor)(request, reads, least)
