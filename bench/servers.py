@@ -51,15 +51,97 @@ SERVE_FLAGS = ("--kv-cache-memory-bytes", "256M", "--max-model-len", "1024")
 COUNTED = ("dllm:", "vllm:diffusion_")  # what the names of counters begin with that are read
 
 
-class Server:
-    """A ``vllm serve``, which runs while the context lasts.
-
-    Several may load at the same time: only ``wait_until_ready`` waits.
-    """
+class ServerProcess:
+    """A ``vllm serve MODEL`` on a free port: started, waited for, stopped."""
 
     process: "subprocess.Popen[bytes]"
     pipe: int | None = None  # of its input and output; None: it has no input, and its log is both
     ready_s: float = READY_TIMEOUT_S  # it is ready after so long, or never
+    stop_s: float = STOP_TIMEOUT_S
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        log: Path,
+        flags: Sequence[str],
+        environment: Mapping[str, str],
+        port: socket.socket | None = None,
+        program: Sequence[str] | None = None,
+    ) -> None:
+        """``port``: of ``reserve_port``. ``program``: in the place of ``vllm serve``."""
+        self.name, self.model, self.log = name, model, log
+        self.flags, self.environment = tuple(flags), dict(environment)
+        self._reserved, self._program = port or reserve_port(), program
+
+    @property
+    def port(self) -> int:
+        return int(self._reserved.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def command(self) -> list[str]:
+        program = self._program or (vllm_command(), "serve")
+        return [*program, self.model, "--host=127.0.0.1", f"--port={self.port}", *self.flags]
+
+    def start(self, before: Callable[[], None] | None = None) -> None:
+        """``before`` runs in the child."""
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                bufsize=0,
+                stdin=self.pipe,
+                stdout=self.pipe or log,
+                stderr=log,
+                env=self.environment,
+                start_new_session=True,
+                preexec_fn=before,
+            )
+
+    def is_healthy(self) -> bool:
+        """Whether /health returns 200, which needs the engine's process to be alive, too."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=self.ready_s) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def wait_until_ready(self) -> None:
+        """Raises RuntimeError with the end of its log: it ended, or took more than ``ready_s``."""
+        deadline = time.monotonic() + self.ready_s
+        while not self.is_healthy():
+            if (code := self.process.poll()) is not None:
+                raise RuntimeError(f"{self.name} ended with code {code}:\n{tail(self.log)}")
+            if time.monotonic() > deadline:
+                text = f"{self.name} was not ready after {self.ready_s:.0f} s"
+                raise RuntimeError(f"{text}:\n{tail(self.log)}")
+            time.sleep(0.2)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # nothing is left, the usual case
+            os.killpg(self.process.pid, number)
+
+    def stop(self, within: float | None = None) -> None:
+        """The process, kindly for so many seconds (``stop_s``), then what is left of its group."""
+        self._signal(signal.SIGCONT)
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(self.stop_s if within is None else within)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        self._reserved.close()
+
+
+class Server(ServerProcess):
+    """A server that is measured, which runs while the context lasts.
+
+    Several may load at the same time: only ``wait_until_ready`` waits.
+    """
+
+    always: Mapping[str, str] = {}  # in its environment, unless the caller says otherwise
 
     def __init__(
         self,
@@ -69,46 +151,15 @@ class Server:
         flags: Sequence[str] = SERVE_FLAGS,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self.model, self.log = name, model, log
-        self.flags, self.environment = tuple(flags), dict(environment or {})
-        self.port = free_port()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def command(self) -> list[str]:
-        address = ["--host", "127.0.0.1", "--port", str(self.port)]
-        return [vllm_command(), "serve", self.model, *address, *self.flags]
+        given = {**child_environment(), **self.always, **(environment or {})}
+        super().__init__(name, model, log, flags, given)
 
     def __enter__(self) -> "Server":
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                bufsize=0,
-                stdin=self.pipe,
-                stdout=self.pipe or log,
-                stderr=log,
-                env=child_environment() | self.environment,
-                start_new_session=True,
-            )
+        self.start()
         return self
 
-    def wait_until_ready(self) -> None:
-        """Raises RuntimeError with the end of its log: it ended, or took more than ``ready_s``."""
-        deadline = time.monotonic() + self.ready_s
-        while time.monotonic() < deadline:
-            if (code := self.process.poll()) is not None:
-                raise RuntimeError(f"{self.name} ended with code {code}:\n{tail(self.log)}")
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except OSError:
-                time.sleep(0.5)
-        raise RuntimeError(
-            f"{self.name} was not ready after {self.ready_s:.0f} s:\n{tail(self.log)}"
-        )
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        self.stop(None if failure is None else 1)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         """The body is JSON, with the model's name. Raises GateError unless the status is 200."""
@@ -150,19 +201,6 @@ class Server:
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Stop the process, kindly unless something failed, and what is left of its group."""
-        self.resume()
-        self.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_TIMEOUT_S if failure is None else 1)
-        self._signal(signal.SIGKILL)
-        self.process.wait()
-
 
 class Engine(Server):
     """An ``LLM`` in a process of its own, with its scheduler and worker (``bench/engine.py``).
@@ -171,16 +209,12 @@ class Engine(Server):
     """
 
     pipe = subprocess.PIPE
+    always = ALONE
 
     @property
     def command(self) -> list[str]:
         program = Path(__file__).with_name("engine.py")
         return [sys.executable, "-P", str(program), self.model, *self.flags]
-
-    def __enter__(self) -> "Engine":
-        self.environment = ALONE | self.environment
-        super().__enter__()
-        return self
 
     def wait_until_ready(self) -> None:
         self._answer()
@@ -272,11 +306,16 @@ def with_engine(
         return result.result()
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def reserve_port() -> socket.socket:
+    """A socket that keeps a free port of 127.0.0.1 reserved until vLLM uses it.
+
+    It is bound to the port, but does not listen. The system gives the port to nobody else. vLLM can
+    still bind to it, because it sets SO_REUSEADDR as this socket does (on Linux).
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def tail(log: Path, num_lines: int = 15) -> str:

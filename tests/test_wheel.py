@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 import dllm
-from bench.servers import free_port
+from bench.servers import reserve_port
 from tests.support.server_harness import Server
 
 pytestmark = pytest.mark.slow
@@ -180,7 +180,9 @@ def test_its_commands_work_outside_of_the_checkout(
         return run(environment.python, "-m", "dllm.cli", *arguments, folder=tmp_path)
 
     target, model = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-dllm"
-    found = json.loads(ours("doctor", model, "--port", str(free_port()), "--json"))
+    with reserve_port() as place:
+        port = str(place.getsockname()[1])
+    found = json.loads(ours("doctor", model, "--port", port, "--json"))
     assert {"model", "memory"} <= {each["name"] for each in found if each["status"] == "ok"}
 
     few = ["--steps=1", "--batch-size=1", "--num-prompts=1", "--heldout=1", "--max-tokens=8"]

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.profile import generate_ms
+from dllm.settings.files import whole
 
 STEPS = 16
 PASSES = STEPS + 1
@@ -78,9 +79,8 @@ class State:
 
     def write(self) -> None:
         """Replace the file at once, so that no reader sees a part of it."""
-        partial = self._path.with_suffix(".tmp")
-        partial.write_text(json.dumps(self.values))
-        partial.rename(self._path)
+        with whole(self._path) as part:
+            part.write_text(json.dumps(self.values))
 
 
 class Told(logging.Handler):

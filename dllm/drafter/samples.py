@@ -23,6 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dllm.settings.files import whole
+
 SUFFIX = ".safetensors"
 
 
@@ -53,7 +55,7 @@ def write_shard(
     more: Mapping[str, Tensor] | None = None,
     layers: Sequence[int] = (),
 ) -> None:
-    """Write a temporary file, and rename it when it is complete.
+    """Whole or not at all.
 
     ``hidden``: ``[tokens, features]`` of all samples, in any number of parts; None stores none.
     """
@@ -66,15 +68,11 @@ def write_shard(
     }
     if hidden is not None:
         tensors["hidden"] = torch.cat(list(hidden))
-    temporary = path.with_name(f"{path.name}.part")
-    try:
-        metadata = {"groups": json.dumps([sample.group for sample in samples])}
-        if layers:
-            metadata["layers"] = json.dumps(list(layers))
-        save_file(tensors, temporary, metadata=metadata)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    metadata = {"groups": json.dumps([sample.group for sample in samples])}
+    if layers:
+        metadata["layers"] = json.dumps(list(layers))
+    with whole(path) as part:
+        save_file(tensors, part, metadata=metadata)
 
 
 def read_shard(path: Path) -> list[Sample]:

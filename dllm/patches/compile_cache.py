@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.models import FAMILIES
 from dllm.patches.replace import replaces
+from dllm.settings.files import whole
 
 logger = init_logger(LOGGER)
 
@@ -99,10 +100,9 @@ def write_checksums(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     folder = Path(cache, f"rank_{parallel.rank}_{parallel.data_parallel_index}")
     lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(Path(cache)).items()]
-    unfinished = folder / f"{CHECKSUMS}.{os.getpid()}"
     try:
-        unfinished.write_text("".join(lines))
-        unfinished.replace(folder / CHECKSUMS)
+        with whole(folder / CHECKSUMS) as part:
+            part.write_text("".join(lines))
     except OSError as error:
         logger.warning("The checksums of the compile cache cannot be written: %s", error)
 

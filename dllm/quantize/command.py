@@ -11,11 +11,9 @@ from pathlib import Path
 
 from dllm.quantize.arguments import parser
 from dllm.settings.command import OK, CommandError
+from dllm.settings.files import ROOT, beside, whole
 
-ROOT = Path(__file__).resolve().parents[2]
 TERMINATED = 128 + signal.SIGTERM  # exit status
-# What `make setup-quant` makes; the second is written last, when the environment is complete.
-PYTHON, READY = ROOT / ".venv-quant/bin/python", ROOT / ".venv-quant/.locked"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,25 +75,15 @@ def status_of(command: Sequence[str | Path], environment: Mapping[str, str] | No
 
 @contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A path beside ``out`` to make a directory at, which is renamed to ``out`` in the end.
-
-    If the block ends with an exception, nothing of it is left. Raises CommandError: the directory
-    of ``out`` cannot be written to, or ``out`` has appeared.
-    """
+    """``whole``. Raises CommandError: there is no folder for ``out``, or ``out`` has appeared."""
     from dllm.quantize.job import refuse_existing
 
     parent = out.absolute().parent
     if not parent.is_dir():
         raise CommandError(f"--out {out}: there is no directory {parent}.")
-    try:
-        folder = tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=parent)
-    except OSError as error:
-        raise CommandError(f"--out {out}: {error}.") from None
-    with folder:  # its owner's alone; what is made in it has the usual permissions
-        made = Path(folder.name) / out.name
+    with whole(out) as made:
         yield made
         refuse_existing(out)
-        made.rename(out)
 
 
 def find_python(given: Path | None) -> Path:
@@ -104,12 +92,13 @@ def find_python(given: Path | None) -> Path:
         if not given.is_file():
             raise CommandError(f"--python {given}: there is no such file.")
         return given
-    if READY.is_file():
-        return PYTHON
+    if (python := beside("quant")) is not None:
+        return python
     if (ROOT / "Makefile").is_file():
         print("Making LLM Compressor's environment (once): make setup-quant", flush=True)
-        if status_of(["make", "-C", str(ROOT), "setup-quant"]) == OK:
-            return PYTHON
+        status = status_of(["make", "-C", str(ROOT), "setup-quant"])
+        if status == OK and (python := beside("quant")) is not None:
+            return python
         raise CommandError(
             f"`make setup-quant` failed; run it in {ROOT} to see why, or name an interpreter that "
             "has LLM Compressor with --python."

@@ -38,3 +38,9 @@ def missing_folder(given: str, may_be_of_hub: bool = False) -> str | None:
 def refuse_value(name: str, value: object, allowed: str) -> NoReturn:
     """Raises ValueError for an option of a server. ``allowed`` completes "allowed: ..."."""
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
+
+
+def refuse_wide(where: str, width: int | None, num_drafts: int) -> None:
+    """Raises ValueError if more drafts are to be verified than are made."""
+    if width is not None and width > num_drafts:
+        refuse_value(f"{where}: width", width, f"0 to {num_drafts} (num_speculative_tokens)")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
+from dllm.settings.checks import refuse_wide
 from dllm.settings.options import CHECKED, Count, Natural
 
 # "architectures" in a drafter's config.json. vLLM uses this name for both checkpoint formats.
@@ -116,11 +117,7 @@ class DrafterOptions:
 
         ``is_trimmed_by_vllm``: vLLM chooses how many are verified (enable_adaptive_verification).
         """
-        if self.width is not None and self.width > num_drafts:
-            raise ValueError(
-                f"{WHERE}: width = {self.width}, but num_speculative_tokens is {num_drafts}; "
-                f"allowed: 0 to {num_drafts}."
-            )
+        refuse_wide(WHERE, self.width, num_drafts)
         if self.denoise_steps > num_drafts:
             raise ValueError(
                 f"{WHERE}: denoise_steps = {self.denoise_steps}, but num_speculative_tokens is "

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from dllm.settings.checks import refuse_value
+from dllm.settings.checks import refuse_value, refuse_wide
 from dllm.settings.options import CHECKED, Natural
 
 WHERE = '--additional-config: "dllm": "remote"'
@@ -54,7 +54,4 @@ class RemoteOptions:
         """Raises ValueError for too many drafts, or for a width above num_speculative_tokens."""
         if num_drafts > MAX_DRAFTS:
             refuse_value("num_speculative_tokens", num_drafts, f"at most {MAX_DRAFTS} with {WHERE}")
-        if self.width is not None and self.width > num_drafts:
-            refuse_value(
-                f"{WHERE}: width", self.width, f"0 to {num_drafts} (num_speculative_tokens)"
-            )
+        refuse_wide(WHERE, self.width, num_drafts)

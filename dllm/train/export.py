@@ -14,6 +14,7 @@ from torch import Tensor
 from dllm.drafter.checkpoint import DrafterConfig, TargetFacts, check_pair
 from dllm.settings.command import CommandError
 from dllm.settings.drafting import DrafterOptions
+from dllm.settings.files import whole
 from dllm.train.network import DraftNetwork
 from dllm.train.settings import DrafterShape
 from dllm.train.target import rope_of
@@ -76,10 +77,9 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], kept: Container[str
         name: (tensor if name in kept else tensor.to(torch.bfloat16)).cpu().contiguous()
         for name, tensor in tensors.items()
     }
-    unfinished = path.with_name(f"{path.name}.part")
-    save_file(half, unfinished, metadata={"format": "pt"})
-    unfinished.chmod(0o644)  # safetensors writes it readable by its owner only
-    unfinished.replace(path)
+    with whole(path) as part:
+        save_file(half, part, metadata={"format": "pt"})
+        part.chmod(0o644)  # safetensors writes it readable by its owner only
 
 
 # Of a target's RoPE scaling: what is about positions of images, or about rotating a part of each

@@ -26,6 +26,7 @@ from dllm.drafter.samples import SUFFIX, Sample
 from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
 from dllm.settings.command import CommandError
+from dllm.settings.files import whole
 from dllm.train.acceptance import Acceptance, draft_all
 from dllm.train.batch import load_batch
 from dllm.train.export import Drafter
@@ -150,10 +151,9 @@ class Trials:
     def save(self, path: Path) -> None:
         names = ("logits", "starts", "kept", "confidence", "is_heldout")
         about = {"widths": json.dumps(self.widths), "trained": json.dumps(self.trained)}
-        unfinished = path.with_name(f"{path.name}.part")
         tensors = {name: getattr(self, name).contiguous() for name in names}
-        save_file(tensors, unfinished, metadata=about)
-        unfinished.replace(path)
+        with whole(path) as part:
+            save_file(tensors, part, metadata=about)
 
     @classmethod
     def load(cls, path: Path) -> "Trials":

@@ -22,6 +22,7 @@ import torch
 from dllm.drafter.samples import SUFFIX
 from dllm.drafter.weight_reload import DIGITS, checkpoint, published
 from dllm.settings.command import OK, CommandError
+from dllm.settings.files import whole
 from dllm.train.export import Drafter, write_checkpoint
 from dllm.train.learner import DraftLearner
 from dllm.train.responses import TooFewSamples, split_buffer
@@ -99,9 +100,8 @@ def publish(out: Path, config: dict[str, object], weights: dict[str, torch.Tenso
     """Write the next checkpoint of a folder, whole or not at all; delete what is too old."""
     numbers = [int(path.name) for path in out.glob("[0-9]" * DIGITS)]
     path = checkpoint(out, max(numbers, default=0) + 1)
-    with tempfile.TemporaryDirectory(dir=out, prefix="new-") as folder:
-        write_checkpoint(Path(folder) / "model", config, weights)
-        (Path(folder) / "model").rename(path)
+    with whole(path) as part:
+        write_checkpoint(part, config, weights)
     kept = published(out)[-KEPT:]
     for number in numbers:
         if number not in kept:

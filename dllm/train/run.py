@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from dllm.settings.command import CommandError
+from dllm.settings.files import whole
 from dllm.train.export import LOG, MODEL, STATE, write_log
 from dllm.train.learner import TIMED_CONTEXT, DraftLearner
 from dllm.train.network import DraftNetwork, count_params
@@ -98,9 +99,8 @@ class Run:
             "average": self.average.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
-        temporary = self.out / f"{STATE}.part"
-        torch.save(state, temporary)
-        temporary.replace(self.out / STATE)
+        with whole(self.out / STATE) as part:
+            torch.save(state, part)
         self.learner.write(self.average, self.out / MODEL)
 
     def resume(self) -> None:

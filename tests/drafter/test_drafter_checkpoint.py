@@ -212,7 +212,7 @@ def test_options_reach_the_drafter():
 
 
 def test_a_width_of_more_than_is_drafted_is_refused():
-    with pytest.raises(ValueError, match="width = 8, but num_speculative_tokens is 7"):
+    with pytest.raises(ValueError, match="width = 8; allowed: 0 to 7"):
         DrafterOptions(width=8).check_against(7, is_trimmed_by_vllm=False)
 
 

@@ -32,6 +32,7 @@ from dllm.quantize.linears import by_one_name, linears
 from dllm.quantize.make import RUN, make
 from dllm.quantize.recipes import quantization_config
 from dllm.quantize.verify import verify
+from dllm.settings import files
 from tests.support.edited import Edit, edited
 from tests.support.patience import HANG_S
 from tests.support.process import start_python
@@ -370,16 +371,16 @@ def test_the_environment_is_named_made_or_asked_for(
     with pytest.raises(CommandError, match="there is no such file"):
         command.find_python(tmp_path / "python")
     monkeypatch.setattr(command, "ROOT", tmp_path)
-    monkeypatch.setattr(command, "PYTHON", tmp_path / "python")
-    monkeypatch.setattr(command, "READY", tmp_path / "ready")
+    monkeypatch.setattr(files, "ROOT", tmp_path)
     with pytest.raises(CommandError, match=r"pip install 'llmcompressor.*--python"):
         command.find_python(None)
     (tmp_path / "Makefile").write_text("setup-quant:\n\tfalse\n")
     with pytest.raises(CommandError, match="`make setup-quant` failed; run it in"):
         command.find_python(None)
-    (tmp_path / "Makefile").write_text("setup-quant:\n\ttouch ready\n")
-    assert command.find_python(None) == tmp_path / "python"
-    assert (tmp_path / "ready").is_file()
+    (tmp_path / "Makefile").write_text(
+        "setup-quant:\n\tmkdir .venv-quant && touch .venv-quant/.locked\n"
+    )
+    assert command.find_python(None) == tmp_path / ".venv-quant/bin/python"
 
 
 def fake_worker(folder: Path, then: str) -> list[str]:

@@ -25,8 +25,9 @@ import openai
 import psutil
 import pytest
 
+from bench.servers import reserve_port
 from tests.support.patience import HANG_S
-from tests.support.server_harness import FLAGS, MODEL, Server, reserve_port
+from tests.support.server_harness import FLAGS, MODEL, Server
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ Files with ``pytest_plugins = ["tests.support.server_harness"]`` share one serve
 the fixture ``server``.
 """
 
-import contextlib
 import ctypes
 import functools
 import http.client
@@ -13,9 +12,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +21,7 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
+from bench.servers import ServerProcess
 from tests.support.patience import HANG_S
 from tests.support.process import python_path
 
@@ -92,13 +89,15 @@ class Reply(NamedTuple):
         return str(error["param"]) if error.get("param") is not None else None
 
 
-class Server:
+class Server(ServerProcess):
     """A process ``vllm serve CHECKPOINT``; leaving a ``with`` block stops it.
 
     Args:
         port: of ``reserve_port``; closed when the server is stopped.
         command: ends where the checkpoint comes; None: ``vllm serve`` of this environment.
     """
+
+    ready_s = stop_s = HANG_S
 
     def __init__(
         self,
@@ -109,52 +108,10 @@ class Server:
         port: socket.socket | None = None,
         command: Sequence[str] | None = None,
     ) -> None:
-        self.log = log
-        self._reserved = port or reserve_port()
-        self.port = int(self._reserved.getsockname()[1])
-        command = [
-            *(command or [str(Path(sys.executable).parent / "vllm"), "serve"]),
-            str(checkpoint),
-            "--host=127.0.0.1",
-            f"--port={self.port}",
-            *flags,
-        ]
         inherited = {key: value for key, value in os.environ.items() if key not in _OF_THIS_PROCESS}
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=inherited | ENVIRONMENT | dict(environment or {}),
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def wait_until_ready(self) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            RuntimeError: it ended, or is not ready in time. The message holds the end of its log.
-        """
-        deadline = time.monotonic() + HANG_S
-        while not self.is_healthy():
-            code = self.process.poll()
-            if code is not None or time.monotonic() > deadline:
-                end = self.log.read_text(errors="replace")[-4000:]
-                raise RuntimeError(f"vllm serve is not ready (exit code {code}):\n{end}")
-            time.sleep(0.2)
-
-    def is_healthy(self) -> bool:
-        """Whether /health returns 200, which needs the engine's process to be alive, too."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=HANG_S) as response:
-                return bool(response.status == 200)
-        except OSError:
-            return False
+        given = inherited | ENVIRONMENT | dict(environment or {})
+        super().__init__("vllm serve", str(checkpoint), log, flags, given, port, command)
+        self.start(_die_with_parent)
 
     def client(self) -> openai.OpenAI:
         """One for all callers: each new one reads the system's certificates."""
@@ -203,16 +160,6 @@ class Server:
         connection.request("POST", path, json.dumps(body), headers)
         return connection
 
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(HANG_S)
-        with contextlib.suppress(ProcessLookupError):  # nothing is left, the usual case
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._reserved.close()
-
     def __enter__(self) -> "Server":
         return self
 
@@ -254,18 +201,6 @@ def ask_chat(client: openai.OpenAI, text: str, model: str = MODEL, **options: An
 
 # Variables that engine_harness and tests set for this process, and a server must not inherit.
 _OF_THIS_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "DLLM_DISABLE", "VLLM_PLUGINS")
-
-
-def reserve_port() -> socket.socket:
-    """A socket that keeps a free port reserved until vLLM uses it.
-
-    It is bound to the port, but does not listen. The system gives the port to nobody else. vLLM can
-    still bind to it, because it sets SO_REUSEADDR as this socket does (on Linux).
-    """
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved
 
 
 _libc = ctypes.CDLL(None)
