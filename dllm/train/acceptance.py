@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dllm.drafter.samples import Sample
-from dllm.train.batch import Batch, load_batch
 from dllm.train.network import DraftNetwork
-from dllm.train.target import TargetEmbeddingsAndHead
+from dllm.train.target import Batch, TargetEmbeddingsAndHead, load_batch
 
 ANCHORS_AT_ONCE = 64  # of a response in one pass
 

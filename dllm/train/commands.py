@@ -76,7 +76,7 @@ def recalibrate(argv: Sequence[str]) -> int:
 def check_drafter(argv: Sequence[str]) -> int:
     """0: the pair fits; 1: it does not. CommandError: no server takes it, or nothing to measure."""
     given = parse_check(argv)
-    from dllm.train.check import check
+    from dllm.train.drafter import check
 
     return check(given)
 

@@ -1,7 +1,6 @@
-"""``dllm train drafter``: responses, a run, and a checkpoint with its card."""
+"""``dllm train drafter``: responses, a run, a checkpoint with its card; ``dllm check-drafter``."""
 
 import argparse
-import hashlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,10 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from dllm.drafter.samples import recorded_layers
-from dllm.settings.command import OK, CommandError
+from dllm.drafter.samples import Sample, recorded_layers
+from dllm.settings.command import FAILED, OK, CommandError, write_findings
 from dllm.tools import client
-from dllm.train.acceptance import Acceptance, possible, total
+from dllm.train.acceptance import Acceptance, measure, possible, total
 from dllm.train.export import (
     CARD,
     LOG,
@@ -26,7 +25,6 @@ from dllm.train.export import (
     weights_digest,
     write_log,
 )
-from dllm.train.learner import DraftLearner
 from dllm.train.optimizer import device_of, processor
 from dllm.train.responses import (
     HELDOUT,
@@ -34,6 +32,7 @@ from dllm.train.responses import (
     Prompt,
     check_disk,
     collect,
+    digest_of,
     from_server,
     from_target,
     load_prompts,
@@ -42,7 +41,7 @@ from dllm.train.responses import (
     split_buffer,
     usable,
 )
-from dllm.train.run import Run, progress, train_shown
+from dllm.train.run import DraftLearner, Run, progress, train_shown
 from dllm.train.settings import CONTINUED, NEW, DrafterTraining
 from dllm.train.target import Target, TargetEmbeddingsAndHead, read_config, target_facts
 
@@ -102,10 +101,7 @@ def load_settings(given: argparse.Namespace) -> DrafterTraining:
             "matrix_lr": given.learning_rate,
             "vector_lr": given.learning_rate * ratio,
         }
-    try:
-        return DrafterTraining.from_mapping(settings.to_mapping() | changes)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+    return settings.changed(changes)
 
 
 def load_drafter(
@@ -154,12 +150,11 @@ def inputs_of(
     prompts: Sequence[Prompt],
 ) -> dict[str, object]:
     """What decides the weights of the run, by name; prompts and weights by their digest."""
-    asked = repr([prompt.tokens for prompt in prompts]).encode()
     return settings.to_mapping() | {
         "drafter config": drafter.config,
         "drafter weights": weights_digest(given.drafter) if given.drafter else None,
         "target": str(given.target.resolve()),
-        "prompts": hashlib.sha256(asked).hexdigest(),
+        "prompts": digest_of(prompts),
         "buffer": str(given.from_buffer),
     }
 
@@ -235,3 +230,58 @@ def acceptance_text(acceptance: Mapping[str, Acceptance], best: Mapping[str, Acc
     lengths = sorted((one.length, " ".join(name.split())) for name, one in acceptance.items())
     least, most = (f"{name} ({length:.2f})" for length, name in (lengths[0], lengths[-1]))
     return f"{text} By group: from {least} to {most}; `{LOG}` has them all."
+
+
+# --- dllm check-drafter ---------------------------------------------------------------------------
+
+LEAST_FIRST_DRAFT = 0.1  # a drafter of another target keeps a smaller share of first drafts
+STRANGER = (
+    "hardly a draft is kept. It was made for another target, its config.json is wrong about the "
+    "target's layers, causality, mask token or RoPE, or it is not trained."
+)
+
+
+def check(given: argparse.Namespace) -> int:
+    """The exit status. Raises as the command."""
+    device = device_of(given.device)
+    drafter = Drafter.load(given.drafter, target_facts(read_config(given.target)))
+    network = drafter.network().to(device).requires_grad_(False)
+    target = Target(given.target, device)
+    # All are measured; "held out" means nothing here.
+    asked = DrafterTraining(heldout=1, responses=given.num_prompts)
+    prompts = load_prompts(given.target, given.prompts, asked)[: given.num_prompts]
+    say_how_long(target, prompts, given.max_tokens, given.num_prompts)
+    samples = respond(target, prompts, given.max_tokens)
+    found = total(measure(network, target, samples, drafter.block))
+    best = total(possible(samples, drafter.block - 1)).length
+    is_ok = found.by_position[0] >= LEAST_FIRST_DRAFT
+    if given.json is not None:
+        findings = {
+            "target": str(given.target),
+            "drafter": str(given.drafter),
+            "tokens_a_step": found.length,
+            "tokens_a_step_possible": best,
+            "kept_by_position": found.by_position,
+            "ok": is_ok,
+        }
+        write_findings(given.json, findings)
+    if str(given.json) != "-":
+        rates = ", ".join(f"{100 * rate:.0f}" for rate in found.by_position)
+        print(
+            f"{given.drafter} for {given.target}: {found.length:.2f} tokens a step (possible: "
+            f"{best:.2f}); steps that keep 1, 2, ... drafts: {rates} %"
+        )
+        print("the pair fits" if is_ok else f"the pair does not fit: {STRANGER}")
+    return OK if is_ok else FAILED
+
+
+def respond(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> list[Sample]:
+    """Greedy. Raises CommandError if they are too short to measure anything."""
+    responses = target.respond([prompt.tokens for prompt in prompts], max_tokens, 0.0, 0)
+    samples = [
+        Sample((*prompt.tokens, *response), len(prompt.tokens), prompt.group)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    if not any(sample.num_anchors for sample in samples):
+        raise CommandError("no response has two tokens; give other --prompts.")
+    return samples

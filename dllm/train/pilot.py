@@ -7,7 +7,6 @@ reads, and its training stops where it decides best for some prompts that it is 
 
 import argparse
 import copy
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dllm.drafter.widths.pilot import FILE, Pilot, PilotConfig
-from dllm.settings.command import FAILED, OK, CommandError
+from dllm.settings.command import FAILED, OK
 from dllm.train.export import START, Drafter, begin, weights_digest, write_json, write_log
 from dllm.train.optimizer import autocast, device_of
 from dllm.train.pilot_trials import (
@@ -28,7 +27,7 @@ from dllm.train.pilot_trials import (
     recorded,
     refuse_too_few,
 )
-from dllm.train.responses import Prompt, load_prompts
+from dllm.train.responses import Prompt, digest_of, load_prompts
 from dllm.train.run import progress
 from dllm.train.settings import CHECKED_ONE_IN, OF_TRIALS, DrafterTraining, PilotTraining
 from dllm.train.target import Target, read_config, target_facts
@@ -218,19 +217,15 @@ def costs_of(
 def load_settings(given: argparse.Namespace) -> PilotTraining:
     """Of ``--config``, or defaults; flags override. Raises CommandError: one is out of range."""
     settings = PilotTraining() if given.config is None else PilotTraining.load(given.config)
-    try:
-        return PilotTraining.from_mapping(settings.to_mapping() | given.overrides)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+    return settings.changed(given.overrides)
 
 
 def inputs_of(
     given: argparse.Namespace, settings: PilotTraining, prompts: Sequence[Prompt]
 ) -> dict[str, object]:
     """What decides the trials of the run, by name."""
-    asked = repr([prompt.tokens for prompt in prompts]).encode()
     return {name: getattr(settings, name) for name in OF_TRIALS} | {
         "target": str(given.target.resolve()),
         "drafter weights": weights_digest(given.drafter),
-        "prompts": hashlib.sha256(asked).hexdigest(),
+        "prompts": digest_of(prompts),
     }

@@ -28,12 +28,11 @@ from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
 from dllm.settings.command import CommandError
 from dllm.settings.files import whole
 from dllm.train.acceptance import Acceptance, draft_all
-from dllm.train.batch import load_batch
 from dllm.train.export import Drafter
 from dllm.train.network import DraftNetwork
 from dllm.train.responses import Prompt
 from dllm.train.settings import CHECKED_ONE_IN, PilotTraining
-from dllm.train.target import Target
+from dllm.train.target import Target, load_batch
 
 PLAIN_ONE_IN = 5  # steps that draft nothing
 ROOM = 64  # tokens of a context beyond the longest prompt and its answer

@@ -24,9 +24,8 @@ from dllm.drafter.weight_reload import DIGITS, checkpoint, published
 from dllm.settings.command import OK, CommandError
 from dllm.settings.files import whole
 from dllm.train.export import Drafter, write_checkpoint
-from dllm.train.learner import DraftLearner
 from dllm.train.responses import TooFewSamples, split_buffer
-from dllm.train.run import Run
+from dllm.train.run import DraftLearner, Run
 from dllm.train.settings import CONTINUED
 from dllm.train.target import TargetEmbeddingsAndHead, read_config, target_facts
 

@@ -6,6 +6,7 @@ The bundled prompts are enough to try a calibration and to check a drafter; a dr
 used needs thousands of prompts like its own traffic.
 """
 
+import hashlib
 import math
 import shutil
 import time
@@ -31,11 +32,10 @@ from dllm.drafter.samples import (
 from dllm.prompts.files import BUNDLED, BUNDLED_DOMAINS, read_conversations
 from dllm.settings.command import CommandError
 from dllm.tools.client import Connection, explained
-from dllm.train.batch import load_batch
 from dllm.train.export import Drafter
 from dllm.train.network import count_params
 from dllm.train.settings import DrafterTraining
-from dllm.train.target import Target, dtype_of
+from dllm.train.target import Target, dtype_of, load_batch
 
 OF_FILE = "prompts"  # the group of a file's prompts that name no domain
 
@@ -83,6 +83,11 @@ def load_prompts(target: Path, file: Path, settings: DrafterTraining) -> list[Pr
             )
         prompts.append(Prompt(tuple(ids), domain or OF_FILE, index < settings.heldout))
     return prompts
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    asked = repr([prompt.tokens for prompt in prompts]).encode()
+    return hashlib.sha256(asked).hexdigest()
 
 
 HELDOUT_EVERY = 20  # about one of so many samples is held out
@@ -207,8 +212,6 @@ def from_target(target: Target, max_tokens: int) -> Respond:
 
 def from_server(connection: Connection, target: Path, max_tokens: int) -> Respond:
     """Responses of an OpenAI-compatible server that serves the same target."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(target)
 
     def ask(prompt: Sequence[int], temperature: float, seed: int) -> list[int]:

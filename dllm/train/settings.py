@@ -65,6 +65,13 @@ class TomlSettings:
         """Raises ValueError that names the first field that is unknown or out of range."""
         return read_options(cls, values)
 
+    def changed(self, changes: Mapping[str, object]) -> Self:
+        """Raises CommandError: a value is out of range."""
+        try:
+            return self.from_mapping(self.to_mapping() | dict(changes))
+        except ValueError as error:
+            raise CommandError(str(error)) from None
+
     def to_mapping(self) -> dict[str, object]:
         return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
 

@@ -1,4 +1,4 @@
-"""The target in transformers: its responses, and the hidden states that a drafter reads.
+"""The target in transformers: its responses, the hidden states that a drafter reads, and batches.
 
 Layer i means the output of decoder layer i, 0-based, before the final norm (z-lab's convention,
 docs/drafter.md). vLLM calls it i + 1. With recorded hidden states only embedding and head are
@@ -10,16 +10,19 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dllm.drafter.checkpoint import TargetFacts
+from dllm.drafter.samples import Sample
 from dllm.models import FAMILIES
 from dllm.quantize.checkpoint import INDEX, WEIGHTS, open_file
 from dllm.settings.checks import missing_folder
 from dllm.settings.command import CommandError
+from dllm.train.network import draft_inputs
 
 EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 NORMS = ("norm", "norm_f")  # in front of the head, beside the embedding
@@ -184,6 +187,64 @@ class Target(TargetEmbeddingsAndHead):
     def _until_end(self, tokens: list[int]) -> list[int]:
         ends = [index for index, token in enumerate(tokens) if token in self.eos]
         return tokens[: ends[0] + 1] if ends else tokens
+
+
+# --- batches of samples --------------------------------------------------------------------------
+
+
+class Blocks(NamedTuple):
+    """Draft blocks of K positions, A in each of B sequences."""
+
+    ids: Tensor  # [B, A, K], the last token that is known, then masks
+    labels: Tensor  # [B, A, K - 1], the tokens that really follow
+    exists: Tensor  # [B, A, K - 1] bool; false beyond the end of a sequence
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B samples, right-padded: ``tokens`` ``[B, S]``, ``features`` ``[B, S, F]``."""
+
+    samples: Sequence[Sample]
+    tokens: Tensor
+    features: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """``[B]``."""
+        lengths = [len(sample.tokens) for sample in self.samples]
+        return torch.tensor(lengths, device=self.tokens.device)
+
+    @property
+    def starts(self) -> Tensor:
+        """The place of the first token of each response, ``[B]``."""
+        starts = [sample.response_start for sample in self.samples]
+        return torch.tensor(starts, device=self.tokens.device)
+
+    def blocks(self, anchors: Tensor, size: int, mask_token_id: int) -> Blocks:
+        """Blocks of ``size`` positions, of which ``anchors`` ``[B, A]`` are the first."""
+        places = anchors[..., None] + torch.arange(1, size, device=anchors.device)
+        tokens = self.tokens[:, None].expand(-1, anchors.shape[1], -1)
+        labels = tokens.gather(2, places.clamp(max=self.tokens.shape[1] - 1))
+        ids = draft_inputs(self.tokens, anchors, size, mask_token_id)
+        return Blocks(ids, labels, places < self.lengths[:, None, None])
+
+
+def load_batch(
+    samples: Sequence[Sample], target: TargetEmbeddingsAndHead, layer_ids: Sequence[int]
+) -> Batch:
+    """Tokens and hidden states, the latter from disk if they are stored, else recomputed."""
+    longest = max(len(sample.tokens) for sample in samples)
+    tokens = torch.tensor([[*s.tokens, *[0] * (longest - len(s.tokens))] for s in samples])
+    tokens = tokens.to(target.device)
+    if samples[0].shard is None:
+        assert isinstance(target, Target), "hidden states are neither stored nor can be computed"
+        return Batch(samples, tokens, target.hidden_states(tokens, layer_ids))
+    parts = [sample.hidden() for sample in samples]
+    features = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    return Batch(samples, tokens, features.to(target.device))
+
+
+# --- its config.json ------------------------------------------------------------------------------
 
 
 def read_config(path: Path) -> dict[str, object]:

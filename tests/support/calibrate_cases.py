@@ -11,8 +11,7 @@ from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.samples import Sample
 from dllm.settings.drafting import DrafterOptions
 from dllm.train.export import Drafter
-from dllm.train.learner import DraftLearner
-from dllm.train.run import Run
+from dllm.train.run import DraftLearner, Run
 from dllm.train.settings import DrafterTraining
 from dllm.train.target import Target
 from tests.support.drafter_pairs import MASK, drafter_config, write_target

@@ -20,7 +20,7 @@ from dllm.cli import CommandError
 from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
 from dllm.tools.client import Connection
 from dllm.train import commands, drafter
-from dllm.train import learner as learner_module
+from dllm.train import run as run_module
 from dllm.train.export import LOG, Drafter, block_of, read_checkpoint
 from dllm.train.network import NEVER, count_params
 from dllm.train.responses import check_disk, refuse_other_model
@@ -78,9 +78,9 @@ def test_positions_that_are_shown_are_not_learned(target, tmp_path, monkeypatch)
         target, random_samples(target, 5), tmp_path, small_settings(revealed_share=1.0)
     )
     learner = run.learner
-    forward, losses = Mock(wraps=learner.model.forward), Mock(wraps=learner_module.losses)
+    forward, losses = Mock(wraps=learner.model.forward), Mock(wraps=run_module.losses)
     monkeypatch.setattr(learner.model, "forward", forward)
-    monkeypatch.setattr(learner_module, "losses", losses)
+    monkeypatch.setattr(run_module, "losses", losses)
     learner.loss(0)
     (passed,), (scored,) = forward.call_args_list, losses.call_args_list
     embeds, labels = passed.args[1], scored.args[2]
@@ -94,7 +94,7 @@ def test_positions_that_are_shown_are_not_learned(target, tmp_path, monkeypatch)
 
 def test_what_is_shown_is_anything_from_nothing_to_all_but_one():
     exists = torch.arange(4) < torch.tensor([4, 3, 1])[:, None, None].expand(3, 4000, 1)
-    shown = learner_module.draw_revealed(exists, 0.5, torch.Generator().manual_seed(0))
+    shown = run_module.draw_revealed(exists, 0.5, torch.Generator().manual_seed(0))
     assert not (shown & ~exists).any()
     for row, length in zip(shown.sum(-1), (4, 3, 1), strict=True):
         shares = row.bincount(minlength=length) / len(row)

@@ -8,9 +8,8 @@ import torch
 from dllm.cpu import instructions
 from dllm.drafter.samples import Sample
 from dllm.train import optimizer
-from dllm.train.learner import DraftLearner
 from dllm.train.optimizer import Muon, lr_factor, orthogonalize
-from dllm.train.run import Run
+from dllm.train.run import DraftLearner, Run
 from dllm.train.target import TargetEmbeddingsAndHead
 from tests.support.calibrate_cases import new_drafter, small_settings
 from tests.support.drafter_pairs import drafter_config

@@ -14,8 +14,8 @@ from dllm.drafter.samples import Sample, write_shard
 from dllm.drafter.weight_reload import checkpoint, open_weights, published, read_weights
 from dllm.settings.command import CommandError
 from dllm.train import commands, recalibrate
-from dllm.train.learner import DraftLearner
 from dllm.train.responses import split_buffer
+from dllm.train.run import DraftLearner
 from tests.support.calibrate_cases import read_config, target, target_path
 from tests.support.drafter_pairs import drafter_config, random_drafter, write_drafter
 
