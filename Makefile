@@ -71,10 +71,14 @@ $(VENV)/.installed: $(VENV)/.locked pyproject.toml dllm/__init__.py attention/__
 	@touch $@
 
 # Tests and checks, and Triton, which they compile our GPU kernels with. Serving on a CPU needs none.
-setup-dev: setup $(VENV)/.dev
+setup-dev: setup $(VENV)/.dev checkpoints/tiny-random/model.safetensors
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.locked
 	$(PIP) -r requirements/dev.txt
+	@touch $@
+
+checkpoints/tiny-random/model.safetensors: bench/toys/tiny.py | $(VENV)/.installed
+	$(BIN)/python -m bench.toys.tiny
 	@touch $@
 
 # What `dllm quantize` runs in. It sees our sources through a directory of links (dllm/quantize/command.py).

@@ -1,7 +1,7 @@
 """A DiffusionGemma checkpoint with random weights, in the format of the released one.
 
-``python -m bench.toys.tiny`` writes ``checkpoints/tiny-random``, but not its tokenizer,
-which is kept; checkpoints that are written elsewhere get a copy of it. Tests write variants::
+``python -m bench.toys.tiny`` writes ``checkpoints/tiny-random``, as `make setup-dev` does; its
+tokenizer is in the repository, and checkpoints elsewhere get a copy of it. Tests write variants::
 
     config = tiny_config(canvas_length=16, sliding_window=40)
     write_checkpoint(tmp_path, config, seed=3)

@@ -19,7 +19,7 @@ from bench.toys.suite import FAMILIES, Question
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, draw_questions
 
 ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "checkpoints/tiny-random"
+MODEL = ROOT / "checkpoints/tiny-dllm"
 SHAPE = Shape(canvas_length=32, input_len=16, output_len=64)
 # Two requests of two blocks of 32, eight denoise steps each.
 WORKLOAD = Workload(FIXED, 2, SHAPE, concurrency=1, steps_per_block=8)

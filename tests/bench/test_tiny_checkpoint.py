@@ -1,9 +1,10 @@
-"""The bundled random checkpoint, and the function that writes it and its variants."""
+"""The random checkpoint of the set-up, and the function that writes it and its variants."""
 
 import filecmp
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,11 +12,16 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from bench.toys.suite import SPECIAL_TOKENS, TOKEN_ID
-from bench.toys.tiny import VOCAB_SIZE, tiny_config, write_checkpoint
+from bench.toys.tiny import BUNDLED, VOCAB_SIZE, tiny_config, write_checkpoint
 from dllm.models.gemma.shapes import tensor_shapes
 
-BUNDLED = Path(__file__).parents[2] / "checkpoints/tiny-random"
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `python -m bench.toys.tiny` writes it."""
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def load(path: Path) -> DiffusionGemmaForBlockDiffusion:
@@ -40,17 +46,19 @@ def first_logits(model: DiffusionGemmaForBlockDiffusion) -> torch.Tensor:
 # The files
 
 
-def test_the_bundled_files_are_what_the_script_writes(tmp_path: Path) -> None:
+def test_the_same_call_writes_the_same_bytes(made: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
-    names = sorted(path.name for path in BUNDLED.iterdir())
+    names = sorted(path.name for path in made.iterdir())
     assert names == sorted(path.name for path in tmp_path.iterdir())
-    _, differ, unreadable = filecmp.cmpfiles(BUNDLED, tmp_path, names, shallow=False)
-    assert not differ + unreadable, "run python -m bench.toys.tiny"
+    _, differ, unreadable = filecmp.cmpfiles(made, tmp_path, names, shallow=False)
+    assert not differ + unreadable
+    shipped = [path.name for path in BUNDLED.iterdir() if "tokenizer" in path.name]
+    assert filecmp.cmpfiles(BUNDLED, made, shipped, shallow=False)[0] == shipped
 
 
-def test_the_reference_loads_it() -> None:
-    model = load(BUNDLED)
-    config = json.loads((BUNDLED / "generation_config.json").read_text())
+def test_the_reference_loads_it(made: Path) -> None:
+    model = load(made)
+    config = json.loads((made / "generation_config.json").read_text())
     assert model.config.canvas_window == "anchored"
     assert model.generation_config.sampler_config.to_dict() == config["sampler_config"]
     assert model.generation_config.eos_token_id == [TOKEN_ID["<eos>"], TOKEN_ID["<turn|>"]]
@@ -60,9 +68,9 @@ def test_the_reference_loads_it() -> None:
         assert encoder.mlp.up_proj.weight is decoder.mlp.up_proj.weight
 
 
-def test_its_logits_are_worth_testing_with() -> None:
+def test_its_logits_are_worth_testing_with(made: Path) -> None:
     """Argmax tokens differ, entropies spread, self-conditioning and the context matter."""
-    logits = first_logits(load(BUNDLED))
+    logits = first_logits(load(made))
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     assert logits.argmax(-1).unique().numel() > 20
     assert entropy.min() < 0.01
