@@ -30,9 +30,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a random checkpoint, once per set of arguments.
 
     ``checkpoint(seed=3, generation={...}, sliding_window=64, ...)``; every keyword that
-    ``write_checkpoint`` does not take is one of ``tiny_config``.
+    ``write_variant`` does not take is one of ``tiny_config``.
     """
-    from bench.toys.tiny import tiny_config, write_checkpoint
+    from bench.toys.tiny import tiny_config
+    from tests.support.gemma_variants import write_variant
 
     written: dict[str, Path] = {}
 
@@ -44,9 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             options = {name: overrides.pop(name) for name in names if name in overrides}
             config = tiny_config(**({"dtype": "float32"} | overrides))
             path = tmp_path_factory.mktemp("checkpoint") / "model"
-            write_checkpoint(
-                path, config, seed, generation=CONFIDENT | (generation or {}), **options
-            )
+            write_variant(path, config, seed, generation=CONFIDENT | (generation or {}), **options)
             written[key] = _steady(path)
         return written[key]
 

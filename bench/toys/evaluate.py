@@ -63,41 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__, writes=False)
     client.add_arguments(parser)
-    parser.add_argument(
-        "--reference",
-        type=Path,
-        metavar="DIR",
-        help="instead of a server: a checkpoint, through Hugging Face transformers in this process",
+    add, groups = parser.add_argument, (f"{k}: {', '.join(group)}" for k, group in GROUPS.items())
+    reference = (
+        "instead of a server: a checkpoint, through Hugging Face transformers in this process"
     )
-    parser.add_argument(
-        "--token-by-token",
-        action="store_true",
-        help="with --reference: a Nemotron as the autoregressive model that it is, too",
-    )
-    parser.add_argument(
-        "--tasks",
-        default=ALL,
-        help="; ".join(f"{name}: {', '.join(group)}" for name, group in GROUPS.items())
-        + "; or names (all)",
-    )
-    parser.add_argument("--num", type=positive, default=200, help="questions a family (200)")
-    parser.add_argument("--split", choices=SPLITS, default="heldout", help="(heldout)")
-    parser.add_argument("--style", choices=STYLES, help="of a right answer, as an adapter gives it")
-    parser.add_argument("--question-seed", type=int, default=0, help="of the questions (0)")
-    parser.add_argument("--seed", type=int, help="of request i is SEED + i; default: none is sent")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help="default: what the model's generation config says; 0 suits autoregressive models",
-    )
-    parser.add_argument("--max-tokens", type=positive, default=128, help="of an answer (128)")
-    parser.add_argument("--concurrency", type=positive, default=8, help="requests at once (8)")
-    parser.add_argument("--output", type=new_file, metavar="FILE", help="write all numbers as JSON")
+    add("--reference", type=Path, metavar="DIR", help=reference)
+    add("--tasks", default=ALL, help="; ".join((*groups, "or names (all)")))
+    add("--num", type=positive, default=200, help="questions a family (200)")
+    add("--split", choices=SPLITS, default="heldout", help="(heldout)")
+    add("--style", choices=STYLES, help="of a right answer, as an adapter gives it")
+    add("--question-seed", type=int, default=0, help="of the questions (0)")
+    add("--seed", type=int, help="of request i is SEED + i; default: none is sent")
+    add("--temperature", type=float, help="default: the model's; 0 suits autoregressive models")
+    add("--max-tokens", type=positive, default=128, help="of an answer (128)")
+    add("--concurrency", type=positive, default=8, help="requests at once (8)")
+    add("--output", type=new_file, metavar="FILE", help="write all numbers as JSON")
     given = parser.parse_args(argv)
     if given.temperature is not None and not 0 <= given.temperature < float("inf"):
         parser.error(f"--temperature {given.temperature}; allowed: a number of at least 0.")
-    if given.token_by_token and given.reference is None:
-        parser.error("--token-by-token: a server answers as it was started; add --reference DIR.")
     return given
 
 
@@ -126,9 +109,8 @@ def open_model(given: argparse.Namespace) -> Model:
         )
     from bench.toys.reference import open_reference  # imports torch: seconds
 
-    return open_reference(
-        given.reference, given.max_tokens, given.temperature, given.seed or 0, given.token_by_token
-    )
+    options = given.max_tokens, given.temperature, given.seed or 0
+    return open_reference(given.reference, *options)
 
 
 def _questions(family: str, given: argparse.Namespace) -> list[Question]:

@@ -2,7 +2,7 @@
 
 This is the reference for a server's answers. It asks one question at a time. DiffusionGemma and
 autoregressive models are generated from by transformers, models of masks by the plain loop of
-``dllm/models/unmasking/reference.py``. A Nemotron is either, as asked for.
+``dllm/models/unmasking/reference.py``.
 """
 
 import json
@@ -29,7 +29,6 @@ from dllm.models.unmasking.rule import DYNAMIC, STRATEGIES
 from dllm.settings.command import CommandError
 
 DIFFUSION = DiffusionGemmaForBlockDiffusion.__name__
-NEMOTRON = "NemotronLabsDiffusionModel"
 
 
 class Generated(NamedTuple):
@@ -59,7 +58,7 @@ class Reference(ABC):
     def answer(
         self, questions: Sequence[Question], on_answer: Callable[[], object] = lambda: None
     ) -> Run:
-        """Generate an answer to each question; ``on_answer`` is called after each."""
+        """``on_answer`` is called after each."""
         start = time.monotonic()
         answers, steps, blocks = [], 0, 0
         for index, question in enumerate(questions):
@@ -97,32 +96,27 @@ def open_reference(
     max_tokens: int,
     temperature: float | None = None,
     seed: int = 0,
-    token_by_token: bool = False,
 ) -> Reference:
     """The reference of a checkpoint; question i is answered with ``seed + i``.
 
     An answer's ``max_tokens`` are rounded up to whole blocks by a diffusion model. ``temperature``
     multiplies DiffusionGemma's schedule of temperatures; 0 makes an autoregressive model greedy;
-    None uses generation_config.json. ``token_by_token``: a Nemotron answers as the autoregressive
-    model that it is, too. Raises CommandError: there is no checkpoint, its reference does not allow
-    this temperature or answers in one way alone, or a server decodes it by another rule.
+    None uses generation_config.json. Raises CommandError: there is no checkpoint, its reference
+    does not allow this temperature, or a server decodes it by another rule.
     """
     if not (path / "config.json").exists():
         raise CommandError(f"--reference {path}: no config.json; give a checkpoint's folder.")
     architecture = json.loads((path / "config.json").read_text())["architectures"][0]
-    if token_by_token and architecture != NEMOTRON:
-        raise CommandError(f"--token-by-token: {path} is a {architecture}; allowed: {NEMOTRON}.")
-    if architecture in FAMILIES and architecture != DIFFUSION and not token_by_token:
+    if architecture in FAMILIES and architecture != DIFFUSION:
         return MaskedReference(path, max_tokens, temperature)
     return GenerateReference(path, architecture, max_tokens, temperature, seed)
 
 
 class StepCounter:
-    """A streamer: ``generate`` calls it after every denoise step and after every block."""
+    """A streamer, which ``generate`` calls."""
 
     def __init__(self) -> None:
-        self.denoise_steps = 0
-        self.blocks = -1  # the first call of `put` is for the prompt
+        self.denoise_steps, self.blocks = 0, -1
 
     def put(self, value: torch.Tensor) -> None:
         """The prompt, then every finished block."""
@@ -132,8 +126,7 @@ class StepCounter:
         """The argmax canvas after every denoise step."""
         self.denoise_steps += 1
 
-    def end(self) -> None:
-        """Nothing is to be done."""
+    def end(self) -> None: ...
 
 
 class GenerateReference(Reference):
@@ -144,12 +137,8 @@ class GenerateReference(Reference):
     ) -> None:
         super().__init__(path)
         self.is_diffusion, self.seed = architecture == DIFFUSION, seed
-        if architecture == NEMOTRON:  # in fp32, as for the plain loop
-            self.model = load_model(path)
-            self.model.generation_config = GenerationConfig.from_pretrained(path)
-        else:
-            kind = DiffusionGemmaForBlockDiffusion if self.is_diffusion else AutoModelForCausalLM
-            self.model = kind.from_pretrained(path, dtype="auto").eval()
+        kind = DiffusionGemmaForBlockDiffusion if self.is_diffusion else AutoModelForCausalLM
+        self.model = kind.from_pretrained(path, dtype="auto").eval()
         self.options: dict[str, object] = {"max_new_tokens": max_tokens}
         if temperature is not None:
             self.options |= self._temperature(temperature)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 from bench.toys.suite import SPECIAL_TOKENS, TOKEN_ID
 from bench.toys.tiny import BUNDLED, VOCAB_SIZE, tiny_config, write_checkpoint
 from dllm.models.gemma.shapes import tensor_shapes
+from tests.support.gemma_variants import write_variant
 
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED)
 
@@ -83,8 +84,8 @@ def test_its_logits_are_worth_testing_with(made: Path) -> None:
 
 def test_copies_of_the_encoder_are_those_of_the_decoder(tmp_path: Path) -> None:
     plain, copied = tmp_path / "plain", tmp_path / "copied"
-    write_checkpoint(plain)
-    write_checkpoint(copied, encoder_copies=True)
+    write_variant(plain)
+    write_variant(copied, encoder_copies=True)
     names = load_file(copied / "model.safetensors").keys()
     extra = names - load_file(plain / "model.safetensors").keys()
     assert "model.encoder.language_model.embed_tokens.weight" in extra
@@ -93,7 +94,7 @@ def test_copies_of_the_encoder_are_those_of_the_decoder(tmp_path: Path) -> None:
 
 def test_muted_experts_compute_nothing(tmp_path: Path) -> None:
     """Then the reference computes what a dense model does: its experts add exactly zero."""
-    model = load(write_checkpoint(tmp_path, tiny_config(dtype="float32"), mute_experts=True))
+    model = load(write_variant(tmp_path, tiny_config(dtype="float32"), mute_experts=True))
     before = first_logits(model)
     for layer in model.model.decoder.layers:
         layer.experts.gate_up_proj.data.normal_()

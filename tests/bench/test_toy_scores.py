@@ -17,7 +17,7 @@ from bench.toys.evaluate import chosen_families, wilson_interval
 from bench.toys.reference import open_reference
 from bench.toys.served import PASSES, Answer, denoise_counts
 from bench.toys.suite import DECISION_FAMILIES, FAMILIES, TOKEN_ID, TOOL_FAMILIES, questions
-from dllm.models.unmasking.reference import Generated, generate_blocks, load_model
+from dllm.models.unmasking.reference import Generated, generate_blocks
 from dllm.settings.command import CommandError
 from dllm.tools import decisions
 from dllm.train.responses import Prompt, load_prompts
@@ -296,25 +296,6 @@ def test_the_reference_of_masked_blocks(config: dict, tmp_path: Path) -> None:
     assert run.answers[0].text == model.tokenizer.decode(
         generated[: stops[0] + 1], skip_special_tokens=True
     )
-
-
-def test_a_model_that_answers_token_by_token_too(tmp_path: Path) -> None:
-    """Its next tokens are the greedy ones of its causal logits, one after the other."""
-    path = write(tmp_path / "model", NEMOTRON)
-    (path / "generation_config.json").write_text('{"eos_token_id": [1, 6], "do_sample": false}')
-    model = open_reference(path, 12, token_by_token=True)
-    asked = questions(["add"], "heldout", 1)
-    run = model.answer(asked)
-    assert (run.denoise_steps, run.blocks) == (None, None)
-    ids = encode_prompt(TOKENIZER, asked[0].prompt)
-    for _ in range(run.answers[0].num_tokens):
-        with torch.no_grad():
-            ids.append(int(load_model(path)(torch.tensor([ids])).logits[0, -1].argmax()))
-    tokens = ids[-run.answers[0].num_tokens :]
-    text = [token for token in tokens if token not in (1, 6)]
-    assert run.answers[0].text == model.tokenizer.decode(text, skip_special_tokens=True)
-    with pytest.raises(CommandError, match="is a SDARForCausalLM"):
-        open_reference(write(tmp_path / "sdar", SDAR), 12, token_by_token=True)
 
 
 @pytest.mark.parametrize(
