@@ -13,8 +13,8 @@ from dllm.prompts.files import BUNDLED, Message, read_conversations
 from dllm.quant.schemes import Scheme
 from dllm.quantize.arguments import parser
 from dllm.quantize.checkpoint import Checkpoint
-from dllm.quantize.groups import Group, groups_of
-from dllm.quantize.recipes import scheme_named
+from dllm.quantize.linears import Linear, linears, refuse_unfit
+from dllm.quantize.recipes import quantized_layers, scheme_named
 from dllm.settings.command import CommandError
 
 # Files beside the weights that are copied unchanged, if the source has them.
@@ -40,7 +40,7 @@ WITHOUT_CALIBRATION = ("LLaDAModelLM", "DreamModel")
 class Job:
     source: Checkpoint  # in bf16 (or fp16, or fp32)
     scheme: Scheme
-    groups: list[Group]
+    layers: list[Linear]  # that get the scheme
     ignored: list[str]  # names and patterns of layers that are left as they are, beside ``IGNORED``
     out: Path
     prompts: list[list[Message]]  # to calibrate with; empty if the scheme needs no calibration
@@ -68,9 +68,10 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
     if scheme.needs_calibration:
         _refuse_whole_sequences(source, args.scheme)
         prompts = calibration_prompts(args.calibration, args.samples)
-    groups = groups_of(source, scheme, args.ignore)
+    refuse_unfit(source)
+    layers = quantized_layers(linears(source.config), scheme, args.ignore)
     options = (args.blocks, args.seed, args.device)
-    return Job(source, scheme, groups, args.ignore, args.out, prompts, *options), args
+    return Job(source, scheme, layers, args.ignore, args.out, prompts, *options), args
 
 
 def _refuse_whole_sequences(source: Checkpoint, scheme: str) -> None:

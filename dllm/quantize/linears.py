@@ -8,13 +8,18 @@ share an NVFP4 global scale. In LLaDA2 q, k and v are one layer in the checkpoin
 """
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import torch
 
 from dllm.models import FAMILIES
 from dllm.models.gemma.shapes import Config
 from dllm.models.gemma.weights import DECODER
 from dllm.quant.schemes import LINEAR_ENDINGS, shared_name
-from dllm.quantize.checkpoint import DIFFUSION_GEMMA, Checkpoint
+from dllm.quantize.checkpoint import DIFFUSION_GEMMA, Checkpoint, few
+from dllm.settings.command import CommandError
 
 # How names of linear layers end: all but the head and the routers of SDAR-MoE and LLaDA2.
 LINEARS = (*LINEAR_ENDINGS, ".router.proj")
@@ -103,3 +108,47 @@ def by_one_name(checkpoint: Checkpoint) -> dict[str, list[str]]:
     for name in sorted(checkpoint.shapes):  # "model.decoder" sorts before "model.encoder"
         copies.setdefault(one_name(name), []).append(name)
     return copies
+
+
+def together(layers: Iterable[Linear]) -> list[list[Linear]]:
+    """The layers in lists; each list holds those that vLLM fuses into one."""
+    sets: dict[str, list[Linear]] = defaultdict(list)
+    for layer in layers:
+        sets[layer.fused].append(layer)
+    return list(sets.values())
+
+
+def part_of(stored: torch.Tensor, layer: Linear) -> torch.Tensor:
+    """The weight of a layer, ``[out, in]``, in the tensor that holds it."""
+    if layer.expert is None:
+        return stored
+    return stored[layer.expert, layer.first_row : layer.first_row + layer.shape[0]]
+
+
+def refuse_unfit(source: Checkpoint) -> None:
+    """Raises CommandError if it is quantized, or tensors are missing, of wrong shape or dtype."""
+    if "quantization_config" in source.config:
+        raise CommandError(
+            f"{source.path} is quantized already (its config.json has a quantization_config). Give "
+            "the checkpoint that it was made from."
+        )
+    copies = by_one_name(source)
+    expected = text_shapes(source.config)
+    missing = [name for name in expected if name not in copies]
+    if missing:
+        raise CommandError(
+            f"{source.path} misses {few(missing)}. Download or save it again: it is not whole."
+        )
+    for name, stored in copies.items():
+        for copy in stored:
+            shape = source.shapes[copy]
+            if name in expected and shape != expected[name]:
+                raise CommandError(
+                    f"{source.path}: {copy} has shape {list(shape)}; config.json makes it "
+                    f"{list(expected[name])}."
+                )
+            if not source.dtypes[copy].is_floating_point or source.dtypes[copy].itemsize < 2:
+                raise CommandError(
+                    f"{source.path}: {copy} is {source.dtypes[copy]}; to quantize, weights have to "
+                    "be bfloat16, float16 or float32."
+                )

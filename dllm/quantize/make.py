@@ -1,4 +1,4 @@
-"""Quantizes a checkpoint: calibrates if the scheme needs it, then writes one group at a time.
+"""Quantizes a checkpoint: calibrates if the scheme needs it, writes it, and checks it.
 
 This is the main program of LLM Compressor's environment; ``dllm.quantize.command`` starts it.
 """
@@ -8,8 +8,8 @@ import importlib.metadata
 import json
 import os
 import resource
-import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,58 +17,48 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from dllm.quantize.checkpoint import INDEX, in_units
-from dllm.quantize.groups import QuantizeFused, Tensors, quantize_group
+from dllm.quantize.checkpoint import FEW, INDEX, Checkpoint, in_units
+from dllm.quantize.convert import Tensors
 from dllm.quantize.job import COMPANIONS, Job, prepare
 from dllm.quantize.recipes import IGNORED, quantization_config
+from dllm.quantize.verify import verify
 from dllm.settings.command import FAILED, INTERRUPTED, OK, CommandError
 
 RUN = "quantize_run.json"  # beside the weights: what they were made with
 say = partial(print, flush=True)  # lines of progress
 
 
-def make(
-    job: Job, config: dict[str, object], quantize: QuantizeFused, measure: Callable[[Job], Tensors]
-) -> None:
-    """Raises CommandError if it cannot be done; ``job.out`` is not whole then."""
+Write = Callable[[Job, Path, Tensors], None]
+
+
+def make(job: Job, write: Write, measure: Callable[[Job], Tensors]) -> None:
+    """Raises CommandError if it cannot be done; ``job.out`` is not whole then.
+
+    ``write`` gets a folder with what is needed of the source, and the static scales of inputs.
+    """
     input_scales = measure(job) if job.scheme.needs_calibration else {}
+    config = quantization_config(job.scheme, job.ignored)
     try:
         job.out.mkdir()
-        _write_groups(job, quantize, input_scales)
-        for name in COMPANIONS:
-            if (job.source.path / name).is_file():
-                shutil.copyfile(job.source.path / name, job.out / name)
+        with tempfile.TemporaryDirectory() as folder:
+            weights = (path.name for path in {*job.source.files.values()})
+            for name in ("config.json", INDEX, *weights, *COMPANIONS):
+                if (job.source.path / name).is_file():
+                    (Path(folder) / name).symlink_to((job.source.path / name).absolute())
+            write(job, Path(folder), input_scales)
+        for file in job.out.glob("*.safetensors"):
+            file.chmod(0o644)  # safetensors writes it readable by its owner only
         _write_json(job.out / RUN, run_record(job))
         _write_json(job.out / "config.json", {**job.source.config, "quantization_config": config})
     except (OSError, SafetensorError) as error:
         raise CommandError(f"the checkpoint cannot be written: {error}") from error
-
-
-def _write_groups(job: Job, quantize: QuantizeFused, input_scales: Tensors) -> None:
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, group in enumerate(job.groups, 1):
-        file = f"model-{number:05d}-of-{len(job.groups):05d}.safetensors"
-        start = time.monotonic()
-        tensors = quantize_group(job.source, group, job.scheme, quantize, input_scales)
-        _save(job.out / file, tensors)
-        job.source.release()
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        seconds = time.monotonic() - start
-        say(f"{number}/{len(job.groups)} {group.label}: {in_units(size)}, {seconds:.1f} s")
-        weight_map |= dict.fromkeys(tensors, file)
-        total += size
-        del tensors  # before those of the next group are made
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(job.out / INDEX, index)
-
-
-def _save(file: Path, tensors: Tensors) -> None:
-    contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
-    save_file(contiguous, file, metadata={"format": "pt"})
-    file.chmod(0o644)  # safetensors writes it readable by its owner only
+    # LLM Compressor writes, in silence, a scale of 1 in the place of one that is not finite.
+    if problems := verify(Checkpoint(job.out), None, lambda: None).problems:
+        raise CommandError(
+            f"{'; '.join(problems[:FEW])}. Nothing was written: weights are all zero or not "
+            "finite, or calibration has never run a layer."
+        )
 
 
 def _write_json(file: Path, value: Mapping[str, object]) -> None:
@@ -110,7 +100,7 @@ def peak_memory() -> str:
 def _measure(job: Job) -> Tensors:
     from dllm.quantize.calibrate import measure_inputs
 
-    modules = [layer.module for group in job.groups for layer in group.layers]
+    modules = [layer.module for layer in job.layers]
     say(f"calibration runs the model, all of which is in the memory of {job.device}")
     start, total = time.monotonic(), len(job.prompts)
 
@@ -133,10 +123,9 @@ def main(argv: Sequence[str]) -> int:
         job, _ = prepare(argv)
         if job.device.startswith("cuda") and not torch.cuda.is_available():
             raise CommandError(f"--device {job.device}: this environment's torch sees no GPU.")
-        from dllm.quantize.compressor import quantizer
+        from dllm.quantize.compressor import write
 
-        config = quantization_config(job.scheme, job.ignored)
-        make(job, config, quantizer(job.scheme, job.device), _measure)
+        make(job, write, _measure)
     except CommandError as error:
         print(f"dllm quantize: {error}", file=sys.stderr)
         return FAILED

@@ -15,9 +15,14 @@ from dllm.quant.checks import implausible_scale, is_scale, layer_problems, scale
 from dllm.quant.formats import QuantDtype, dequantize_weight
 from dllm.quant.schemes import Plan, Scheme, parse_plan
 from dllm.quantize.checkpoint import Checkpoint, few
-from dllm.quantize.groups import read_linear, refuse_unfit
 from dllm.quantize.job import COMPANIONS, TOKENIZERS
-from dllm.quantize.linears import Linear, by_one_name, linears, text_shapes
+from dllm.quantize.linears import (
+    Linear,
+    by_one_name,
+    linears,
+    refuse_unfit,
+    text_shapes,
+)
 from dllm.settings.command import CommandError
 
 # Relative L2 error of normally distributed weights, measured: FP8 2.4-2.6%, NVFP4 9.3-9.8%.
@@ -93,7 +98,7 @@ class _Checker:
             is_whole = self.check_layer(layer)
             if is_whole and self.original is not None:
                 source = self.originals[layer.linear.source][0]
-                self.compare_layer(layer, read_linear(self.original, source, layer.linear))
+                self.compare_layer(layer, _read_linear(self.original, source, layer.linear))
             on_layer()
         self.check_fused()
         if self.original is not None:
@@ -218,6 +223,14 @@ def _plan(checkpoint: Checkpoint) -> Plan:
         return parse_plan(config)
     except ValueError as error:
         raise CommandError(f"{checkpoint.path / 'config.json'}: {error}") from error
+
+
+def _read_linear(source: Checkpoint, stored: str, layer: Linear) -> torch.Tensor:
+    """``[out, in]``. Of experts, whose weights are in one tensor, a part is read."""
+    if layer.expert is None:
+        return source.read(stored)
+    rows = (layer.first_row, layer.first_row + layer.shape[0])
+    return source.read_part(stored, layer.expert, rows)
 
 
 def _total(checkpoint: Checkpoint) -> int:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from dllm.quantize.checkpoint import INDEX, Checkpoint
-from dllm.quantize.linears import linears
+from dllm.quantize.linears import linears, together
 from dllm.quantize.verify import verify
 from dllm.settings.command import CommandError
 from tests.quantize.test_quantize import COMMAND, small_job, write
@@ -63,14 +63,16 @@ def test_every_projection_is_quantized_and_nothing_else(
 
 
 def test_layers_that_vllm_fuses_share_a_scale(sources: dict[str, Path], tmp_path: Path) -> None:
-    groups = small_job(sources["sdar"], tmp_path / "a").groups
-    fused = {tuple(layer.module for layer in layers) for layers in groups[1].fused()}
+    def fused_of(kind: str) -> set[tuple[str, ...]]:
+        sets = together(small_job(sources[kind], tmp_path / kind).layers)
+        return {tuple(layer.module for layer in layers) for layers in sets}
+
+    fused = fused_of("sdar")
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     assert {f"{attention}{part}_proj" for part in "qkv"} in map(set, fused)
     assert {f"{mlp}{part}_proj" for part in ("gate", "up")} in map(set, fused)
-    groups = small_job(sources["llada2"], tmp_path / "b").groups
     alone = ("model.layers.0.attention.query_key_value",)
-    assert alone in {tuple(layer.module for layer in layers) for layers in groups[1].fused()}
+    assert alone in fused_of("llada2")
 
 
 # The dense layers of the others are SDAR's, or Qwen2's without biases.
