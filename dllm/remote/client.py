@@ -66,9 +66,10 @@ class Session:
 class Client:
     """The sessions of one engine core, with the workers that draft for them.
 
-    A session belongs to the worker with the highest random weight (rendezvous hashing), so that a
-    worker that is out moves its own sessions only, and targets need not agree on anything. A reply
-    with a token id beyond ``vocab_size``, the target's, is refused whole.
+    A session belongs to a worker on this machine, if one is there, and among several to the one
+    with the highest random weight (rendezvous hashing), so that a worker that is out moves its own
+    sessions only, and targets need not agree on anything. A reply with a token id beyond
+    ``vocab_size``, the target's, is refused whole.
     """
 
     def __init__(
@@ -190,9 +191,10 @@ class Client:
 
 
 def choose(links: Sequence[Link], key: int) -> Link | None:
-    """The worker for a session, among those that are not out; None if all are out."""
+    """The worker for a session: one on this machine before others; None if all are out."""
 
     def weight(link: Link) -> bytes:
         return hashlib.blake2b(f"{key} {link.address}".encode(), digest_size=8).digest()
 
-    return max((link for link in links if not link.is_out), key=weight, default=None)
+    there = [link for link in links if not link.is_out]
+    return max([link for link in there if link.is_near] or there, key=weight, default=None)

@@ -68,6 +68,11 @@ class Link:
         """Whether nobody asks it or waits for it."""
         return self.state is not State.UP
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the worker is connected, and on this machine."""
+        return self.connection is not None and self.connection.is_near
+
     def ask(self, batch: DraftBatch) -> bool:
         """Send a batch; returns whether it is on its way."""
         if self.connection is None or not self.is_up or not self.connection.send(frame(batch)):

@@ -2,7 +2,8 @@
 
 How much memory a peer can take is decided here. Of each connection no more is kept than one
 incomplete frame, what one ``read`` takes from the socket, and two frames that wait to be sent. A
-server has MAX_CONNECTIONS at most.
+server has MAX_CONNECTIONS at most. ZeroMQ cannot promise that: it bounds the number of messages, and
+the bytes of each part of a message, but not the number of parts.
 """
 
 import contextlib
@@ -51,6 +52,7 @@ class Stream:
         self.is_open, self.is_ready = True, False
         # What closed it. By a ValueError or an SSLError one side has refused the other.
         self.error: Exception | None = None
+        self.is_near = False  # it is ready, and its other end is on this machine
         self.peer = ""  # who is at the other end of a server's connection, for log lines
         self._socket, self._max_bytes = connection, max_bytes
         self._keys, self._is_server = keys, is_server
@@ -141,9 +143,11 @@ class Stream:
         if error := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(error, os.strerror(error))
         try:
-            self._socket.getpeername()
+            there = self._socket.getpeername()
         except OSError:
             raise BlockingIOError from None  # still connecting
+        is_unix = self._socket.family == socket.AF_UNIX
+        self.is_near = is_unix or there[0] == self._socket.getsockname()[0]
         if self._keys is not None:
             self._shake_hands(self._keys)
         self._is_writing, self.is_ready = False, True

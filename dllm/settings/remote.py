@@ -21,7 +21,7 @@ class RemoteOptions:
 
     workers: Sequence[str] = ()
     """`unix:///PATH`, `/PATH`, `~/PATH` or `tcp://HOST:PORT`; with several, each request belongs to
-    one (rendezvous hashing)"""
+    one, on [this machine](#what-it-promises) if it can (rendezvous hashing)"""
 
     deadline_ms: Annotated[float, Field(gt=0, le=10_000)] = 50.0
     """how long a step waits at most; `adaptive` waits no longer than drafts are worth"""

@@ -275,6 +275,26 @@ def test_sessions_of_a_worker_that_fails_move_to_another(how):
     finish(target, 2000)
 
 
+def test_a_worker_on_the_target_s_machine_is_preferred_and_others_draft_while_it_is_out():
+    clock = Clock()
+    near, far = nets = [*pool(clock, 1, is_near=True), *pool(clock, 1)]
+    far.address = "tcp://192.0.2.1:5800"
+    target = Target(nets, clock)
+    begin(target, 8)
+    target.step(5)
+    assert not far.sent and target.widths[-1] == 8 * 4
+    near.kill()
+    target.step(5)
+    assert far.sent and target.widths[-1] == 8 * 4
+    near.restart(worker(clock))
+    target.step(20)
+    finish(target)
+    begin(target, 8, 20, first=8)
+    known = len(far.sent)
+    target.run()
+    assert not [row for batch in far.sent[known:] for row in batch.rows]
+
+
 # --- widths ---------------------------------------------------------------------------------------
 
 

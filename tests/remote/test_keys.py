@@ -90,6 +90,15 @@ def test_a_target_talks_to_the_worker_that_it_knows_only(pairs):
         assert not server._have_asked
 
 
+def test_a_worker_reached_at_an_address_of_this_machine_is_near(pairs, tmp_path):
+    unix = Address(str(tmp_path / "worker.sock"))
+    worker, one = keys_of(pairs["worker"]), keys_of(pairs["one"])
+    for address, keys in ((TCP, worker), (unix, None)):
+        with serving(address, keys) as server, linked(server.address, one) as link:
+            assert not link.is_near
+            assert ask(link) == ANSWER and link.is_near
+
+
 def test_a_certificate_without_its_key_is_refused(pairs):
     (pairs["two"] / "certificate.pem").write_bytes((pairs["one"] / "certificate.pem").read_bytes())
     with pytest.raises(ValueError, match="keys: "):

@@ -42,7 +42,7 @@ class Inline:
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
-        self.is_open = True
+        self.is_open = self.is_near = True
         self.greeting = [frame(GREETING)[4:]]
 
     def send(self, data: bytes) -> bool:

@@ -32,6 +32,7 @@ class Net:
         delay_s, jitter_s: one way; no message overtakes another.
         full: share of the batches that are not sent, because those before are not on their way.
         draft_s: a step of the worker's engine.
+        is_near: the worker is on the target's machine.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class Net:
         full: float = 0.0,
         draft_s: float = TICK_S,
         address: str = "unix:///1",
+        is_near: bool = False,
     ) -> None:
         self.address, self.worker, self.clock = address, worker, clock
         self.delay_s, self.jitter_s, self.full, self.draft_s = delay_s, jitter_s, full, draft_s
         self.is_open = self.is_there = True
-        self.is_hung = False
+        self.is_hung, self.is_near = False, is_near
         self.error = ConnectionAbortedError("the worker is gone")
         self._random, self._drafted_at = random.Random(1), 0.0
         self._out: list[tuple[float, bytes]] = []
