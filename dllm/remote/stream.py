@@ -2,8 +2,8 @@
 
 How much memory a peer can take is decided here. Of each connection no more is kept than one
 incomplete frame, what one ``read`` takes from the socket, and two frames that wait to be sent. A
-server has MAX_CONNECTIONS at most. ZeroMQ cannot promise that: it bounds the number of messages, and
-the bytes of each part of a message, but not the number of parts.
+server has MAX_CONNECTIONS at most. ZeroMQ cannot promise that: it bounds the number of messages,
+and the bytes of each part of a message, but not the number of parts.
 """
 
 import contextlib
