@@ -1,17 +1,28 @@
-"""Patches of the API server: what cannot be served is refused there, with HTTP 400 and a reason."""
+"""In the API server: what cannot be served is refused, with HTTP 400 and a reason."""
 
 import importlib.util
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
+from vllm import envs
 from vllm.logger import init_logger
+from vllm.renderers.base import BaseRenderer
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
 
 from dllm import LOGGER
-from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
-from dllm.patches.contract import CPU_WORKER, GPU_WORKER
+from dllm.api.pins import check_length
+from dllm.api.structured_outputs import spec_of
+from dllm.models import FAMILIES, settings_of, takes_images
+from dllm.patches.drafts import draft_of
 from dllm.patches.replace import replaces
 from dllm.patches.streaming import refuse_unseen_canvases
+from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
+from dllm.settings.pins import without_noise
+from dllm.settings.request import constrained, has_structured_outputs, of_one_canvas, refuse
 from dllm.settings.server import options_of
+from dllm.settings.thoughts import admit_budget
 
 logger = init_logger(LOGGER)
 
@@ -28,58 +39,127 @@ SERVED: dict[str, Any] = {
 }
 
 
-def prepare(processor: Any, prompt: Any, params: Any) -> Any:
+def prepare(processor: "TargetInputs", prompt: Any, params: Any) -> Any:
     """Check a request where it comes in, and complete its sampling parameters.
 
     Called when a route starts a request, before the first byte of a stream (``async_llm``), and by
-    ``LLMEngine.add_request`` (``grammars``). Nothing else checks a request of the engine.
-
-    1. What our model does not serve, or what the worker's tables cannot hold, is refused.
-    2. So is a thinking budget that this server cannot keep, and what nobody would see.
-    3. vLLM checks the rest.
-    4. Stop tokens and bad words become ids, unless their text is too long for a table.
-    5. Our own arguments become vLLM's edits of logits.
-    6. Ids that are too many, and edits that leave no token, are refused.
-
-    Of a model that is served token by token, steps 2 and 5 are vLLM's; of other models, all are,
-    but for grammars beside drafts that are sampled. To prepare the result again changes nothing.
+    ``LLMEngine.add_request`` (``grammars``). Nothing else checks a request of the engine. To
+    prepare the result again changes nothing.
 
     Args:
-        processor: vLLM's InputProcessor.
         params: stay as they are, because one object may belong to several requests.
 
     Raises:
         VLLMValidationError: it cannot be served; the client gets HTTP 400.
     """
-    from vllm.sampling_params import SamplingParams
+    return processor.prepared(prompt, params) if isinstance(params, SamplingParams) else params
 
-    from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
-    from dllm.settings.request import constrained, of_one_canvas
-    from dllm.settings.thoughts import admit_budget
 
-    if not isinstance(params, SamplingParams):
+class TargetInputs(InputProcessor):
+    """Of any server of ours."""
+
+    def prepared(self, prompt: Any, params: Any) -> Any:
+        _refuse_grammar_of_sampled_drafts(params, self.vllm_config)
         return params
-    model, tasks = processor.model_config, ("generate",)
-    _refuse_grammar_of_sampled_drafts(params, processor.vllm_config)
-    if model.architecture in AUTOREGRESSIVE:
+
+    def _validate_params(self, params: Any, supported_tasks: Any) -> Any:
+        """Model Runner V2 honours min_p and logit_bias beside drafts; vLLM refuses them.
+
+        It admits logprob_token_ids, but returns no such logprobs: refused here.
+        """
+        is_drafted = draft_of(self.vllm_config.speculative_config) is not None
+        if not is_drafted or not isinstance(params, SamplingParams):
+            return super()._validate_params(params, supported_tasks)
+        if params.logprob_token_ids:
+            refuse(
+                "logprob_token_ids",
+                f"logprob_token_ids = {params.logprob_token_ids}: steps that verify drafts return "
+                "no logprobs of chosen tokens. Leave it out, or ask for the likeliest (logprobs).",
+            )
+        params._validate_logit_bias(self.model_config)
+        return self._validate_rest(params, {"min_p": 0.0, "logit_bias": None}, supported_tasks)
+
+    def _validate_rest(self, params: Any, taken: Mapping[str, Any], supported_tasks: Any) -> Any:
+        """vLLM checks all but what is served here; ``taken``: values of that which it takes."""
+        rest = copy(params)
+        for name, value in taken.items():
+            setattr(rest, name, value)
+        watermarking = super()._validate_params(rest, supported_tasks)
+        # An array, in which form alone the engine core reads it.
+        params.prompt_logprob_token_ids = rest.prompt_logprob_token_ids
+        return watermarking
+
+    def process_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM adds ends and makes ids of words here; some are outside of the vocabulary."""
+        request = super().process_inputs(*args, **kwargs)
+        if request.sampling_params is not None:
+            drop_impossible_ids(request.sampling_params, self.model_config.get_vocab_size())
+        return request
+
+
+class TokenInputs(TargetInputs):
+    """Of a model that is served token by token."""
+
+    def prepared(self, prompt: Any, params: Any) -> Any:
+        params = super().prepared(prompt, params)
         admit_next_tokens(params)
-        processor._validate_params(params, tasks)
-        check_sizes(with_resolved_ids(processor, params))
-    if model.architecture not in FAMILIES:
+        self._validate_params(params, ("generate",))
+        check_sizes(with_resolved_ids(self, params))
         return params
-    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None:
-        processor.renderer.validate_token_ids(prompt["prompt_token_ids"])
-    settings, vocab_size = settings_of(processor.vllm_config), model.get_vocab_size()
-    options = admit(params, settings, vocab_size)
-    admit_budget(params, processor.vllm_config)
-    refuse_unseen_canvases(params, processor.vllm_config)
-    _check_grammar(params, processor.tokenizer)
-    processor._validate_params(params, tasks)
-    _check_length_of_words(processor, params)
-    params = of_one_canvas(params, options.canvas_width)
-    params = constrained(with_resolved_ids(processor, params))
-    admit_ids(params, settings, vocab_size)
-    return params
+
+
+class CanvasInputs(TargetInputs):
+    """Of a diffusion model."""
+
+    def prepared(self, prompt: Any, params: Any) -> Any:
+        """In this order:
+
+        1. What our model does not serve, or what the worker's tables cannot hold, is refused.
+        2. So is a thinking budget that this server cannot keep, and what nobody would see.
+        3. vLLM checks the rest.
+        4. Stop tokens and bad words become ids, unless their text is too long for a table.
+        5. Our own arguments become vLLM's edits of logits.
+        6. Ids that are too many, and edits that leave no token, are refused.
+        """
+        if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None:
+            self.renderer.validate_token_ids(prompt["prompt_token_ids"])
+        settings, vocab_size = settings_of(self.vllm_config), self.model_config.get_vocab_size()
+        options = admit(params, settings, vocab_size)
+        admit_budget(params, self.vllm_config)
+        refuse_unseen_canvases(params, self.vllm_config)
+        _check_grammar(params, self.tokenizer)
+        self._validate_params(params, ("generate",))
+        _check_length_of_words(self, params)
+        params = of_one_canvas(params, options.canvas_width)
+        params = constrained(with_resolved_ids(self, params))
+        admit_ids(params, settings, vocab_size)
+        return params
+
+    def _validate_params(self, params: Any, supported_tasks: Any) -> Any:
+        """vLLM refuses what our sampler serves, and ids of a first canvas that stand for noise."""
+        if not isinstance(params, SamplingParams):
+            return super()._validate_params(params, supported_tasks)
+        ids = without_noise(params.extra_args or {})
+        return self._validate_rest(params, SERVED | {"extra_args": ids}, supported_tasks)
+
+
+class CanvasRenderer(BaseRenderer[Any]):
+    def validate_token_ids(self, token_ids: Any, *, parameter: str | None = None) -> None:
+        """Say the range, and that no token is none, as vLLM does not."""
+        if len(token_ids) == 0:
+            refuse(
+                parameter or "prompt",
+                "prompt has 0 tokens; allowed: 1 and more. Send a token or a text.",
+            )
+        vocab_size = self.model_config.get_vocab_size()
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < vocab_size:
+                refuse(
+                    parameter or "prompt",
+                    f"prompt token id {token} is out of the vocabulary; allowed: 0 to "
+                    f"{vocab_size - 1}. Send ids of this model's tokenizer (POST /tokenize).",
+                )
+        super().validate_token_ids(token_ids, parameter=parameter)
 
 
 def _check_grammar(params: Any, tokenizer: Any) -> None:
@@ -87,9 +167,6 @@ def _check_grammar(params: Any, tokenizer: Any) -> None:
 
     vLLM would ask xgrammar, in the thread that serves all requests.
     """
-    from dllm.api.structured_outputs import spec_of
-    from dllm.settings.request import has_structured_outputs, refuse
-
     if not has_structured_outputs(params):
         return
     if tokenizer is None:
@@ -98,53 +175,10 @@ def _check_grammar(params: Any, tokenizer: Any) -> None:
 
 
 def _check_length_of_words(processor: Any, params: Any) -> None:
-    from vllm import envs
-
-    from dllm.api.pins import check_length
-
     if params.bad_words and processor.tokenizer is not None:
         num_chars = sum(len(word) for word in params.bad_words)
         most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
         check_length("bad_words", num_chars, most, processor.tokenizer)
-
-
-def check_requests_at_admission() -> None:
-    _keep_to_vllms_checks()
-    _explain_refusals()
-    _explain_missing_images()
-
-
-def _keep_to_vllms_checks() -> None:
-    """vLLM refuses parameters of diffusion models that our sampler applies, and ids of a first
-    canvas that stand for noise. Behind its checks it makes ids of stop tokens and bad words.
-    """
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    from dllm.settings.pins import without_noise
-
-    @replaces(InputProcessor)
-    def _validate_params(theirs: Any, self: Any, params: Any, supported_tasks: Any) -> Any:
-        is_ours = self.model_config.architecture in FAMILIES
-        if not is_ours or not isinstance(params, SamplingParams):
-            return theirs(self, params, supported_tasks)
-        rest = copy(params)
-        for name, taken in SERVED.items():
-            setattr(rest, name, taken)
-        rest.extra_args = without_noise(rest.extra_args or {})
-        watermarking = theirs(self, rest, supported_tasks)
-        # An array, in which form alone the engine core reads it.
-        params.prompt_logprob_token_ids = rest.prompt_logprob_token_ids
-        return watermarking
-
-    @replaces(InputProcessor)
-    def process_inputs(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = theirs(self, *args, **kwargs)
-        worker = self.vllm_config.parallel_config.worker_cls
-        is_ours = self.model_config.architecture in FAMILIES or worker in (CPU_WORKER, GPU_WORKER)
-        if is_ours and request.sampling_params is not None:
-            drop_impossible_ids(request.sampling_params, self.model_config.get_vocab_size())
-        return request
 
 
 def _refuse_grammar_of_sampled_drafts(params: Any, vllm_config: Any) -> None:
@@ -153,8 +187,6 @@ def _refuse_grammar_of_sampled_drafts(params: Any, vllm_config: Any) -> None:
     vLLM leaves out drafts that the grammar forbids before they are verified. The token in their
     place is then drawn from p, where exact rejection sampling draws from max(p - q, 0).
     """
-    from dllm.settings.request import has_structured_outputs, refuse
-
     speculative = vllm_config.speculative_config
     if speculative is None or not has_structured_outputs(params):
         return
@@ -206,9 +238,8 @@ def drop_impossible_ids(params: Any, vocab_size: int) -> None:
         params._bad_words_token_ids = [word for word in words if all(map(is_possible, word))]
 
 
-def _explain_missing_images() -> None:
+def explain_missing_images() -> None:
     """vLLM only says that the model is not multimodal."""
-    from vllm.exceptions import VLLMValidationError
     from vllm.multimodal.registry import MultiModalRegistry
 
     @replaces(MultiModalRegistry)
@@ -216,8 +247,7 @@ def _explain_missing_images() -> None:
         if model_config.architecture in FAMILIES and (
             not model_config.is_multimodal_model or not takes_images(model_config.hf_config)
         ):
-            message = _text_only_message(model_config.hf_config)
-            raise VLLMValidationError(message, parameter="messages")
+            refuse("messages", _text_only_message(model_config.hf_config))
         return theirs(self, model_config, **kwargs)
 
 
@@ -228,28 +258,3 @@ def _text_only_message(hf_config: Any) -> str:
     elif importlib.util.find_spec("torchvision") is None:
         why = "images need torchvision, which is not installed here"
     return f"This server is text-only: {why}; audio and video are never served. Send text alone."
-
-
-def _explain_refusals() -> None:
-    from vllm.exceptions import VLLMValidationError
-    from vllm.renderers.base import BaseRenderer
-
-    @replaces(BaseRenderer)
-    def validate_token_ids(
-        theirs: Any, self: Any, token_ids: Any, *, parameter: str | None = None
-    ) -> None:
-        if self.model_config.architecture in FAMILIES:
-            if len(token_ids) == 0:
-                raise VLLMValidationError(
-                    "prompt has 0 tokens; allowed: 1 and more. Send a token or a text.",
-                    parameter=parameter or "prompt",
-                )
-            vocab_size = self.model_config.get_vocab_size()
-            for token in (min(token_ids), max(token_ids)):
-                if not 0 <= token < vocab_size:
-                    raise VLLMValidationError(
-                        f"prompt token id {token} is out of the vocabulary; allowed: 0 to "
-                        f"{vocab_size - 1}. Send ids of this model's tokenizer (POST /tokenize).",
-                        parameter=parameter or "prompt",
-                    )
-        theirs(self, token_ids, parameter=parameter)

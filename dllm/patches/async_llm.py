@@ -1,57 +1,78 @@
-"""Patches of vLLM's AsyncLLM: what happens to a request between its route and the engine core.
+"""vLLM's AsyncLLM, derived: what happens to a request between its route and the engine core.
 
 ``generate`` is called when a route starts a request, and checks it. ``add_request`` is called when
 the first output is asked for, and sends the request to the engine core.
 """
 
 import asyncio
-import functools
-import weakref
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from dllm.api import fill
 from dllm.api.engine_requests import in_turn
 from dllm.api.http_request import current
-from dllm.models import FAMILIES, settings_of
+from dllm.models import settings_of
 from dllm.patches.admission import prepare
 from dllm.patches.grammars import needs_table, serialized_grammar, wait_before_the_stream
-from dllm.patches.replace import replaces
-from dllm.patches.streaming import start_watching
+from dllm.patches.metrics import CountingEngine
+from dllm.patches.streaming import TracingEngine, start_watching
 from dllm.settings.denoising import WHOLE_SEQUENCE, unread_canvases
 from dllm.settings.request import refuse, with_grammar
 
 
-def check_requests_early() -> None:
-    """``AsyncLLM.generate`` is a generator. vLLM's checks run when the first item is taken from it;
-    by then the server has sent HTTP 200. Here a request is prepared when ``generate`` is called.
-    """
-    from vllm.v1.engine.async_llm import AsyncLLM
+class PreparingLLM(CountingEngine, AsyncLLM):
+    """Of any server of ours. Its parameters are checked before HTTP 200 of a stream is sent."""
 
-    @replaces(AsyncLLM)
     def generate(
-        theirs: Any,
-        self: Any,
-        prompt: Any,
-        sampling_params: Any,
-        request_id: str,
-        *args: Any,
-        **kwargs: Any,
+        self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> Any:
+        """vLLM's is a generator, and checks when the first item is taken from it."""
         params = prepare(self.input_processor, prompt, sampling_params)
         if isinstance(prompt, AsyncGenerator):
             prompt = _prepared_pieces(self.input_processor, prompt)
-        if self.model_config.architecture in FAMILIES:
-            request_id = start_watching(self, params, request_id)
-            hole = (prompt, sampling_params, request_id, *args)
-            if (filled := _start_fill(self, theirs, *hole, **kwargs)) is not None:
-                return filled
-            _count(1, params.n)
-            wait_before_the_stream(self, prompt, params, _reasoning(kwargs))
-        given = (self, prompt, params, request_id, *args)
-        return _paced(theirs, *given, **kwargs)
+        return self._started(prompt, sampling_params, params, request_id, *args, **kwargs)
+
+    def _started(self, prompt: Any, asked: Any, prepared: Any, *args: Any, **options: Any) -> Any:
+        return super().generate(prompt, prepared, *args, **options)
+
+
+class CanvasLLM(TracingEngine, PreparingLLM):
+    """Of a diffusion model."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._turn = asyncio.Lock()
+        super().__init__(*args, **options)
+
+    def _started(
+        self, prompt: Any, asked: Any, prepared: Any, request_id: str, *args: Any, **options: Any
+    ) -> Any:
+        request_id = start_watching(self, prepared, request_id)
+        hole = (prompt, asked, request_id, *args)
+        generate = partial(AsyncLLM.generate, self)
+        if (filled := _start_fill(self, generate, *hole, **options)) is not None:
+            return filled
+        _count(1, prepared.n)
+        wait_before_the_stream(self, prompt, prepared, _reasoning(options))
+        return _paced(generate, prompt, prepared, request_id, *args, **options)
+
+    async def add_request(
+        self, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Let a request wait for its grammar, and the server answer others between two requests.
+
+        vLLM starts all prompts of a list in one turn of the event loop.
+        """
+        if needs_table(params):
+            table = await serialized_grammar(self, params, prompt, *_reasoning(kwargs))
+            params = with_grammar(params, table)
+        async with self._turn:
+            await asyncio.sleep(0)  # while others wait for their turn
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
 
 async def _prepared_pieces(processor: Any, pieces: AsyncGenerator[Any, None]) -> Any:
@@ -74,9 +95,9 @@ def _count(number: int, num_samples: int) -> None:
         one.add(number * num_samples, "n" if num_samples > 1 else "prompt")
 
 
-def _paced(generate: Any, llm: Any, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
+def _paced(generate: Any, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
     """What ``generate`` returns, for a request that waits for a place of its HTTP request."""
-    one, outputs = current.get(), generate(llm, prompt, params, *args, **options)
+    one, outputs = current.get(), generate(prompt, params, *args, **options)
     return outputs if one is None else in_turn(one.places, outputs)
 
 
@@ -106,32 +127,9 @@ def _start_fill(
 
     def start(prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
         params = prepare(llm.input_processor, prompt, params)
-        return _paced(generate, llm, prompt, params, *args, **options)
+        return _paced(generate, prompt, params, *args, **options)
 
-    decode = functools.partial(
+    decode = partial(
         llm.renderer.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens
     )
     return fill.filled(start, hole, widths, decode, prompt, params, *args, **options)
-
-
-def start_in_turn() -> None:
-    """Let a request wait for its grammar, and the API server answer others between two requests.
-
-    vLLM starts all prompts of a list in one turn of the event loop.
-    """
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
-
-    @replaces(AsyncLLM)
-    async def add_request(
-        theirs: Any, self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if self.model_config.architecture not in FAMILIES:
-            return await theirs(self, request_id, prompt, params, *args, **kwargs)
-        if needs_table(self, params):
-            table = await serialized_grammar(self, params, prompt, *_reasoning(kwargs))
-            params = with_grammar(params, table)
-        async with turns.setdefault(self, asyncio.Lock()):
-            await asyncio.sleep(0)  # while others wait for their turn
-            return await theirs(self, request_id, prompt, params, *args, **kwargs)

@@ -19,7 +19,8 @@ REMOTE_SCHEDULER = "dllm.remote.scheduler.RemoteScheduler"
 
 
 # Of modules and classes. By dotted name: where it is done, unless in every process, and why; where
-# vLLM has a hook for something like it, why that is not used. Functions are wrapped (``replace``).
+# vLLM has a hook for something like it, why that is not used. Functions are wrapped (``replace``);
+# of classes, servers of ours get derived ones (``served``).
 PATCHES = {
     "vllm.multimodal.MULTIMODAL_REGISTRY.register_processor": (
         "where torchvision is installed: vLLM's Gemma4 image processor, for our model"
@@ -58,41 +59,35 @@ PATCHES = {
         "on CUDA: our attention kernel, as the backend that vLLM names CUSTOM; in our CPU worker: "
         "our CPU_ATTN, which adds blocks, anchored windows, rounded FP8, and zeros for padding"
     ),
-    "vllm.v1.engine.input_processor.InputProcessor._validate_params": (
-        "it does not see what the built-in sampler cannot honour and ours does: parameters, "
-        "structured outputs, places of a first canvas that stand for noise"
+    "vllm.v1.engine.async_llm.AsyncLLM": (
+        "requests are prepared: a bad one gets HTTP 400, also if it streams; those of one body "
+        "start one by one. LogitsProcessor.validate_params sees parameters alone: neither the "
+        "model, nor its tokenizer; and its class would be a logits processor of every model. A "
+        "stat logger of an entry point (vllm.stat_logger_plugins) would run for every model, turn "
+        "statistics on against --disable-log-stats, and not run in LLM"
     ),
-    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": (
-        "leaves out ends and bad words that are outside of the vocabulary, which vLLM adds here"
-    ),
-    "vllm.v1.engine.async_llm.AsyncLLM.generate": (
-        "requests are prepared: a bad one gets HTTP 400, also if it streams. "
-        "LogitsProcessor.validate_params sees parameters alone: neither the model, nor its "
-        "tokenizer; and its class would be a logits processor of every model"
-    ),
-    "vllm.v1.structured_output.StructuredOutputManager.grammar_init": (
-        "what is emitted is checked with the request's table; vLLM would compile its grammar again"
-    ),
-    "vllm.v1.engine.async_llm.AsyncLLM.add_request": (
-        "requests of one body start one by one; a request's grammar is compiled and sent with it"
-    ),
-    "vllm.v1.engine.llm_engine.LLMEngine.add_request": (
+    "vllm.v1.engine.llm_engine.LLMEngine": (
         "the same without a server: requests are prepared, grammars compiled and sent with them"
+    ),
+    "vllm.v1.engine.input_processor.InputProcessor": (
+        "it does not see what the built-in sampler cannot honour and ours does: parameters, "
+        "structured outputs, places of a first canvas that stand for noise; of drafts, min_p and "
+        "logit_bias. Ends and bad words outside of the vocabulary, which it adds, are left out"
+    ),
+    "vllm.renderers.base.BaseRenderer": (
+        "token ids outside the model's vocabulary are refused with the range; so is no token"
+    ),
+    "vllm.v1.engine.core_client.AsyncMPClient": (
+        "frames of unfinished canvases go to their streams; vLLM would count them as first tokens"
+    ),
+    "vllm.v1.structured_output.StructuredOutputManager": (
+        "what is emitted is checked with the request's table; vLLM would compile its grammar again"
     ),
     "vllm.tool_parsers.structural_tag_registry.register_vllm_structural_tag": (
         "in the front end: the grammar of tool calls in Gemma 4's syntax"
     ),
     "vllm.parser.abstract_parser._xgrammar_supports": (
         "in the front end: xgrammar reads no response format beside tools on the event loop"
-    ),
-    "vllm.v1.engine.core_client.AsyncMPClient.get_output_async": (
-        "frames of unfinished canvases go to their streams; vLLM would count them as first tokens"
-    ),
-    "vllm.v1.engine.output_processor.OutputProcessor.process_outputs": (
-        "the same for the offline engine, where traces are the only frames"
-    ),
-    "vllm.v1.engine.output_processor.RequestState._new_completion_output": (
-        "the trace of a request goes with its output"
     ),
     "vllm.entrypoints.launchers.api_server.app_state.init_endpoint_plugins_state": (
         "in an API server: serving objects of ours answer for our models. An endpoint plugin would "
@@ -118,17 +113,11 @@ PATCHES = {
         "(vllm.endpoint_plugins) are loaded only where VLLM_PLUGINS names them, and warn everybody "
         "else"
     ),
-    "vllm.renderers.base.BaseRenderer.validate_token_ids": (
-        "token ids outside the model's vocabulary are refused with the range; so is no token"
-    ),
     "vllm.multimodal.registry.MultiModalRegistry.create_processor": (
         "an image request gets HTTP 400 with the reason; vLLM only says 'not a multimodal model'"
     ),
     "vllm.config.VllmConfig.try_verify_and_update_config": (
         "worker, scheduler, attention backend and limits are chosen (kinds), for any target"
-    ),
-    "vllm.sampling_params.SamplingParams._validate_spec_decode": (
-        "with a drafter of ours: admits min_p and logit_bias, which Model Runner V2 honours"
     ),
     "vllm.v1.worker.cpu.model_runner.CPUModelRunner": (
         "while our CPU worker makes its runner: ours; vLLM's worker names its class itself"
@@ -144,11 +133,6 @@ PATCHES = {
     ),
     "vllm.v1.engine.core.EngineCore.post_step": (
         "in the engine's process: drafting is skipped after a step that finished every request"
-    ),
-    "vllm.v1.metrics.loggers.StatLoggerManager.record": (
-        "in the front end: metrics of drafting, and passes that only write a block's KV. A stat "
-        "logger of an entry point (vllm.stat_logger_plugins) would run for every model, turn "
-        "statistics on against --disable-log-stats, and not run in LLM"
     ),
     "vllm.config.VllmConfig.use_v2_model_runner": (
         "Model Runner V2 on a CPU without Triton; vLLM refuses it there"

@@ -39,7 +39,6 @@ SELECTORS = ["DFlash2DraftModel", "LiLiCorrDraftModel"]
 def serve_drafters() -> None:
     register_model(OUR_DRAFTER, DRAFTER_MODEL)
     _run_our_speculators_on_v2()
-    _admit_all_sampling_parameters()
 
 
 def asks_for_our_drafter(vllm_config: Any) -> bool:
@@ -303,25 +302,6 @@ def _run_our_speculators_on_v2() -> None:
         if draft_of(self.speculative_config) is not None:
             unsupported = [each for each in unsupported if "custom_class" not in each]
         return unsupported
-
-
-def _admit_all_sampling_parameters() -> None:
-    """vLLM refuses min_p and logit_bias with speculative decoding, but its Model Runner V2 applies
-    them correctly. It admits logprob_token_ids, but returns no such logprobs: refused here.
-    """
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import SamplingParams
-
-    @replaces(SamplingParams)
-    def _validate_spec_decode(theirs: Any, self: Any, speculative_config: Any) -> None:
-        if draft_of(speculative_config) is None:
-            theirs(self, speculative_config)
-        elif self.logprob_token_ids:
-            raise VLLMValidationError(
-                f"logprob_token_ids = {self.logprob_token_ids}: steps that verify drafts return no "
-                "logprobs of chosen tokens. Leave it out, or ask for the likeliest (logprobs).",
-                parameter="logprob_token_ids",
-            )
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Patches of the API server for structured outputs: grammars are compiled there.
+"""Structured outputs: grammars are compiled in the API server.
 
     admission       the request, and the form of its grammar      -> HTTP 400
     before engine   a child process compiles the grammar's table  -> HTTP 400
@@ -15,29 +15,27 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.structured_output import StructuredOutputManager
+
 from dllm.api.http_request import current
 from dllm.api.structured_outputs import refusing, spec_of, thoughts_of
 from dllm.grammar.compile import Grammars, tokens_of
 from dllm.grammar.constraint import Constraint
-from dllm.models import FAMILIES
 from dllm.patches.admission import prepare, with_resolved_ids
-from dllm.patches.replace import replaces
+from dllm.patches.metrics import CountingEngine
+from dllm.patches.streaming import TracingEngine
 from dllm.settings.request import has_structured_outputs, refuse, with_grammar
 
 
-def serve_structured_outputs() -> None:
-    _check_in_the_engine()
-    _compile_before_an_offline_engine()
+class TableManager(StructuredOutputManager):
+    """In the engine core: checks with the request's table what is emitted."""
 
-
-def _check_in_the_engine() -> None:
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    @replaces(StructuredOutputManager)
-    def grammar_init(theirs: Any, self: Any, request: Any) -> None:
+    def grammar_init(self, request: Any) -> None:
+        """vLLM would compile the grammar again."""
         asked = request.structured_output_request
-        if asked is None or self.vllm_config.model_config.architecture not in FAMILIES:
-            theirs(self, request)
+        if asked is None:
             return
         from dllm.engine.emitted_blocks import EmittedText  # heavy; only the engine core needs it
 
@@ -47,21 +45,29 @@ def _check_in_the_engine() -> None:
             asked.grammar = error
 
 
-def _compile_before_an_offline_engine() -> None:
+class PreparingEngine(CountingEngine, LLMEngine):
     """vLLM's Python classes: as ``async_llm``."""
-    from vllm.v1.engine.llm_engine import LLMEngine
 
-    @replaces(LLMEngine)
     def add_request(
-        theirs: Any, self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+        self, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        params = prepare(self.input_processor, prompt, params)
-        if needs_table(self, params):
-            with refusing():
-                table = _begin(self, params).result()
-            thoughts = thoughts_of(self.input_processor, prompt, None, {})
-            params = with_grammar(params, Constraint.serialize(table, thoughts))
-        return theirs(self, request_id, prompt, params, *args, **kwargs)
+        params = self._completed(prompt, prepare(self.input_processor, prompt, params))
+        return super().add_request(request_id, prompt, params, *args, **kwargs)
+
+    def _completed(self, prompt: Any, params: Any) -> Any:
+        return params
+
+
+class CanvasEngine(TracingEngine, PreparingEngine):
+    """Of a diffusion model: its grammars are compiled and sent with the requests."""
+
+    def _completed(self, prompt: Any, params: Any) -> Any:
+        if not needs_table(params):
+            return params
+        with refusing():
+            table = _begin(self, params).result()
+        thoughts = thoughts_of(self.input_processor, prompt, None, {})
+        return with_grammar(params, Constraint.serialize(table, thoughts))
 
 
 def wait_before_the_stream(
@@ -73,15 +79,12 @@ def wait_before_the_stream(
     then it has sent HTTP 200.
     """
     one = current.get()
-    if one is not None and needs_table(llm, params):
+    if one is not None and needs_table(params):
         one.compilations.append(lambda: serialized_grammar(llm, params, prompt, *reasoning))
 
 
-def needs_table(engine: Any, params: Any) -> bool:
-    from vllm.sampling_params import SamplingParams
-
-    is_ours = engine.model_config.architecture in FAMILIES
-    return is_ours and isinstance(params, SamplingParams) and has_structured_outputs(params)
+def needs_table(params: Any) -> bool:
+    return isinstance(params, SamplingParams) and has_structured_outputs(params)
 
 
 async def serialized_grammar(

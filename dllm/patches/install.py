@@ -14,6 +14,7 @@ from dllm.patches.decoding import serve_decodings
 from dllm.patches.drafting import serve_drafters
 from dllm.patches.kinds import configure_servers
 from dllm.patches.neighbours import is_disabled
+from dllm.patches.served import Ours, Served, derives
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
 BUILTIN = "dllm.patches.builtin:TextOnlyDiffusionGemma"
@@ -39,12 +40,9 @@ def _serve_families() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     # Not loaded where vLLM's own classes serve.
-    from dllm.patches.admission import check_requests_at_admission
-    from dllm.patches.async_llm import check_requests_early, start_in_turn
+    from dllm.patches.admission import explain_missing_images
     from dllm.patches.endpoints import add_endpoint_plugins
-    from dllm.patches.grammars import serve_structured_outputs
     from dllm.patches.serving import serve_with_ours
-    from dllm.patches.streaming import take_frames_out
 
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
@@ -55,13 +53,33 @@ def _serve_families() -> None:
         MODELS_CONFIG_MAP[architecture] = _config_hook(served.config_class())
     set_batch_defaults()
     serve_decodings()
-    check_requests_at_admission()
-    serve_structured_outputs()
-    check_requests_early()
-    start_in_turn()
+    explain_missing_images()
+    _derive_engines()
     serve_with_ours()
     add_endpoint_plugins()
-    take_frames_out()
+
+
+def _derive_engines() -> None:
+    from vllm.renderers.base import BaseRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from dllm.patches import admission, async_llm, grammars, streaming
+
+    def for_any(of_others: type, of_canvases: type, of_tokens: type | None = None) -> Ours:
+        of_tokens = of_tokens or of_others
+        return {Served.CANVASES: of_canvases, Served.TOKENS: of_tokens, Served.TARGET: of_others}
+
+    derives(AsyncLLM, for_any(async_llm.PreparingLLM, async_llm.CanvasLLM))
+    derives(LLMEngine, for_any(grammars.PreparingEngine, grammars.CanvasEngine))
+    inputs = admission.TargetInputs, admission.CanvasInputs, admission.TokenInputs
+    derives(InputProcessor, for_any(*inputs))
+    derives(BaseRenderer, {Served.CANVASES: admission.CanvasRenderer})
+    derives(AsyncMPClient, {Served.CANVASES: streaming.CanvasClient})
+    derives(StructuredOutputManager, {Served.CANVASES: grammars.TableManager})
 
 
 def _config_hook(config: type | None) -> Any:

@@ -179,9 +179,8 @@ def _configure(vllm_config: Any) -> None:
     kind.attention(vllm_config)
     _choose_scheduler(vllm_config, kind)
     if _choose_worker(vllm_config, kind):
-        from dllm.patches import lifetime, metrics  # lifetime: imports vLLM's engine core
+        from dllm.patches import lifetime  # imports vLLM's engine core
 
-        metrics.read_statistics()
         lifetime.end_together()
 
 

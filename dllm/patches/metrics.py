@@ -1,23 +1,20 @@
-"""A patch of the front end: Prometheus counts what our scheduler and drafters send it."""
+"""In the front end Prometheus counts what our scheduler and drafters send it.
 
-import functools
+Our counts travel in vLLM's SchedulerStats.
+"""
+
 from typing import Any
 
-from dllm.patches.replace import replaces
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+
+from dllm.drafter.metrics import record_drafting
+from dllm.engine.metrics import record_counts
+from dllm.patches.served import as_one_of
 
 
-@functools.cache
-def read_statistics() -> None:
-    """Our counts travel in vLLM's SchedulerStats."""
-    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
-
-    from dllm.drafter.metrics import record_drafting
-    from dllm.engine.metrics import record_counts
-
-    @replaces(StatLoggerManager)
+class CountingLoggers(StatLoggerManager):
     def record(
-        theirs: Any,
-        self: Any,
+        self,
         scheduler_stats: Any,
         iteration_stats: Any,
         mm_cache_stats: Any = None,
@@ -28,4 +25,16 @@ def read_statistics() -> None:
                 labels = [str(value) for value in logger.per_engine_labelvalues[engine_idx or 0]]
                 record_drafting(scheduler_stats, labels)
                 record_counts(scheduler_stats, labels)
-        theirs(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+        super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+
+class CountingEngine:
+    """A base class in front of vLLM's engine, which makes its loggers itself."""
+
+    @property
+    def logger_manager(self) -> Any:
+        return self._loggers
+
+    @logger_manager.setter
+    def logger_manager(self, made: Any) -> None:
+        self._loggers = made and as_one_of(CountingLoggers, made)

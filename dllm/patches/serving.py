@@ -40,6 +40,7 @@ from dllm.patches.routes import (
     refuse_sent,
     seed_of,
 )
+from dllm.patches.served import as_one_of
 from dllm.settings.checks import did_you_mean
 from dllm.settings.request import refuse
 
@@ -104,9 +105,8 @@ def refuse_canvases(state: Any) -> None:
 
 
 def taken_over(theirs: Any, ours: type) -> Any:
-    """An object of our class, with what vLLM's has."""
-    one: Any = object.__new__(ours)
-    vars(one).update(vars(theirs))
+    """Also its parsers are ours."""
+    one = as_one_of(ours, theirs)
     for name in ("parser", "parser_cls"):
         if (parser := vars(one).get(name)) is not None:
             vars(one)[name] = parser_of(parser)

@@ -1,28 +1,27 @@
-"""Patches of the API server: unfinished canvases and traces in chats and completions.
+"""In the API server: unfinished canvases and traces in chats and completions.
 
 A route that can show them calls ``create_watched``, which opens a feed (``HttpRequest.feed``) while
 the request starts. Everywhere else ``diffusion_stream`` is refused. Traces are in the outputs of
 vLLM's Python classes as well.
 """
 
-import weakref
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, NoReturn
+
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from dllm.api.events import TRACE_FIELD, CanvasWriter, Stream, TextWriter, TraceWriter
 from dllm.api.http_request import current
 from dllm.api.watching import CanvasFeed, Watchers, frames_taken, has_frames, interleaved
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
-from dllm.patches.replace import replaces
+from dllm.patches.served import as_one_of
 from dllm.settings.request import STREAM, TRACE, refuse, traced
 from dllm.settings.server import options_of
 
 Create = Callable[[Any, Any, Any], Awaitable[Any]]  # a route's method: self, request, raw request
-
-
-# By vLLM's client of the engine core, to which frames come.
-_watchers: weakref.WeakKeyDictionary[Any, Watchers] = weakref.WeakKeyDictionary()
 
 
 def refuse_unseen_canvases(params: Any, vllm_config: Any) -> None:
@@ -53,42 +52,62 @@ def start_watching(llm: Any, params: Any, request_id: str) -> str:
 
 
 def _watchers_of(llm: Any) -> Watchers:
-    if llm.engine_core not in _watchers:
+    client = llm.engine_core
+    if client.watchers is None:
         limit = options_of(llm.vllm_config).canvas_watchers
-        _watchers[llm.engine_core] = Watchers(llm.output_processor, limit)
-    return _watchers[llm.engine_core]
+        client.watchers = Watchers(llm.output_processor, limit)
+    watchers: Watchers = client.watchers
+    return watchers
 
 
-def take_frames_out() -> None:
-    """Take frames out of what arrives before metrics are updated: a frame is not a first token.
+class CanvasClient(AsyncMPClient):
+    """Takes frames out of what arrives before metrics are updated: a frame is no first token.
 
     Where nobody watches, only traces arrive. A request's traces go with its outputs.
     """
-    from vllm.v1.engine.core_client import AsyncMPClient
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-    @replaces(OutputProcessor)
-    def process_outputs(
-        theirs: Any, self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if has_frames(engine_core_outputs):
-            list(frames_taken(self, engine_core_outputs))
-        return theirs(self, engine_core_outputs, *args, **kwargs)
+    watchers: Watchers | None = None
 
-    @replaces(RequestState)
-    def _new_completion_output(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = theirs(self, *args, **kwargs)
+    async def get_output_async(self) -> EngineCoreOutputs:
+        outputs = await super().get_output_async()
+        if self.watchers is not None and has_frames(outputs.outputs):
+            self.watchers.deliver(outputs)
+        return outputs
+
+
+class TracedState(RequestState):
+    def _new_completion_output(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._new_completion_output(*args, **kwargs)
         if (trace := vars(self).get(TRACE_FIELD)) is not None:
             setattr(output, TRACE_FIELD, trace)
         return output
 
-    @replaces(AsyncMPClient)
-    async def get_output_async(theirs: Any, self: Any) -> Any:
-        outputs = await theirs(self)
-        watchers = _watchers.get(self)
-        if watchers is not None and has_frames(outputs.outputs):
-            watchers.deliver(outputs)
-        return outputs
+
+class TracedOutputs(OutputProcessor):
+    """Also of an offline engine, where traces are the only frames."""
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super().add_request(request, *args, **kwargs)
+        state = self.request_states.get(request.request_id)
+        if state is not None and not isinstance(state, TracedState):
+            self.request_states[request.request_id] = as_one_of(TracedState, state)
+
+    def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_frames(engine_core_outputs):
+            list(frames_taken(self, engine_core_outputs))
+        return super().process_outputs(engine_core_outputs, *args, **kwargs)
+
+
+class TracingEngine:
+    """A base class in front of vLLM's engine, which makes its output processor itself."""
+
+    @property
+    def output_processor(self) -> Any:
+        return self._outputs
+
+    @output_processor.setter
+    def output_processor(self, made: Any) -> None:
+        self._outputs = as_one_of(TracedOutputs, made)
 
 
 def refuse_route(asked: str) -> NoReturn:

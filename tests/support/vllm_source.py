@@ -310,7 +310,7 @@ class Replaced(NamedTuple):
 
 
 def replaced(path: Path) -> list[Replaced]:
-    """Attributes that a file assigns to names of vLLM, modules that it puts, tables it changes."""
+    """Names of vLLM that a file assigns to, derives, puts as modules, and tables it changes."""
     theirs = names_of_vllm(path)
     found = []
     for target, value in assignments(path):
@@ -326,6 +326,8 @@ def replaced(path: Path) -> list[Replaced]:
         if module.split(".")[0] == "vllm":
             found.append(Replaced(module, None))
     for node in nodes_of(path):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "derives":
+            found.append(Replaced(theirs[ast.unparse(node.args[0])], None))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in CHANGES:
             first, _, rest = ast.unparse(node.func.value).partition(".")
             if first in theirs:

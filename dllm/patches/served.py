@@ -1,0 +1,59 @@
+"""Whom a server is: asked where vLLM makes an object of it, so that what we derive need not ask."""
+
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from dllm.models import AUTOREGRESSIVE, FAMILIES
+from dllm.patches.contract import CPU_WORKER, GPU_WORKER
+
+
+class Served(Enum):
+    CANVASES = "a diffusion model"
+    TOKENS = "a model that could have canvases, and is served token by token"
+    TARGET = "another model, with a worker of ours"
+
+
+def served_as(vllm_config: Any) -> Served | None:
+    """None: a server that is not ours."""
+    architecture = vllm_config.model_config.architecture
+    if architecture in FAMILIES:
+        return Served.CANVASES
+    if architecture in AUTOREGRESSIVE:
+        return Served.TOKENS
+    is_ours = vllm_config.parallel_config.worker_cls in (CPU_WORKER, GPU_WORKER)
+    return Served.TARGET if is_ours else None
+
+
+Ours = Mapping[Served, type]
+
+
+def derives(theirs: type, ours: Ours) -> None:
+    """Where vLLM makes an object of its class, a server of ours gets one of a class of ours.
+
+    That is derived from vLLM's, whose constructor takes the server's configuration first. Where a
+    class that is derived from vLLM's is asked for, the object is of both.
+    """
+
+    def __new__(asked: type, *args: Any, **options: Any) -> Any:
+        config = args[0] if args else options.get("vllm_config", options.get("config"))
+        kind = ours.get(served_as(config)) if config is not None else None  # type: ignore[arg-type]
+        is_plain = kind is None or issubclass(asked, kind)
+        return object.__new__(asked if is_plain else _of_both(kind, asked, theirs))
+
+    theirs.__new__ = __new__  # type: ignore[method-assign, assignment]
+
+
+@cache
+def _of_both(ours: type, asked: type, theirs: type) -> type:
+    if asked is theirs:
+        return ours
+    return type(asked.__name__, (ours, asked), {"__module__": ours.__module__})
+
+
+def as_one_of(ours: type, theirs: Any) -> Any:
+    """An object of our class, with what vLLM's has."""
+    one: Any = object.__new__(ours)
+    vars(one).update(vars(theirs))
+    return one
