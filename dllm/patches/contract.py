@@ -35,10 +35,12 @@ PATCHES = {
         "option says so, a model that can do both is served token by token; the reason why we "
         "do not serve a diffusion model takes the place of vLLM's error"
     ),
-    "vllm.config.VllmConfig.num_lookahead_tokens": (
-        "with a model that drafts for itself: as many KV slots as for DFlash"
+    "vllm.config.VllmConfig": (
+        "worker, scheduler, attention backend and limits are chosen (kinds), for any target; Model "
+        "Runner V2 serves on a CPU without Triton, and drafts of a class of ours; a model that "
+        "drafts for itself gets KV slots as DFlash does; VLLM_WORKER_MULTIPROC_METHOD=fork may "
+        "stand: spawned processes import everything again"
     ),
-    "vllm.config.SpeculativeConfig.max_num_new_slots_for_drafting": "the same in the token budget",
     "vllm.engine.arg_utils.EngineArgs._set_default_max_num_seqs_and_batched_tokens_args": (
         "fewer requests at a time by default; a configuration does not say what the user gave"
     ),
@@ -116,17 +118,11 @@ PATCHES = {
     "vllm.multimodal.registry.MultiModalRegistry.create_processor": (
         "an image request gets HTTP 400 with the reason; vLLM only says 'not a multimodal model'"
     ),
-    "vllm.config.VllmConfig.try_verify_and_update_config": (
-        "worker, scheduler, attention backend and limits are chosen (kinds), for any target"
-    ),
     "vllm.v1.worker.cpu.model_runner.CPUModelRunner": (
         "while our CPU worker makes its runner: ours; vLLM's worker names its class itself"
     ),
     "vllm.v1.worker.gpu.model_runner.init_speculator": (
         "in the worker: makes our speculators, or our subclass of vLLM's where options ask for it"
-    ),
-    "vllm.config.VllmConfig._get_v2_model_runner_unsupported_features": (
-        "Model Runner V2 runs a target with remote drafts; vLLM's own has no custom_class"
     ),
     "vllm.v1.worker.gpu_worker.warmup_kernels": (
         "in the GPU worker of a diffusion model: not if its requests are longer than the model's"
@@ -134,10 +130,6 @@ PATCHES = {
     "vllm.v1.engine.core.EngineCore.post_step": (
         "in the engine's process: drafting is skipped after a step that finished every request"
     ),
-    "vllm.config.VllmConfig.use_v2_model_runner": (
-        "Model Runner V2 on a CPU without Triton; vLLM refuses it there"
-    ),
-    "vllm.config.VllmConfig._validate_v2_model_runner": "vLLM refuses it in a second place, too",
     "vllm.v1.core.kv_cache_planning.get_kv_cache_config_from_groups": (
         "on a CPU without Triton: pages are cleared before a request gets them"
     ),
@@ -170,9 +162,6 @@ PATCHES = {
     "vllm.model_executor.models.gemma4_mm": (
         "with DLLM_DISABLE=1 on a CPU without torchvision: a stand-in, while vLLM's DiffusionGemma "
         "is imported, for the image processing that it takes from there"
-    ),
-    "vllm.platforms.cpu.CpuPlatform.check_and_update_config": (
-        "VLLM_WORKER_MULTIPROC_METHOD=fork may stand: spawned processes import everything again"
     ),
     "vllm.compilation.decorators._try_load_aot_compiled_fn": (
         "in the CPU worker: damaged files are deleted before vLLM opens them; a restart loads the "

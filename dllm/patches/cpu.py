@@ -62,7 +62,7 @@ def prepare_worker(vllm_config: Any) -> None:
         os.environ.setdefault(*ONEDNN_PRODUCTS)  # the worker's process inherits it
     # "uni" (in process) is vLLM's own choice for one rank. Its CPU platform overwrites "uni" later,
     # but not a class path.
-    if parallel.distributed_executor_backend == "uni" and _needs_no_openmp_setup():
+    if parallel.distributed_executor_backend == "uni" and needs_no_openmp_setup():
         parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
 
 
@@ -159,10 +159,7 @@ def make_replicas_independent(vllm_config: Any) -> None:
 
 
 def enable_cpu_runtime() -> None:
-    """On a CPU without Triton, run Model Runner V2 for the models that our worker serves.
-
-    These are our architectures, and any model that is started with our ``--worker-cls``.
-    """
+    """On a CPU without Triton, run Model Runner V2 for the models that our worker serves."""
     from vllm.platforms import current_platform
 
     # Linux has to be asked for AMX, in each process, and vLLM's attention kernel does not.
@@ -170,51 +167,25 @@ def enable_cpu_runtime() -> None:
         torch.cpu._init_amx()
     if not is_cpu_without_triton():
         return
-    from vllm.config import VllmConfig
     from vllm.triton_utils import triton
     from vllm.utils.math_utils import next_power_of_2
 
     from dllm.patches.cleared_pages import clear_pages
 
-    @replaces(VllmConfig)
-    def use_v2_model_runner(theirs: Any, self: Any) -> bool:
-        return _is_on_cpu_runtime(self) or theirs(self)
-
-    @replaces(VllmConfig)
-    def _validate_v2_model_runner(theirs: Any, self: Any) -> None:
-        if not _is_on_cpu_runtime(self):
-            theirs(self)
-
     triton.next_power_of_2 = next_power_of_2
-    _honour_fork()
-    clear_pages(_is_on_cpu_runtime)
+    clear_pages(is_on_cpu_runtime)
 
 
-def _is_on_cpu_runtime(vllm_config: Any) -> bool:
-    return vllm_config.parallel_config.worker_cls == CPU_WORKER or (
-        vllm_config.model_config is not None and vllm_config.model_config.architecture in FAMILIES
+def is_on_cpu_runtime(vllm_config: Any) -> bool:
+    """Of our architectures, and of any model that is started with our ``--worker-cls``."""
+    model = vllm_config.model_config
+    is_ours = vllm_config.parallel_config.worker_cls == CPU_WORKER or (
+        model is not None and model.architecture in FAMILIES
     )
+    return is_ours and is_cpu_without_triton()
 
 
-def _honour_fork() -> None:
-    """Honour ``VLLM_WORKER_MULTIPROC_METHOD=fork``, which vLLM overwrites with spawn on a CPU.
-
-    A forked process starts at once. A spawned one imports everything again, which takes 10 s of CPU
-    time for the engine core and again for the worker. vLLM has two reasons to spawn: OpenMP reads
-    its environment variables when it is loaded, and workers may have different ones; and OpenMP's
-    threads do not survive a fork. With one thread and no binding neither applies.
-    """
-    from vllm.platforms.cpu import CpuPlatform
-
-    @replaces(CpuPlatform)
-    def check_and_update_config(theirs: Any, cls: Any, vllm_config: Any) -> None:
-        asked = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
-        theirs(cls, vllm_config)
-        if asked == "fork" and _needs_no_openmp_setup() and _is_on_cpu_runtime(vllm_config):
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked
-
-
-def _needs_no_openmp_setup() -> bool:
+def needs_no_openmp_setup() -> bool:
     """As `make serve` sets it."""
     # Not from vllm.envs, which may hold cached values of an engine that ran earlier.
     given = os.environ.get("OMP_NUM_THREADS"), os.environ.get("VLLM_CPU_OMP_THREADS_BIND")

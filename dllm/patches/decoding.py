@@ -12,7 +12,7 @@ from vllm.transformers_utils.config import get_config
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.cpu import choose_dtype, register_model
 from dllm.patches.drafting import draft_limits, may_be_ours
-from dllm.patches.drafts import SELF_DRAFTER, Draft, draft_of
+from dllm.patches.drafts import SELF_DRAFTER
 from dllm.patches.neighbours import explain_refusal
 from dllm.patches.replace import replaces
 from dllm.settings.server import WHERE, PluginOptions, options_of
@@ -22,7 +22,6 @@ def serve_decodings() -> None:
     for architecture, path in AUTOREGRESSIVE.items():
         register_model(architecture, path)
     _choose_model_config()
-    _reserve_slots()
 
 
 def configure_self_drafting(vllm_config: Any) -> None:
@@ -138,20 +137,3 @@ def _choose_speculator(arguments: Any, config: Any, decoding: str) -> None:
             "num_speculative_tokens": config.hf_config.widest_canvas - 1,
             "draft_sample_method": "probabilistic",
         }
-
-
-def _reserve_slots() -> None:
-    """Let vLLM keep KV slots for a draft pass over [last token, masks], as it does for DFlash."""
-    from vllm.config import SpeculativeConfig, VllmConfig
-
-    @replaces(VllmConfig)
-    def num_lookahead_tokens(theirs: Any, self: Any) -> int:
-        if draft_of(self.speculative_config) is Draft.ITSELF:
-            return int(self.speculative_config.num_speculative_tokens) + 1
-        return int(theirs(self))
-
-    @replaces(SpeculativeConfig)
-    def max_num_new_slots_for_drafting(theirs: Any, self: Any) -> int:
-        if draft_of(self) is Draft.ITSELF:
-            return int(self.num_speculative_tokens)
-        return int(theirs(self))

@@ -18,7 +18,7 @@ from dllm.patches.contract import (
     DRAFTING_SCHEDULER,
     GPU_WORKER,
 )
-from dllm.patches.cpu import is_cpu_without_triton, register_model, schedules_no_step_ahead
+from dllm.patches.cpu import is_cpu_without_triton, schedules_no_step_ahead
 from dllm.patches.drafts import LOOKUP, Draft, draft_of, has_drafter
 from dllm.patches.neighbours import vllm_version
 from dllm.patches.replace import replaces
@@ -34,11 +34,6 @@ DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
 # Methods of vLLM that ours steers (``drafter.steering``), and drafters of the method "dflash".
 SOURCES = ("draft_model", "eagle3", "mtp", "dspark")
 SELECTORS = ["DFlash2DraftModel", "LiLiCorrDraftModel"]
-
-
-def serve_drafters() -> None:
-    register_model(OUR_DRAFTER, DRAFTER_MODEL)
-    _run_our_speculators_on_v2()
 
 
 def asks_for_our_drafter(vllm_config: Any) -> bool:
@@ -290,18 +285,6 @@ def draft_attention(vllm_config: Any) -> None:
             f"{WHERE}: fused_context with attention_backend {name} of --speculative-config; "
             "allowed: our own, whose pages the kernel writes. Leave one of them out."
         )
-
-
-def _run_our_speculators_on_v2() -> None:
-    """vLLM refuses all classes of speculators there."""
-    from vllm.config import VllmConfig
-
-    @replaces(VllmConfig)
-    def _get_v2_model_runner_unsupported_features(theirs: Any, self: Any) -> list[str]:
-        unsupported: list[str] = theirs(self)
-        if draft_of(self.speculative_config) is not None:
-            unsupported = [each for each in unsupported if "custom_class" not in each]
-        return unsupported
 
 
 @functools.cache

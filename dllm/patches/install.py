@@ -11,10 +11,10 @@ from dllm.models import FAMILIES, own_configs
 from dllm.patches.configure import set_batch_defaults
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, register_model
 from dllm.patches.decoding import serve_decodings
-from dllm.patches.drafting import serve_drafters
-from dllm.patches.kinds import configure_servers
+from dllm.patches.drafting import DRAFTER_MODEL
 from dllm.patches.neighbours import is_disabled
 from dllm.patches.served import Ours, Served, derives
+from dllm.settings.drafting import OUR_DRAFTER
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
 BUILTIN = "dllm.patches.builtin:TextOnlyDiffusionGemma"
@@ -25,12 +25,20 @@ ATTENTION_BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
 def install() -> None:
     """With DLLM_DISABLE=1 the CPU runtime alone: vLLM's DiffusionGemma and DFlash drafter stay."""
     enable_cpu_runtime()
-    configure_servers()
+    _derive_configuration()
     if not is_disabled():
         _serve_families()
-        serve_drafters()
+        register_model(OUR_DRAFTER, DRAFTER_MODEL)
     elif is_cpu_without_triton():
         register_model(BUILTIN_ARCHITECTURE, BUILTIN)
+
+
+def _derive_configuration() -> None:
+    from vllm.config import VllmConfig
+
+    from dllm.patches.server_config import ServerConfig
+
+    derives(VllmConfig, ServerConfig)
 
 
 def _serve_families() -> None:

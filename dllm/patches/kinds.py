@@ -12,7 +12,6 @@ from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches import configure, contract, cpu, decoding, drafting, remote
 from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.neighbours import is_disabled
-from dllm.patches.replace import replaces
 from dllm.settings.drafting import WHERE
 from dllm.settings.server import PluginOptions, options_of
 
@@ -151,18 +150,12 @@ KINDS = (
 BUILTIN = Kind("vLLM's DiffusionGemma", CANVASES.is_asked, UNLESS_NAMED)
 
 
-def configure_servers() -> None:
-    """Every server of this process is configured by its row, where vLLM completes its flags."""
-    from vllm.config import VllmConfig
-
-    @replaces(VllmConfig)
-    def try_verify_and_update_config(theirs: Any, self: Any) -> None:
-        is_first = not getattr(self.model_config, "config_updated", True)
-        theirs(self)
-        if is_first and not is_disabled():
-            _configure(self)
-        elif is_first and BUILTIN.is_asked(self, PluginOptions()):
-            _choose_worker(self, BUILTIN)
+def complete(vllm_config: Any) -> None:
+    """Configure a server by its row."""
+    if not is_disabled():
+        _configure(vllm_config)
+    elif BUILTIN.is_asked(vllm_config, PluginOptions()):
+        _choose_worker(vllm_config, BUILTIN)
 
 
 def _configure(vllm_config: Any) -> None:

@@ -29,16 +29,21 @@ def served_as(vllm_config: Any) -> Served | None:
 Ours = Mapping[Served, type]
 
 
-def derives(theirs: type, ours: Ours) -> None:
+def derives(theirs: type, ours: Ours | type) -> None:
     """Where vLLM makes an object of its class, a server of ours gets one of a class of ours.
 
     That is derived from vLLM's, whose constructor takes the server's configuration first. Where a
-    class that is derived from vLLM's is asked for, the object is of both.
+    class that is derived from vLLM's is asked for, the object is of both. A single class is for all
+    servers.
     """
 
     def __new__(asked: type, *args: Any, **options: Any) -> Any:
-        config = args[0] if args else options.get("vllm_config", options.get("config"))
-        kind = ours.get(served_as(config)) if config is not None else None  # type: ignore[arg-type]
+        if isinstance(ours, type):
+            kind: type | None = ours
+        else:
+            config = args[0] if args else options.get("vllm_config", options.get("config"))
+            served = None if config is None else served_as(config)  # None: it is copied
+            kind = None if served is None else ours.get(served)
         is_plain = kind is None or issubclass(asked, kind)
         return object.__new__(asked if is_plain else _of_both(kind, asked, theirs))
 

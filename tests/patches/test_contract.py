@@ -138,6 +138,7 @@ def test_what_we_put_in_the_place_of_a_function_takes_its_calls():
 
 
 NO_FUNCTIONS = {
+    "vllm.config.VllmConfig": type,
     "vllm.renderers.base.BaseRenderer": type,
     "vllm.v1.engine.async_llm.AsyncLLM": type,
     "vllm.v1.engine.core_client.AsyncMPClient": type,
@@ -478,8 +479,7 @@ def test_installing_again_changes_nothing():
         return (
             resolve("vllm.multimodal.registry.MultiModalRegistry").create_processor,
             resolve("vllm.v1.engine.input_processor.InputProcessor").__new__,
-            vllm_config.use_v2_model_runner,
-            vllm_config._validate_v2_model_runner,
+            vllm_config.__new__,
             resolve("vllm.model_executor.models.config.MODELS_CONFIG_MAP")[
                 install.BUILTIN_ARCHITECTURE
             ],
