@@ -13,7 +13,7 @@ SCHEDULERS = (SCHEDULER, ASYNC_SCHEDULER)
 CPU_WORKER = "dllm.patches.cpu_worker.CanvasCPUWorker"
 GPU_WORKER = "dllm.patches.gpu_worker.CanvasGPUWorker"
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-DRAFTING_SCHEDULER = "dllm.patches.engine_core.PatchingScheduler"
+DRAFTING_SCHEDULER = "dllm.drafter.scheduler.DraftingScheduler"
 ASYNC_DRAFTING_SCHEDULER = "dllm.drafter.scheduler.AsyncDraftingScheduler"
 REMOTE_SCHEDULER = "dllm.remote.scheduler.RemoteScheduler"
 
@@ -127,9 +127,6 @@ PATCHES = {
     "vllm.v1.worker.gpu_worker.warmup_kernels": (
         "in the GPU worker of a diffusion model: not if its requests are longer than the model's"
     ),
-    "vllm.v1.engine.core.EngineCore.post_step": (
-        "in the engine's process: drafting is skipped after a step that finished every request"
-    ),
     "vllm.v1.core.kv_cache_planning.get_kv_cache_config_from_groups": (
         "on a CPU without Triton: pages are cleared before a request gets them"
     ),
@@ -151,13 +148,13 @@ PATCHES = {
     "vllm._custom_ops.weight_packed_linear_cpu": (
         "in the CPU worker: a product of zero rows divides by zero and kills the process"
     ),
-    "vllm.v1.engine.core.EngineCoreProc.run_busy_loop": (
-        "in a worker that is in the engine core's process: the denoise loop ends when a request "
-        "arrives"
+    "vllm.v1.engine.core.EngineCore": (
+        "in the engine core's process: the denoise loop ends when a request arrives; drafting is "
+        "skipped after a step that finished every request"
     ),
     "vllm.v1.engine.core.EngineCoreProc.run_engine_core": (
-        "the engine core ends when the process that started it is gone, also after SIGKILL; vLLM's "
-        "stays, with the memory of the model"
+        "it makes an engine core of ours, and ends when the process that started it is gone, also "
+        "after SIGKILL; vLLM's stays, with the memory of the model"
     ),
     "vllm.model_executor.models.gemma4_mm": (
         "with DLLM_DISABLE=1 on a CPU without torchvision: a stand-in, while vLLM's DiffusionGemma "

