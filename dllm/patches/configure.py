@@ -55,6 +55,7 @@ def configure_canvases(vllm_config: Any) -> None:
     if vllm_config.model_config.is_multimodal_model and vllm_config.model_config.is_mm_prefix_lm:
         # The tokens of an image see each other, so they have to come in one chunk of the prompt.
         vllm_config.scheduler_config.disable_chunked_mm_input = True
+    cpu.keep_few_products(vllm_config)
     cpu.make_replicas_independent(vllm_config)
     worker = vllm_config.parallel_config.worker_cls
     if worker not in ("auto", CPU_WORKER, GPU_WORKER):

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.cpu.instructions import computes_bf16
-from dllm.models import AUTOREGRESSIVE, FAMILIES
+from dllm.models import FAMILIES
 from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
 from dllm.patches.preflight import refuse_missing_parts
 from dllm.patches.replace import replaces
@@ -21,6 +21,14 @@ logger = init_logger(LOGGER)
 # oneDNN keeps what it compiled for so many products, by default 1,024: hundreds of MiB, because
 # each number of rows has products of its own. Padded batches (`cpu_worker.padded_size`) need fewer.
 ONEDNN_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
+
+
+def keep_few_products(vllm_config: Any) -> None:
+    """Of a diffusion model, before its worker's process starts, which inherits it."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        os.environ.setdefault(*ONEDNN_PRODUCTS)
 
 
 def is_cpu_without_triton() -> bool:
@@ -58,8 +66,6 @@ def prepare_worker(vllm_config: Any) -> None:
     for is_asked, what in _asks_for_triton(vllm_config):
         if is_asked:
             raise ValueError(f"{what} with {CPU_WORKER}: it needs a Triton kernel. Leave it out.")
-    if vllm_config.model_config.architecture in FAMILIES:
-        os.environ.setdefault(*ONEDNN_PRODUCTS)  # the worker's process inherits it
     # "uni" (in process) is vLLM's own choice for one rank. Its CPU platform overwrites "uni" later,
     # but not a class path.
     if parallel.distributed_executor_backend == "uni" and needs_no_openmp_setup():
@@ -81,7 +87,7 @@ def _asks_for_triton(vllm_config: Any) -> Iterator[tuple[Any, str]]:
     yield is_adaptive, "enable_adaptive_verification"
 
 
-def choose_dtype(arguments: Any, model_config: Any) -> None:
+def choose_dtype(arguments: Any, model_config: Any, is_ours: bool) -> None:
     """Let ``--dtype auto`` be float32 for what we serve, on a CPU without bf16 instructions.
 
     Matrix products are several times faster in float32 there. Quantized checkpoints keep their
@@ -93,7 +99,7 @@ def choose_dtype(arguments: Any, model_config: Any) -> None:
         return
     speculative = arguments.speculative_config or {}
     is_ours = (
-        model_config.architecture in {*FAMILIES, *AUTOREGRESSIVE}
+        is_ours
         or speculative.get("method") == "dflash"
         or str(speculative.get("model")).startswith("dllm.")
     )

@@ -9,9 +9,9 @@ from typing import Any
 
 from vllm.transformers_utils.config import get_config
 
-from dllm.models import AUTOREGRESSIVE, FAMILIES
+from dllm.models import AUTOREGRESSIVE, FAMILIES, SERVED, Served
 from dllm.patches.cpu import choose_dtype, register_model
-from dllm.patches.drafting import draft_limits, may_be_ours
+from dllm.patches.drafting import always_has_our_worker, draft_limits, may_be_ours
 from dllm.patches.drafts import SELF_DRAFTER
 from dllm.patches.neighbours import explain_refusal
 from dllm.patches.replace import replaces
@@ -29,13 +29,13 @@ def configure_self_drafting(vllm_config: Any) -> None:
     from dllm.drafter.pair import refuse_other_rules, refuse_pilot
 
     speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
-    architecture = vllm_config.model_config.architecture
-    if architecture not in AUTOREGRESSIVE:
+    model = vllm_config.model_config
+    if (widest := getattr(model.hf_config, "widest_canvas", None)) is None:
         raise ValueError(
-            f"--speculative-config names {SELF_DRAFTER}, and {architecture} does not draft for "
-            f"itself; allowed: {', '.join(AUTOREGRESSIVE)}."
+            f"--speculative-config names {SELF_DRAFTER}, and {model.architecture} does not draft "
+            f"for itself; allowed: {', '.join(AUTOREGRESSIVE)}."
         )
-    most = vllm_config.model_config.hf_config.widest_canvas - 1
+    most = widest - 1
     if speculative.num_speculative_tokens > most:
         raise ValueError(
             f"num_speculative_tokens = {speculative.num_speculative_tokens}; allowed: at most "
@@ -64,12 +64,9 @@ def self_drafting_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
 
 def adapter_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     """As ``kinds.Kind.refuses``, of models that have canvases and are served token by token."""
-    from vllm.platforms import current_platform
-
     is_given = vllm_config.lora_config is not None
-    is_ours = vllm_config.model_config.architecture in AUTOREGRESSIVE
     why = "on a CPU vLLM adapts answers that ask for no adapter; canvases work"
-    yield is_given and is_ours and current_platform.is_cpu(), "--enable-lora", why
+    yield is_given and always_has_our_worker(vllm_config), "--enable-lora", why
 
 
 def _choose_model_config() -> None:
@@ -86,20 +83,34 @@ def _choose_model_config() -> None:
             raise
         if config.using_transformers_backend():
             explain_refusal(self)
+        served = SERVED.get(config.architecture)
         if decoding != "diffusion":
-            served = FAMILIES.get(config.architecture)
-            if served is not None and served.autoregressive is not None:
-                if callable(self.hf_overrides):
-                    raise ValueError(
-                        f"{WHERE}: decoding = {decoding!r} beside hf_overrides that are a "
-                        "function; allowed: a dict. Write one."
-                    )
-                self.hf_overrides = {**(self.hf_overrides or {}), "canvas_length": None}
-                config = theirs(self)
+            config = _token_by_token(theirs, self, config, served, decoding)
             _choose_speculator(self, config, decoding)
         _choose_draft_length(self)
-        choose_dtype(self, config)
+        choose_dtype(self, config, is_ours=served is not None)
         return config
+
+
+def _token_by_token(
+    theirs: Any, arguments: Any, config: Any, served: Served | None, decoding: str
+) -> Any:
+    """The model's configuration, of its class for ``decoding``. Raises ValueError: it has none."""
+    if served is None or served.autoregressive is None:
+        both = ", ".join(name for name, one in FAMILIES.items() if one.autoregressive)
+        raise ValueError(
+            f"{WHERE}: decoding = {decoding!r}, and {config.architecture} has one way to "
+            f"decode; allowed for {both}. Leave it out."
+        )
+    if config.architecture == served.autoregressive:
+        return config
+    if callable(arguments.hf_overrides):
+        raise ValueError(
+            f"{WHERE}: decoding = {decoding!r} beside hf_overrides that are a function; allowed: "
+            "a dict. Write one."
+        )
+    arguments.hf_overrides = {**(arguments.hf_overrides or {}), "canvas_length": None}
+    return theirs(arguments)
 
 
 def _choose_draft_length(arguments: Any) -> None:
@@ -116,13 +127,7 @@ def _choose_draft_length(arguments: Any) -> None:
 
 
 def _choose_speculator(arguments: Any, config: Any, decoding: str) -> None:
-    """With ``self_speculation``, let the model draft for itself. Raises ValueError if it cannot."""
-    if config.architecture not in AUTOREGRESSIVE:
-        both = ", ".join(name for name, served in FAMILIES.items() if served.autoregressive)
-        raise ValueError(
-            f"{WHERE}: decoding = {decoding!r}, and {config.architecture} has one way to "
-            f"decode; allowed for {both}. Leave it out."
-        )
+    """With ``self_speculation``, let the model draft for itself. ValueError: it may not."""
     if decoding != "self_speculation":
         return
     if (given := arguments.speculative_config) and given.get("model") != SELF_DRAFTER:

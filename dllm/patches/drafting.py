@@ -53,10 +53,11 @@ def asks_for_steering(vllm_config: Any) -> bool:
     """Our CPU worker has kernels for the sources that ours steers, and for no others."""
     if vllm_config.speculative_config is None:
         return False
-    return _always_has_our_worker(vllm_config) or bool(_flags_for_ours(vllm_config))
+    return always_has_our_worker(vllm_config) or bool(_flags_for_ours(vllm_config))
 
 
-def _always_has_our_worker(vllm_config: Any) -> bool:
+def always_has_our_worker(vllm_config: Any) -> bool:
+    """A model that could have canvases, on a CPU."""
     from vllm.platforms import current_platform
 
     return vllm_config.model_config.architecture in AUTOREGRESSIVE and current_platform.is_cpu()
@@ -179,7 +180,7 @@ def _refuse_source(vllm_config: Any) -> None:
         architecture = vllm_config.model_config.architecture
         given = " and ".join(_flags_for_ours(vllm_config))
         advice = f"Leave {given} out, and vLLM drafts."
-        if _always_has_our_worker(vllm_config):
+        if always_has_our_worker(vllm_config):
             given, advice = f"{architecture} on a CPU", "Leave --speculative-config out."
         raise ValueError(
             f"--speculative-config: method = {speculative.method!r}{drafter} with {given}; "

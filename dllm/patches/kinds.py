@@ -147,7 +147,9 @@ KINDS = (
     OTHERS,
 )
 # With DLLM_DISABLE=1, in the place of all others: on a CPU vLLM's class runs on our kernels.
-BUILTIN = Kind("vLLM's DiffusionGemma", CANVASES.is_asked, UNLESS_NAMED)
+BUILTIN = Kind(
+    "vLLM's DiffusionGemma", CANVASES.is_asked, UNLESS_NAMED, configure=cpu.keep_few_products
+)
 
 
 def complete(vllm_config: Any) -> None:
@@ -155,6 +157,7 @@ def complete(vllm_config: Any) -> None:
     if not is_disabled():
         _configure(vllm_config)
     elif BUILTIN.is_asked(vllm_config, PluginOptions()):
+        BUILTIN.configure(vllm_config)
         _choose_worker(vllm_config, BUILTIN)
 
 

@@ -26,7 +26,6 @@ from vllm.renderers.online_derenderer import OnlineDerenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.async_utils import make_async
 
-from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.answers import parser_of, show_in_order
 from dllm.patches.replace import replaces
 from dllm.patches.routes import (
@@ -40,7 +39,7 @@ from dllm.patches.routes import (
     refuse_sent,
     seed_of,
 )
-from dllm.patches.served import as_one_of
+from dllm.patches.served import Served, as_one_of, served_as
 from dllm.settings.checks import did_you_mean
 from dllm.settings.request import refuse
 
@@ -58,10 +57,10 @@ def serve_with_ours() -> None:
         async def init_endpoint_plugins_state(
             theirs: Any, engine: Any, state: Any, args: Any
         ) -> Any:
-            architecture = state.vllm_config.model_config.architecture
-            if architecture in FAMILIES:
+            served = served_as(state.vllm_config)
+            if served is Served.CANVASES:
                 serve_canvases(state)
-            elif architecture in AUTOREGRESSIVE:
+            elif served is Served.TOKENS:
                 refuse_canvases(state)
             await theirs(engine, state, args)
 
