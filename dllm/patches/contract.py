@@ -211,10 +211,6 @@ OBJECTS = {
         "layer.attn_backend",
         "on a CPU: layers with blocks or an anchored window have a builder of their own",
     ),
-    "vllm.config.ModelConfig.hf_config": (
-        "model_config.hf_config.__class__",
-        "an architecture of ours whose model_type is Llama's has a class of its own",
-    ),
     "vllm.model_executor.layers.quantization.modelopt.ModelOptQuantConfigBase.exclude_modules": (
         "quant_config.exclude_modules",
         "layers without values of their own are in no list of the checkpoint",

@@ -13,7 +13,7 @@ from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, register
 from dllm.patches.decoding import serve_decodings
 from dllm.patches.drafting import DRAFTER_MODEL
 from dllm.patches.neighbours import is_disabled
-from dllm.patches.served import Ours, Served, derives
+from dllm.patches.served import Ours, Served, as_one_of, derives
 from dllm.settings.drafting import OUR_DRAFTER
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
@@ -103,7 +103,10 @@ def _config_hook(config: type | None) -> Any:
     class ConfigHook(VerifyAndUpdateConfig):
         @staticmethod
         def verify_and_update_model_config(model_config: Any) -> None:
-            if config is not None:
-                model_config.hf_config.__class__ = config
+            theirs = model_config.hf_config
+            if config is not None and type(theirs) is not config:
+                model_config.hf_config = as_one_of(config, theirs)
+                if model_config.hf_text_config is theirs:
+                    model_config.hf_text_config = model_config.hf_config
 
     return ConfigHook
