@@ -113,7 +113,6 @@ def worktree(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def git(*arguments: str) -> str:
-    """What a git command prints about this repository. Raises RuntimeError if it fails."""
     done = subprocess.run(
         ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
     )

@@ -30,7 +30,6 @@ Rows = list[dict[str, str]]  # of a CSV file that was read
 
 @functools.cache
 def provenance() -> dict[str, str]:
-    """Commit, machine, versions and command line: the last columns of every published CSV."""
     spec = sys.modules["__main__"].__spec__
     module = spec.name.removesuffix(".__main__") if spec else "bench"
     return {
@@ -75,7 +74,6 @@ def versions() -> str:
 
 
 def publish(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write the rows with the columns of ``provenance``."""
     write_csv(path, [{**row, **provenance()} for row in rows])
 
 
@@ -104,7 +102,6 @@ def read_csv(path: Path) -> Rows:
 
 
 def command_line(description: str | None, writes: bool = True) -> argparse.ArgumentParser:
-    """A parser with this text as its help, and with ``--results`` if the command writes CSVs."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -110,7 +110,6 @@ def measure(server: Server, load: str, count: int, repeats: int, tag: str) -> Ro
 
 
 def table(rows: Rows) -> str:
-    """Ratios of questions a second beside ours with one canvas, and latencies."""
     names, lines = names_of(rows), []
     for (load, count), here in grouped(rows, "load", "count").items():
         ours = of(here, OURS)

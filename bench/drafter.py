@@ -10,7 +10,6 @@ Servers of the target:
                        that is not drafting's
     fixed N            our drafter; drafts and verifies N tokens
     fixed N, S passes  the same with several passes over a block (--passes 2 4)
-    fixed N, window W  the same with a drafter that sees W tokens of the context (--windows 256)
     pilot              our drafter with a pilot's widths (--pilot FILE)
     adaptive           our drafter with this policy
     adaptive, lookup   the same with drafts from the request's own text (``prompt_lookup``)
@@ -25,11 +24,6 @@ They take turns on the same held-out questions, greedily, as in ``bench.serve``;
 ours is asked --prompts, by default the bundled ones. Written to --results: drafter.csv (--file),
 one row a run.
 
-    python -m bench.drafter --target TARGET --drafter DRAFTER --contexts 256 1024 4096 --windows 256
-
-asks them behind so many tokens of our pages, which stand in front of the question in its message:
-how many drafts are kept behind a long context. tiny-ar knows nothing but its questions, so it is
-refused.
 """
 
 import argparse
@@ -48,7 +42,7 @@ from bench.runs import NO_CANVAS, Client
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios
 from bench.toys.suite import FAMILIES, knows_questions
-from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Documents, Shape, Workload, prompt_texts
+from bench.workloads import ADAPTIVE, Shape, Workload, prompt_texts
 from dllm.drafter.widths.pilot import PilotConfig
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.prompts.files import BUNDLED
@@ -60,7 +54,6 @@ LONG = ("schema",)  # whose answers are the longest, measured alone as well
 SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the request that admits a server
 # vLLM's documentation drafts 5 tokens in its examples, too.
 STOCK_DRAFTS = 5
-MOST_QUESTION = 512  # tokens of a question, in its chat template
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
@@ -83,21 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def loads(options: argparse.Namespace) -> list[Workload]:
-    """Questions of all families in turn at every concurrency, and long ones at the first."""
     file = options.prompts or (None if knows_questions(options.target) else BUNDLED)
     known = tuple(FAMILIES if file is None else prompt_texts(file))
     asked = [(known, n) for n in options.concurrency]
     if file is None:
         asked.append((LONG, options.concurrency[0]))
     make = partial(Workload, ADAPTIVE, shape=SHAPE, prompts=file)
-    behind: list[Documents | None] = [
-        Documents(length, options.target) for length in options.contexts
-    ]
-    return [
-        make(max(options.num_requests, 2 * n), concurrency=n, families=names, context=context)
-        for names, n in asked
-        for context in behind or [None]
-    ]
+    count = options.num_requests
+    return [make(max(count, 2 * n), concurrency=n, families=names) for names, n in asked]
 
 
 def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
@@ -123,9 +109,6 @@ def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
     for steps in options.passes:
         name = f"fixed {most}, {steps} passes"
         policies.append((name, most, {"denoise_steps": steps, "noise_schedule": options.schedule}))
-    policies += [
-        (f"fixed {most}, window {size}", most, {"window": size}) for size in options.windows
-    ]
     if options.pilot is not None:
         widest = PilotConfig.read(options.pilot).widths[-1]
         policies.append(("pilot", widest, {"policy": "pilot", "pilot": str(options.pilot)}))
@@ -161,8 +144,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--passes", type=int, nargs="*", default=[], help="over a block: see above")
     parser.add_argument("--schedule", default="cosine", help="of these passes")
-    parser.add_argument("--windows", type=int, nargs="*", default=[], help="of the drafter, tokens")
-    parser.add_argument("--contexts", type=int, nargs="*", default=[], help="in front of questions")
     parser.add_argument("--pilot", type=Path, help="a file of `dllm train pilot`")
     parser.add_argument("--draft-model", type=Path, help="a checkpoint's folder, for draft_model")
     parser.add_argument("--prompts", type=Path, help="JSONL, with domains; default: see above")
@@ -174,19 +155,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for model in (given.target, given.drafter, given.draft_model):
         if model is not None and not (model / "config.json").exists():
             parser.error(f"{model}: no config.json there; give a checkpoint's folder.")
-    if given.contexts:
-        if knows_questions(given.target):
-            parser.error(
-                f"--contexts with --target {given.target}, which knows nothing but its questions; "
-                "give another target."
-            )
-        longest = max(given.contexts) + MOST_QUESTION + ANSWER_TOKENS
-        given.serve_flags = [*given.serve_flags, "--max-model-len", str(longest)]
     return given
 
 
 def tables(rows: Rows) -> str:
-    """A line for each load: tokens/s of plain decoding, ratios to it; then what was wrong."""
     others = [name for name in names_of(rows) if name != PLAIN]
     lines = []
     for load, here in grouped(rows, "target", "family", "concurrency").items():

@@ -24,8 +24,6 @@ LEEWAY = 0.02  # share of right answers by which models of the same questions ma
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is measured against others."""
-
     name: str
     server: Server | None = None  # None for what runs without one
     commits: str = ""  # how its passes are counted (``runs``)

@@ -41,8 +41,6 @@ SMOLLM2, NEMOTRON = "smollm2.csv", "serve_nemotron.csv"
 
 
 class Line(NamedTuple):
-    """Two contestants of one CSV file, in the rows that have these values in these columns."""
-
     title: str
     other_title: str
     file: str
@@ -85,7 +83,6 @@ def comparison(results: Path) -> str:
 
 
 def cells(line: Line, rows: Rows) -> list[str]:
-    """One line of the table, with the commit that was measured, linked to its CSV file."""
     rows = [row for row in rows if line.where.items() <= row.items()]
     compared = []
     for load in LOADS:
@@ -101,7 +98,6 @@ TYPES = {"string": "a text", "boolean": "a flag", "array": "a list", "object": "
 
 
 def options_table(kind: type) -> str:
-    """A row for each field: what is allowed, its default, and its docstring."""
     fields = TypeAdapter(kind).json_schema()["properties"]
     lines = [
         [

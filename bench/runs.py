@@ -107,18 +107,10 @@ class Client:
 
 
 def run_vllm(line: list[str]) -> None:
-    keep_long_prompts()
     sys.argv = line
     from vllm.entrypoints.cli.main import main
 
     main()
-
-
-def keep_long_prompts() -> None:
-    """Otherwise ``vllm bench serve`` leaves out conversations of more than 1,024 tokens."""
-    from vllm.benchmarks.datasets import datasets
-
-    datasets.is_valid_sequence = lambda *_, **__: True
 
 
 def _logged(log: Path, function: Callable[..., None], arguments: Sequence[object]) -> None:
@@ -140,8 +132,6 @@ def answer_questions(
     from bench.toys.reference import Generated, MaskedReference, open_reference
 
     class Pipeline(MaskedReference):
-        """Answers by the pipeline, which recomputes the whole sequence in every pass."""
-
         def generate(self, ids: list[int], index: int) -> Generated:
             config = json.loads((model / "config.json").read_text())
             masked = llada2_pipeline.BlockMasked(

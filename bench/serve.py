@@ -59,8 +59,6 @@ LOCAL = (REFERENCE, PIPELINE)  # without a server
 
 @dataclass(frozen=True)
 class Spec:
-    """A contestant as it is named on the command line: ``KIND --flags of its server``."""
-
     name: str
     kind: str
     flags: tuple[str, ...] = ()

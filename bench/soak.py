@@ -148,8 +148,6 @@ def campaign_of(name: str, seed: int, seconds: float) -> "Campaign":
 
 
 class Campaign:
-    """Clients, phase after phase, and what they and the server's processes were seen to do."""
-
     def __init__(self, model: str, kinds: Kinds, seed: int) -> None:
         self.model, self.kinds, self.dice = model, kinds, Random(seed)
         self.phase, self.deadline = CALM, 0.0

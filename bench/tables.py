@@ -28,7 +28,6 @@ def spread_of(values: Sequence[float], decimals: int) -> str:
 
 
 def middle(rows: Rows, column: str, decimals: int = 1) -> str:
-    """The median, or a dash without values."""
     return spread(rows, column, decimals).split(" ")[0]
 
 
@@ -57,7 +56,6 @@ def of(rows: Rows, contestant: str) -> Rows:
 
 
 def names_of(rows: Rows) -> list[str]:
-    """The contestants, in the order of the first round."""
     return [name for (name,) in grouped(rows, "contestant")]
 
 
@@ -102,7 +100,6 @@ COLUMNS = (
 
 
 def load_tables(rows: Rows) -> str:
-    """A table for each schedule, then what was wrong."""
     parts = []
     for (schedule,), here in grouped(rows, "schedule").items():
         count = len(grouped(here, "pair"))
@@ -137,7 +134,6 @@ def _correct(rows: Rows) -> str:
 
 
 def problems(rows: Rows) -> list[str]:
-    """What was wrong with runs that have no speed, a line each."""
     wrong = (f"* {row['contestant']}: {row['problem']}" for row in rows if row.get("problem"))
     lines = list(dict.fromkeys(wrong))
     return ["\n".join(["No speed is reported where answers were wrong:", *lines])] if lines else []

@@ -13,16 +13,12 @@ contestants of a round get the same.
 """
 
 import functools
-import itertools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from bench.context import ROOT
 from bench.toys.suite import FAMILIES, Question, questions
 from dllm.prompts.files import read_conversations
 
@@ -61,30 +57,6 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Documents:
-    """Pages of ours that stand in front of a question, as users paste them."""
-
-    length: int  # tokens
-    model: Path  # folder of the tokenizer that counts them
-
-    def before(self, question: str, index: int) -> str:
-        """The message; each index begins with another page."""
-        tokenizer, pages = _pages(self.model)
-        first = index % len(pages)
-        tokens = itertools.chain.from_iterable(pages[first:] + pages[:first])
-        text = tokenizer.decode(list(itertools.islice(tokens, self.length)))
-        return f"{text}\n\n{question}"
-
-
-@functools.cache
-def _pages(model: Path) -> tuple[Tokenizer, list[list[int]]]:
-    """A tokenizer, and its tokens of each page."""
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    texts = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
-    return tokenizer, [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-
-
-@dataclass(frozen=True)
 class Workload:
     schedule: str
     num_requests: int
@@ -94,13 +66,10 @@ class Workload:
     steps_per_block: int | None = None  # what every block must take; None leaves it to the model
     families: tuple[str, ...] = ONE_BLOCK  # of the questions; with a file, domains of its prompts
     prompts: Path | None = None  # a file of prompts, instead of questions
-    context: Documents | None = None  # what stands in front of each of these
 
     @property
     def family(self) -> str:
-        """The only family, or ``mixed``; and how far behind the beginning."""
-        name = self.families[0] if len(self.families) == 1 else MIXED
-        return name if self.context is None else f"{name} behind {self.context.length} tokens"
+        return self.families[0] if len(self.families) == 1 else MIXED
 
     @property
     def name(self) -> str:
@@ -120,11 +89,7 @@ class Workload:
         each, num = math.ceil(self.num_requests / len(self.families)), len(self.families)
         places = [(index % num, seed * each + index // num) for index in range(self.num_requests)]
         chosen = [(texts[self.families[domain]], at) for domain, at in places]
-        found = [of_domain[at % len(of_domain)] for of_domain, at in chosen]
-        if self.context is None:
-            return found
-        numbered = enumerate(found, seed * self.num_requests)
-        return [self.context.before(text, index) for index, text in numbered]
+        return [of_domain[at % len(of_domain)] for of_domain, at in chosen]
 
     def client_flags(self, seed: int, dataset: Path) -> list[str]:
         """Flags of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.
@@ -158,7 +123,6 @@ class Workload:
 def draw_questions(
     count: int, seed: int, families: tuple[str, ...] = tuple(FAMILIES)
 ) -> tuple[Question, ...]:
-    """``count`` held-out questions, family after family in turn, so that any prefix is mixed."""
     each, num = math.ceil(count / len(families)), len(families)
     drawn = questions(families, "heldout", each, seed)
     return tuple(drawn[index % num * each + index // num] for index in range(count))

@@ -39,8 +39,6 @@ MODEL_OPTIMIZER = Nvfp4Names("weight", "weight_scale_2", "input_scale")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one linear layer is quantized."""
-
     name: str  # in options and messages
     weights: QuantDtype  # FP8 and INT8 have a scale for each output channel
     inputs: QuantDtype | None  # with a scale for each token; None: not quantized
@@ -109,8 +107,6 @@ NEVER_QUANTIZED = ("vision_tower", "embed_vision", "self_conditioning")
 
 @dataclass(frozen=True)
 class Plan:
-    """The scheme of every layer of a checkpoint."""
-
     # (targets, scheme) in the config's order; the first that matches a layer counts.
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignore: tuple[str, ...]  # modules that are not quantized, written as targets are

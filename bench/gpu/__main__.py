@@ -63,16 +63,12 @@ LOOP = {
 
 
 class Engine(NamedTuple):
-    """Arguments of ``bench.gpu.engine``."""
-
     name: str
     llm: Mapping[str, Any] = {}
     environment: Mapping[str, str] = {}
 
 
 class Answers(NamedTuple):
-    """Arguments of ``bench.gpu.answers``."""
-
     name: str
     flags: str
     servers: Sequence[str]
@@ -126,7 +122,6 @@ class Lease:
             time.sleep(0.2)
 
     def measure(self, seconds: float, *engines: Engine) -> None:
-        """Let engines that are ready take their turns."""
         (self.folder / "go").touch()
         self.wait(seconds, DONE, *engines)
 
@@ -233,7 +228,6 @@ def third_call(lease: Lease) -> None:
 
 
 def side_by_side(lease: Lease) -> tuple[Engine, ...]:
-    """The engines of call 2."""
     if lease.is_toy or torch.cuda.mem_get_info()[1] >= LARGE:
         return *PAIR, Engine("ours-loop", LOOP)
     progress("ours-loop is left out: three engines of 25 GiB of weights do not fit this GPU.")
@@ -284,7 +278,6 @@ KINDS = (
 
 
 def report(states: States) -> str:
-    """All engines, then all kinds of kernels of each load, a column for each engine."""
     lines: list[str] = []
     for name, state in states.items():
         lines += ["", f"== {name}: {state['stage']}; {state.get('what')}; {state['seconds']}"]
@@ -302,7 +295,6 @@ def report(states: States) -> str:
 
 
 def by_kind(states: States, load: str) -> list[tuple[str, dict[str, float]]]:
-    """The kinds by their largest time, with ms a pass of each engine."""
     sums: dict[str, dict[str, float]] = {}
     for name, state in states.items():
         for ms, _, kernel in state["kernels"].get(load, ()):

@@ -75,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this command, and flags that go to the servers."""
     parser = command_line(__doc__)
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument(
@@ -85,7 +84,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 
 
 def run(server: Server) -> Row:
-    """Start a server, ask it, say what came of it, and stop it, whatever the others do."""
     with server as running:
         row = ask(running)
         print(f"{row['server']:18} {row['right']} of {row['asked']} right", flush=True)

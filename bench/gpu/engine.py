@@ -62,8 +62,6 @@ TOLD = ("dllm:", "MoE", "Fp8", "FlashAttention", "AttentionBackend", "CUDA graph
 
 
 class State:
-    """What is known of an engine, in a file."""
-
     def __init__(self, name: str, folder: Path) -> None:
         self._path, self._start = folder / f"{name}.json", time.monotonic()
         self.values: dict[str, Any] = {"seconds": {}, "log": [], "ms": {}, "kernels": {}}
@@ -78,14 +76,11 @@ class State:
         return round(time.monotonic() - self._start, 1)
 
     def write(self) -> None:
-        """Replace the file at once, so that no reader sees a part of it."""
         with whole(self._path) as part:
             part.write_text(json.dumps(self.values))
 
 
 class Told(logging.Handler):
-    """Keeps lines of vLLM's log in a state."""
-
     def __init__(self, state: State) -> None:
         super().__init__()
         self._state = state

@@ -77,13 +77,11 @@ Files = dict[str, bytes]
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """Names and versions of a list of ``name==version``."""
     lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
     return dict(line.split("==") for line in lines if line)
 
 
 def download(pins: Mapping[str, str], cache: Path) -> list[Path]:
-    """The wheels of these versions for the machine, from the cache or with pip."""
     cache.mkdir(parents=True, exist_ok=True)
 
     def cached(name: str, version: str) -> Path | None:
@@ -171,7 +169,6 @@ def write(pieces: Mapping[tuple[str, str], Files], out: Path) -> None:
 
 
 def move(root: Path, out: Path, shows: bool) -> None:
-    """Move what no call reads out of the tree, or back."""
     (out / "hidden").mkdir(exist_ok=True)
     for name in NOT_READ:
         here, there = root / name, out / "hidden" / name
@@ -209,8 +206,6 @@ def travels(root: Path, out: Path) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """Machine code or PTX for one architecture, from its header to its end."""
-
     start: int
     end: int
     is_code: bool
@@ -218,7 +213,6 @@ class Entry:
 
     @property
     def runs_here(self) -> bool:
-        """On the GPU that is packed for, at least after a translation."""
         major = self.architecture // 10
         return major == GPU_MAJOR if self.is_code else major <= GPU_MAJOR
 

@@ -63,8 +63,6 @@ TOOLS: dict[str, dict] = {schema["function"]["name"]: schema for schema in _SCHE
 
 @dataclass(frozen=True)
 class Chat:
-    """What a chat request has beside its messages."""
-
     tools: tuple[str, ...] = ()  # names of those that it lists, in this order
     thinking: bool = False
     style: Style = "gemma"  # how tools are listed and called
@@ -86,8 +84,6 @@ class Chat:
 
 @dataclass(frozen=True)
 class Decision:
-    """A question on an input."""
-
     input: str
     type: Literal["predicate", "choice", "score"]
     instructions: str
@@ -115,7 +111,6 @@ class Decision:
 
     @property
     def prompt(self) -> str:
-        """The prompt as a server writes it."""
         labels = self.labels
         if labels == self.options:
             lines, reply = list(labels), "one option"

@@ -133,8 +133,6 @@ def wilson_interval(num_correct: int, num_questions: int) -> tuple[float, float]
 
 
 def score(*answered: Answered) -> dict[str, Any]:
-    """The numbers of some families together; None where one has no value."""
-
     def total(values: list[Any]) -> Any:
         return None if None in values else sum(values)
 
@@ -164,7 +162,6 @@ def score(*answered: Answered) -> dict[str, Any]:
 
 
 def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, Any]]:
-    """For each wrong answer: its question's place, family and prompt, a right answer, itself."""
     told = [
         {"place": place, "family": one.family, "prompt": one.prompt, "expected": one.answer}
         for place, one in enumerate(questions)
@@ -174,8 +171,6 @@ def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, Any
 
 
 def table(scores: dict[str, dict[str, Any]], of_all: dict[str, Any]) -> str:
-    """A row for each family, and one for all if there are several."""
-
     def shown(value: float | None, decimals: int = 1) -> str:
         return "-" if value is None else f"{value:.{decimals}f}"
 

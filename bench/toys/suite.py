@@ -59,7 +59,6 @@ class Question:
     decision: Decision | None = None
 
     def is_correct(self, text: str) -> bool:
-        """Whether this text is a right answer; whitespace around it does not matter."""
         return text.strip() in self.accepted
 
     def in_style(self, style: str | None) -> "Question":

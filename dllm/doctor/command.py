@@ -47,8 +47,6 @@ LEAST_SHARED, LEAST_DISK = 64 << 20, 2 * GIB
 
 @dataclass(frozen=True)
 class Finding:
-    """``name``: what was looked at. ``text``: what was found."""
-
     name: str
     status: Literal["ok", "note", "fail"]
     text: str
@@ -122,7 +120,6 @@ def _server_arguments(model: str, flags: Sequence[str]) -> argparse.Namespace:
 
 
 def findings(host: str, port: int, served: argparse.Namespace | None = None) -> Iterator[Finding]:
-    """All findings, the quick ones first; ``served``: the arguments of a server."""
     yield from _versions()
     yield _plugins()
     yield from _companions()

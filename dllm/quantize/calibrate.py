@@ -60,7 +60,6 @@ def measure_inputs(
 
 
 def _diffusion_gemma(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Respond]:
-    """The layers of a DiffusionGemma, and what fills ``job.blocks`` canvases behind a prompt."""
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(
         job.source.path, dtype="auto", device_map={"": job.device}
     ).eval()
@@ -77,7 +76,6 @@ def _diffusion_gemma(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Mod
 
 
 def _masked(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Respond]:
-    """The layers of a model that fills in masks, and what answers a prompt with it, greedily."""
     rule = DecodingRule.of_checkpoint(job.source.path)
     with torch.device(job.device):
         model = load_model(job.source.path)

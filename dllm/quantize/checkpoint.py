@@ -79,7 +79,6 @@ class Checkpoint:
         return config
 
     def _read_index(self) -> dict[str, str]:
-        """The file of each tensor, by the index; empty without an index."""
         if not (self.path / INDEX).is_file():
             return {}
         weight_map = _read_json(self.path / INDEX).get("weight_map")
@@ -88,7 +87,6 @@ class Checkpoint:
         return weight_map
 
     def _weight_files(self, index: Mapping[str, str]) -> list[Path]:
-        """The files that the index names, or the only one there is."""
         names = sorted(set(index.values())) or [WEIGHTS]
         missing = [name for name in names if not (self.path / name).is_file()]
         if missing and index:

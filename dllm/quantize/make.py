@@ -66,7 +66,6 @@ def _write_json(file: Path, value: Mapping[str, object]) -> None:
 
 
 def run_record(job: Job) -> dict[str, object]:
-    """What is written beside the weights: how they were made, with which versions and prompts."""
     record: dict[str, object] = {
         "scheme": job.scheme.name,
         "not_quantized": {**IGNORED, **dict.fromkeys(job.ignored, "--ignore")},

@@ -94,7 +94,6 @@ def _refuse_parts(layers: list[Linear], chosen: set[str]) -> None:
 
 
 def quantization_config(scheme: Scheme, ignored: Iterable[str] = ()) -> dict[str, object]:
-    """The ``quantization_config`` of a checkpoint's config.json, in compressed-tensors' format."""
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
     preset = preset_name_to_scheme(scheme.preset, ["Linear"])

@@ -108,7 +108,6 @@ class _Checker:
         self.checkpoint.release()
 
     def check_completeness(self) -> None:
-        """Check names and shapes of what is not quantized; note tensors that nothing needs."""
         replaced = {layer.linear.source for layer in self.layers}
         known = {
             f"{layer.linear.module}.{suffix}"
@@ -190,7 +189,6 @@ class _Checker:
             self.report.outliers[module] = error
 
     def compare_kept(self, original: Checkpoint) -> None:
-        """Check that tensors which were not quantized equal the original's, bit for bit."""
         ours = _layer_scalars(self.checkpoint)
         for name, theirs in _layer_scalars(original).items():
             if not torch.equal(ours[name], theirs):

@@ -24,8 +24,6 @@ TINY = 1e-12  # below it a probability has no logarithm of use
 
 @dataclass(frozen=True)
 class Decided:
-    """A question that was answered."""
-
     type: str  # ``predicate``, ``choice`` or ``score``
     probs: Sequence[float]  # of its options (of a predicate: yes, no)
     right: int | None  # index of the right one; None if only ``odds`` are known
@@ -134,7 +132,6 @@ def report(decided: Sequence[Decided]) -> dict[str, float | int | None]:
 
 
 def table(reports: dict[str, dict[str, float | int | None]], title: str) -> Table:
-    """For a terminal: a line for each report, a column for each score; "-" where there is none."""
     shown = Table(title=title, box=SIMPLE_HEAD)
     shown.add_column("")
     for name in next(iter(reports.values())):

@@ -30,7 +30,6 @@ class Connection:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that asks a server; they are the arguments of ``connect``."""
     parser.add_argument(
         "--base-url", default=DEFAULT_URL, help="of the server, with or without /v1 (%(default)s)"
     )

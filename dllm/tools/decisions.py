@@ -135,7 +135,6 @@ def ask(
 
 
 def scores(lines: Sequence[dict[str, Any]], decided: Sequence[Decided]) -> dict[str, Any]:
-    """Reports by name and of all, and a temperature by type with what it changes."""
     by_name: dict[str, list[Decided]] = {}
     for line, one in zip(lines, decided, strict=True):
         by_name.setdefault(str(line.get("name", one.type)), []).append(one)
@@ -152,7 +151,6 @@ def scores(lines: Sequence[dict[str, Any]], decided: Sequence[Decided]) -> dict[
 
 
 def advice(temperatures: dict[str, dict[str, float]]) -> str:
-    """What the fitted temperatures change, and the option that sets those that help."""
     texts = [
         f"{kind}: temperature {found['temperature']:.2f}; on questions that it was not fitted on, "
         f"log loss {found['log_loss']:.3f} -> {found['log_loss_after']:.3f}, "

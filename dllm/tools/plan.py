@@ -45,8 +45,6 @@ HEADER = "  drafts  tokens/step  ms/step   gain  KV slots     pages     MB  1M t
 
 
 class Row(NamedTuple):
-    """What a number of drafts gives."""
-
     tokens: float  # of a request and step
     ms: float  # of a step
     gain: float

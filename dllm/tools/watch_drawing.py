@@ -86,12 +86,10 @@ class Texts:
         return self.by_id.get(token_id, "…")
 
     def cell(self, token_id: int) -> str:
-        """One token, short and on one line, with visible spaces."""
         text = visible(self.of(token_id).replace(" ", "·").replace("\n", "⏎"))
         return text if len(text) <= CELL_CHARACTERS else text[: CELL_CHARACTERS - 1] + "…"
 
     def answer(self, frame: Frame) -> str:
-        """The text of the answer if the block's argmax were emitted now."""
         ids = [*frame.emitted, *frame.argmax]
         return "".join(self.of(one) for one in ids[: self.length(ids)] if one not in self.ends)
 
@@ -131,7 +129,6 @@ def _cell(text: str, status: str, nats: float) -> Text:
 
 
 def picture(frame: Frame, texts: Texts, width: int) -> RenderableType:
-    """A step for a terminal of ``width`` characters: title, canvas and the answer so far."""
     columns = max(1, min(16, width // (CELL_CHARACTERS + 1)))
     grid = Table.grid(padding=(0, 1))
     for _ in range(columns):

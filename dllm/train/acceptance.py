@@ -31,8 +31,6 @@ class Drafted(NamedTuple):
 
 @dataclass
 class Acceptance:
-    """Sums over the steps of some responses."""
-
     # Tokens emitted, and the steps that took; the first token of a response comes from its prompt
     # and counts for neither.
     tokens: int = 0

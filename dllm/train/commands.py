@@ -196,7 +196,6 @@ def add_overrides(parser: argparse.ArgumentParser, flags: Overrides) -> None:
 
 
 def overrides(given: argparse.Namespace, flags: Overrides) -> dict[str, object]:
-    """Settings that the command line gave, by field."""
     asked = {field: getattr(given, field) for field, *_ in flags.values()}
     return {field: value for field, value in asked.items() if value is not None}
 

@@ -149,7 +149,6 @@ def inputs_of(
     drafter: Drafter,
     prompts: Sequence[Prompt],
 ) -> dict[str, object]:
-    """What decides the weights of the run, by name; prompts and weights by their digest."""
     return settings.to_mapping() | {
         "drafter config": drafter.config,
         "drafter weights": weights_digest(given.drafter) if given.drafter else None,
@@ -242,7 +241,6 @@ STRANGER = (
 
 
 def check(given: argparse.Namespace) -> int:
-    """The exit status. Raises as the command."""
     device = device_of(given.device)
     drafter = Drafter.load(given.drafter, target_facts(read_config(given.target)))
     network = drafter.network().to(device).requires_grad_(False)

@@ -103,7 +103,6 @@ def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 def drafter_config(
     shape: DrafterShape, target_config: dict[str, object], facts: TargetFacts
 ) -> dict[str, object]:
-    """config.json of a new drafter in z-lab's format."""
     given = target_config.get
     num_heads = shape.num_heads or given("num_attention_heads")
     layers = shape.target_layer_ids or spread_layers(facts.num_layers, shape.num_layers)
@@ -194,7 +193,6 @@ def block_of(config: Mapping[str, object]) -> int:
 
 
 def write_checkpoint(path: Path, config: Mapping[str, object], weights: dict[str, Tensor]) -> None:
-    """Write config.json and bf16 safetensors, which vLLM's own drafter and ours load."""
     path.mkdir(parents=True, exist_ok=True)
     write_weights(path / WEIGHTS, weights, kept=("d2t",))
     write_json(path / "config.json", config)

@@ -187,7 +187,6 @@ class DraftNetwork(nn.Module):
 
 
 def count_params(config: DrafterConfig) -> int:
-    """Parameters of a drafter's network, which is not built for it."""
     with torch.device("meta"):
         return sum(param.numel() for param in DraftNetwork(config).parameters())
 

@@ -155,7 +155,6 @@ NUM_TIMED = 8  # prompts that are answered to measure costs
 
 
 def run(given: argparse.Namespace) -> int:
-    """The exit status. Raises as the command."""
     device = device_of(given.device)
     settings = load_settings(given)
     drafter = Drafter.load(given.drafter, target_facts(read_config(given.target)))
@@ -223,7 +222,6 @@ def load_settings(given: argparse.Namespace) -> PilotTraining:
 def inputs_of(
     given: argparse.Namespace, settings: PilotTraining, prompts: Sequence[Prompt]
 ) -> dict[str, object]:
-    """What decides the trials of the run, by name."""
     return {name: getattr(settings, name) for name in OF_TRIALS} | {
         "target": str(given.target.resolve()),
         "drafter weights": weights_digest(given.drafter),

@@ -109,7 +109,6 @@ def publish(out: Path, config: dict[str, object], weights: dict[str, torch.Tenso
 
 
 def wait_for_news(buffer: Path, seen: set[str]) -> set[str]:
-    """Return the names of the recorded shards when there is one that was not seen before."""
     while True:
         names = {path.name for path in buffer.glob(f"*{SUFFIX}")}
         if names - seen:

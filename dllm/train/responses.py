@@ -211,7 +211,6 @@ def from_target(target: Target, max_tokens: int) -> Respond:
 
 
 def from_server(connection: Connection, target: Path, max_tokens: int) -> Respond:
-    """Responses of an OpenAI-compatible server that serves the same target."""
     tokenizer = AutoTokenizer.from_pretrained(target)
 
     def ask(prompt: Sequence[int], temperature: float, seed: int) -> list[int]:

@@ -183,7 +183,6 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run so far, earlier parts included."""
         return time.monotonic() - self._started
 
     def run(self, stop_at: int | None = None) -> Iterator[int]:

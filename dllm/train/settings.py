@@ -50,8 +50,6 @@ class DrafterShape:
 
 
 class TomlSettings:
-    """Base of dataclasses that are read from a TOML file."""
-
     @classmethod
     def load(cls, path: Path) -> Self:
         """Raises CommandError: no such file, no TOML, or a field is unknown or out of range."""
@@ -144,7 +142,6 @@ class DrafterTraining(TomlSettings):
 
 
 def bundled_configs() -> list[str]:
-    """Names of the bundled settings: one for each target, or family of them."""
     return sorted(path.name.removesuffix(".toml") for path in CONFIGS.glob("*.toml"))
 
 

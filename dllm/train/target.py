@@ -33,8 +33,6 @@ OF_OTHERS = ("mtp.", ".layers.", "visual.", "vision")
 
 @dataclass
 class TargetEmbeddingsAndHead:
-    """What a drafter shares with its target, on one device."""
-
     embedding: Tensor  # [V, H], the weights alone, as vLLM shares them with a drafter
     head: Tensor  # [V, H]
     head_norm: Tensor | None  # [H], what the norm in front of the head multiplies by
