@@ -18,10 +18,11 @@ from dllm.patches.cpu_worker import padded_size
 from dllm.patches.graph_check import MOST, largest_error
 from tests.support.adapters import asked, merged, projections, write_adapter
 from tests.support.engine_harness import Engine, assert_same_runs, get_engine, relative_error
-from tests.support.family_checkpoints import FAMILIES as CONFIGS
-from tests.support.family_checkpoints import write
+from tests.support.family_checkpoints import FAMILIES as WITH_BLOCKS
+from tests.support.family_checkpoints import WHOLE_SEQUENCES, write
 from tests.support.quant_checkpoints import write_quantized
 
+CONFIGS = WITH_BLOCKS | WHOLE_SEQUENCES
 FAMILIES = ["gemma", *CONFIGS]
 WITH_ADAPTERS = dict(enable_lora=True, max_loras=2, max_cpu_loras=4)
 # Ids that every vocabulary has.

@@ -1,6 +1,7 @@
 """Random LoRA adapters in PEFT's format, and the same checkpoints with them merged."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ def projections(base: Path) -> dict[str, torch.Size]:
     return {
         name.removesuffix(".weight"): tensor.shape
         for name, tensor in load_file(base / WEIGHTS).items()
-        if tensor.ndim == 2 and "layers." in name and ".experts." not in name
+        if tensor.ndim == 2 and re.search(r"(layers|blocks)\.", name) and ".experts." not in name
         if "vision" not in name
     }
 

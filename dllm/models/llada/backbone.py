@@ -1,5 +1,6 @@
 """vLLM's Llama under the names of LLaDA-8B, without a causal mask."""
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -9,15 +10,20 @@ from vllm.model_executor.models.utils import WeightsMapper
 from dllm.models.llada.shapes import IN_BLOCK, OF_MODEL
 from dllm.models.unmasking.model import UnmaskingModel
 
-# One behind the other: of the model and of its blocks one tensor each is called ff_out.
-OF_ALL = WeightsMapper(
-    orig_to_new_prefix={"model.transformer.blocks.": "model.layers.", **OF_MODEL}
+# In this order: of the model and of its blocks one tensor each is called ff_out.
+RENAMES = WeightsMapper(
+    orig_to_new_regex={
+        re.compile(f"^{re.escape(name)}"): new
+        for name, new in {**OF_MODEL, "model.transformer.blocks.": "model.layers."}.items()
+    },
+    orig_to_new_substr=IN_BLOCK,
 )
-OF_BLOCKS = WeightsMapper(orig_to_new_substr=IN_BLOCK)
 
 
 class LLaDAModelLM(UnmaskingModel, LlamaForCausalLM):
     """LLaDA-8B and LLaDA-1.5."""
 
+    hf_to_vllm_mapper = LlamaForCausalLM.hf_to_vllm_mapper | RENAMES
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        return super().load_weights(OF_BLOCKS.apply(OF_ALL.apply(weights)))
+        return super().load_weights(RENAMES.apply(weights))
