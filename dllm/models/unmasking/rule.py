@@ -133,12 +133,13 @@ def unmask_step(
     max_steps, is_editing = parameters["max_steps"], torch.zeros_like(had_masks)
     step = steps_done - post_steps
     schedule = parameters["schedule"]
-    is_reverse = schedule == REVERSE
-    max_steps = torch.where(is_reverse, torch.minimum(max_steps, width), max_steps)
     # `max_steps` is 0 in the empty row of `CanvasRows.of_batch`.
     count = num_revealed(step, max_steps.clamp(min=1), block_size, schedule)
-    expected = num_expected(is_mask.sum(dim=-1), step, max_steps.clamp(min=1))
-    count = torch.where(is_reverse, expected, count)
+    if "block_length" in parameters:  # of whole sequences, which alone have the reverse process
+        is_reverse = schedule == REVERSE
+        max_steps = torch.where(is_reverse, torch.minimum(max_steps, width), max_steps)
+        expected = num_expected(is_mask.sum(dim=-1), step, max_steps.clamp(min=1))
+        count = torch.where(is_reverse, expected, count)
     is_open = is_mask
     if proposal.sub_block is not None:
         is_open = in_first_sub_block(is_mask, proposal.sub_block)
