@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dllm.models import FAMILIES
 from dllm.prompts.files import BUNDLED, Message, read_conversations
 from dllm.quant.schemes import Scheme
 from dllm.quantize.arguments import parser
@@ -16,6 +17,7 @@ from dllm.quantize.checkpoint import Checkpoint
 from dllm.quantize.linears import Linear, linears, refuse_unfit
 from dllm.quantize.recipes import quantized_layers, scheme_named
 from dllm.settings.command import CommandError
+from dllm.settings.denoising import WHOLE_SEQUENCE
 
 # Files beside the weights that are copied unchanged, if the source has them.
 COMPANIONS = (
@@ -31,9 +33,6 @@ COMPANIONS = (
     "processor_config.json",
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-
-
-WITHOUT_CALIBRATION = ("LLaDAModelLM", "DreamModel")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,8 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
 def _refuse_whole_sequences(source: Checkpoint, scheme: str) -> None:
     """What is calibrated answers with a loop of blocks, which these models have none of."""
     architecture = str(source.config["architectures"][0])  # type: ignore[index]
-    if architecture in WITHOUT_CALIBRATION:
+    kind = FAMILIES[architecture].config_class()
+    if kind is not None and kind(**source.config).block_size == WHOLE_SEQUENCE:
         raise CommandError(
             f"--scheme {scheme} is calibrated, and {architecture} cannot be; allowed: fp8-dynamic."
         )
