@@ -51,7 +51,7 @@ class DenoiseLoop:
         has_arrived: whether a message waits for the engine core. Replaced where the worker shares
             its process (``patches.worker``); elsewhere nobody knows.
         replay: the first pass of this engine step, if it was a full CUDA graph: writes and returns
-            the hidden states ``[padded tokens, hidden]``.
+            the hidden states ``[padded tokens, hidden]``. Set by the runner.
     """
 
     def __init__(
@@ -80,10 +80,6 @@ class DenoiseLoop:
         self.num_passes = 1
         self.replay = None
         self._start = self._last = self.clock()
-
-    def repeat_with(self, replay: Callable[[], torch.Tensor]) -> None:
-        """For an engine step whose first pass is a full CUDA graph."""
-        self.replay = replay
 
     def may_repeat(self, input_batch: InputBatch) -> bool:
         """Whether every row has a canvas, all of which takes part in the step."""

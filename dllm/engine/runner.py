@@ -107,9 +107,8 @@ class CanvasRunner(Base):
     ) -> InputBatch:
         """Let further passes replay the full CUDA graph of the first one, if it is one."""
         if batch_desc.cg_mode == CUDAGraphMode.FULL:
-            self.model_state.loop.repeat_with(
-                partial(self.cudagraph_manager.run_fullgraph, batch_desc)
-            )
+            graphs = self.cudagraph_manager
+            self.model_state.loop.replay = partial(graphs.run_fullgraph, batch_desc)
         return super().prepare_inputs(
             scheduler_output, batch_req_state, batch_desc, num_active_loras
         )
