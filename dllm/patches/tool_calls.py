@@ -38,6 +38,9 @@ MARK = "\0"  # stands in front of an argument that was written between quotes
 # Arguments of tools that are not strict. Forms that write strings without quotes can write any
 # value as a string.
 ANY_OBJECT = {"type": "object"}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+# What would end a name in the form of some parser's calls.
+NO_NAME = re.compile(r'["\\{}<>=\s]')
 ANY_TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 ANY_ARGUMENTS = {"qwen_xml": ANY_TEXTS, "minimax_xml": ANY_TEXTS}
 
@@ -71,6 +74,8 @@ class HeldCalls(ToolParser):
 
     def adjust_request(self, request: Any) -> Any:
         tools = request.tools
+        for tool in map(_function_of, tools or ()):
+            _check_name(getattr(tool, "function", tool))
         request.tools = tools and [_without_arguments(one) for one in map(_function_of, tools)]
         try:
             adjusted = super().adjust_request(request)
@@ -89,10 +94,22 @@ def _without_arguments(tool: Any) -> Any:
     return tool.model_copy(update={"parameters": ANY_OBJECT})
 
 
+def _check_name(function: Any) -> None:
+    name = getattr(function, "name", None) or ""
+    if NO_NAME.search(name):
+        allowed = "names without quotes, spaces and any of \\{}<>="
+        refuse("tools", f"a tool is called {name[:40]!r}; allowed: {allowed}. Rename it.")
+
+
 def _function_of(tool: Any) -> Any:
     """The tool; of a custom one the function that stands for it, which is strict."""
     if isinstance(tool, CustomTool):
         return FunctionTool(strict=True, **custom_tool_as_function_dict(tool))
+    if isinstance(tool, FunctionTool):
+        return tool if tool.parameters else tool.model_copy(update={"parameters": NO_ARGUMENTS})
+    if (function := getattr(tool, "function", None)) is not None and not function.parameters:
+        function = function.model_copy(update={"parameters": NO_ARGUMENTS})
+        return tool.model_copy(update={"function": function})
     return tool
 
 

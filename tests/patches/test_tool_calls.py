@@ -210,6 +210,25 @@ def test_a_parser_without_a_tag_holds_strict_tools_alone(grammars):
         assert accepts(found, text) is not is_held
 
 
+@pytest.mark.parametrize("parameters", [None, {}])
+@pytest.mark.parametrize(("parser", "argument"), [("gemma4", "a:1"), ("hermes", '"a": 1')])
+def test_a_strict_tool_without_parameters_has_none(grammars, parser, argument, parameters):
+    found = Asked(parser, [(True, parameters)], "required").table(grammars)
+    call = CALLS[parser].format(name="t0")
+    assert accepts(found, call.replace(argument, "")) and not accepts(found, call)
+
+
+@pytest.mark.parametrize("name", ['a b"c', "a\n", "a>"])
+def test_a_name_that_would_end_in_the_middle_is_refused(name):
+    parser = parser_of(ParserManager.get_parser("hermes", enable_auto_tools=True))
+    tools = [{"type": "function", "function": {"name": name}}]
+    said = [{"role": "user", "content": "x"}]
+    request = ChatCompletionRequest(messages=said, tools=tools, tool_choice="auto")
+    with pytest.raises(VLLMValidationError) as refused:
+        parser(TOKENIZER, request.tools).adjust_request(request)
+    assert refused.value.parameter == "tools"
+
+
 @pytest.mark.parametrize("parser", ["gemma4"])
 def test_a_refusal_names_the_tool(parser):
     with pytest.raises(VLLMValidationError, match="The tool 't0'") as refused:
