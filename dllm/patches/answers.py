@@ -1,10 +1,10 @@
-"""Patches of the API server: a streamed answer is read as a whole one is, whatever its parts.
+"""Patches of the API server: an answer is read in one way, whole or in parts of any width.
 
-    a part of the stream -> tokens -> reasoning parser -> what is no thought -> tool parser
+    a part of the answer -> tokens -> reasoning parser -> what is no thought -> tool parser
 
 vLLM's parsers expect a part for each token, and a canvas may hold thoughts, text and calls at
-once. So they get one token at a time. A whole answer goes through the reasoning parser to its end,
-however many thoughts it has. vLLM leaves that parser behind the first thought of a stream.
+once. So they get one token at a time. A whole answer is one part, and its last. The reasoning
+parser reads to the end, however many thoughts there are; vLLM leaves it behind the first.
 
 What they read of a part is one message to chats, and to Responses one for each item of the answer.
 """
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pydantic import PrivateAttr
-from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall
 from vllm.parser.abstract_parser import DelegatingParser
 
 from dllm.patches.replace import replaces
@@ -56,6 +56,33 @@ def parser_of(theirs: type[DelegatingParser]) -> type[DelegatingParser]:
 
 class OneTokenAtATime(DelegatingParser):
     _reader: "_Reader | None" = None
+    _prompt: Sequence[int] = ()
+
+    def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+        super().set_prompt_token_ids(prompt_token_ids)
+        self._prompt = prompt_token_ids
+
+    def parse(
+        self,
+        model_output: str,
+        request: Any,
+        enable_auto_tools: bool = False,
+        model_output_token_ids: Sequence[int] = (),
+    ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
+        """A call that is cut has the arguments that were written, as in a stream."""
+        tokens = list(model_output_token_ids) or self.model_tokenizer.encode(
+            model_output, add_special_tokens=False
+        )
+        read = self.parse_delta(model_output, tokens, request, list(self._prompt), finished=True)
+        if read is None:
+            return None, "", None
+        calls = [
+            FunctionCall(
+                id=call.id, name=call.function.name or "", arguments=call.function.arguments or ""
+            )
+            for call in read.tool_calls
+        ]
+        return read.reasoning, read.content, calls or None
 
     def parse_delta(
         self,
@@ -89,16 +116,6 @@ def show_in_order() -> None:
     """
     from vllm.entrypoints.openai.responses import serving
     from vllm.parser import abstract_parser
-    from vllm.parser.engine.parser_engine import ParserEngine
-
-    @replaces(ParserEngine)
-    def _events_to_delta(theirs: Any, self: Any, events: Any, finished: bool = False) -> Any:
-        """Also what stands behind the last call of a whole answer, as in a stream."""
-        delta = theirs(self, events, finished=finished)
-        if finished and (behind := self._deferred_content):
-            self._deferred_content = ""
-            delta = _joined([delta, DeltaMessage(content=behind)])
-        return delta
 
     @replaces(serving)
     def split_delta(theirs: Any, delta: Any) -> list[Any]:
@@ -203,7 +220,7 @@ def _thought(reasoner: Any, text: str, tokens: list[int], request: Any, is_last:
         if engine._engine.state is ParserState.REASONING:
             answer = reasoner.get_streaming_fallback_content("", request)
             read.append(DeltaMessage(content=answer))
-        read.append(reasoner.finish_streaming())
+        read.append(engine._strip_trailing_reasoning(reasoner.finish_streaming()))
     return _joined(read)
 
 
