@@ -14,6 +14,7 @@ from functools import cache
 from types import AsyncGeneratorType
 from typing import Any
 
+from openai.types.responses import ToolChoiceAllowed
 from vllm.utils.async_utils import make_async
 
 from dllm.api import fill, pins
@@ -37,9 +38,12 @@ CHANGE_NO_ANSWER = (
     *("user", "request_id", "session_id", "priority", "stream_options", "stream_interval"),
     *("mm_payload", "return_mm_kwargs", "routed_experts_prompt_start"),
 )
-# Of Anthropic's API: fields that change an answer, and that vLLM's route drops; their defaults.
+# Of Anthropic's and OpenAI's APIs: what changes an answer, and vLLM's routes drop; their defaults.
 EDITS = "context_management"  # of what the model is shown of earlier turns
-ANTHROPICS: dict[str, Any] = {"container": None, EDITS: None, "mcp_servers": []}
+DROPPED: dict[str, Any] = {
+    **dict.fromkeys(("container", EDITS, "compaction", "thread", "conversation")),
+    "mcp_servers": [],
+}
 PROMPT = (
     "prompt_token_ids"  # of ``kv_transfer_params``: the prompt, which vLLM then does not render
 )
@@ -56,6 +60,12 @@ async def handled(
         self: a serving object, ``theirs`` vLLM's method of it.
         take: calls that method with what our fields ask for.
     """
+    if getattr(request, "use_beam_search", False):
+        refuse(
+            "use_beam_search",
+            "use_beam_search = True; allowed: False, because a canvas has no next token to branch "
+            "on. Leave it out; n = 2 asks for two samples.",
+        )
     _leave_out_transfers(self, request)
     _choose_length(self, request)
     one = HttpRequest(places_of(self.engine_client.vllm_config))
@@ -103,11 +113,38 @@ def _choose_length(self: Any, request: Any) -> None:
         setattr(request, names[-1], settings.canvas_length)
 
 
-def let_think(request: Any) -> None:
-    """vLLM's route translates the budget alone. Whether a model thinks is for its template."""
+def allow_tools(request: Any) -> None:
+    """Leave a response the tools that it is allowed; vLLM reads ``allowed_tools`` and drops it."""
+    choice = request.tool_choice
+    if not isinstance(choice, ToolChoiceAllowed):
+        return
+    allowed = {one.get("name") for one in choice.tools}
+    known = {name: tool for tool in request.tools if (name := getattr(tool, "name", None))}
+    if not allowed or not allowed <= known.keys():
+        allowed_here = f"allowed_tools of {[*known]}"
+        refuse_value("tool_choice", choice.tools, allowed_here, "Name some of them.")
+    request.tools = [tool for name, tool in known.items() if name in allowed]
+    request.tool_choice = choice.mode
+
+
+def take_messages(request: Any) -> None:
+    """What vLLM's translation of Anthropic's API leaves out: whether to think, is for a template.
+
+    Raises VLLMValidationError for a choice of tools that are not there.
+    """
+    choice = request.tool_choice
+    if choice is not None and choice.type in ("any", "tool") and not request.tools:
+        refuse("tool_choice", f"tool_choice {choice.type!r} without tools. Send some, or omit it.")
     if request.thinking is not None and request.thinking.type != "disabled":
         given = request.chat_template_kwargs or {}
         request.chat_template_kwargs = {"enable_thinking": True, **given}
+
+
+def read_as_openai_does(request: Any) -> None:
+    if request.tools and request.tool_choice is None:
+        request.tool_choice = "auto"  # vLLM would read no call of a whole answer
+    if request.echo and not request.logprobs:
+        request.top_logprobs = None  # vLLM would ask for those of the prompt
 
 
 async def create_chat(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
@@ -163,12 +200,17 @@ async def refuse_fields(body: Any, raw_request: Any, *held: str) -> None:
         refuse_sent(body, await raw_request.json(), *held)
 
 
-async def seed_of(raw_request: Any) -> int | None:
-    """The seed that was sent to a route of which vLLM reads none. Raises VLLMValidationError."""
-    seed: int | None = (await raw_request.json()).get("seed") if raw_request is not None else None
+async def write_untranslated(chat: Any, raw_request: Any) -> None:
+    """Into the chat that vLLM has made of Anthropic's request: the seed, and thoughts not shown.
+
+    Raises VLLMValidationError.
+    """
+    sent = await raw_request.json() if raw_request is not None else {}
+    seed = sent.get("seed")
     if seed is not None and type(seed) is not int:
         refuse_value("seed", seed, "an integer", "Send one, or omit it.")
-    return seed
+    chat.seed = seed
+    chat.include_reasoning = (sent.get("thinking") or {}).get("display") != "omitted"
 
 
 def refuse_sent(body: Any, sent: dict[str, Any], *held: str) -> None:
@@ -210,7 +252,7 @@ def _of_chats_alone(body: Any) -> dict[str, Any]:
         for name, field in ChatCompletionRequest.model_fields.items()
         if name not in known
     }
-    return fields | ANTHROPICS
+    return fields | DROPPED
 
 
 def _keeps_all(management: Any) -> bool:

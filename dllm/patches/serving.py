@@ -11,6 +11,7 @@ import json
 from http import HTTPStatus
 from typing import Any
 
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
@@ -29,15 +30,17 @@ from vllm.utils.async_utils import make_async
 from dllm.patches.answers import parser_of, show_in_order
 from dllm.patches.replace import replaces
 from dllm.patches.routes import (
+    allow_tools,
     create_chat,
     create_completion,
     create_translated,
     handled,
-    let_think,
+    read_as_openai_does,
     refuse_fields,
     refuse_fields_of_canvases,
     refuse_sent,
-    seed_of,
+    take_messages,
+    write_untranslated,
 )
 from dllm.patches.served import Served, as_one_of, served_as
 from dllm.settings.checks import did_you_mean
@@ -162,17 +165,40 @@ class Ours(BaseServing):
             )
         return refused
 
-    async def beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        refuse(
-            "use_beam_search",
-            "use_beam_search = True; allowed: False, because a canvas has no next token to branch "
-            "on. Leave it out; n = 2 asks for two samples.",
+
+class Chats(Ours, OpenAIServingChat):
+    def _engine_reasoning_kwargs(self, request: Any, *args: Any) -> Any:
+        """A thought that is not shown is one, too: vLLM would hold it to the answer's grammar."""
+        shown = request.model_copy(update={"include_reasoning": True})
+        return super()._engine_reasoning_kwargs(shown, *args)
+
+    async def chat_completion_full_generator(
+        self, request: Any, result_generator: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Name the end of a whole answer as a stream does.
+
+        vLLM says ``tool_calls`` of a call that was cut, and of a thought that was, too.
+        """
+        reasons: dict[int, str | None] = {}
+
+        async def noted() -> Any:
+            async for result in result_generator:
+                reasons.update((one.index, one.finish_reason) for one in result.outputs)
+                yield result
+
+        answer: Any = await super().chat_completion_full_generator(
+            request, noted(), *args, **options
         )
-        yield  # callers iterate
+        for choice in getattr(answer, "choices", ()):
+            has_called = reasons[choice.index] == "stop" and choice.message.tool_calls
+            if choice.finish_reason == "tool_calls" and not has_called:
+                choice.finish_reason = reasons[choice.index]
+        return answer
 
 
-class Chat(Ours, OpenAIServingChat):
+class Chat(Chats):
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        read_as_openai_does(request)
         theirs = OpenAIServingChat.create_chat_completion
         return await handled(self, theirs, request, raw_request, create_chat)
 
@@ -186,10 +212,11 @@ class Completion(Ours, OpenAIServingCompletion):
 class Responses(Ours, OpenAIServingResponses):
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
+        allow_tools(request)
         return await handled(self, OpenAIServingResponses.create_responses, request, raw_request)
 
 
-class Batch(Ours, OpenAIServingChatBatch):
+class Batch(Chats, OpenAIServingChatBatch):
     async def create_batch_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
         theirs = OpenAIServingChatBatch.create_batch_chat_completion
@@ -202,7 +229,7 @@ class Tokens(Ours, ServingTokens):
         return await handled(self, ServingTokens.serve_tokens, request, raw_request)
 
 
-class Translating(Ours):
+class Translating(Chats):
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
         theirs = OpenAIServingChat.create_chat_completion
@@ -212,11 +239,11 @@ class Translating(Ours):
 class Messages(Translating, AnthropicServingMessages):
     async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request, "seed")
-        let_think(request)
+        take_messages(request)
         return await super().create_messages(request, raw_request)
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        request.seed = await seed_of(raw_request)
+        await write_untranslated(request, raw_request)
         return await super().create_chat_completion(request, raw_request)
 
     async def message_stream_converter(self, generator: Any) -> Any:
@@ -225,7 +252,8 @@ class Messages(Translating, AnthropicServingMessages):
             yield event
 
     async def count_tokens(self, request: Any, raw_request: Any = None) -> Any:
-        let_think(request)
+        await refuse_fields(AnthropicMessagesRequest, raw_request, "seed")
+        take_messages(request)
         return await super().count_tokens(request, raw_request)
 
 
@@ -261,7 +289,7 @@ class Render(Ours, ServingRender):
 
     async def render_messages_request(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
-        let_think(request)
+        take_messages(request)
         return await super().render_messages_request(request, raw_request)
 
     async def render_responses_request(self, request: Any) -> Any:

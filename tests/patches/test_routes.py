@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from starlette.datastructures import State
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 
 from dllm.models import FAMILIES
-from dllm.patches import install, serving
+from dllm.patches import install, routes, serving
 from dllm.patches.serving import Chat, Completion, Messages, Render, Tokens, Translating, taken_over
 from tests.support.denoise_cases import CONFIG
 
@@ -104,6 +105,7 @@ def test_no_prompt_carries_what_nobody_reads(reads_encodings):
         *({"response_format": {"type": "json_object"}}, {"reasoning_effort": "high"}),
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         *({"thinking_token_budget": 16}, {"mcp_servers": [{}]}, {"parallel_tool_calls": False}),
+        *({"compaction": {"type": "enabled"}}, {"thread": {"type": "continue"}}),
     ],
 )
 def test_anthropics_route_drops_nothing_that_changes_an_answer(field):
@@ -117,6 +119,55 @@ def test_anthropics_route_takes_what_changes_no_answer():
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     body |= {"n": 1, "stop": [], "mcp_servers": [], "context_management": edits}
     asyncio.run(serving.refuse_fields(AnthropicMessagesRequest, sent(body)))
+
+
+def test_responses_drop_no_conversation():
+    with pytest.raises(VLLMValidationError) as refused:
+        asyncio.run(serving.refuse_fields(ResponsesRequest, sent({"conversation": "c"})))
+    assert refused.value.parameter == "conversation"
+
+
+def test_a_chat_is_read_as_openais_api_reads_it():
+    """vLLM loses the call of a whole answer, and asks for logprobs of the prompt beside an echo."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    said = [{"role": "user", "content": "x"}]
+    request = ChatCompletionRequest(messages=said, tools=tools, tool_choice=None, echo=True)
+    routes.read_as_openai_does(request)
+    assert request.tool_choice == "auto"
+    assert request.to_sampling_params(5, {}).prompt_logprobs is None
+
+
+FUNCTIONS = [{"type": "function", "name": name, "parameters": {}} for name in ("add", "weather")]
+
+
+def allowing(*names: str) -> ResponsesRequest:
+    tools = [{"type": "function", "name": name} for name in names]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
+    return ResponsesRequest(input="x", tools=FUNCTIONS, tool_choice=choice)
+
+
+def test_a_response_has_the_tools_that_it_is_allowed():
+    request = allowing("weather")
+    routes.allow_tools(request)
+    assert [tool.name for tool in request.tools] == ["weather"]
+    assert request.tool_choice == "required"
+
+
+@pytest.mark.parametrize("names", [(), ("none",), ("add", "none")])
+def test_tools_that_are_not_there_cannot_be_allowed(names):
+    with pytest.raises(VLLMValidationError) as refused:
+        routes.allow_tools(allowing(*names))
+    assert refused.value.parameter == "tool_choice"
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
+def test_anthropics_route_chooses_no_tool_where_there_is_none(choice):
+    request = AnthropicMessagesRequest(
+        model="m", max_tokens=1, messages=[{"role": "user", "content": "x"}], tool_choice=choice
+    )
+    with pytest.raises(VLLMValidationError) as refused:
+        routes.take_messages(request)
+    assert refused.value.parameter == "tool_choice"
 
 
 @pytest.mark.parametrize(("architecture", "kind"), [(next(iter(FAMILIES)), Chat), ("Other", None)])

@@ -63,7 +63,7 @@ OURS = [
     xargs("thinking_token_budget", "--reasoning-parser", thinking_token_budget=3),
     case("min_tokens beside structured outputs", "Leave one of them out",
          structured_outputs={"regex": "a+"}, min_tokens=2),
-    case("use_beam_search = True", "allowed: False", use_beam_search=True),
+    case("use_beam_search = True", "allowed: False", use_beam_search=True, stream=True),
     # Ids and lengths.
     case(str(VOCAB_SIZE), IDS, prompt=[5, VOCAB_SIZE]),
     case(str(2**40), IDS, prompt=[2**40]),

@@ -67,7 +67,7 @@ def ask(client: openai.OpenAI, item: Question, **options: Any) -> Any:
         client,
         item.prompt,
         tools=[STRICT[name] for name in item.chat.tools],
-        max_tokens=MAX_TOKENS,
+        max_tokens=options.pop("max_tokens", MAX_TOKENS),
         seed=1,
         extra_body={"chat_template_kwargs": {"enable_thinking": thinking}, **fields},
         **options,
@@ -139,6 +139,56 @@ def test_a_stream_has_the_same_calls(client, style, bias, thought):
             arguments += call.function.arguments or ""
     assert (name, json.loads(arguments)) == (whole.function.name, check(whole))
     assert set(MARKS[style][:2]) <= set(choice.token_ids)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"max_tokens": 8}, {"max_tokens": 5, "thinking": True}, {"stop": ["city", "e"]}]
+)
+def test_what_is_cut_is_the_same_whole_and_streamed(client, style, cut):
+    """Finish reasons are OpenAI's: ``tool_calls`` of calls that came to their end."""
+    item = asked(style, is_listed=True)[0]
+    options = {"tool_choice": "required"} | cut
+    (whole,) = ask(client, item, **options).choices
+    texts, calls, reason = ["", ""], {}, None
+    for part in ask(client, item, stream=True, **options):
+        (choice,) = part.choices
+        texts[0] += choice.delta.content or ""
+        texts[1] += getattr(choice.delta, "reasoning", None) or ""
+        for call in choice.delta.tool_calls or []:
+            name, arguments = calls.get(call.index, ("", ""))
+            name += call.function.name or ""
+            calls[call.index] = name, arguments + (call.function.arguments or "")
+        reason = choice.finish_reason or reason
+    made = [
+        (call.function.name, call.function.arguments) for call in whole.message.tool_calls or []
+    ]
+    assert [whole.message.content or "", whole.message.reasoning or ""] == texts
+    assert made == [*calls.values()] and whole.finish_reason == reason
+    assert reason == ("length" if "max_tokens" in cut else "tool_calls" if made else "stop")
+
+
+def test_a_thought_that_is_not_shown_is_no_part_of_the_call(client, style):
+    item = asked(style, is_listed=True)[0]
+    shown, hidden = (
+        ask_chat(
+            client,
+            item.prompt,
+            tools=[STRICT[name] for name in item.chat.tools],
+            tool_choice="required",
+            max_tokens=MAX_TOKENS,
+            seed=1,
+            extra_body={
+                "chat_template_kwargs": {"enable_thinking": True},
+                "include_reasoning": is_shown,
+            },
+        )
+        .choices[0]
+        .message
+        for is_shown in (True, False)
+    )
+    assert shown.reasoning and not hidden.reasoning
+    calls = [[call.function for call in one.tool_calls] for one in (shown, hidden)]
+    assert calls[0] == calls[1] and not (hidden.content or "").strip()
 
 
 def test_json_behind_a_thought(client):
@@ -253,7 +303,6 @@ def test_a_streamed_response_has_the_calls_of_the_whole_one(client, style, width
     whole = client.responses.create(**asks)
     *_, last = client.responses.create(**asks, stream=True)
     assert last.type == "response.completed"
-    # Of a whole call vLLM writes the arguments anew: spaces may differ.
     calls = [
         [(one.name, check(one)) for one in response.output if one.type == "function_call"]
         for response in (whole, last.response)
@@ -322,6 +371,7 @@ def test_tokens_are_counted_as_they_are_used(claude, thinking):
 
 
 def test_adaptive_thinks_as_enabled_does(claude):
+    """And shows no thought where that is asked for."""
     common = {"model": MODEL, "messages": TURNS[:1], "max_tokens": 1100, "extra_body": {"seed": 1}}
     enabled, adaptive = (
         claude.messages.create(**common, thinking=one).content for one in THINKING[1:3]
@@ -330,6 +380,8 @@ def test_adaptive_thinks_as_enabled_does(claude):
     assert [one.model_dump(exclude={"signature"}) for one in adaptive] == [
         one.model_dump(exclude={"signature"}) for one in enabled
     ]
+    hidden = claude.messages.create(**common, thinking={"type": "adaptive", "display": "omitted"})
+    assert [one.type for one in hidden.content] == [one.type for one in adaptive[1:]]
 
 
 @pytest.mark.parametrize("thinking", THINKING)
