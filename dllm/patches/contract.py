@@ -101,9 +101,6 @@ PATCHES = {
     "vllm.entrypoints.openai.responses.serving.split_delta": (
         "in the front end: what a canvas adds to a response comes in the order of the answer"
     ),
-    "vllm.parser.engine.parser_engine.ParserEngine._events_to_delta": (
-        "in the front end: a whole answer has the text behind its last call, as a stream has"
-    ),
     "vllm.entrypoints.serve.sagemaker.api_router.get_generate_invocation_types": (
         "/invocations reads bodies with bounds"
     ),

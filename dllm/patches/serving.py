@@ -167,10 +167,14 @@ class Ours(BaseServing):
 
 
 class Chats(Ours, OpenAIServingChat):
-    def _engine_reasoning_kwargs(self, request: Any, *args: Any) -> Any:
+    def _engine_reasoning_kwargs(
+        self, request: Any, parser: Any, chat_template_kwargs: Any, prompt_token_ids: Any
+    ) -> Any:
         """A thought that is not shown is one, too: vLLM would hold it to the answer's grammar."""
         shown = request.model_copy(update={"include_reasoning": True})
-        return super()._engine_reasoning_kwargs(shown, *args)
+        return super()._engine_reasoning_kwargs(
+            shown, parser, chat_template_kwargs, prompt_token_ids
+        )
 
     async def chat_completion_full_generator(
         self, request: Any, result_generator: Any, *args: Any, **options: Any

@@ -410,6 +410,8 @@ ALSO_USED = {
     "LLaDAModelLM.load_weights",
     "Messages.create_chat_completion",
     "NemotronLabsDiffusionForCausalLM.load_weights",
+    "OneTokenAtATime.parse",
+    "OneTokenAtATime.parse_delta",
     "OurRunners.reload_weights",
     "Ours._check_model",
     "Ours._get_trace_headers",

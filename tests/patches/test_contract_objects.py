@@ -41,6 +41,7 @@ OF_NOBODY = {
     "own.max_position_embeddings": "the same",
     "own.num_key_value_heads": "the same",
     "reading.experts": "a model of transformers",
+    "self.model_state.loop.replay": "of our denoise loop",
     "session.run": "of a draft worker",
     "values.module_name": "a copy of an adapter's layer",
     "writing.experts": "a model of transformers",
