@@ -177,7 +177,8 @@ def test_objects_of_other_models_stay_vllms(architecture, kind):
 
     theirs, state = object.__new__(OpenAIServingChat), State()
     model = SimpleNamespace(architecture=architecture)
-    state.vllm_config = SimpleNamespace(model_config=model)
+    parallel = SimpleNamespace(worker_cls="auto")
+    state.vllm_config = SimpleNamespace(model_config=model, parallel_config=parallel)
     state.online_renderer = object.__new__(serving.OnlineRenderer)
     state.online_derenderer = object.__new__(serving.OnlineDerenderer)
     state.openai_serving_models, state.openai_serving_chat = None, theirs
