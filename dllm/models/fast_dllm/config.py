@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from transformers import Qwen2Config
 
-from dllm.models import is_ours
+from dllm.models.unmasking.config import Blocks
 
 
-class FastDLLMConfig(Qwen2Config):
+class FastDLLMConfig(Blocks, Qwen2Config):
     """Qwen2's, with blocks."""
 
     model_type = "Fast_dLLM_Qwen"
@@ -19,8 +19,3 @@ class FastDLLMConfig(Qwen2Config):
 
     bd_size: int = 32
     mask_token_id: int = 151665  # |<MASK>|, behind the last token of Qwen2.5's own tokenizers
-
-    @property
-    def canvas_length(self) -> int | None:
-        """A canvas is the rest of a block; vLLM recognizes a diffusion model by this name."""
-        return self.bd_size if is_ours(self.architectures) else None

@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from dllm.models import is_ours
 from dllm.models.llada2.shapes import DEFAULTS
+from dllm.models.unmasking.config import Blocks
 
 
-class LLaDA2MoeConfig(PreTrainedConfig):
+class LLaDA2MoeConfig(Blocks, PreTrainedConfig):
     """What config.json leaves out has the value of the released models."""
 
     model_type = "llada2_moe"
@@ -20,8 +20,3 @@ class LLaDA2MoeConfig(PreTrainedConfig):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**DEFAULTS, **kwargs})
-
-    @property
-    def canvas_length(self) -> int | None:
-        """A canvas is the rest of a block; vLLM recognizes a diffusion model by this name."""
-        return self.block_size if is_ours(self.architectures) else None

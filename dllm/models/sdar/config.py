@@ -6,22 +6,13 @@ their config.json leave out has the value that all of them were trained with.
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from dllm.models import is_ours
+from dllm.models.unmasking.config import Blocks
 
 MASK_TOKEN_ID = 151669  # behind the last token of Qwen3's own tokenizers
 
 
-class _Blocks:
-    """Fields beside the backbone's."""
-
-    architectures: list[str] | None
-    block_size: int | None = None
+class _Blocks(Blocks):
     mask_token_id: int = MASK_TOKEN_ID
-
-    @property
-    def canvas_length(self) -> int | None:
-        """A canvas is the rest of a block; vLLM recognizes a diffusion model by this name."""
-        return self.block_size if is_ours(self.architectures) else None
 
 
 class SDARConfig(_Blocks, Qwen3Config):
