@@ -14,9 +14,10 @@ from vllm.v1.engine.input_processor import InputProcessor
 from dllm import LOGGER
 from dllm.api.pins import check_length
 from dllm.api.structured_outputs import spec_of
-from dllm.models import FAMILIES, settings_of, takes_images
+from dllm.models import settings_of, takes_images
 from dllm.patches.drafts import draft_of
 from dllm.patches.replace import replaces
+from dllm.patches.served import has_canvases
 from dllm.patches.streaming import refuse_unseen_canvases
 from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
 from dllm.settings.pins import without_noise
@@ -244,7 +245,7 @@ def explain_missing_images() -> None:
 
     @replaces(MultiModalRegistry)
     def create_processor(theirs: Any, self: Any, model_config: Any, **kwargs: Any) -> Any:
-        if model_config.architecture in FAMILIES and (
+        if has_canvases(model_config) and (
             not model_config.is_multimodal_model or not takes_images(model_config.hf_config)
         ):
             refuse("messages", _text_only_message(model_config.hf_config))

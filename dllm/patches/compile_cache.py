@@ -19,8 +19,8 @@ from vllm.config import CompilationMode
 from vllm.logger import init_logger
 
 from dllm import LOGGER
-from dllm.models import FAMILIES
 from dllm.patches.replace import replaces
+from dllm.patches.served import has_canvases
 from dllm.settings.files import whole
 
 logger = init_logger(LOGGER)
@@ -83,7 +83,7 @@ def reload_compiled_backbone() -> None:
     @replaces(decorators)
     def _try_load_aot_compiled_fn(theirs: Any, model: Any, aot_compilation_path: str) -> Any:
         delete_damaged_files(Path(aot_compilation_path).parent)
-        if model.vllm_config.model_config.architecture not in FAMILIES:
+        if not has_canvases(model.vllm_config.model_config):
             return theirs(model, aot_compilation_path)
         torch.compiler.load_compiled_function = load
         try:

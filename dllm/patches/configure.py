@@ -9,12 +9,13 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from dllm import LOGGER
-from dllm.models import FAMILIES, settings_of
+from dllm.models import settings_of
 from dllm.models.quantized import emulate_on_cpu
 from dllm.patches import cpu
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.patches.cuda_graphs import choose_cuda_graphs
 from dllm.patches.replace import replaces
+from dllm.patches.served import has_canvases
 from dllm.settings.denoising import WHOLE_SEQUENCE, DenoiseSettings, block_size_of
 from dllm.settings.server import options_of
 
@@ -102,7 +103,7 @@ def set_batch_defaults() -> None:
             self.max_num_batched_tokens is not None,
         )
         theirs(self, usage_context, model_config, parallel_config)
-        if model_config.architecture not in FAMILIES:
+        if not has_canvases(model_config):
             return
         if not has_seqs:
             self.max_num_seqs = min(self.max_num_seqs, DEFAULT_CONCURRENCY)

@@ -10,10 +10,10 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.cpu.instructions import computes_bf16
-from dllm.models import FAMILIES
 from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
 from dllm.patches.preflight import refuse_missing_parts
 from dllm.patches.replace import replaces
+from dllm.patches.served import has_canvases
 from dllm.settings import vllm_names
 
 logger = init_logger(LOGGER)
@@ -184,10 +184,8 @@ def enable_cpu_runtime() -> None:
 
 def is_on_cpu_runtime(vllm_config: Any) -> bool:
     """Of our architectures, and of any model that is started with our ``--worker-cls``."""
-    model = vllm_config.model_config
-    is_ours = vllm_config.parallel_config.worker_cls == CPU_WORKER or (
-        model is not None and model.architecture in FAMILIES
-    )
+    is_named = vllm_config.parallel_config.worker_cls == CPU_WORKER
+    is_ours = is_named or has_canvases(vllm_config.model_config)
     return is_ours and is_cpu_without_triton()
 
 

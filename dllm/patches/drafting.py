@@ -11,7 +11,6 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dllm.models import AUTOREGRESSIVE
 from dllm.patches.contract import (
     ASYNC_DRAFTING_SCHEDULER,
     CPU_WORKER,
@@ -22,6 +21,7 @@ from dllm.patches.cpu import is_cpu_without_triton, schedules_no_step_ahead
 from dllm.patches.drafts import LOOKUP, Draft, draft_of, has_drafter
 from dllm.patches.neighbours import vllm_version
 from dllm.patches.replace import replaces
+from dllm.patches.served import Server, served_as
 from dllm.settings.drafting import (
     DRAFTER_ARCHITECTURE,
     OUR_DRAFTER,
@@ -60,7 +60,7 @@ def always_has_our_worker(vllm_config: Any) -> bool:
     """A model that could have canvases, on a CPU."""
     from vllm.platforms import current_platform
 
-    return vllm_config.model_config.architecture in AUTOREGRESSIVE and current_platform.is_cpu()
+    return served_as(vllm_config) is Server.TOKENS and current_platform.is_cpu()
 
 
 def _flags_for_ours(vllm_config: Any) -> list[str]:

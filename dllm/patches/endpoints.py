@@ -9,6 +9,7 @@ from dllm.api.early_refusal import bound_bodies, bounded_type
 from dllm.api.page import CanvasPage, say_how
 from dllm.models import FAMILIES, settings_of
 from dllm.patches.replace import replaces
+from dllm.patches.served import has_canvases
 
 logger = init_logger(LOGGER)
 
@@ -42,7 +43,7 @@ class OurRoutes:
         from dllm.api.decisions import reads, route
         from dllm.settings.vllm_names import question_types
 
-        if not engine_client or engine_client.model_config.architecture not in FAMILIES:
+        if not engine_client or not has_canvases(engine_client.model_config):
             return
         question_types.QUESTION_TYPES["choice"] = reads.WideChoice()
         question_types.QUESTION_TYPES["score"] = reads.WideScore()
@@ -91,7 +92,7 @@ def _bound_invocations() -> None:
         theirs: Any, supported_tasks: Any, model_config: Any = None
     ) -> Any:
         given = theirs(supported_tasks, model_config)
-        if model_config is None or model_config.architecture not in FAMILIES:
+        if not has_canvases(model_config):
             return given
         return [(bounded_type(model), served) for model, served in given]
 

@@ -13,7 +13,7 @@ from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, register
 from dllm.patches.decoding import serve_decodings
 from dllm.patches.drafting import DRAFTER_MODEL
 from dllm.patches.neighbours import is_disabled
-from dllm.patches.served import Ours, Served, as_one_of, derives
+from dllm.patches.served import Ours, Server, as_one_of, derives
 from dllm.settings.drafting import OUR_DRAFTER
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
@@ -80,16 +80,16 @@ def _derive_engines() -> None:
 
     def for_any(of_others: type, of_canvases: type, of_tokens: type | None = None) -> Ours:
         of_tokens = of_tokens or of_others
-        return {Served.CANVASES: of_canvases, Served.TOKENS: of_tokens, Served.TARGET: of_others}
+        return {Server.CANVASES: of_canvases, Server.TOKENS: of_tokens, Server.TARGET: of_others}
 
     derives(AsyncLLM, for_any(async_llm.PreparingLLM, async_llm.CanvasLLM))
     derives(LLMEngine, for_any(grammars.PreparingEngine, grammars.CanvasEngine))
     inputs = admission.TargetInputs, admission.CanvasInputs, admission.TokenInputs
     derives(InputProcessor, for_any(*inputs))
-    derives(BaseRenderer, {Served.CANVASES: admission.CanvasRenderer})
-    derives(AsyncMPClient, {Served.CANVASES: streaming.CanvasClient})
+    derives(BaseRenderer, {Server.CANVASES: admission.CanvasRenderer})
+    derives(AsyncMPClient, {Server.CANVASES: streaming.CanvasClient})
     derives(EngineCore, for_any(engine_core.DraftingCore, engine_core.CanvasCore))
-    derives(StructuredOutputManager, {Served.CANVASES: grammars.TableManager})
+    derives(StructuredOutputManager, {Server.CANVASES: grammars.TableManager})
 
 
 def _config_hook(config: type | None) -> Any:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches import configure, contract, cpu, decoding, drafting, remote
 from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.neighbours import is_disabled
+from dllm.patches.served import Server, has_canvases, served_as
 from dllm.settings.drafting import WHERE
 from dllm.settings.server import PluginOptions, options_of
 
@@ -52,7 +52,7 @@ class Kind:
 # our attention backend has its masks.
 CANVASES = Kind(
     "a diffusion model",
-    lambda config, options: config.model_config.architecture in FAMILIES,
+    lambda config, options: has_canvases(config.model_config),
     on_cpu=UNLESS_NAMED,
     on_cuda=UNLESS_NAMED,
     scheduler=contract.SCHEDULER,
@@ -129,7 +129,7 @@ RECORDED = Kind(
 # On a CPU, the runner that draws its numbers as drafts do: a seed gives the same text with both.
 TOKEN_BY_TOKEN = Kind(
     "decoding token by token",
-    lambda config, options: config.model_config.architecture in AUTOREGRESSIVE,
+    lambda config, options: served_as(config) is Server.TOKENS,
     on_cpu=OURS,
     refuses=decoding.adapter_limits,
 )

@@ -9,24 +9,28 @@ from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 
 
-class Served(Enum):
+class Server(Enum):
     CANVASES = "a diffusion model"
     TOKENS = "a model that could have canvases, and is served token by token"
     TARGET = "another model, with a worker of ours"
 
 
-def served_as(vllm_config: Any) -> Served | None:
+def has_canvases(model_config: Any) -> bool:
+    """Whether a model is served as a diffusion model of ours."""
+    return model_config is not None and model_config.architecture in FAMILIES
+
+
+def served_as(vllm_config: Any) -> Server | None:
     """None: a server that is not ours."""
-    architecture = vllm_config.model_config.architecture
-    if architecture in FAMILIES:
-        return Served.CANVASES
-    if architecture in AUTOREGRESSIVE:
-        return Served.TOKENS
+    if has_canvases(vllm_config.model_config):
+        return Server.CANVASES
+    if vllm_config.model_config.architecture in AUTOREGRESSIVE:
+        return Server.TOKENS
     is_ours = vllm_config.parallel_config.worker_cls in (CPU_WORKER, GPU_WORKER)
-    return Served.TARGET if is_ours else None
+    return Server.TARGET if is_ours else None
 
 
-Ours = Mapping[Served, type]
+Ours = Mapping[Server, type]
 
 
 def derives(theirs: type, ours: Ours | type) -> None:

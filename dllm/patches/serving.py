@@ -42,7 +42,7 @@ from dllm.patches.routes import (
     take_messages,
     write_untranslated,
 )
-from dllm.patches.served import Served, as_one_of, served_as
+from dllm.patches.served import Server, as_one_of, served_as
 from dllm.settings.checks import did_you_mean
 from dllm.settings.request import refuse
 
@@ -61,9 +61,9 @@ def serve_with_ours() -> None:
             theirs: Any, engine: Any, state: Any, args: Any
         ) -> Any:
             served = served_as(state.vllm_config)
-            if served is Served.CANVASES:
+            if served is Server.CANVASES:
                 serve_canvases(state)
-            elif served is Served.TOKENS:
+            elif served is Server.TOKENS:
                 refuse_canvases(state)
             await theirs(engine, state, args)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dllm.patches.contract import CPU_WORKER
-from dllm.patches.served import Served, as_one_of, derives, served_as
+from dllm.patches.served import Server, as_one_of, derives, served_as
 
 
 def config(architecture: str = "Qwen3ForCausalLM", worker: str = "theirs") -> Any:
@@ -23,9 +23,9 @@ CANVASES = config("SDARForCausalLM")
 @pytest.mark.parametrize(
     ("given", "whose"),
     [
-        (CANVASES, Served.CANVASES),
-        (config("NemotronLabsDiffusionForCausalLM"), Served.TOKENS),
-        (config(worker=CPU_WORKER), Served.TARGET),
+        (CANVASES, Server.CANVASES),
+        (config("NemotronLabsDiffusionForCausalLM"), Server.TOKENS),
+        (config(worker=CPU_WORKER), Server.TARGET),
         (config(), None),
     ],
 )
@@ -50,7 +50,7 @@ def derived() -> SimpleNamespace:
         def called(self) -> list[str]:
             return ["ours", *super().called()]
 
-    derives(Theirs, {Served.CANVASES: Ours})
+    derives(Theirs, {Server.CANVASES: Ours})
     return SimpleNamespace(Theirs=Theirs, Special=Special, Ours=Ours)
 
 
