@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import is_in_target_modules, parse_fine_tuned_lora_name
@@ -43,8 +44,20 @@ class Adapter(LoRAModel):
         return super().from_lora_tensors(lora_model_id, tensors, *args, **options)
 
 
+class AdaptedLayers(LRUCacheLoRAModelManager):
+    def _init_punica_wrapper(self, max_num_batched_tokens: int, vllm_config: VllmConfig) -> None:
+        super()._init_punica_wrapper(max_num_batched_tokens, vllm_config)
+        if self.device.type == "cpu":
+            for part in self.punica_wrapper_mapping:
+                self.punica_wrapper_mapping[part] = PunicaByRuns(
+                    max_num_batched_tokens, self.max_num_seqs, self.device
+                )
+
+
 class Adapters(LRUCacheWorkerLoRAManager):
     """vLLM's, which leaves out silently what the model served has no layer for."""
+
+    _manager_cls = AdaptedLayers
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
         """Raises ValueError: a layer has one matrix only, another shape, or takes no adapter."""

@@ -139,9 +139,6 @@ PATCHES = {
     "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.__post_init__": (
         "while a worker with --enable-lora loads: experts take no adapter and keep their kernels"
     ),
-    "vllm.platforms.cpu.CpuPlatform.get_punica_wrapper": (
-        "while a CPU worker with --enable-lora loads: vLLM's adapts rows that have no adapter"
-    ),
     "vllm._custom_ops.weight_packed_linear_cpu": (
         "in the CPU worker: a product of zero rows divides by zero and kills the process"
     ),

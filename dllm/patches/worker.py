@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.drafter.recording import layers_without_drafter, make_recorder
-from dllm.patches.adapters import adapted_layers
+from dllm.patches.adapters import experts_without_adapters
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.drafting import make_our_speculators
 from dllm.patches.drafts import draft_of
@@ -33,9 +33,9 @@ class OurRunners:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """With adapters of a diffusion model, layers are made as these need them."""
+        """Experts of a diffusion model take no adapter, and keep their kernels."""
         has_adapters = self.serves_canvases and self.vllm_config.lora_config is not None
-        with adapted_layers() if has_adapters else nullcontext():
+        with experts_without_adapters() if has_adapters else nullcontext():
             super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
