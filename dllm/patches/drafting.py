@@ -21,7 +21,7 @@ from dllm.patches.cpu import is_cpu_without_triton, schedules_no_step_ahead
 from dllm.patches.drafts import LOOKUP, Draft, draft_of, has_drafter
 from dllm.patches.neighbours import vllm_version
 from dllm.patches.replace import replaces
-from dllm.patches.served import Server, served_as
+from dllm.patches.served import Server, model_of
 from dllm.settings.drafting import (
     DRAFTER_ARCHITECTURE,
     OUR_DRAFTER,
@@ -60,7 +60,7 @@ def always_has_our_worker(vllm_config: Any) -> bool:
     """A model that could have canvases, on a CPU."""
     from vllm.platforms import current_platform
 
-    return served_as(vllm_config) is Server.TOKENS and current_platform.is_cpu()
+    return model_of(vllm_config.model_config) is Server.TOKENS and current_platform.is_cpu()
 
 
 def _flags_for_ours(vllm_config: Any) -> list[str]:

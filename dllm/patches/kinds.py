@@ -11,7 +11,7 @@ from typing import Any
 from dllm.patches import configure, contract, cpu, decoding, drafting, remote
 from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.neighbours import is_disabled
-from dllm.patches.served import Server, has_canvases, served_as
+from dllm.patches.served import Server, has_canvases, model_of
 from dllm.settings.drafting import WHERE
 from dllm.settings.server import PluginOptions, options_of
 
@@ -129,7 +129,7 @@ RECORDED = Kind(
 # On a CPU, the runner that draws its numbers as drafts do: a seed gives the same text with both.
 TOKEN_BY_TOKEN = Kind(
     "decoding token by token",
-    lambda config, options: served_as(config) is Server.TOKENS,
+    lambda config, options: model_of(config.model_config) is Server.TOKENS,
     on_cpu=OURS,
     refuses=decoding.adapter_limits,
 )

@@ -15,17 +15,22 @@ class Server(Enum):
     TARGET = "another model, with a worker of ours"
 
 
+def model_of(model_config: Any) -> Server | None:
+    """By the architecture alone; None: it is none of ours."""
+    architecture = None if model_config is None else model_config.architecture
+    if architecture in FAMILIES:
+        return Server.CANVASES
+    return Server.TOKENS if architecture in AUTOREGRESSIVE else None
+
+
 def has_canvases(model_config: Any) -> bool:
-    """Whether a model is served as a diffusion model of ours."""
-    return model_config is not None and model_config.architecture in FAMILIES
+    return model_of(model_config) is Server.CANVASES
 
 
 def served_as(vllm_config: Any) -> Server | None:
     """None: a server that is not ours."""
-    if has_canvases(vllm_config.model_config):
-        return Server.CANVASES
-    if vllm_config.model_config.architecture in AUTOREGRESSIVE:
-        return Server.TOKENS
+    if (model := model_of(vllm_config.model_config)) is not None:
+        return model
     is_ours = vllm_config.parallel_config.worker_cls in (CPU_WORKER, GPU_WORKER)
     return Server.TARGET if is_ours else None
 

@@ -42,7 +42,7 @@ from dllm.patches.routes import (
     take_messages,
     write_untranslated,
 )
-from dllm.patches.served import Server, as_one_of, served_as
+from dllm.patches.served import Server, as_one_of, model_of
 from dllm.settings.checks import did_you_mean
 from dllm.settings.request import refuse
 
@@ -60,10 +60,10 @@ def serve_with_ours() -> None:
         async def init_endpoint_plugins_state(
             theirs: Any, engine: Any, state: Any, args: Any
         ) -> Any:
-            served = served_as(state.vllm_config)
-            if served is Server.CANVASES:
+            model = model_of(state.vllm_config.model_config)
+            if model is Server.CANVASES:
                 serve_canvases(state)
-            elif served is Server.TOKENS:
+            elif model is Server.TOKENS:
                 refuse_canvases(state)
             await theirs(engine, state, args)
 
