@@ -118,7 +118,8 @@ class CanvasForward:
     def __init__(self, model_state: Any, canvases: torch.Tensor) -> None:
         self._state = model_state
         self._canvases = canvases
-        self._block_size = model_state.algorithm.settings.block_size
+        has_tails = options_of(model_state.vllm_config).context_cache == "none"
+        self._block_size = model_state.algorithm.settings.block_size if has_tails else 1
         num_tokens, device = model_state.max_num_tokens, model_state.device
         self._input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -187,7 +188,7 @@ class CanvasForward:
         """The canvases and their tails alone, and which tokens of ``input_batch`` these are.
 
         A *tail* is the part of a causal span that sees the canvas (``engine.spans``). Without
-        blocks there is none.
+        blocks there is none, nor with ``context_cache: block``: its keys and values stay.
         """
         spans = Spans.of_schedule(
             input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req

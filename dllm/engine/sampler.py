@@ -51,6 +51,7 @@ from dllm.engine.traces import BlockTraces
 from dllm.ops.filters import RowFilters
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
+from dllm.settings.server import options_of
 
 
 class DiffusionSampler:
@@ -75,6 +76,7 @@ class DiffusionSampler:
         num_slots = self.req_states.max_num_reqs
         self.edits = LogitEdits(sampler.logits_processors, num_slots)
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
+        self._keeps_context = options_of(vllm_config).context_cache == "block"
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         most = vllm_config.model_config.max_logprobs
         self._most_logprobs = self.vocab_size if most < 0 else most
@@ -279,7 +281,8 @@ class DiffusionSampler:
             self.grammars.advance(record.texts, num_emitted, tile.grammars)
         begins = num_emitted.is_cuda  # the host would wait to learn whether a canvas begins
         kept, text_lens = (self.state, self.algorithm), self._text_lens(tile.rows)
-        stored = self._store_rows(num_emitted, record.denoised, tile.rows, *kept, text_lens, begins)
+        flags = begins, self._keeps_context
+        stored = self._store_rows(num_emitted, record.denoised, tile.rows, *kept, text_lens, *flags)
         if not begins and bool(num_emitted.any()):
             self._begin_rows(*begins_behind(num_emitted, tile.rows, self.state), *kept)
         return stored

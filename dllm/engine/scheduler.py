@@ -45,6 +45,7 @@ class CanvasScheduler(SessionScheduler):
             "prompt_token_id_logprobs_dict": {},
         }
         self._block_size = block_size_of(self.vllm_config)
+        self._keeps_context = options.context_cache == "block"
         # Lets the base class ask `_mamba_block_aligned_split` how long a prompt chunk may be.
         self.need_mamba_block_aligned_split |= self._block_size > 1
         self._marks = marks_of(self.vllm_config)
@@ -59,6 +60,8 @@ class CanvasScheduler(SessionScheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """vLLM's; the tail of a causal span does not count as computed: its block is not whole yet.
 
+        With ``context_cache: block`` it does, until its canvas emits.
+
         Of structured outputs vLLM hears nothing: the worker masks canvases itself. Else vLLM would
         make masks here, which an asynchronous engine step would wait for, and copy every canvas to
         the host for them.
@@ -68,7 +71,8 @@ class CanvasScheduler(SessionScheduler):
         scheduler_output.pending_structured_output_tokens = False
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[req_id]
-            if not request.is_prefill_chunk:
+            has_canvas = req_id in scheduler_output.scheduled_spec_decode_tokens
+            if not request.is_prefill_chunk and not (self._keeps_context and has_canvas):
                 request.num_computed_tokens -= request.num_tokens % self._block_size
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
@@ -194,7 +198,7 @@ class CanvasScheduler(SessionScheduler):
             output.num_scheduled_tokens[data.req_id] += width
             output.total_num_scheduled_tokens += width
             output.scheduled_spec_decode_tokens[data.req_id] = [NO_TOKEN] * width
-            request.num_computed_tokens += width
+            request.num_computed_tokens += width + (tail if self._keeps_context else 0)
             request.num_in_flight_tokens += width
 
     def _withhold_canvases_that_do_not_fit(self) -> list[tuple[Request, list[int]]]:
@@ -281,6 +285,8 @@ class CanvasScheduler(SessionScheduler):
         """
         if not is_stale:
             request.num_computed_tokens -= len(new_token_ids)
+        if self._keeps_context and new_token_ids:
+            request.num_computed_tokens = 0
         updated = super()._update_request_with_output(request, new_token_ids, is_stale)
         self._count_thoughts(request, updated[0])
         return updated

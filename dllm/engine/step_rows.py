@@ -69,12 +69,14 @@ def store_rows(
     algorithm: DenoisingAlgorithm,
     lengths: torch.Tensor,
     begins: bool,
+    keeps_context: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Write what the next step reads, and make what vLLM gets.
 
     The next canvas is the one that the algorithm has made, with its pins; behind emitted tokens
     (``num_emitted`` ``[R]``) it is a fresh one, which is written here if ``begins``. Who knows that
-    no tokens are emitted saves that, and calls ``begin_rows`` where some are.
+    no tokens are emitted saves that, and calls ``begin_rows`` where some are. With
+    ``keeps_context`` all KV in front of a canvas is kept until it emits.
 
     Returns:
         int32: emitted tokens ``[R, C]``, how many ``[R]``, and ``num_rejected`` ``[R]``.
@@ -99,7 +101,10 @@ def store_rows(
         ),
     ):
         column[written] = values.to(column.dtype)
-    rejected = num_rejected(state, rows, lengths, algorithm.settings.block_size)
+    size: int | torch.Tensor = algorithm.settings.block_size
+    if keeps_context:
+        size = torch.where(is_over | (rows.widths == 0), size, 1)
+    rejected = num_rejected(state, rows, lengths, size)
     if begins:
         begin_rows(*begins_behind(num_emitted, rows, state), state, algorithm)
     return step.argmax_canvas.int(), num_emitted.int(), rejected.int()
@@ -128,7 +133,7 @@ def _kept(column: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
 
 
 def num_rejected(
-    state: CanvasState, rows: CanvasRows, lengths: torch.Tensor, block_size: int
+    state: CanvasState, rows: CanvasRows, lengths: torch.Tensor, block_size: int | torch.Tensor
 ) -> torch.Tensor:
     """How many tokens of each row keep no KV: ``[R]``.
 

@@ -16,8 +16,9 @@ from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.patches.cuda_graphs import choose_cuda_graphs
 from dllm.patches.replace import replaces
 from dllm.patches.served import has_canvases
+from dllm.settings.checks import refuse_value
 from dllm.settings.denoising import WHOLE_SEQUENCE, DenoiseSettings, block_size_of
-from dllm.settings.server import options_of
+from dllm.settings.server import WHERE, options_of
 
 if TYPE_CHECKING:
     from dllm.engine.attention_layers import Layer
@@ -50,6 +51,8 @@ def configure_canvases(vllm_config: Any) -> None:
         _refuse_small_budgets(vllm_config.scheduler_config, "--max-model-len", longest)
         _choose_pages(vllm_config.cache_config, 1)
     else:
+        if (value := options_of(vllm_config).context_cache) != "none":
+            refuse_value(f"{WHERE}: context_cache", value, "'none': this model caches contexts")
         _refuse_small_budgets(vllm_config.scheduler_config, "the canvas", settings.canvas_length)
         _choose_pages(vllm_config.cache_config, settings.block_size)
     choose_cuda_graphs(vllm_config, settings.canvas_length)

@@ -23,6 +23,7 @@ WHERE = '--additional-config: "dllm"'  # how messages name the place of these op
 Made = TypeVar("Made")
 PassMode = Literal["overlapped", "separate"]
 SoftEmbedding = Literal["auto", "sparse", "exact"]
+ContextCache = Literal["none", "block"]
 Decoding = Literal["diffusion", "self_speculation", "ar"]
 
 
@@ -42,6 +43,12 @@ class PluginOptions:
     first_step: PassMode = "overlapped"
     """When a request's first canvas takes its first denoise step. ``overlapped``: in the same
     forward pass as the last chunk of the prompt. ``separate``: in the next pass, for comparison."""
+
+    context_cache: ContextCache = "none"
+    """Of a model whose tokens all see each other. ``none``: each pass computes the whole sequence.
+    ``block``: what is in front of a block is computed in the block's first pass alone, and the
+    others read the keys and values of that pass, as of "prefix cache" in arXiv 2505.22618. Other
+    tokens than without, and fewer computed ones."""
 
     denoise_loop_ms: Annotated[float, Field(ge=0, le=60_000)] | Literal["auto"] = "auto"
     """For how many milliseconds the worker may repeat a batch of canvases before it answers the

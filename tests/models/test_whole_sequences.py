@@ -16,7 +16,13 @@ import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -27,6 +33,7 @@ from dllm.patches import routes
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import DREAM, LLADA, MASK, WHOLE_SEQUENCES
 
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 GEN_LENGTH = 64
 LENGTHS = [1, 8, 31, 33, 75]
 
@@ -111,12 +118,33 @@ class Loop:
     @torch.no_grad()
     def logits(self, ids: list[int]) -> torch.Tensor:
         """``[L, V]``, each row for its own token; every token sees all of them."""
-        all_of_them = additive(torch.ones(1, len(ids), len(ids), dtype=torch.bool))
-        logits: torch.Tensor = self.model(torch.tensor([ids]), attention_mask=all_of_them).logits
-        logits[..., MASK] = -torch.inf
-        return torch.cat([logits[0, :1], logits[0, :-1]]) if self.is_dream else logits[0]
+        return self._own(self._logits(ids))
 
-    def answer(self, prompt: list[int], setting: Setting) -> tuple[list[int], int]:
+    def _logits(self, ids: list[int], cache: DynamicCache | None = None) -> torch.Tensor:
+        num_keys = len(ids) + (cache.get_seq_length() if cache is not None else 0)
+        all_of_them = additive(torch.ones(1, len(ids), num_keys, dtype=torch.bool))
+        logits: torch.Tensor = self.model(
+            torch.tensor([ids]), attention_mask=all_of_them, past_key_values=cache
+        ).logits
+        logits[..., MASK] = -torch.inf
+        return logits[0]
+
+    def _own(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.cat([logits[:1], logits[:-1]]) if self.is_dream else logits
+
+    @torch.no_grad()
+    def cached_logits(self, ids: list[int], start: int, is_first: bool) -> torch.Tensor:
+        """``[L, V]``. In front of ``start`` keys, values and logits are those of the first pass."""
+        if is_first:
+            self.cache = DynamicCache(config=self.model.config)
+            self.first = self._logits(ids, self.cache)
+            return self._own(self.first)
+        self.cache.crop(start)
+        return self._own(torch.cat([self.first[:start], self._logits(ids[start:], self.cache)]))
+
+    def answer(
+        self, prompt: list[int], setting: Setting, is_cached: bool = False
+    ) -> tuple[list[int], int]:
         """The tokens of the answer, and the number of passes."""
         ids, passes = prompt + [MASK] * GEN_LENGTH, 0
         steps = setting.steps // (GEN_LENGTH // setting.block_length)
@@ -127,7 +155,8 @@ class Loop:
                 count = len(block) // steps + (step < len(block) % steps)
                 if self.is_dream:
                     count = self.num_transferred(len(masks), step, steps)
-                self.reveal(ids, masks, count, setting.alg)
+                logits = self.cached_logits(ids, start, step == 0) if is_cached else None
+                self.reveal(ids, masks, count, setting.alg, logits)
                 passes += 1
         return ids[len(prompt) :], passes
 
@@ -137,8 +166,15 @@ class Loop:
         part = 1 - times[step + 1] / times[step]
         return num_masks if step == steps - 1 else int(num_masks * part)
 
-    def reveal(self, ids: list[int], masks: list[int], count: int, alg: str) -> None:
-        p = self.logits(ids).softmax(-1)
+    def reveal(
+        self,
+        ids: list[int],
+        masks: list[int],
+        count: int,
+        alg: str,
+        logits: torch.Tensor | None = None,
+    ) -> None:
+        p = (self.logits(ids) if logits is None else logits).softmax(-1)
         score = (p * p.clamp(min=1e-30).log()).sum(-1) if alg == "entropy" else p.amax(-1)
         for at in sorted(masks, key=lambda at: -float(score[at]))[:count]:
             ids[at] = int(p[at].argmax())
@@ -180,6 +216,24 @@ def test_tokens_are_those_of_the_loop(engine: Engine, loop: Loop, number: int) -
     found = engine.generate(prompts(), params(**setting.of_request()))
     assert found == [loop.answer(prompt, setting)[0] for prompt in prompts()]
     assert number > 0 or found == engine.generate(prompts(), params())
+
+
+@pytest.mark.parametrize("passes", ["one a step", "many a step"])
+def test_context_of_a_block_may_be_cached(path: Path, loop: Loop, passes: str) -> None:
+    """More prompts than run at a time, and more than the cache holds."""
+    setting = loop.settings["fast"]._replace(steps=32, block_length=16)
+    option = {"context_cache": "block", "denoise_loop_ms": 0 if passes == "one a step" else 60_000}
+    cached = get_engine(
+        path,
+        additional_config={"dllm": option},
+        max_model_len=160,
+        max_num_batched_tokens=300,
+        block_size=32,
+        num_gpu_blocks_override=14,
+    )
+    found = cached.generate(prompts(), params(**setting.of_request()))
+    assert found == [loop.answer(prompt, setting, is_cached=True)[0] for prompt in prompts()]
+    assert found != [loop.answer(prompt, setting)[0] for prompt in prompts()]
 
 
 def test_an_answer_takes_the_passes_of_the_loop(engine: Engine, loop: Loop) -> None:
@@ -290,6 +344,12 @@ def test_a_grammar_is_held(engine: Engine) -> None:
 def test_it_is_refused_at_start(path: Path, options: dict[str, Any], names: str) -> None:
     with pytest.raises(ValueError, match=names):
         Engine(path, **options)
+
+
+def test_a_model_with_blocks_refuses_their_cache() -> None:
+    option = {"dllm": {"context_cache": "block"}}
+    with pytest.raises(ValueError, match="context_cache = 'block'; allowed: 'none'"):
+        Engine(CHECKPOINTS / "tiny-sdar", additional_config=option)
 
 
 def test_nothing_is_cached(engine: Engine) -> None:

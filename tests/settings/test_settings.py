@@ -126,6 +126,7 @@ def test_without_options_the_defaults_hold(given_config):
 CHOICES = {
     "commit": ("overlapped", "separate"),
     "first_step": ("overlapped", "separate"),
+    "context_cache": ("none", "block"),
     "soft_embedding": ("auto", "sparse", "exact"),
 }
 
