@@ -15,7 +15,8 @@ def experts_without_adapters() -> Iterator[None]:
     """
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-    kept = FusedMoEConfig.__post_init__
+    owner, name = FusedMoEConfig, "__post_init__"
+    kept = vars(owner)[name]
 
     @replaces(FusedMoEConfig)
     def __post_init__(theirs: Any, self: Any) -> None:
@@ -25,4 +26,4 @@ def experts_without_adapters() -> Iterator[None]:
     try:
         yield
     finally:
-        FusedMoEConfig.__post_init__ = kept  # type: ignore[method-assign]
+        setattr(owner, name, kept)
