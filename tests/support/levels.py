@@ -34,6 +34,7 @@ _met: dict[tuple[str, str], set[str]] = defaultdict(set)  # what the tests of a 
 
 
 def unknown(level: str) -> dict[str, set[str]]:
-    """Names of a level that no test has which was collected, by file."""
-    missing = {file: {*names} - _met[level, file] for file, names in LEVELS[level].items()}
-    return {file: names for file, names in missing.items() if names}
+    """By file, names of a level that no collected test has; none of a file that has no test."""
+    met = {file: _met[level, file] for file in LEVELS[level]}
+    missing = {file: {*names} - met[file] for file, names in LEVELS[level].items()}
+    return {file: names for file, names in missing.items() if names or not met[file]}
