@@ -1,5 +1,6 @@
 """``dllm quantize``: what it refuses, what a run that fails leaves, what LLM Compressor wrote."""
 
+import functools
 import json
 import os
 import re
@@ -36,7 +37,7 @@ from dllm.quantize.verify import verify
 from dllm.settings import files
 from tests.support.edited import Edit, edited
 from tests.support.patience import HANG_S
-from tests.support.process import start_python
+from tests.support.process import run_python, start_python
 from tests.support.quant_checkpoints import quantize as quantize_by_hand
 
 pytestmark = pytest.mark.slow
@@ -475,21 +476,18 @@ def test_the_packages_of_the_environment_fit_each_other() -> None:
 
 
 @pytest.fixture(scope="module")
-def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The source, quantized both ways at once: each spends ten seconds on imports."""
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The source, quantized once by a scheme, which spends ten seconds on imports."""
     out = tmp_path_factory.mktemp("quantized")
     calibrated = [f"--samples={SAMPLES}", f"--blocks={BLOCKS}", f"--seed={SEED}"]
-    running = {
-        scheme: start_python(
-            *COMMAND, str(source), "--scheme", scheme, "--out", str(out / scheme), *calibrated
-        )
-        for scheme in SCHEMES
-    }
-    for scheme, process in running.items():
-        text, _ = process.communicate(timeout=HANG_S)
-        assert process.returncode == 0, f"{scheme}: {text}"
-        assert "peak memory" in text
-    return {scheme: out / scheme for scheme in SCHEMES}
+
+    @functools.cache
+    def quantized(scheme: str) -> Path:
+        options = ("--scheme", scheme, "--out", str(out / scheme), *calibrated)
+        assert "peak memory" in run_python(*COMMAND, str(source), *options).stdout
+        return out / scheme
+
+    return quantized
 
 
 # What rounding does to the source's normally distributed weights, layer by layer: FP8 2.37% (32
@@ -498,9 +496,9 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     ("scheme", "low", "high"), [("fp8-dynamic", 0.023, 0.027), ("nvfp4", 0.09, 0.1)]
 )
 def test_every_weight_is_as_far_from_the_source_as_its_format_rounds(
-    made: dict[str, Path], source: Path, scheme: str, low: float, high: float
+    made: Callable[[str], Path], source: Path, scheme: str, low: float, high: float
 ) -> None:
-    report = verify(Checkpoint(made[scheme]), Checkpoint(source), lambda: None)
+    report = verify(Checkpoint(made(scheme)), Checkpoint(source), lambda: None)
     assert (report.problems, report.notes, report.outliers) == ([], [], {})
     assert report.schemes == {scheme: len(report.errors)}
     assert low < min(report.errors.values()) and max(report.errors.values()) < high
@@ -508,9 +506,9 @@ def test_every_weight_is_as_far_from_the_source_as_its_format_rounds(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_output_has_one_copy_of_everything_and_what_serving_needs(
-    made: dict[str, Path], source: Path, scheme: str
+    made: Callable[[str], Path], source: Path, scheme: str
 ) -> None:
-    checkpoint = Checkpoint(made[scheme])
+    checkpoint = Checkpoint(made(scheme))
     assert all(len(copies) == 1 for copies in by_one_name(checkpoint).values())
     plan = parse_plan(checkpoint.config["quantization_config"])
     layers = {layer.module: plan.scheme_of(layer.module) for layer in linears(checkpoint.config)}
@@ -521,32 +519,34 @@ def test_the_output_has_one_copy_of_everything_and_what_serving_needs(
     for module in kept:
         assert checkpoint.dtypes[f"{module}.weight"] == torch.float32
     for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
-        assert (made[scheme] / name).read_bytes() == (source / name).read_bytes()
+        assert (made(scheme) / name).read_bytes() == (source / name).read_bytes()
     config = dict(checkpoint.config)
     config.pop("quantization_config")
     assert config == json.loads((source / "config.json").read_text())
-    record = json.loads((made[scheme] / RUN).read_text())
+    record = json.loads((made(scheme) / RUN).read_text())
     assert record["scheme"] == scheme and all(record["not_quantized"].values())
     assert record["made_with"]["llmcompressor"].startswith("0.14.")
     asked = calibration_prompts(None, SAMPLES)
-    assert_holds_no(made[scheme], [messages[-1]["content"] for messages in asked])
+    assert_holds_no(made(scheme), [messages[-1]["content"] for messages in asked])
 
 
-def test_llm_compressor_and_the_definitions_agree(made: dict[str, Path], source: Path) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_llm_compressor_and_the_definitions_agree(
+    made: Callable[[str], Path], source: Path, scheme: str
+) -> None:
     """Its codes and scales are those of ``naive_formats``, which was written from definitions."""
-    for scheme in SCHEMES:
-        job = small_job(source, made[scheme].with_name(f"{scheme} by hand"), scheme)
-        write(job)
-        ours, theirs = Checkpoint(job.out), Checkpoint(made[scheme])
-        assert ours.shapes == theirs.shapes
-        for name in ours.shapes:
-            if name.endswith("input_global_scale"):
-                continue
-            mine, given = ours.read(name).float(), theirs.read(name).float()
-            if is_scale(name) and theirs.dtypes[name] == torch.float32:
-                torch.testing.assert_close(mine, given, rtol=1e-6, atol=0)  # one rounding in fp32
-            else:  # a scale one rounding away moves a value that lies on a tie
-                assert float((mine != given).float().mean()) < 1e-3, name
+    job = small_job(source, made(scheme).with_name(f"{scheme} by hand"), scheme)
+    write(job)
+    ours, theirs = Checkpoint(job.out), Checkpoint(made(scheme))
+    assert ours.shapes == theirs.shapes
+    for name in ours.shapes:
+        if name.endswith("input_global_scale"):
+            continue
+        mine, given = ours.read(name).float(), theirs.read(name).float()
+        if is_scale(name) and theirs.dtypes[name] == torch.float32:
+            torch.testing.assert_close(mine, given, rtol=1e-6, atol=0)  # one rounding in fp32
+        else:  # a scale one rounding away moves a value that lies on a tie
+            assert float((mine != given).float().mean()) < 1e-3, name
 
 
 def test_copies_and_experts_that_are_ignored(
@@ -600,7 +600,7 @@ class LargestInputs:
 
 
 def test_calibration_saw_what_both_halves_see_when_they_answer(
-    made: dict[str, Path], source: Path
+    made: Callable[[str], Path], source: Path
 ) -> None:
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(source, dtype=torch.float32).eval()
     largest = LargestInputs(model)
@@ -612,9 +612,9 @@ def test_calibration_saw_what_both_halves_see_when_they_answer(
         torch.manual_seed(SEED + index)
         with torch.inference_mode():
             model.generate(ids, max_new_tokens=BLOCKS * model.config.canvas_length)
-    written = Checkpoint(made["nvfp4"])
+    written = Checkpoint(made("nvfp4"))
     decided_by = {"encoder": 0, "decoder": 0}
-    for linear in small_job(source, made["nvfp4"].with_name("unused")).layers:
+    for linear in small_job(source, made("nvfp4").with_name("unused")).layers:
         name = linear.module.removeprefix(DECODER)
         halves = {half: largest.found[f"{half}.{name}"] for half in decided_by}
         decided_by[max(halves, key=lambda half: halves[half])] += 1
