@@ -11,6 +11,7 @@ import json
 from http import HTTPStatus
 from typing import Any
 
+from pydantic_core import from_json
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
@@ -250,6 +251,19 @@ class Messages(Translating, AnthropicServingMessages):
         await write_untranslated(request, raw_request)
         return await super().create_chat_completion(request, raw_request)
 
+    def messages_full_converter(self, generator: Any) -> Any:
+        """vLLM's, of calls that were cut, too: with the arguments that can be read."""
+        (choice,) = generator.choices
+        is_cut = False
+        for call in choice.message.tool_calls:
+            read = from_json(call.function.arguments or "{}", allow_partial=True)
+            is_cut |= not _is_json(call.function.arguments)
+            call.function.arguments = json.dumps(read)
+        answer: Any = super().messages_full_converter(generator)
+        if is_cut and isinstance(choice.stop_reason, str):
+            answer.stop_reason, answer.stop_sequence = "stop_sequence", choice.stop_reason
+        return answer
+
     async def message_stream_converter(self, generator: Any) -> Any:
         """vLLM's cannot read a chat's event that is an error: it says what it says."""
         async for event in super().message_stream_converter(_errors_raised(generator)):
@@ -259,6 +273,14 @@ class Messages(Translating, AnthropicServingMessages):
         await refuse_fields(AnthropicMessagesRequest, raw_request, "seed")
         take_messages(request)
         return await super().count_tokens(request, raw_request)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 async def _errors_raised(events: Any) -> Any:

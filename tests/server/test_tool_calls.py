@@ -384,6 +384,31 @@ def test_adaptive_thinks_as_enabled_does(claude):
     assert [one.type for one in hidden.content] == [one.type for one in adaptive[1:]]
 
 
+@pytest.mark.parametrize("by_stop", [False, True])
+def test_a_use_of_a_tool_that_is_cut_has_the_input_that_can_be_read(claude, style, by_stop):
+    tool = TOOLS["get_weather"]["function"]
+    asks: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": asked(style, is_listed=True)[0].prompt}],
+        "tools": [{"name": tool["name"], "input_schema": tool["parameters"]}],
+        "tool_choice": {"type": "any"},
+        "extra_body": {"seed": 1},
+    }
+    shorter = {"gemma": 6, "hermes": 12}[style]  # than the call
+    cut = {"stop_sequences": ["city"], "max_tokens": 60} if by_stop else {"max_tokens": shorter}
+    asks |= cut
+    whole = claude.messages.create(**asks)
+    with claude.messages.stream(**asks) as stream:
+        streamed = stream.get_final_message()
+    assert whole.stop_reason == streamed.stop_reason
+    assert by_stop or whole.stop_reason == "max_tokens"
+    used = [
+        [(one.name, one.input) for one in said.content if one.type == "tool_use"]
+        for said in (whole, streamed)
+    ]
+    assert used[0] == used[1] != []
+
+
 @pytest.mark.parametrize("thinking", THINKING)
 def test_events_come_in_anthropics_order(claude, style, thinking):
     item = asked(style, is_listed=True)[0]
