@@ -1,4 +1,4 @@
-"""Every name of vLLM that the plugin replaces, wraps or calls to register something, and why.
+"""Every name of vLLM that the plugin replaces, derives or calls to register something, and why.
 
 This module holds data only. It is true of vLLM 0.32 and 0.33, in the names of 0.33
 (``settings.vllm_names`` has those that differ). ``tests/patches/test_contract.py`` finds in

@@ -1,7 +1,8 @@
 """Installs the plugin in a process of vLLM: registers our classes and patches vLLM.
 
-Every patch checks what is served: a model or drafter that is not ours behaves as without the
-plugin. ``contract`` lists every name that is touched, and why.
+What is derived is made for servers of ours alone, and every patch checks what is served: a model or
+drafter that is not ours behaves as without the plugin. ``contract`` lists every name that is
+touched, and why.
 """
 
 import functools
