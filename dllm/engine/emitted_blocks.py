@@ -25,6 +25,8 @@ from dllm.grammar.table import (
 )
 from dllm.settings.request import grammar_of
 
+SEARCHED = 2048  # states of the table of one request, beside one of the largest
+
 
 class EmittedText(StructuredOutputGrammar):
     """What a request has emitted so far; vLLM asks this in the place of a matcher of its own."""
@@ -92,6 +94,14 @@ def capacity_for(num_requests: int, vocab_size: int) -> Sizes:
     return most
 
 
+def most_searched(num_requests: int) -> int:
+    """States of the tables of all requests that run, equal ones counted for each.
+
+    The search keeps 8 bytes of each in front of each place of a canvas.
+    """
+    return MOST_STATES + 1 + num_requests * SEARCHED
+
+
 def with_thoughts(sizes: Sizes, table: Table, thoughts: Thoughts) -> Sizes:
     """What a table takes at most with thoughts in front.
 
@@ -109,9 +119,9 @@ def with_thoughts(sizes: Sizes, table: Table, thoughts: Thoughts) -> Sizes:
 class GrammarCapacity:
     """Which requests with a grammar may run; equal tables count once."""
 
-    def __init__(self, capacity: Sizes) -> None:
-        self._capacity = capacity
-        self._used = NOTHING
+    def __init__(self, capacity: Sizes, num_states: int) -> None:
+        self._capacity, self._num_states = capacity, num_states  # of `most_searched`
+        self._used, self._searched = NOTHING, 0
         self._let_in: dict[str, EmittedText] = {}
         self._count: Counter[Any] = Counter()  # of those, by equal tables
 
@@ -129,9 +139,10 @@ class GrammarCapacity:
             asked.grammar = ValueError("the table of the grammar is too large")  # type: ignore[assignment]
             return True
         needed = self._used if self._count[text.key] else self._used.plus(text.sizes)
-        if not needed.fits(self._capacity):
+        searched = self._searched + text.sizes.states
+        if not needed.fits(self._capacity) or searched > self._num_states:
             return False
-        self._used = needed
+        self._used, self._searched = needed, searched
         self._count[text.key] += 1
         self._let_in[request.request_id] = text
         return True
@@ -141,6 +152,7 @@ class GrammarCapacity:
         text = self._let_in.pop(request.request_id, None)
         if text is None:
             return
+        self._searched -= text.sizes.states
         self._count[text.key] -= 1
         if not self._count[text.key]:
             del self._count[text.key]

@@ -28,7 +28,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.emitted_blocks import capacity_for
+from dllm.engine.emitted_blocks import capacity_for, most_searched
 from dllm.engine.thoughts import Thought
 from dllm.grammar.constraint import Constraint, Grammar, SlotGrammar
 from dllm.grammar.device import (
@@ -42,15 +42,15 @@ from dllm.grammar.device import (
     TablePool,
     padded,
 )
-from dllm.grammar.table import MOST_CLASSES, MOST_LABELS, MOST_STATES, Table
+from dllm.grammar.table import MOST_CLASSES, MOST_LABELS, Table
 from dllm.grammar.viterbi import STOPPED, UNLIMITED, Path, budget_of
 from dllm.ops.dispatch import GRAMMAR_PATHS, WRONG_KERNELS
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import grammar_of
 
-# Classes, labels and states of a table with thoughts in front, with a few forbidden tokens.
-LARGEST = MOST_CLASSES + 64, MOST_LABELS + 2, MOST_STATES + 1
+# Classes and labels of a table with thoughts in front, with a few forbidden tokens.
+LARGEST = MOST_CLASSES + 64, MOST_LABELS + 2
 KEPT_GRAMMARS = 8  # that no request has any more, unpacked
 
 # The scores of some rows of logits: ``[n, V]`` fp32 (``DenoisingAlgorithm.scores_of_texts``).
@@ -221,6 +221,7 @@ class PreparedTables(NamedTuple):
     first_row: torch.Tensor
     length: torch.Tensor
     most_rows: int  # of one canvas
+    num_states: int  # of all tables, equal ones counted for each request
 
 
 class DeviceGrammars(CanvasGrammars):
@@ -234,7 +235,9 @@ class DeviceGrammars(CanvasGrammars):
         vocab_size = vllm_config.model_config.get_vocab_size()
         self._capacity = capacity_for(num_slots, vocab_size)
         self._pool = TablePool(self._capacity, vocab_size, device)
-        self._least = 0, 0, 0  # classes, labels and states that kernels have room for
+        self._most_searched = most_searched(num_slots)
+        # Classes, labels, and states of all canvases, that kernels have room for.
+        self._least = 0, 0, 0
 
     def _put(self, slot: int, found: SlotGrammar | None) -> None:
         super()._put(slot, found)
@@ -243,10 +246,12 @@ class DeviceGrammars(CanvasGrammars):
         needed = NOTHING
         for grammar in self._grammars() if found else ():
             needed = needed.plus(Sizes.of(grammar.canvas.table))
-        if not needed.fits(self._capacity):
+        num_states = sum(len(one.grammar.canvas.table.accepts) for one in self.slots if one)
+        if not needed.fits(self._capacity) or num_states > self._most_searched:
             super()._put(slot, None)
             raise OverCapacity(
-                f"tables of all requests need {needed}; there is room for {self._capacity}"
+                f"tables of all requests need {needed}, and {num_states} states to be searched; "
+                f"there is room for {self._capacity} and {self._most_searched}"
             )
 
     def _grammars(self) -> set[Grammar]:
@@ -262,7 +267,7 @@ class DeviceGrammars(CanvasGrammars):
     def largest(self) -> Iterator[None]:
         serialized = Constraint.serialize(Table.of_any_text(self._pool.vocab_size).to_bytes(), None)
         grammar = Grammar(serialized, stops=(0,), fillers=())
-        self._least = LARGEST
+        self._least = *LARGEST, self._most_searched
         for slot in range(len(self.slots)):
             self._put(slot, SlotGrammar(grammar, grammar.start, self._longest))
         try:
@@ -284,6 +289,7 @@ class DeviceGrammars(CanvasGrammars):
         def sent(values: Any, dtype: type[np.integer]) -> torch.Tensor:
             return to_device(np.array(values, dtype), self._device)
 
+        num_states = sum(len(one.grammar.canvas.table.accepts) for one in found if one)
         starts, widths = batch.cu_num_logits_np[: num_reqs + 1], rows.widths[:num_reqs]
         table_of = sent([number[o.grammar] if o else NO_TABLE for o in found], np.int32)
         ends = sent([[o.end, o.thoughts_end] if o else [0, UNLIMITED] for o in found], np.int64)
@@ -292,7 +298,6 @@ class DeviceGrammars(CanvasGrammars):
             tables=tables._replace(
                 most_classes=max(tables.most_classes, self._least[0]),
                 most_labels=max(tables.most_labels, self._least[1]),
-                most_states=max(tables.most_states, self._least[2]),
             ),
             # A row that only writes a block's KV has logits, but no canvas (`engine.pending`).
             table_of=torch.where(widths > 0, table_of, NO_TABLE),
@@ -304,6 +309,7 @@ class DeviceGrammars(CanvasGrammars):
             first_row=sent(starts[:-1], np.int32),
             length=widths.int(),
             most_rows=max(int(np.diff(starts).max()), 1),
+            num_states=max(num_states, self._least[2]),
         )
 
     def write_(
@@ -319,6 +325,7 @@ class DeviceGrammars(CanvasGrammars):
             thoughts_end=prepared.thoughts_end,
             row_of=rows.row_of,
             most_rows=prepared.most_rows,
+            num_states=prepared.num_states,
         )
         paths = write_paths(
             logits, scores(slice(None)), prepared.tables, canvases, prepared.stops, prepared.fillers

@@ -335,7 +335,7 @@ def grammar_paths(device: torch.device) -> None:
     numbers = [[0, width], [width, width], [0, 0], states, [budget, budget], [budget, 3]]
     parts = torch.tensor(numbers, dtype=torch.int32, device=device)
     row_of = torch.arange(2, device=device).repeat_interleave(width)
-    canvases = Searches._make([*parts, row_of, width])
+    canvases = Searches._make([*parts, row_of, width, 2 * len(accepts)])
     ends = torch.full((2, 1), stop, device=device)
     masked = logits.clone()
     found = write_paths(masked, masked, pack([table], device), canvases, ends, ends)

@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from dllm import LOGGER
 from dllm.engine.channels import CanvasAnswer, RepeatableSchedule, extended, put_into
-from dllm.engine.emitted_blocks import GrammarCapacity, capacity_for
+from dllm.engine.emitted_blocks import GrammarCapacity, capacity_for, most_searched
 from dllm.engine.frames import FrameMail
 from dllm.engine.metrics import KEY_OF_THOUGHTS
 from dllm.engine.sessions import SessionScheduler
@@ -53,8 +53,9 @@ class CanvasScheduler(SessionScheduler):
         self._num_full_thoughts = 0  # that statistics have not told of yet
         self._num_passes = 1  # of the engine step whose output is being counted
         vocab_size = self.vllm_config.model_config.get_vocab_size()
+        num_requests = self.scheduler_config.max_num_seqs
         self._grammar_capacity = GrammarCapacity(
-            capacity_for(self.scheduler_config.max_num_seqs, vocab_size)
+            capacity_for(num_requests, vocab_size), most_searched(num_requests)
         )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dllm.grammar.rules import EPSILON, NO_END, RULE, Rules, Unsupported
+from dllm.grammar.rules import EPSILON, NO_END, REPEAT, RULE, Rules, Unsupported
 
 START, DEAD = 0, -1
 MOST_ITEMS = 200_000  # in one state, before it is called unbounded
@@ -45,6 +45,12 @@ class Automaton:
         self._bytes_to_end = rules.bytes_to_end
         self._recursive_returns = rules.recursive_returns
         self._firsts = rules.firsts
+        # By a repetition and what follows it, the state of a rule that leads nowhere else.
+        self._repeating = {
+            (edges[0][1], edges[0][2]): at
+            for at, edges in enumerate(rules.edges)
+            if len(edges) == 1 and edges[0][0] == REPEAT and at not in rules.ends
+        }
         # Stack 0 is empty.
         self._frames: list[Frame] = [(0, 0)]
         self._frame_numbers: dict[Frame, int] = {}
@@ -54,7 +60,8 @@ class Automaton:
         self._numbers: dict[frozenset[Item], int] = {}
         # [states or more, 256]: the state behind each byte, once `row` has made it.
         self.rows = np.zeros((0, 256), dtype=np.int32)
-        self._has_row: list[bool] = []
+        self._targets: list[list[int] | None] = []
+        self._levels: list[int] = []
         if self._number(self._closure([(rules.root, 0)])) != START:
             raise Unsupported("The grammar allows no finite text. Give another one.")
 
@@ -66,12 +73,17 @@ class Automaton:
 
     def level(self, state: int) -> int:
         """How many recursive calls are open: in JSON, objects and lists inside each other."""
-        return max(self._stack_levels[stack] for _, stack in self._states[state])
+        return self._levels[state]
+
+    def targets(self, state: int) -> list[int]:
+        """The states behind one byte."""
+        if (targets := self._targets[state]) is None:
+            targets = self._targets[state] = self._make_row(state)
+        return targets
 
     def row(self, state: int) -> np.ndarray:
         """``[256]`` int32: the state behind each byte, DEAD where it is not allowed."""
-        if not self._has_row[state]:
-            self._make_row(state)
+        self.targets(state)
         row: np.ndarray = self.rows[state]
         return row
 
@@ -120,8 +132,8 @@ class Automaton:
         circle = np.array([number[root(one)] if one >= 0 else -1 for one in found], dtype=np.int64)
         return circle, is_head, [limit[one] for one in roots]
 
-    def _make_row(self, state: int) -> None:
-        """Make a closure for each range of bytes that all edges treat alike."""
+    def _make_row(self, state: int) -> list[int]:
+        """Make a closure for each range of bytes that all edges treat alike; returns `targets`."""
         moves = [
             (low, high, (target, stack))
             for at, stack in self._states[state]
@@ -138,7 +150,7 @@ class Automaton:
                 known[items] = self._number(self._closure(items))
             found[first:end] = known[items]
         self.rows[state] = found
-        self._has_row[state] = True
+        return sorted({*known.values()} - {DEAD})
 
     def _number(self, state: frozenset[Item]) -> int:
         """The number of a state; DEAD if no text ends behind it."""
@@ -158,7 +170,8 @@ class Automaton:
             )
         self._states.append(state)
         self._numbers[state] = number
-        self._has_row.append(False)
+        self._targets.append(None)
+        self._levels.append(max(self._stack_levels[stack] for _, stack in state))
         if number == len(self.rows):
             self.rows = np.resize(self.rows, (max(1024, 2 * number), 256))
         return number
@@ -217,11 +230,14 @@ class Automaton:
         """Behind ``count`` repetitions: once more, and (if they are enough) on to ``target``."""
         rule, fewest, most = self._repeats[name]
         reached = [(target, stack)] if count >= fewest else []
-        if most == -1 or name in self._firsts:
-            count = min(count, fewest)  # without a limit, more than enough is enough
         if most == -1 or count < most:
-            inside = self._push((target, stack, name, count + 1))
-            reached.append((self._rule_starts[rule], inside))
+            if most == -1:  # enough is enough: what follows is what follows the first round
+                count = min(count + 1, fewest)
+            else:
+                count = 1 + (min(count, fewest) if name in self._firsts else count)
+            again = self._repeating.get((name, target)) if count == 0 else None
+            frame = (target, stack, name, count) if again is None else (again, stack)
+            reached.append((self._rule_starts[rule], self._push(frame)))
         return reached
 
     def _push(self, frame: Frame) -> int:

@@ -217,7 +217,9 @@ def table_of(
         if "bad_alloc" in str(error):
             raise MemoryError from error
         raise Unsupported(f"xgrammar does not compile the grammar: {str(error)[:SHOWN]}") from error
-    states = nearest_counted(Automaton(serialized, spec["kind"]), most_states)
+    # Where a mark may stand is seen by the way there.
+    automaton = Automaton(serialized, spec["kind"])
+    states = nearest_counted(automaton, most_states, is_merged=not marks)
     return by_tokens(states, vocabulary, marks, most_states).without(absent).to_bytes()
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START
-from dllm.grammar.reach import steps_to_end
 from dllm.grammar.table import Table, without_empty
 from dllm.grammar.viterbi import UNLIMITED, Canvas
 
@@ -117,5 +116,5 @@ def _behind_thoughts(table: Table, end: int, forbidden: list[int]) -> tuple[Tabl
     class_of, following = without_empty(class_of, following)
     accepts = np.append(table.accepts, False)
     # Counted again: an answer goes without `end`, which a shortest one may have had.
-    left = steps_to_end(following, accepts)
-    return Table(class_of, following, accepts, left), thinking
+    left = np.append(table.left, 0)
+    return Table(class_of, following, accepts, left).counted(), thinking

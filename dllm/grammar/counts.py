@@ -7,6 +7,7 @@ limit on states. Otherwise numbers are rounded up behind each token, so that a s
 end before it has all the characters that it might have; it never has more.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from dllm.grammar.rules import Unsupported
 NUMBERS = (1 << 20, 2048, 1024, 512, 256, 128, 64, 32, 16)
 ENOUGH = 64  # of them, for which levels of recursion are given up
 SHARES = (2, 4, 8)  # of the states, for what is not counted
+COUNTED = 4096  # states with numbers, unless even the fewest numbers take more
 INSIDE = 8  # times fewer inside of a character, where few tokens end
 STAYS = -1  # in the place of a number: the circle was not left
 
@@ -47,86 +49,85 @@ class Counts:
         return cls(most, step, -(-most // step) + 1)
 
 
-def nearest_counted(automaton: Automaton, most_states: int) -> ByteTable:
+def nearest_counted(automaton: Automaton, most_states: int, is_merged: bool = True) -> ByteTable:
     """As `nearest`; where recursion would leave no states for counts, of fewer levels."""
-    states = nearest(automaton, most_states)
+    states = nearest(automaton, most_states, is_merged)
+    few = min(most_states, COUNTED)
     for share in SHARES:
-        if Counts.of(states, ENOUGH).size.sum() <= most_states:
+        if Counts.of(states, ENOUGH).size.sum() <= few:
             break
         try:
-            states = nearest(automaton, most_states // share)
+            states = nearest(automaton, few // share, is_merged)
         except Unsupported:  # it has so many states without recursion
             break
     return states
 
 
 def with_counts(states: ByteTable, most_states: int) -> Iterator[Counts]:
-    """The counts that fit into so many states, from the most exact ones on."""
-    for numbers in NUMBERS:
-        counts = Counts.of(states, numbers)
-        if counts.size.sum() <= most_states:
-            yield counts
+    """The counts that fit into COUNTED or so many states, from the most exact ones on."""
+    for limit in (min(most_states, COUNTED), most_states):
+        for numbers in NUMBERS:
+            counts = Counts.of(states, numbers)
+            if counts.size.sum() <= limit:
+                yield counts
 
 
 class Moves:
-    """What words do to states: arrays ``[S]`` of states, or ``[3, S]`` where there are circles.
+    """What words do to states: arrays ``[2, N]`` of N states and those behind the word.
 
-    Rows of the latter: the state behind the word; the characters of the first circle behind which
-    it was left (STAYS if it was not); those of the circle in which the word ends.
+    Where there are circles, ``[4, N]``: also the characters of the first circle behind which it was
+    left (STAYS if it was not), and those of the circle in which the word ends.
     """
 
     def __init__(self, states: ByteTable) -> None:
-        num_states, num_kinds = states.rows.shape
-        # A last row for DEAD, so that -1 as an index leads to DEAD again.
-        self.by_kind = np.full((num_kinds, num_states + 1), DEAD, dtype=np.int16)
-        self.by_kind[:, :-1] = states.rows.T
+        self.by_kind = np.ascontiguousarray(states.rows.T)
         self.has_circles = len(states.most) > 0
-        circle = np.append(states.circle, -1)
-        same = (circle[self.by_kind] == circle) & (circle >= 0)
-        self._stays = same
-        self._adds = (same & np.append(states.is_head, False)[self.by_kind]).astype(np.int16)
-        self._leaves = ~same & (circle >= 0) & (self.by_kind != DEAD)
-        self._most = np.append(states.most, 0)[circle]
-        self.nowhere = np.full(num_states, DEAD, dtype=np.int16)
-        self.identity = np.arange(num_states, dtype=np.int16)
+        numbers = np.arange(len(states.rows), dtype=np.int16)
+        self.identity = np.stack([numbers, numbers])
         if self.has_circles:
-            zero = np.zeros_like(self.identity)
-            self.nowhere = np.stack([self.nowhere, zero, zero])
-            first = np.where(states.circle >= 0, STAYS, 0).astype(np.int16)
-            self.identity = np.stack([self.identity, first, zero])
+            circle = states.circle
+            same = (circle[self.by_kind] == circle) & (circle >= 0)
+            self._stays = same
+            self._adds = (same & states.is_head[self.by_kind]).astype(np.int16)
+            self._leaves = ~same & (circle >= 0)
+            self._most = np.append(states.most, 0)[circle]
+            first = np.where(circle >= 0, STAYS, 0).astype(np.int16)
+            self.identity = np.stack([numbers, numbers, first, np.zeros_like(first)])
+        self.nowhere = self.identity[:, :0]
 
     def behind(self, move: np.ndarray, kind: int) -> np.ndarray:
         """What a word does, and then a byte of a kind."""
+        source, at = move[:2]
+        target = self.by_kind[kind][at]
+        is_there = target != DEAD
         if not self.has_circles:
-            found: np.ndarray = self.by_kind[kind][move]
-            return found
-        at, left, count = move
-        leaves = self._leaves[kind][at]
-        is_first = left == STAYS
-        is_over = leaves & ~is_first & (count > self._most[at])
-        target = np.where(is_over, DEAD, self.by_kind[kind][at])
+            return np.stack([source[is_there], target[is_there]])
+        left, count = move[2:]
+        leaves, is_first = self._leaves[kind][at], left == STAYS
+        is_there &= ~leaves | is_first | (count <= self._most[at])
         left = np.where(leaves & is_first, count, left)
-        count = np.where(self._stays[kind][at], count + self._adds[kind][at], 0)
-        is_dead = target == DEAD
-        return np.stack([target, np.where(is_dead, 0, left), np.where(is_dead, 0, count)]).astype(
-            np.int16
-        )
+        count = np.where(self._stays[kind][at], count + self._adds[kind][at], 0).astype(np.int16)
+        return np.stack([source, target, left, count])[:, is_there]
 
 
-def told_apart(moves: np.ndarray, counts: Counts, accepts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(``[T, N]`` int16, the states behind N moves; ``[T]``, which accept) of T states with counts.
+def told_apart(moves: np.ndarray, counts: Counts) -> np.ndarray:
+    """``[3, M]``: states with counts, the columns of moves, and the states behind these.
 
     Args:
-        moves: ``[3, S, N]`` (`Moves`).
+        moves: ``[5, N]``: a state, a column, and what it does there (`Moves`); sorted by states.
     """
     first = np.cumsum(counts.size) - counts.size
-    rows = []
-    for state, (target, left, count) in enumerate(zip(*moves, strict=True)):
+    bounds = np.searchsorted(moves[0], np.arange(len(counts.size) + 1))
+    found = []
+    for state, (low, high) in enumerate(itertools.pairwise(bounds.tolist())):
+        _, column, target, left, count = moves[:, low:high]
         read = np.minimum(np.arange(counts.size[state]) * counts.step[state], counts.most[state])
         read = read[:, None]
         stays = left == STAYS
         number = np.where(stays, read + count, count)
-        is_allowed = (target != DEAD) & (number <= counts.most[target])
+        is_allowed = number <= counts.most[target]
         is_allowed &= stays | (read + left <= counts.most[state]) | (counts.most[state] == 0)
-        rows.append(np.where(is_allowed, first[target] - (-number // counts.step[target]), DEAD))
-    return np.concatenate(rows).astype(np.int16), np.repeat(accepts, counts.size)
+        which, place = np.nonzero(is_allowed)
+        behind = first[target] - (-number // counts.step[target])
+        found.append(np.stack([first[state] + which, column[place], behind[is_allowed]]))
+    return np.concatenate(found, axis=1)

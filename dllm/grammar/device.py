@@ -54,7 +54,6 @@ class PackedTables(NamedTuple):
     first_label_chunk: Tensor
     num_classes: Tensor  # [T] int32
     most_classes: int
-    most_states: int
     most_chunks: int
     most_labels: int
     most_label_chunks: int
@@ -130,7 +129,6 @@ class TablePool:
             **{name: empty(capacity.tables + 1) for name in FIRSTS},
             num_classes=empty(capacity.tables),
             most_classes=0,
-            most_states=0,
             most_chunks=0,
             most_labels=0,
             most_label_chunks=0,
@@ -141,7 +139,7 @@ class TablePool:
         self._placed: list[Table] = []
         self._used = NOTHING
         self._packed = self._packed._replace(
-            most_classes=0, most_states=0, most_chunks=0, most_labels=0, most_label_chunks=0
+            most_classes=0, most_chunks=0, most_labels=0, most_label_chunks=0
         )
 
     def place(self, tables: Sequence[Table]) -> tuple[PackedTables, list[int]]:
@@ -206,7 +204,7 @@ class TablePool:
             narrow = np.int8 if part.dtype == torch.int8 else np.int32
             _put(np.asarray(values, narrow), part[first : first + len(values)])
         self._used = behind
-        of_table = table.num_classes, sizes.states, sizes.chunks, len(bounds) - 1
+        of_table = table.num_classes, sizes.chunks, len(bounds) - 1
         for name, size in zip(MOST, (*of_table, sizes.label_chunks), strict=True):
             packed = packed._replace(**{name: max(getattr(packed, name), size)})
         self._packed = packed
@@ -219,7 +217,7 @@ def _put(values: np.ndarray, target: Tensor) -> None:
 
 
 FIRSTS = ("first_next", "first_state", "first_edge", "first_chunk", "first_label_chunk")
-MOST = ("most_classes", "most_states", "most_chunks", "most_labels", "most_label_chunks")
+MOST = ("most_classes", "most_chunks", "most_labels", "most_label_chunks")
 
 
 def pack(tables: Sequence[Table], device: torch.device | str = "cpu") -> PackedTables:
@@ -269,6 +267,7 @@ class Searches(NamedTuple):
     thoughts_end: Tensor  # [R] int32, the place at which thoughts end at the latest
     row_of: Tensor  # [N] int64, the canvas of each row
     most_rows: int  # of one canvas
+    num_states: int  # of the tables of all canvases, or more
 
 
 class Paths(NamedTuple):

@@ -49,7 +49,8 @@ class PathTiles:
 class KeptScores(NamedTuple):
     """What the search keeps of R canvases: the best scores in front of each of P places."""
 
-    at: Tensor  # [R, P, S] fp64, of each state; -inf where the search begins
+    at: Tensor  # [sum of P * S] fp64, of each state; -inf where the search begins
+    first: Tensor  # [R] int64, the states of the canvases in front of each one
     accepted: Tensor  # [R, P] fp64, of the states that accept
     accepted_state: Tensor  # [R, P] int32, the one with it
 
@@ -110,8 +111,13 @@ def best_paths_kernels(
     if not num_canvases:
         return paths
     shape = num_canvases, canvases.most_rows + 1
+    has_table, table = canvases.table != NO_TABLE.value, canvases.table.clamp(min=0).long()
+    sizes = tables.first_state[table + 1] - tables.first_state[table]
+    behind = torch.where(has_table, sizes, 0).cumsum(0)
+    num_scores = canvases.num_states * shape[1]
     kept = KeptScores(
-        torch.full((*shape, tables.most_states), -torch.inf, dtype=torch.float64, device=device),
+        torch.full((num_scores,), -torch.inf, dtype=torch.float64, device=device),
+        torch.where(has_table, behind - sizes, 0),
         torch.empty(shape, dtype=torch.float64, device=device),
         torch.empty(shape, dtype=torch.int32, device=device),
     )
@@ -120,7 +126,7 @@ def best_paths_kernels(
     _read_kernel[(num_canvases,)](*inputs, is_text, paths, tables.class_of.shape[1], num_warps=1)
     _search_kernel[(num_canvases,)](
         *inputs, is_text, paths, maxima.token, labels, kept,
-        maxima.token.shape[1], labels.best.shape[1], shape[1], tables.most_states,
+        maxima.token.shape[1], labels.best.shape[1], shape[1],
         BLOCK=cut.edges, num_warps=cut.num_warps,
     )  # fmt: skip
     return paths
@@ -177,10 +183,10 @@ def _finite(score):
     return tl.where(score > LOWEST, score.to(tl.float64), WORST)  # also for NaN
 
 
-@triton.jit(do_not_specialize=["most_classes", "most_labels", "num_places_kept", "most_states"])
+@triton.jit(do_not_specialize=["most_classes", "most_labels", "num_places_kept"])
 def _search_kernel(
     found, canvases, tables, is_text, paths, class_token, labels, kept,
-    most_classes, most_labels, num_places_kept, most_states, BLOCK: tl.constexpr,
+    most_classes, most_labels, num_places_kept, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find and write the best path of one canvas whose likeliest tokens are no text.
 
@@ -201,7 +207,7 @@ def _search_kernel(
     low_edge = tl.load(tables.first_edge + table)
     high_edge = tl.load(tables.first_edge + table + 1)
     # Offsets within one canvas fit 32 bits.
-    at = kept.at + canvas.to(tl.int64) * num_places_kept * most_states
+    at = kept.at + tl.load(kept.first + canvas) * num_places_kept
     accepted = kept.accepted + canvas * num_places_kept
     accepted_state = kept.accepted_state + canvas * num_places_kept
     lane = tl.arange(0, BLOCK)
@@ -209,7 +215,7 @@ def _search_kernel(
     tl.debug_barrier()  # what other threads have written is there
 
     for place in range(num_places):
-        here = at + place * most_states
+        here = at + place * num_states
         highest, which = _best_state(here, tables.accepts + first, num_states, True, BLOCK)
         tl.store(accepted + place, highest)
         tl.store(accepted_state + place, which)
@@ -233,12 +239,12 @@ def _search_kernel(
             needed = tl.load(tables.left + first + to, mask=is_edge, other=NEVER)
             is_end = tl.load(tables.is_last + edge, mask=is_edge, other=0) != 0
             fits = is_end & (needed <= budget - place - 1) & (to != no_longer)
-            tl.store(here + most_states + to, value, mask=fits)
+            tl.store(here + num_states + to, value, mask=fits)
             carried = tl.max(tl.where(lane == BLOCK - 1, value, float("-inf")), axis=0)
             carried_to = tl.max(tl.where(lane == BLOCK - 1, to, -3), axis=0)
         tl.debug_barrier()
 
-    behind = at + num_places * most_states
+    behind = at + num_places * num_states
     total, state = _best_state(behind, tables.accepts + first, num_states, False, BLOCK)
     rest = tl.full((), 0.0, tl.float64)
     ending = tl.full((), float("-inf"), tl.float64)
@@ -263,7 +269,7 @@ def _search_kernel(
         place = num_places - 1 - step
         tl.store(paths.states + row + place, STOPPED, mask=place > stop_place)
         if place < stop_place:
-            here = at + place * most_states
+            here = at + place * num_states
             top = tl.load(found.peak + row + place)
             of_row = (row + place) * most_labels
             held_behind = tl.where(place == last_thought, thinking, -1)

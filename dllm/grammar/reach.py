@@ -5,16 +5,27 @@ because a part of them would be an arbitrary part of its texts. Recursion has no
 There the states are taken level by level: first those that no further recursive call leads to, then
 those behind one, and so on, as long as all states of a level fit. Every text of the kept states is
 a text of the grammar: one that is nested less deeply.
+
+Of the states behind which the same may follow, one is kept: the automaton knows them by what was
+read, and finds two to six times as many.
 """
 
+import bisect
+import itertools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START, Automaton
 from dllm.grammar.rules import Unsupported
 
+LOOKED_AT = 4  # times as many states, of which equal ones become one,
+MOST_LOOKED_AT = 32_767  # at most
+FEWEST_LEVELS = 2  # of recursion, the outer one counted
+UNROLLED = 2048  # states with which there may be more of them
+ROUNDS = 16  # between two counts of what they tell apart
+MIXING, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 NEVER = 1 << 30  # steps to the end of the text from a state that has none
 
 
@@ -38,42 +49,104 @@ class ByteTable:
     most: np.ndarray
 
 
-def nearest(automaton: Automaton, most_states: int) -> ByteTable:
+def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> ByteTable:
     """The states that texts lead to.
 
     Args:
-        most_states: up to 32,767.
+        most_states: up to MOST_LOOKED_AT.
+        is_merged: states with equal continuations are one.
 
     Raises:
         Unsupported: more states than ``most_states`` without recursion, or with one level of it;
             no text ends within the kept levels.
     """
-    states = _by_level(automaton, most_states)
+    levels, is_whole = _by_level(automaton, min(LOOKED_AT * most_states, MOST_LOOKED_AT))
+
+    def of_levels(number: int) -> ByteTable:
+        found = _bytes_of(automaton, [*itertools.chain(*levels[:number])])
+        return _merged(found) if is_merged else found
+
+    def size(number: int) -> int:
+        try:
+            return len(of_levels(number).rows)
+        except Unsupported:  # no text ends within so few
+            return 0
+
+    number, few = FEWEST_LEVELS, min(most_states, UNROLLED)
+    if is_whole and (len(levels) <= FEWEST_LEVELS or size(len(levels)) <= most_states):
+        number = len(levels)
+    elif len(levels) > FEWEST_LEVELS:
+        more = range(FEWEST_LEVELS + 1, len(levels) + 1)
+        number += bisect.bisect_right(more, few, key=size)
+    if number > len(levels):
+        raise Unsupported(over_the_limit(most_states))
+    found = of_levels(number)
+    if len(found.rows) > most_states:
+        raise Unsupported(over_the_limit(most_states))
+    return found
+
+
+def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
     number = np.full(len(automaton) + 1, DEAD, dtype=np.int16)  # the last one is for DEAD
     number[states] = np.arange(len(states))
     rows = number[automaton.rows[states]]
     accepts = np.array([automaton.accepts(state) for state in states])
+    columns: dict[bytes, int] = {}
+    by_byte = np.ascontiguousarray(rows.T)
+    class_of = np.array([columns.setdefault(row.tobytes(), len(columns)) for row in by_byte])
+    rows = rows[:, np.unique(class_of, return_index=True)[1]]
     # What leads only to states that were left out is left out too.
     has_end = steps_to_end(rows, accepts) < NEVER
     if not has_end[0]:
         raise Unsupported(
-            f"No text of the grammar is within the limit of {most_states} states. Make it smaller: "
+            f"No text of the grammar is within the limit of {len(states)} states. Make it smaller: "
             "fewer parts, less nesting."
         )
-    rows, accepts = only(has_end, rows), accepts[has_end]
-    columns: dict[bytes, int] = {}
-    by_byte = np.ascontiguousarray(rows.T)
-    class_of = np.array([columns.setdefault(row.tobytes(), len(columns)) for row in by_byte])
-    first = np.unique(class_of, return_index=True)[1]
     circle, is_head, most = automaton.circles([states[at] for at in np.flatnonzero(has_end)])
     return ByteTable(
-        rows[:, first],
+        only(has_end, rows),
         class_of.astype(np.uint8),
-        accepts,
+        accepts[has_end],
         circle,
         is_head,
         np.array(most, dtype=np.int64),
     )
+
+
+def _merged(states: ByteTable) -> ByteTable:
+    """States with equal continuations as one; those of different circles stay apart.
+
+    In each round a state gets a number made of those of the states that it leads to (Moore 1956),
+    until the rounds tell no more states apart.
+    """
+    rows, num_states = states.rows, len(states.rows)
+    source, kind = np.nonzero(rows != DEAD)
+    pairs, which = np.unique(
+        source * num_states + rows[source, kind].astype(np.int64), return_inverse=True
+    )
+    drawn = np.frombuffer(np.random.default_rng(0).bytes(8 * rows.shape[1]), dtype=np.uint64)
+    weight = np.zeros(len(pairs), dtype=np.uint64)  # of the set of bytes that lead along a pair
+    np.add.at(weight, which, drawn[kind])
+    source, first = np.unique(pairs // num_states, return_index=True)
+    target = pairs % num_states
+    own = (states.accepts + 2 * states.is_head + 4 * (states.circle + 1)).astype(np.uint64)
+    number, kept, num_classes = own.copy(), own[:0], -1
+    while len(kept) > num_classes:
+        num_classes = len(kept)
+        for _ in range(ROUNDS):
+            total = own.copy()
+            total[source] += np.add.reduceat(weight * number[target], first)
+            total *= MIXING
+            number = total ^ (total >> SHIFT)
+        _, kept, class_of = np.unique(number, return_index=True, return_inverse=True)
+    order = np.sort(kept)
+    class_of = np.searchsorted(order, kept)[class_of]
+    leads_to = np.append(class_of, DEAD).astype(np.int16)[rows]
+    is_same = (own == own[order][class_of]).all() and (leads_to == leads_to[order][class_of]).all()
+    if not is_same:  # different states had one number
+        return states
+    parts = {name: getattr(states, name)[order] for name in ("accepts", "circle", "is_head")}
+    return replace(states, rows=leads_to[order], **parts)
 
 
 def over_the_limit(most_states: int) -> str:
@@ -83,26 +156,25 @@ def over_the_limit(most_states: int) -> str:
     )
 
 
-def _by_level(automaton: Automaton, most_states: int) -> list[int]:
-    """States in the order of level and distance: all, or those of the levels that are whole."""
+def _by_level(automaton: Automaton, most_states: int) -> tuple[list[list[int]], bool]:
+    """(the states of each level, as many levels as fit; whether these are all)."""
     waiting: dict[int, list[int]] = {0: [START]}  # by open recursive calls
-    kept: list[int] = []
+    levels: list[list[int]] = []
     seen: set[int] = set()
-    num_levels = 0
     while waiting:
+        if len(levels) >= FEWEST_LEVELS:
+            most_states = min(most_states, 2 * UNROLLED)
         calls = min(waiting)
         todo = deque(state for state in dict.fromkeys(waiting.pop(calls)) if state not in seen)
         seen.update(todo)
         found = list(todo)
         while todo:
             if len(seen) > most_states:
-                if num_levels < 2:
-                    raise Unsupported(over_the_limit(most_states))
-                return kept
+                return levels, False
             state = todo.popleft()
             depth = automaton.level(state)
-            for target in np.unique(automaton.row(state)).tolist():
-                if target == DEAD or target in seen:
+            for target in automaton.targets(state):
+                if target in seen:
                     continue
                 deeper = automaton.level(target) - depth
                 if deeper > 0:
@@ -111,9 +183,8 @@ def _by_level(automaton: Automaton, most_states: int) -> list[int]:
                     seen.add(target)
                     found.append(target)
                     todo.append(target)
-        kept += found
-        num_levels += bool(found)
-    return kept
+        levels += [found] if found else []
+    return levels, True
 
 
 def steps_to_end(following: np.ndarray, accepts: np.ndarray) -> np.ndarray:
@@ -122,19 +193,28 @@ def steps_to_end(following: np.ndarray, accepts: np.ndarray) -> np.ndarray:
     Args:
         following: ``[S, K]``, the state behind each kind of step, or DEAD.
     """
-    num_states = len(accepts)
-    # [target, state]; the last row is for DEAD.
-    leads_to = np.zeros((num_states + 1, num_states), dtype=bool)
-    for kind in range(following.shape[1]):
-        leads_to[following[:, kind], np.arange(num_states)] = True
-    steps = np.where(accepts, 0, NEVER).astype(np.int32)
-    reached = np.flatnonzero(accepts)
+    ordered = np.sort(following, axis=1)
+    source, place = np.nonzero(np.diff(ordered, axis=1, prepend=DEAD))  # DEAD is the lowest
+    return distances(source, ordered[source, place].astype(np.int64), accepts)
+
+
+def distances(source: np.ndarray, target: np.ndarray, is_end: np.ndarray) -> np.ndarray:
+    """``[S]`` int32: fewest edges from each state to one that ``is_end``, NEVER without a way."""
+    num_states = len(is_end)
+    pairs = np.unique(target * num_states + source)  # [E] int64
+    source, bounds = (
+        pairs % num_states,
+        np.searchsorted(pairs, np.arange(num_states + 1) * num_states),
+    )
+    steps = np.where(is_end, 0, NEVER).astype(np.int32)
+    reached = np.flatnonzero(is_end)
     distance = 0
     while len(reached):
         distance += 1
-        is_new = leads_to[reached].any(axis=0) & (steps == NEVER)
-        steps[is_new] = distance
-        reached = np.flatnonzero(is_new)
+        leads_on = [source[bounds[state] : bounds[state + 1]] for state in reached.tolist()]
+        before = np.unique(np.concatenate(leads_on))
+        reached = before[steps[before] == NEVER]
+        steps[reached] = distance
     return steps
 
 

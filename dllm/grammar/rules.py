@@ -20,7 +20,6 @@ TOKEN, NOT_TOKEN = -5, -6
 WHOLE = '"complete_fsm":'
 NO_END = 1 << 29  # bytes to the end of a rule that has none
 SURROGATE_LEAD, LAST_BEFORE_SURROGATES = 0xED, 0x9F
-MERGING_ROUNDS = 5  # each finds what the one before made equal
 MOST_UNROLLED = 16  # characters that have states of their own
 CONTROL = 32  # bytes below are control characters
 JSON_SPACES = (9, 10, 13)
@@ -75,8 +74,6 @@ class Rules:
             self._from_expressions(serialized)
         else:
             self._from_compiled(serialized, kind == "structural_tag")
-        for _ in range(MERGING_ROUNDS):
-            self._merge_equal()
         self.root = self.starts[self.root]
         self.bytes_to_end = self._shortest_ends()
         self.recursive_returns = self._returns_of_recursion()
@@ -127,32 +124,6 @@ class Rules:
         self.starts = [rule[0][1] for rule in grammar["per_rule_fsms"]]
         self.ends = {end for rule in grammar["per_rule_fsms"] for end in rule[0][2]}
         self.root = grammar["root_rule_id"]
-
-    def _merge_equal(self) -> None:
-        """Let edges lead to, and call, one of those states of rules that have equal edges.
-
-        Fewer stacks are different then: what follows the first item of a list is what follows the
-        others. States on circles may be equal and not be found; that costs states, nothing else.
-        """
-        number = list(range(len(self.edges)))
-        known: dict[tuple[bool, tuple[tuple[int, int, int], ...]], int] = {}
-        for at in reversed(number):  # what an edge leads to mostly comes later
-            leads = sorted({(low, high, number[target]) for low, high, target in self.edges[at]})
-            number[at] = known.setdefault((at in self.ends, tuple(leads)), at)
-        self.starts = [number[start] for start in self.starts]
-        first: dict[int, int] = {}
-        rules = [first.setdefault(start, rule) for rule, start in enumerate(self.starts)]
-        named: dict[Repeat, int] = {}
-        names = {}
-        for name, repeat in self.repeats.items():
-            self.repeats[name] = repeat._replace(rule=rules[repeat.rule])
-            names[name] = named.setdefault(self.repeats[name], name)
-        called: dict[int, dict[int, int]] = {RULE: dict(enumerate(rules)), REPEAT: names}
-        for edges in self.edges:
-            edges[:] = [
-                [low, called[low][high] if low in called else high, number[target]]
-                for low, high, target in edges
-            ]
 
     def _shortest_ends(self) -> list[int]:
         """For each state of a rule the fewest bytes to the end of the rule, by relaxation."""

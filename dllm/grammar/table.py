@@ -19,17 +19,17 @@ import numpy as np
 
 from dllm.grammar.automaton import DEAD, START
 from dllm.grammar.counts import Moves, told_apart, with_counts
-from dllm.grammar.reach import NEVER, ByteTable, only, over_the_limit, steps_to_end
+from dllm.grammar.reach import NEVER, ByteTable, distances, over_the_limit
 from dllm.grammar.rules import Unsupported
 from dllm.grammar.vocabulary import Trie, Vocabulary, pack, unpack
 
-MOST_STATES = 4096
+MOST_STATES = 24576
 # Entries of all maps together, int16 each.
 MOST_MAP_ENTRIES = 1 << 25
 MOST_EDGES = 1 << 17  # every denoise step follows all of them, at each position of a canvas
 MOST_LABELS = 1 << 12
 MOST_MEMBERS = 1 << 18  # classes of all labels together
-MOST_CELLS = 1 << 22  # states times classes
+MOST_CELLS = 1 << 23  # states times classes
 MOST_CLASSES = 1 << 12
 
 
@@ -101,13 +101,17 @@ class Table:
         class_of = self.class_of.copy()
         class_of[removed] = -1
         class_of, following = without_empty(class_of, self.next)
-        left = steps_to_end(following, self.accepts)
-        if left[START] == NEVER:
+        found = replace(self, class_of=class_of, next=following).counted()
+        if found.left[START] == NEVER:
             raise Unsupported(
                 "The grammar has no text without the tokens that end the request (stop_token_ids) "
                 "and special tokens. Leave some of the stop_token_ids out."
             )
-        return replace(self, class_of=class_of, next=following, left=left)
+        return found
+
+    def counted(self) -> "Table":
+        """The table with ``left`` counted anew."""
+        return replace(self, left=distances(self.edges.source, self.edges.target, self.accepts))
 
     def to_bytes(self) -> bytes:
         """Bytes for another process; `from_bytes` reads them."""
@@ -175,51 +179,52 @@ def by_tokens(
     others, of_marks = _of_marks(states, [vocabulary.words[token] for token in marks])
     moves = Moves(others)
     maps, map_of = _maps(moves, others.class_of, vocabulary.trie)
-    if moves.has_circles:
-        of_marks = [
-            _counted(moves, states, vocabulary.words[token], move)
-            for token, move in zip(marks, of_marks, strict=True)
-        ]
     map_of[marks] = np.arange(len(maps), len(maps) + len(marks))
-    maps += of_marks
+    maps += [
+        _move(states, vocabulary.words[token], is_there)
+        for token, is_there in zip(marks, of_marks, strict=True)
+    ]
     map_of[~vocabulary.is_text] = NOWHERE
     used, kind_of = np.unique(map_of, return_inverse=True)
-    following = np.stack([maps[each] for each in used], axis=-1)  # [states, kinds]
-    may_end = states.accepts
-    if moves.has_circles:
-        counts = next(with_counts(states, most_states), None)
-        if counts is None:
-            raise Unsupported(over_the_limit(most_states))
-        following, may_end = told_apart(following, counts, may_end)
+    source, kind, target, may_end = _all_moves(
+        moves, [maps[each] for each in used], states, most_states
+    )
     # Only states that tokens lead to, and from which tokens lead to an end.
-    is_kept = _reached(following) & (steps_to_end(following, may_end) < NEVER)
-    if not is_kept[0]:
+    is_start = np.arange(len(may_end)) == START
+    is_kept = distances(target, source, is_start) < NEVER
+    is_kept &= distances(source, target, may_end) < NEVER
+    if not is_kept[START]:
         raise Unsupported("No text of the grammar can be spelled by the tokens. Make it wider.")
-    following, accepts = only(is_kept, following), may_end[is_kept]
-    columns: dict[bytes, int] = {bytes(2 * len(accepts) * b"\xff"): -1}  # DEAD everywhere
-    first: list[int] = []
+    renumbered, accepts = np.cumsum(is_kept) - 1, may_end[is_kept]
+    leads = is_kept[source] & is_kept[target]
+    source, kind, target = renumbered[source[leads]], kind[leads], renumbered[target[leads]]
+    bounds = np.searchsorted(kind, np.arange(len(used) + 1))
+    pairs = np.stack([source, target], axis=1).astype(np.int16)
+    columns: dict[bytes, int] = {b"": -1}  # DEAD everywhere
+    kept: list[int] = []
     class_of_kind = np.empty(len(used), dtype=np.int32)
-    for kind, column in enumerate(np.ascontiguousarray(following.T)):
-        known = columns.setdefault(column.tobytes(), len(first))
-        if known == len(first):
-            first.append(kind)
-        class_of_kind[kind] = known
-    if len(first) > MOST_CLASSES:
+    for one, (low, high) in enumerate(itertools.pairwise(bounds.tolist())):
+        known = columns.setdefault(pairs[low:high].tobytes(), len(kept))
+        if known == len(kept):
+            kept.append(one)
+        class_of_kind[one] = known
+    if len(kept) > MOST_CLASSES:
         raise Unsupported(
-            f"The grammar tells {len(first):,} kinds of tokens apart; allowed: {MOST_CLASSES:,}. "
+            f"The grammar tells {len(kept):,} kinds of tokens apart; allowed: {MOST_CLASSES:,}. "
             "Make it smaller: fewer choices and patterns."
         )
-    if len(accepts) * len(first) > MOST_CELLS:
+    if len(accepts) * len(kept) > MOST_CELLS:
         raise Unsupported(
-            f"The grammar has {len(accepts)} states that tell {len(first)} kinds of tokens apart; "
+            f"The grammar has {len(accepts)} states that tell {len(kept)} kinds of tokens apart; "
             f"allowed: a product of {MOST_CELLS:,}. Make it smaller: fewer choices and patterns."
         )
-    following = following[:, first].astype(np.int32)
+    following: np.ndarray = np.full((len(accepts), len(kept)), DEAD, dtype=np.int32)
+    following[source, class_of_kind[kind]] = target
     table = Table(
         class_of=class_of_kind[kind_of],
         next=following,
         accepts=accepts,
-        left=steps_to_end(following, accepts),
+        left=distances(source, target, accepts),
     )
     edges = table.edges
     for what, number, most in (
@@ -236,12 +241,12 @@ def by_tokens(
 
 
 def _of_marks(states: ByteTable, words: Sequence[bytes]) -> tuple[ByteTable, list[np.ndarray]]:
-    """(the states for all tokens but marks; the map of each mark).
+    """(the states for all tokens but marks; ``[S]`` bool, where each mark may stand).
 
     A mark stands where nothing leads but the bytes in front of its last one: there no other tokens
     spell it. In free text, which may end behind it, it is text. It is in no string of JSON.
     """
-    rows, maps = states.rows.copy(), []
+    rows, found = states.rows.copy(), []
     sizes = np.bincount(states.class_of)
     steps = np.append(states.rows, np.full((1, rows.shape[1]), DEAD), axis=0)  # also from DEAD
     may_end = np.append(states.accepts, False)
@@ -260,16 +265,39 @@ def _of_marks(states: ByteTable, words: Sequence[bytes]) -> tuple[ByteTable, lis
         is_inside &= sizes[last] == 1
         rows[is_inside, last] = DEAD
         behind = steps[at, last]
-        maps.append(np.where(np.append(is_inside, False)[at] | may_end[behind], behind, DEAD))
-    return replace(states, rows=rows), maps
+        found.append(np.append(is_inside, False)[at] | may_end[behind])
+    return replace(states, rows=rows), found
 
 
-def _counted(moves: Moves, states: ByteTable, word: bytes, move: np.ndarray) -> np.ndarray:
-    """The map of a mark (`_of_marks`) with the characters that it has in circles."""
-    found = moves.identity
+def _move(states: ByteTable, word: bytes, is_there: np.ndarray) -> np.ndarray:
+    """What a word does (`Moves`) to the states that ``is_there``, ``[S]`` bool, has."""
+    moves = Moves(states)
+    found = moves.identity[:, is_there]
     for byte in word:
         found = moves.behind(found, int(states.class_of[byte]))
-    return np.where(move == DEAD, moves.nowhere, found)
+    return found
+
+
+def _all_moves(
+    moves: Moves, maps: list[np.ndarray], states: ByteTable, most_states: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(states, columns of ``maps``, states behind them, sorted by columns; ``[S]``, which accept).
+
+    Raises:
+        Unsupported: there are too many with counts.
+    """
+    column = np.repeat(np.arange(len(maps)), [one.shape[1] for one in maps])
+    all_moves = np.concatenate(maps, axis=1).astype(np.int64)
+    if not moves.has_circles:
+        source, target = all_moves
+        return source, column, target, states.accepts
+    counts = next(with_counts(states, most_states), None)
+    if counts is None:
+        raise Unsupported(over_the_limit(most_states))
+    order = np.argsort(all_moves[0], kind="stable")
+    found = told_apart(np.insert(all_moves, 1, column, axis=0)[:, order], counts)
+    source, column, target = found[:, np.argsort(found[1], kind="stable")]
+    return source, column, target, np.repeat(states.accepts, counts.size)
 
 
 IDENTITY, NOWHERE = 0, 1  # the first maps: of the empty word, and of a word that is never allowed
@@ -283,6 +311,7 @@ def _maps(moves: Moves, class_of: np.ndarray, trie: Trie) -> tuple[list[np.ndarr
     behind: dict[int, int] = {}  # map * num_kinds + kind of byte -> map
     map_of = np.full(trie.num_nodes, NOWHERE, dtype=np.int32)
     map_of[0] = IDENTITY
+    num_entries = 0
     first = 1
     for parent, byte in trie.levels:
         before = map_of[parent]
@@ -297,9 +326,10 @@ def _maps(moves: Moves, class_of: np.ndarray, trie: Trie) -> tuple[list[np.ndarr
                 one = moves.behind(maps[key // num_kinds], key % num_kinds)
                 spelled = one.tobytes()
                 if spelled not in numbers:
-                    if len(maps) * one.size > MOST_MAP_ENTRIES:
+                    num_entries += one.size
+                    if num_entries > MOST_MAP_ENTRIES:
                         raise Unsupported(
-                            f"The grammar has {num_states - 1} states, between which tokens "
+                            f"The grammar has {num_states} states, between which tokens "
                             f"lead in more than {len(maps)} different ways. Make it smaller: "
                             "shorter texts and lists."
                         )
@@ -310,15 +340,3 @@ def _maps(moves: Moves, class_of: np.ndarray, trie: Trie) -> tuple[list[np.ndarr
         map_of[first + alive] = found[which]
         first += len(parent)
     return maps, map_of[trie.end]
-
-
-def _reached(following: np.ndarray) -> np.ndarray:
-    """``[S]`` bool: states that some steps lead to from the first."""
-    is_reached = np.zeros(len(following) + 1, dtype=bool)
-    latest = np.array([0])
-    is_reached[[0, -1]] = True  # the last one is for DEAD
-    while len(latest):
-        targets = np.unique(following[latest])
-        latest = targets[~is_reached[targets]]
-        is_reached[latest] = True
-    return is_reached[:-1]

@@ -148,7 +148,7 @@ def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
 
     def write(logits, scores, rows, prepared):
         tables = prepared.tables
-        seen.append((tables.most_classes, tables.most_labels, tables.most_states))
+        seen.append((tables.most_classes, tables.most_labels, prepared.num_states))
         return DeviceGrammars.write_(on_device, logits, scores, rows, prepared)
 
     on_device.write_ = write
@@ -156,7 +156,7 @@ def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
     batch = canvas_batch(runner.input_buffers, runner.max_num_reqs, runner.num_speculative_steps)
     hidden = torch.zeros(batch.num_draft_tokens, state.model_config.get_hidden_size())
     sampler.profile(runner.model.compute_logits(hidden), batch)
-    most = MOST_CLASSES, MOST_LABELS, MOST_STATES
+    most = MOST_CLASSES, MOST_LABELS, MOST_STATES + 2048 * runner.max_num_reqs
     assert seen and all(size >= least for size, least in zip(seen[0], most, strict=True))
     assert on_device.prepare.__func__ is DeviceGrammars.prepare
 
@@ -169,7 +169,7 @@ def test_requests_wait_for_room_for_their_tables(engine, monkeypatch):
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     sizes = [EmittedText.of_request(admitted(engine, one)).sizes for one in asked]
     tables = GrammarCapacity(
-        Sizes(1, *(max(column) for column in list(zip(*sizes, strict=True))[1:]))
+        Sizes(1, *(max(column) for column in list(zip(*sizes, strict=True))[1:])), 1 << 20
     )
     monkeypatch.setattr(scheduler, "_grammar_capacity", tables)
     held = []
@@ -181,8 +181,20 @@ def test_requests_wait_for_room_for_their_tables(engine, monkeypatch):
     )
     assert engine.generate([prompt(12)] * 4, asked) == expected
     assert set(held) == {1}
-    assert not tables._count and tables._used == NOTHING
-    nothing = GrammarCapacity(NOTHING)
+    assert not tables._count and (tables._used, tables._searched) == (NOTHING, 0)
+    most = max(one.states for one in sizes)  # equal tables are searched for each request
+    one_by_one = GrammarCapacity(Sizes(*[1 << 30] * 6), most)
+    monkeypatch.setattr(scheduler, "_grammar_capacity", one_by_one)
+    monkeypatch.setattr(
+        GrammarCapacity,
+        "admits",
+        lambda *given: (held.append((is_in := admits(*given), one_by_one._searched))) or is_in,
+    )
+    held.clear()
+    assert engine.generate([prompt(12)] * 4, asked) == expected
+    assert {is_in for is_in, _ in held} == {True, False}
+    assert max(searched for _, searched in held) == most
+    nothing = GrammarCapacity(NOTHING, 0)
     monkeypatch.setattr(scheduler, "_grammar_capacity", nothing)
     large, free = engine.outputs([prompt(12)] * 2, [asked[0], params(None, max_tokens=4)])
     assert large.outputs[0].finish_reason == "error"

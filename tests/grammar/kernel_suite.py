@@ -202,7 +202,7 @@ def test_paths_of_real_grammars(seed):
     made = Batch(
         torch.from_numpy(scores),
         pack(found),
-        Searches(*ints, canvas_of, most_rows=int(lengths.max())),
+        Searches(*ints, canvas_of, most_rows=int(lengths.max()), num_states=4 * 60),
         canvas_of,
         ints[2][canvas_of],
         torch.full((4, 1), STOP),
@@ -221,7 +221,7 @@ def test_a_canvas_does_not_depend_on_the_others():
         parts[0] = torch.zeros_like(parts[0])
         row_of = torch.zeros_like(made.canvas_of[rows])
         alone = Batch(
-            made.logits[rows], made.tables, Searches(*parts, row_of, most_rows=int(parts[1])),
+            made.logits[rows], made.tables, Searches(*parts, row_of, int(parts[1]), num_states=200),
             row_of, made.table_of[rows], made.stops[one], made.fillers[one],
         )  # fmt: skip
         (ours, _), _ = paths_of(alone, CUTS[0])

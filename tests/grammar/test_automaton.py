@@ -50,6 +50,14 @@ def test_random_schemas():
             same_as_the_matcher(made, compiled, rng, 60)
 
 
+def test_what_follows_the_first_item_is_what_follows_the_others():
+    made, _ = of_schema('{"type": "array"}')
+    texts = b"[1", b"[1, 1", b'[{"a": 1}, 1'
+    assert len({made.read(START, text) for text in texts}) == 1
+    inner = b'[[{"a": "x', b'[1, [{"a": "x', b'[1, [1, {"b": 1, "a": "x'
+    assert len({made.read(START, text) for text in inner}) == 1
+
+
 def test_equal_continuations_are_one_state():
     made, _ = automaton(*GRAMMARS["list"])
     first, second = made.read(START, b"[ab,"), made.read(START, b"[[x],c,")

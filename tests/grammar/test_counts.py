@@ -6,7 +6,7 @@ import random
 import jsonschema
 import pytest
 
-from dllm.grammar.counts import nearest_counted
+from dllm.grammar.counts import COUNTED, nearest_counted
 from dllm.grammar.table import MOST_STATES, Table, by_tokens
 from dllm.grammar.vocabulary import Vocabulary
 from tests.support.grammars import of_schema
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_rounded_up():
     schema = {"type": "array", "prefixItems": [{"type": "string", "maxLength": 300}] * 12}
     schema |= {"minItems": 12, "items": False}
     table = table_of(schema)
-    assert len(table.accepts) <= MOST_STATES
+    assert len(table.accepts) <= COUNTED
     assert accepts(table, names, rng)
     for string in strings(0, 300, rng):
         assert len(string) <= 300 or not accepts(table, [*names[:-1], string], rng)

@@ -23,7 +23,6 @@ def test_a_pool_holds_what_fits_and_makes_room():
         assert torch.equal(found[: len(expected)], expected), name
     assert [getattr(packed, name) for name in MOST] == [
         max(two.num_classes, three.num_classes),
-        max(len(two.accepts), len(three.accepts)),
         max(sizes[1].chunks, sizes[2].chunks),
         max(len(two.edges.bounds), len(three.edges.bounds)) - 1,
         max(sizes[1].label_chunks, sizes[2].label_chunks),

@@ -1,5 +1,6 @@
 """A table holds what its automaton holds, cut only by levels of recursion, and survives packing."""
 
+import json
 import random
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from dllm.grammar import table as tables
 from dllm.grammar.automaton import DEAD, START, Unsupported
-from dllm.grammar.reach import NEVER
+from dllm.grammar.reach import NEVER, nearest
 from dllm.grammar.table import Table
 from dllm.grammar.vocabulary import Vocabulary
 from tests.support.grammars import (
@@ -52,6 +53,31 @@ def test_it_allows_the_tokens_that_the_automaton_allows(name):
             assert is_allowed == should or (name in RECURSIVE and should)
             checked += is_allowed
     assert checked > (0 if name == "choice" else 100)
+
+
+def tagged(*tags):
+    of_tag = {"type": "object", "required": ["k", "v"]}
+    inner = {"type": "string", "maxLength": 40}
+    each = [of_tag | {"properties": {"k": {"const": tag}, "v": inner}} for tag in tags]
+    return json.dumps({"anyOf": each})
+
+
+@pytest.mark.parametrize("text", [tagged(1, 2), tagged(1, None, True)])
+def test_states_with_equal_continuations_are_one(text):
+    """What is counted stays apart."""
+    made, _ = automaton("json", text)
+    merged, whole = nearest(made, 300), nearest(made, 300, is_merged=False)
+    assert len(merged.rows) < len(whole.rows)
+    pairs, todo = {(0, 0)}, [(0, 0)]  # that one text leads to
+    while todo:
+        one, other = todo.pop()
+        assert merged.accepts[one] == whole.accepts[other]
+        rows = merged.rows[one][merged.class_of], whole.rows[other][whole.class_of]
+        np.testing.assert_array_equal(rows[0] == DEAD, rows[1] == DEAD)
+        new = {(a, b) for a, b in zip(*map(np.ndarray.tolist, rows), strict=True) if a != DEAD}
+        todo += new - pairs
+        pairs |= new
+    assert len({one for one, _ in pairs}) == len(merged.rows)
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -119,7 +145,7 @@ def test_states_without_recursion_are_not_cut():
 
 
 def test_too_many_different_maps_are_refused(monkeypatch):
-    monkeypatch.setattr(tables, "MOST_MAP_ENTRIES", 1000)
+    monkeypatch.setattr(tables, "MOST_MAP_ENTRIES", 100)
     with pytest.raises(Unsupported, match="different ways"):
         table(*GRAMMARS["person"])
 

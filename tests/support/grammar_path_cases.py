@@ -102,7 +102,14 @@ def batch(seed: int, num_canvases: int = 7, dtype: torch.dtype = torch.float32) 
     return Batch(
         logits.to(dtype),
         pack(tables),
-        Searches(*ints, table_of, *rest, canvas_of, most_rows=int(lengths.max())),
+        Searches(
+            *ints,
+            table_of,
+            *rest,
+            canvas_of,
+            most_rows=int(lengths.max()),
+            num_states=sum(len(tables[table].accepts) for table in which if table >= 0),
+        ),
         canvas_of,
         table_of[canvas_of],
         stops,
