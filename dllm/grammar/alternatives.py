@@ -93,6 +93,11 @@ class Alternatives:
             each = [self._of_part(one, opened, is_exact) for one in inner]
             if keyword == "oneOf" and is_exact:
                 given = [self._of_part(one, opened, False) for one in inner]
+                if all("type" in flat for flat in found):  # of others it does not matter
+                    kinds = [{"type": set().union(*(flat["type"] for flat in found))}]
+                    each, given = (
+                        [self._product(kinds, one, part) for one in ones] for ones in (each, given)
+                    )
                 each = [self._set_apart(at, each[at], given, inner) for at in range(len(inner))]
             if keyword in schema:
                 found = self._product(found, [flat for one in each for flat in one], part)
@@ -265,10 +270,7 @@ class Alternatives:
         types = flat.get("type", set(TYPES))
         return all(kind in HAS_NONE and HAS_NONE[kind](flat) for kind in types) or (
             types == {"object"}
-            and any(
-                name in flat.get("properties", {}) and self._have_none(flat["properties"][name])
-                for name in flat.get("required", ())
-            )
+            and any(self._have_none(property_of(flat, name)) for name in flat.get("required", ()))
         )
 
 

@@ -3,7 +3,9 @@
 Compiled, each rule repeats the whole grammar: that takes memory by the square of its length.
 """
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
@@ -18,6 +20,7 @@ CONTROLS = (0, 31)  # are in no text of JSON, but for spaces between its tokens
 # One character of a string of bounded length. xgrammar writes none of JSON's escapes there; those
 # of one character are added. Of \uXXXX two may stand for one.
 IN_STRING = [1, 34, 34, 92, 92, 13, 13, 10, 10]
+CODE = re.compile(r"\\u\{([0-9a-f]+)\}")  # of a character, as `patterns` writes it
 ESCAPED = b'"\\/bfnrt'
 
 Build = Callable[[int, int], None]  # adds the edges that lead from a state to another one
@@ -107,7 +110,8 @@ class Expressions:
         elif kind == REPEATED:
             self._repeat(parts[0], parts[1], parts[2], at, to)
         elif kind == PATTERN:
-            self._sequence(_parser.parse(bytes(_unsigned(parts[1:])).decode()), at, to)
+            text = CODE.sub(lambda code: f"\\U{code[1]:0>8}", bytes(_unsigned(parts[1:])).decode())
+            self._pattern(_parser.parse(text), at, to)
         else:
             raise ValueError(f"xgrammar's expression of kind {kind}")
         return None
@@ -123,6 +127,26 @@ class Expressions:
                         self._bytes(*key[:2], self._tails[key], target)
                     target = self._tails[key]
                 self._bytes(*first, at, target)
+
+    def _pattern(self, tree: Sequence[Any], at: int, to: int) -> None:
+        """The edges of a pattern, of which what is repeated no time holds as well (`patterns`).
+
+        That is first the length, and then maybe another pattern of the same texts.
+        """
+        items = [item for item in tree if not _held(item)]
+        held = [_held(item) for item in tree if _held(item)]
+        if not held:
+            return self._sequence(items, at, to)
+        ((_, (fewest, most, _)),) = held[0]
+        lengths = int(fewest), -1 if most is op.MAXREPEAT else int(most)
+        texts = Texts([Written(one) for one in (items, *held[1:])], lengths)
+        states = [self._state() for _ in texts.edges]
+        self.edges[at].append([EPSILON, 0, states[0]])
+        for state, edges in zip(states, texts.edges, strict=True):
+            self.edges[state] += [[low, high, states[target]] for low, high, target in edges]
+        for end in texts.ends:
+            self.edges[states[end]].append([EPSILON, 0, to])
+        return None
 
     def _sequence(self, items: Iterable[Any], at: int, to: int) -> None:
         self._one_by_one([_partial(self._item, item) for item in items], at, to)
@@ -153,13 +177,125 @@ class Expressions:
             fewest, most, items = value
             if (fewest, most) == (0, op.MAXREPEAT):
                 return self._loop(_partial(self._sequence, items), at, to)
-            rule, start = len(self.starts), self._state()
-            self.starts.append(start)
-            self._build_rule(start, _partial(self._sequence, items))
-            self._repeat(rule, fewest, -1 if most is op.MAXREPEAT else int(most), at, to)
+            self._repeated(items, fewest, -1 if most is op.MAXREPEAT else int(most), at, to)
         else:
             raise ValueError(f"{kind} in a pattern")
         return None
+
+    def _repeated(self, items: Any, fewest: int, most: int, at: int, to: int) -> None:
+        rule, start = len(self.starts), self._state()
+        self.starts.append(start)
+        self._build_rule(start, _partial(self._sequence, items))
+        self._repeat(rule, fewest, most, at, to)
+
+
+class Written(Expressions):
+    """The edges of one pattern, with repetitions written out: from ``start`` to ``end``."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.edges, self._tails = [], {}
+        self.start, self.end = self._state(), self._state()
+        self._sequence(items, self.start, self.end)
+        self._closures: dict[frozenset[int], frozenset[int]] = {}
+
+    def _repeated(self, items: Any, fewest: int, most: int, at: int, to: int) -> None:
+        for number in range(max(fewest, most)):
+            behind = self._state()
+            if number >= fewest:
+                self.edges[at].append([EPSILON, 0, to])
+            self._sequence(items, at, behind)
+            at = behind
+        if most == -1:
+            return self._loop(_partial(self._sequence, items), at, to)
+        self.edges[at].append([EPSILON, 0, to])
+        return None
+
+    def closure(self, states: frozenset[int]) -> frozenset[int]:
+        """The states that are reached without a byte."""
+        if states not in self._closures:
+            todo, seen = list(states), set(states)
+            while todo:
+                new = {to for low, _, to in self.edges[todo.pop()] if low == EPSILON} - seen
+                todo += new
+                seen |= new
+            self._closures[states] = frozenset(seen)
+        return self._closures[states]
+
+
+# Inside of a character: behind a backslash, and before so many hexadecimal digits.
+PLAIN, ESCAPE, LAST_DIGIT = 0, 5, 1
+CUTS = (0, 0x5C, 0x5D, 0x75, 0x76, 0x80, 0xC0, 256)
+
+
+class Texts:
+    """The texts that are of all of some patterns, and of a bounded length.
+
+    Attributes:
+        edges: of each state (low, high, target); 0 is the start.
+        ends: states in which a text may end.
+    """
+
+    def __init__(self, patterns: list[Written], lengths: tuple[int, int]) -> None:
+        self._patterns, (self._fewest, self._most) = patterns, lengths
+        self._following: dict[Any, list[tuple[int, int, Any, bool]]] = {}
+        sets = tuple(one.closure(frozenset([one.start])) for one in patterns)
+        numbers: dict[Any, int] = {((sets, PLAIN), 0): 0}
+        self.edges: list[list[tuple[int, int, int]]] = []
+        self.ends: list[int] = []
+        todo = [*numbers]
+        for state, length in todo:  # which grows
+            edges = []
+            for low, high, target, is_new in self._behind(state):
+                read = length + is_new
+                if read > self._most >= 0:
+                    continue
+                key = target, read if self._most >= 0 else min(read, self._fewest)
+                if key not in numbers:
+                    numbers[key] = len(numbers)
+                    todo.append(key)
+                edges.append((low, high, numbers[key]))
+            if length >= self._fewest and all(map(_ends, self._patterns, state[0])):
+                self.ends.append(len(self.edges))
+            self.edges.append(edges)
+
+    def _behind(self, state: Any) -> list[tuple[int, int, Any, bool]]:
+        """(low, high, state behind these bytes, whether they begin a character)."""
+        if state not in self._following:
+            sets, mode = state
+            moves = [
+                [edge for at in some for edge in one.edges[at] if edge[0] >= 0]
+                for one, some in zip(self._patterns, sets, strict=True)
+            ]
+            cuts = {cut for some in moves for low, high, _ in some for cut in (low, high + 1)}
+            found = []
+            for low, end in itertools.pairwise(sorted({*cuts, *CUTS})):
+                behind = tuple(
+                    one.closure(frozenset(to for a, b, to in some if a <= low <= b))
+                    for one, some in zip(self._patterns, moves, strict=True)
+                )
+                if all(behind):
+                    is_new = mode == PLAIN and not 0x80 <= low < 0xC0
+                    found.append((low, end - 1, (behind, _mode(mode, low)), is_new))
+            self._following[state] = found
+        return self._following[state]
+
+
+def _mode(mode: int, byte: int) -> int:
+    if mode == PLAIN:
+        return ESCAPE if byte == 0x5C else PLAIN
+    if mode == ESCAPE:
+        return ESCAPE - 1 if byte == 0x75 else PLAIN
+    return PLAIN if mode == LAST_DIGIT else mode - 1
+
+
+def _ends(pattern: Written, states: frozenset[int]) -> bool:
+    return pattern.end in states
+
+
+def _held(item: tuple[Any, Any]) -> list[Any]:
+    """What is repeated no time, else nothing."""
+    kind, value = item
+    return list(value[2]) if kind is op.MAX_REPEAT and value[1] == 0 else []
 
 
 def _unsigned(characters: Iterable[int]) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dllm.grammar.alternatives import TYPE_OF, TYPES, Alternatives, Conjunction, Flat, has_no_number
 from dllm.grammar.objects import lowered_object
-from dllm.grammar.patterns import IN_JSON, Alphabet, rewritten
+from dllm.grammar.patterns import IN_JSON, IN_TAG, Alphabet, rewritten
 from dllm.grammar.references import CANNOT, Document, Part, refuse
 from dllm.grammar.rules import Unsupported
 from dllm.grammar.strings import lowered_string
@@ -118,7 +118,11 @@ class Lowering:
             ]
             if not all(_is_writable(value) for value in values):
                 refuse("enum", flat["path"], "a value has no text that is read as the same value")
-            return [{"enum": values}] if values else []
+            whole = [one for one in values if isinstance(one, dict | list)]
+            if not self.alphabet.is_json or not whole:
+                return [{"enum": values}] if values else []
+            plain = [one for one in values if not isinstance(one, dict | list)]
+            return [*([{"enum": plain}] if plain else []), *map(_literal, whole)]
         unheld = flat.get("unheld", ())
         spoken = {TYPE_OF[key] for key in flat if key in TYPE_OF} | {kind for kind, _, _ in unheld}
         # Whoever declares properties means an object; other keywords leave all other types alone.
@@ -133,6 +137,20 @@ class Lowering:
             kinds.remove("integer")
         made = [OF_TYPE[kind](self, flat) if kind in OF_TYPE else {"type": kind} for kind in kinds]
         return [one for one in made if one is not None]
+
+
+def _literal(value: Any) -> Schema:
+    """The schema of one value, in any spacing."""
+    if isinstance(value, dict) and value:
+        members = {name: _literal(one) for name, one in value.items()}
+        shape = {"type": "object", "properties": members, "required": list(value)}
+        return shape | {"additionalProperties": False}
+    if isinstance(value, list) and value:
+        size = {"minItems": len(value), "items": False}
+        return {"type": "array", "prefixItems": [_literal(one) for one in value]} | size
+    if isinstance(value, dict):
+        return {"type": "object", "additionalProperties": False}
+    return {"type": "array", "maxItems": 0} if isinstance(value, list) else {"enum": [value]}
 
 
 def _is_writable(value: Any) -> bool:
@@ -210,7 +228,7 @@ def _integer(_: Lowering, flat: Flat) -> Schema | None:
 
 
 def _object(lowering: Lowering, flat: Flat) -> Schema | None:
-    return lowered_object(flat, lowering.conjunction, lowering.alternatives)
+    return lowered_object(flat, lowering.conjunction, lowering.alternatives, lowering.alphabet)
 
 
 def _string(lowering: Lowering, flat: Flat) -> Schema | None:
@@ -291,7 +309,7 @@ def _lower_tag(tag: Any) -> Any:
     if not isinstance(tag, Mapping):
         return tag
     lowered = {
-        key: lower(value) if key in ("json_schema", "schema") else _lower_tag(value)
+        key: lower(value, IN_TAG) if key in ("json_schema", "schema") else _lower_tag(value)
         for key, value in tag.items()
     }
     if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dllm.grammar.alternatives import TYPES, Alternatives, Conjunction, Flat, property_of
-from dllm.grammar.patterns import IN_JSON, in_string, other_names
+from dllm.grammar.patterns import IN_JSON, Alphabet, in_string, other_names
 from dllm.grammar.references import refuse
 from dllm.grammar.strings import lowered_string
 
@@ -19,7 +19,9 @@ Lower = Callable[[Conjunction], Schema | None]
 MOST_NAMES = 64  # with more declared names, no free names are written beside them
 
 
-def lowered_object(flat: Flat, lower: Lower, alternatives: Alternatives) -> Schema | None:
+def lowered_object(
+    flat: Flat, lower: Lower, alternatives: Alternatives, alphabet: Alphabet
+) -> Schema | None:
     """The lowered schema of an alternative's objects; None if there are none.
 
     Args:
@@ -43,9 +45,11 @@ def lowered_object(flat: Flat, lower: Lower, alternatives: Alternatives) -> Sche
     node: Schema = {"type": "object"}
     node |= {"properties": properties} if properties else {}
     node |= {"required": required} if required else {}
+    # Free names may come twice: where more than one is missing, declared ones have to do.
+    is_enough = fewest <= len(required) + 1 or fewest > len(properties)
     others = (
-        _others(flat, declared, lower, alternatives)
-        if has_others and most > len(required)
+        _others(flat, declared, lower, alternatives, alphabet)
+        if has_others and most > len(required) and is_enough
         else None
     )
     if others is None:
@@ -69,7 +73,7 @@ def _declared(flat: Flat, alternatives: Alternatives) -> tuple[dict[str, Conjunc
     names = dict.fromkeys([*flat.get("properties", ()), *flat.get("required", ())])
     named = [part for asked in flat.get("properties", {}).values() for part in asked]
     is_named = any(part.schema is not False for part in named) or bool(flat.get("required"))
-    has_others = not is_named or "additionalProperties" in flat
+    has_others = not is_named or not {"additionalProperties", "patternProperties"}.isdisjoint(flat)
     if "propertyNames" in flat:
         listed = alternatives.of(flat["propertyNames"])
         if all("enum" in one for one in listed):
@@ -86,21 +90,31 @@ def _is_name(flat: Flat, name: str, alternatives: Alternatives) -> bool:
 
 
 def _others(
-    flat: Flat, declared: dict[str, Any], lower: Lower, alternatives: Alternatives
+    flat: Flat,
+    declared: dict[str, Any],
+    lower: Lower,
+    alternatives: Alternatives,
+    alphabet: Alphabet,
 ) -> Schema | None:
     """What a lowered schema says of names that are not declared; None: there are none.
 
-    Those that ``additionalProperties`` speaks of, or, where none is declared, those of one pattern.
+    Those that ``additionalProperties`` speaks of, or those of one pattern.
     """
     patterns = flat.get("patternProperties", {})
     if patterns:
-        if declared:
+        if declared and (len(patterns) > 1 or len(declared) > MOST_NAMES or not alphabet.is_ours):
             return None
         if len(patterns) > 1 or "propertyNames" in flat:
             refuse("patternProperties", flat["path"], "answers can be held to one of them alone")
         ((pattern, asked),) = patterns.items()
         value = lower(asked)
-        return None if value is None else _of_pattern(in_string(pattern), value)
+        if value is None or not declared:
+            return None if value is None else _of_pattern(in_string(pattern), value)
+        names = in_string(pattern, alphabet, also=other_names(declared))
+        return {
+            "additionalProperties": value,
+            "propertyNames": {"type": "string", "pattern": names},
+        }
     value = lower(flat.get("additionalProperties", ()))
     if value is None or len(declared) > MOST_NAMES:
         return None

@@ -31,6 +31,7 @@ SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 # xgrammar 0.2.8 reads patterns of JSON strings that are ASCII in another way, which misreads what
 # is repeated inside of a repetition and drops backslashes. This part stands for no text.
 NOT_ASCII = "(?:é){0}"
+LENGTH = "!"  # stands for any character where a length is written
 BEGINNING, END = (op.AT, op.AT_BEGINNING), (op.AT, op.AT_END)
 CARET = r"\^"
 SECONDS = 0.1  # to find a pattern in a text
@@ -51,18 +52,22 @@ class Alphabet(NamedTuple):
         plain: characters that stand for themselves.
         is_json: quotes, backslashes and control characters are written as JSON's escapes.
         has_anchors: ``^`` and ``$`` are kept; otherwise the whole text is meant.
+        is_ours: `expressions` reads what is written, not xgrammar: several patterns at once, too.
     """
 
     plain: Ranges
     is_json: bool = False
     has_anchors: bool = False
+    is_ours: bool = False
 
 
 TEXT = Alphabet(BY_BYTES)
 IN_JSON = Alphabet(
     [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F), *BY_BYTES[1:]],  # inside of a string's quotes
     is_json=True,
+    is_ours=True,
 )
+IN_TAG = IN_JSON._replace(is_ours=False)
 IN_GEMMA = Alphabet([(0, 0x3B), (0x3D, 0x7F), *BY_BYTES[1:]])  # its strings end with ``<|"|>``
 SEARCH = Alphabet(BY_BYTES, has_anchors=True)
 
@@ -86,24 +91,51 @@ def _written(pattern: str, tree: Any, alphabet: Alphabet) -> str:
 
 
 def in_string(
-    pattern: str, alphabet: Alphabet = IN_JSON, fewest: float = 0, most: float = math.inf
+    pattern: str,
+    alphabet: Alphabet = IN_JSON,
+    fewest: float = 0,
+    most: float = math.inf,
+    also: str | None = None,
 ) -> str | None:
     """Rewrite (``rewritten``) a ``pattern`` of strings or a name in ``patternProperties``.
 
     Args:
         fewest, most: characters of the texts.
+        also: another pattern that the whole text has; ``pattern`` is then found anywhere in it.
 
     Returns:
         None if it is not known how to keep to the lengths.
     """
     tree: Any = parsed(pattern)
     low, high = tree.getwidth()
-    if low < fewest or high > most:
-        tree = _with_lengths(tree, fewest, most)
-        if tree is None:
-            return None
+    if also is None and (high < fewest or low > most):
+        return None
+    if also is None and (low < fewest or high > most):
+        found = _with_lengths(tree, fewest, most)
+        if found is not None:
+            return f"^(?:{_written(pattern, found, alphabet)}{NOT_ASCII})$"
     text = _written(pattern, tree, alphabet)
-    return f"^(?:{text}{NOT_ASCII})$"
+    if low >= fewest and high <= most and also is None:
+        return f"^(?:{text}{NOT_ASCII})$"
+    if not alphabet.is_ours:
+        return None
+    # What is repeated no time holds as well, and is in ASCII, which xgrammar hands on as it is.
+    beside = f"(?:{LENGTH}{{{int(fewest)},{'' if most == math.inf else int(most)}}}){{0}}"
+    if also is not None:
+        text = _found_anywhere(text, tree, alphabet)
+        beside += f"(?:{rewritten(also, alphabet)}){{0}}"
+    return "".join(c if c < "\x7f" else f"\\u{{{ord(c):x}}}" for c in f"^(?:{text}{beside})$")
+
+
+def _found_anywhere(text: str, tree: Any, alphabet: Alphabet) -> str:
+    """A written pattern with any text around it where it has no anchors."""
+    items = list(tree)
+    inner = items[items[:1] == [BEGINNING] : len(items) - (items[-1:] == [END])]
+    if "AT_" in repr(inner):  # anchors inside: of whole texts
+        return text
+    anything = rewritten("[^]*", alphabet)
+    before, behind = (anything * (end not in items) for end in (BEGINNING, END))
+    return f"{before}(?:{text}){behind}"
 
 
 def _with_lengths(tree: Any, fewest: float, most: float) -> list[Any] | None:
@@ -249,7 +281,7 @@ class _Writer:
         return self._characters(others(ranges) if is_negated else ranges, not is_negated)
 
     def _repeat(self, fewest: int, most: Any, items: Sequence[Any]) -> str | None:
-        inner = self.sequence(items, False, False)
+        inner = "" if most == 0 else self.sequence(items, False, False)
         if not inner:
             return "" if inner == "" or fewest == 0 else None
         end = "" if most is op.MAXREPEAT else most

@@ -83,7 +83,8 @@ class Document:
         self._num_steps = 0
         self._listed: dict[int, set[str]] = {}  # of each list of values
         resource = DRAFT202012.create_resource(schema)
-        base = resource.id() or "" if isinstance(schema, dict) else ""
+        named = (schema.get("$id"), schema.get("id")) if isinstance(schema, dict) else ()  # draft 4
+        base = next((one.rstrip("#") for one in named if isinstance(one, str)), "")
         self._registry = referencing.Registry().with_resource(base, resource)
         self.root = part_at(schema, "#", self._registry.resolver(base))
 

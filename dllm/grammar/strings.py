@@ -47,10 +47,15 @@ PATHS = dict.fromkeys(("path", "file-path", "directory-path"), r"[^\x00-\x1f\x7f
 FORMATS |= UUIDS | PATHS
 # Beside a length, because xgrammar's form has none: an address of at most 337 characters.
 SHORT_URI = r"https?://(?:[a-z0-9]{1,20}\.){1,3}[a-z]{2,10}(?:/[A-Za-z0-9._~/-]{0,255})?"
+# Beside a pattern.
+URI = (
+    rf"[a-z][a-z0-9]*(?:\+[a-z0-9]+)?://{LABEL}(?:\.{LABEL})*(?::[1-9][0-9]{{1,3}})?"
+    r"(?:/[A-Za-z0-9._~/-]*)?(?:\?[A-Za-z0-9._~=&-]*)?(?:#[A-Za-z0-9._~-]*)?"
+)
 OF_XGRAMMAR = ("duration", "uri", "uri-reference")
-NOTES = ("binary", "password")  # limit no text
+# JSON Schema's that answers are not held to. Other names are notes, which limit no text.
+NOT_HELD = ("idn-email", "idn-hostname", "iri", "iri-reference", "regex")
 MOST_LENGTH = 1 << 20  # a larger one limits nothing: no answer is as long
-KNOWN = ", ".join(sorted([*FORMATS, *OF_XGRAMMAR]))
 
 
 def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] | None:
@@ -66,21 +71,21 @@ def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] |
     if fewest > most:
         return None
     pattern, path = flat.get("pattern"), flat["path"]
-    if flat.get("format", NOTES[0]) not in NOTES:
-        form = flat["format"]
-        if form not in FORMATS and form not in OF_XGRAMMAR:
-            refuse("format", path, f"{form!r} is not known; allowed: {KNOWN}")
-        is_free = (fewest, most) == (0, math.inf)
-        beside = FORMATS | ({} if is_free else {"uri": SHORT_URI})
-        if pattern is not None or (form not in beside and not is_free):
+    form, also = flat.get("format"), None
+    if form in NOT_HELD:
+        refuse("format", path, f"answers cannot be held to {form!r}")
+    if form in FORMATS or form in OF_XGRAMMAR:
+        is_free = pattern is None and (fewest, most) == (0, math.inf)
+        beside = FORMATS | ({} if is_free else {"uri": SHORT_URI if pattern is None else URI})
+        if form not in beside and not is_free:
             refuse("format", path, "beside 'pattern' or a length answers cannot be held to it")
         if form not in beside:
             return node | {"format": form}
-        pattern = beside[form]
+        pattern, also = (beside[form], None) if pattern is None else (pattern, beside[form])
     if pattern is None:
         node |= {"minLength": fewest} if fewest else {}
         return node | ({"maxLength": most} if most < math.inf else {})
-    written = in_string(pattern, alphabet, fewest, most)
+    written = in_string(pattern, alphabet, fewest, most, also)
     if written is None:
         keyword = "format" if "format" in flat else "pattern"
         refuse(keyword, path, "beside this length answers cannot be held to it")

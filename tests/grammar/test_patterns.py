@@ -8,7 +8,15 @@ import re
 import pytest
 
 from dllm.grammar.automaton import DEAD, Automaton
-from dllm.grammar.patterns import IN_GEMMA, IN_JSON, in_string, is_found, other_names, rewritten
+from dllm.grammar.patterns import (
+    IN_GEMMA,
+    IN_JSON,
+    IN_TAG,
+    in_string,
+    is_found,
+    other_names,
+    rewritten,
+)
 from dllm.grammar.rules import Unsupported
 from tests.support.grammars import automaton
 
@@ -137,6 +145,8 @@ def test_what_is_no_regular_language_or_unclear_is_refused(pattern):
         ("a*", 0, 1, {"", "a"}),
         ("^[ab]{2}$", 1, 5, {"ab"}),
         ("^a(?:b|c)$", 2, 2, {"ab", "ac"}),
+        ("^a|aba$", 2, 3, {"aba"}),
+        ("^(?:ab|a)+$", 3, 4, {"aba", "abab"}),
     ],
 )
 def test_lengths_beside_a_pattern_are_held(pattern, fewest, most, texts):
@@ -148,9 +158,25 @@ def test_lengths_beside_a_pattern_are_held(pattern, fewest, most, texts):
     assert all(fewest <= len(text) <= most for text in found)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "also", "texts"),
+    [
+        ("^a", "[ab]*", {"a", "ab", "aba", "abab"}),
+        ("b$", "[ab]*", {"ab", "abab", "b"}),
+        ("a", "[ac]*", {"a", "ac"}),
+        ("^a|c$", "[ac]*", {"a"}),  # with anchors inside it is one of whole texts
+    ],
+)
+def test_two_patterns_are_held_at_once(pattern, also, texts):
+    written = in_string(pattern, IN_JSON, also=also)
+    made, _ = automaton("json", json.dumps({"type": "string", "pattern": written}))
+    assert accepted(made, ["", "a", "ab", "ac", "aba", "abab", "b"], json.dumps) == texts
+
+
 def test_lengths_that_cannot_be_held_are_told():
-    assert in_string("^ab|c$", IN_JSON, 2) is None
-    assert in_string("^(?:ab)+$", IN_JSON, 3) is None
+    assert in_string("^ab|c$", IN_TAG, 2) is None
+    assert in_string("^(?:ab)+$", IN_TAG, 3) is None
+    assert in_string("^a{3}$", IN_JSON, 4) is None and in_string("^a{3}$", IN_JSON, 0, 2) is None
 
 
 @pytest.mark.parametrize(
