@@ -8,17 +8,24 @@ The draft pass writes keys and values of the canvas to the slots of the tokens t
 causal pass that verifies them writes these slots again before it reads them.
 
 Source: linear speculation of Nemotron-Labs-Diffusion.
+
+An autoregressive model does so with an adapter of its drafting rows (``adapter``): they are [last
+token, noise x (N - 1)], read causally, and each predicts the token behind it. The first row has no
+adapter, so the first draft is the model's own token. Source: UNO (sgl-project/sglang #37667).
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
+from dllm.drafter.adapter import DraftAdapter, adapter_of
 from dllm.drafter.speculator import Drafter
 from dllm.drafter.steering import DraftPass
 from dllm.drafter.step import TargetStep
+from dllm.settings.server import options_of
 
 
 class SelfDrafter(Drafter):
@@ -26,16 +33,28 @@ class SelfDrafter(Drafter):
 
     _speculator_name = "dllm self-speculation"
     _has_own_cache = False
+    _adapter: DraftAdapter | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.requires_non_causal = True
+        self._mask_token_id: int | None = self.parallel_drafting_token_id
+        # [max_num_tokens] bool: rows of a draft pass that have the adapter.
+        self._drafts = torch.ones(self.max_num_tokens, dtype=torch.bool, device=device)
 
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
+        """Raises ValueError for an adapter that does not fit the target."""
         self._target_layers = target_attn_layer_names
-        return OwnNetwork(target_model, self.parallel_drafting_token_id)
+        self._adapter = adapter_of(self.vllm_config, target_model, self._drafts)
+        return OwnNetwork(target_model, self._mask_token_id)
+
+    def _run_model(self, num_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        adapter = self._adapter
+        with adapter.drafting(num_tokens) if adapter is not None else nullcontext():
+            hidden: torch.Tensor = super()._run_model(num_tokens, *args, **kwargs)
+        return hidden
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         self.draft_attn_layer_names = self._target_layers
@@ -62,10 +81,38 @@ class SelfDrafter(Drafter):
         """Nothing: the context is the target's own."""
 
 
+class NoiseDrafter(SelfDrafter):
+    """UNO: rows of noise behind the last token, each of which predicts the token behind it."""
+
+    _speculator_name = "dllm self-speculation with noise"
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.requires_non_causal = False
+        self.sample_from_anchor = True
+        self.num_query_per_req = self.num_speculative_steps
+        self._mask_token_id = None
+        # All rows of a block but the first.
+        self._drafts = torch.arange(len(self._drafts), device=device) % self.num_query_per_req != 0
+        options = options_of(vllm_config).drafter
+        draw = torch.Generator().manual_seed(options.uno_noise_seed)
+        end = options.uno_mask_token_id or self.vocab_size
+        size = self.max_model_len + self.num_query_per_req
+        # By position, so that it depends on nothing else that is served.
+        self._noise = torch.randint(1, end, (size,), generator=draw, dtype=torch.int32).to(device)
+
+    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        num_tokens = kwargs["num_reqs"] * self.num_query_per_req
+        positions = self.input_buffers.positions[:num_tokens]
+        ids = self.input_buffers.input_ids[:num_tokens]
+        ids.copy_(torch.where(self._drafts[:num_tokens], self._noise[positions], ids))
+        return super()._build_uniform_attn_metadata(*args, **kwargs)
+
+
 class OwnNetwork(torch.nn.Module):
     """The target behind the interface that vLLM's speculator of DFlash asks of a network."""
 
-    def __init__(self, target: torch.nn.Module, mask_token_id: int) -> None:
+    def __init__(self, target: torch.nn.Module, mask_token_id: int | None) -> None:
         super().__init__()
         # In a list, so that it is no submodule: its weights are counted once.
         self._target: list[Any] = [target]
@@ -84,9 +131,10 @@ class OwnNetwork(torch.nn.Module):
         return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[rows, vocab]``; -inf for the mask."""
+        """``[rows, vocab]``; -inf for the mask, if there is one."""
         logits: torch.Tensor = self._target[0].compute_logits(hidden_states)
-        logits[:, self.mask_token_id].fill_(-torch.inf)
+        if self.mask_token_id is not None:
+            logits[:, self.mask_token_id].fill_(-torch.inf)
         return logits
 
     def precompute_and_store_context_kv(

@@ -6,6 +6,7 @@ else is refused by name when an adapter is loaded: heads, embeddings, experts, r
 families, and the MLP of self-conditioning, which is computed for canvases only.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Adapters(LRUCacheWorkerLoRAManager):
             adapter = super()._load_adapter(lora_request)
         except AssertionError:  # without words
             adapter = None
-        if adapter is None or not adapter.loras or not all(map(_is_whole, adapter.loras.values())):
+        if adapter is None or not adapter.loras or not all(map(is_whole, adapter.loras.values())):
             raise ValueError(
                 f"adapter {lora_request.lora_name!r} has no lora_A, or one without its lora_B. "
                 "Save it again."
@@ -84,25 +85,29 @@ class Adapters(LRUCacheWorkerLoRAManager):
                 f"{', '.join(layers)}. Train it without the others."
             )
         for name, lora in adapter.loras.items():
-            _refuse_other_shape(name, lora, manager)
+            whole, place = place_of(name, manager.packed_modules)
+            refuse_other_shape(name, lora, manager.modules[whole].base_layer, place)
         return adapter
 
 
-def _is_whole(lora: Any) -> bool:
+def is_whole(lora: Any) -> bool:
     return lora.lora_a is not None and lora.lora_b is not None
 
 
-def _refuse_other_shape(name: str, lora: Any, manager: Any) -> None:
+def place_of(name: str, packed: Mapping[str, Sequence[str]]) -> tuple[str, int | None]:
+    """The layer served that a layer of the checkpoint is a part of, and which; None: the whole."""
+    stem = name.rpartition(".")[0]
+    for whole, parts in packed.items():
+        if whole.startswith(f"{stem}.") and name in parts:
+            return whole, parts.index(name)
+    return name, None
+
+
+def refuse_other_shape(name: str, lora: Any, layer: Any, place: int | None) -> None:
     """Raises ValueError: a matrix is of another model, or of another rank than the config says.
 
     Smaller matrices would be served as if the rest were 0.
     """
-    stem, _, part = name.rpartition(".")
-    whole, place = part, None
-    for packed, parts in manager.packed_modules.items():
-        if packed.startswith(f"{stem}.") and name in parts:
-            whole, place = packed.rpartition(".")[2], parts.index(name)
-    layer = manager.modules[f"{stem}.{whole}"].base_layer
     columns, rows = layer.input_size, layer.output_size
     if place is not None:
         rows = layer.output_sizes[place]

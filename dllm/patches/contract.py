@@ -201,6 +201,10 @@ OBJECTS = {
         "self.requests[data.req_id].num_output_placeholders",
         "the same under asynchronous scheduling",
     ),
+    "vllm.model_executor.layers.linear.LinearBase.quant_method": (
+        "layer.quant_method",
+        "with an adapter of drafting rows, which changes what the layer gives in these",
+    ),
     "vllm.model_executor.layers.attention.attention.Attention.attn_backend": (
         "layer.attn_backend",
         "on a CPU: layers with blocks or an anchored window have a builder of their own",

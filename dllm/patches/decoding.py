@@ -12,10 +12,20 @@ from vllm.transformers_utils.config import get_config
 from dllm.models import AUTOREGRESSIVE, FAMILIES, SERVED, Served
 from dllm.patches.cpu import choose_dtype, register_model
 from dllm.patches.drafting import always_has_our_worker, draft_limits, may_be_ours
-from dllm.patches.drafts import SELF_DRAFTER
+from dllm.patches.drafts import NOISE_DRAFTER, SELF_DRAFTER
 from dllm.patches.neighbours import explain_refusal
 from dllm.patches.replace import replaces
+from dllm.settings.drafting import WHERE as DRAFTER
 from dllm.settings.server import WHERE, PluginOptions, options_of
+
+ADAPTER = "draft_adapter"  # in ``additional_config``, beside our options: the adapter's digest
+# Options of ``--speculative-config`` with the method "uno" in vLLM's open change
+# (vllm-project/vllm #55947), and ours.
+UNO = {
+    "uno_lora_path": "adapter",
+    "uno_mask_token_id": "uno_mask_token_id",
+    "uno_noise_seed": "uno_noise_seed",
+}
 
 
 def serve_decodings() -> None:
@@ -26,10 +36,9 @@ def serve_decodings() -> None:
 
 def configure_self_drafting(vllm_config: Any) -> None:
     """Raises ValueError if an option or a flag does not work with a self-drafting model."""
-    from dllm.drafter.pair import refuse_other_rules, refuse_pilot
+    from dllm.drafter.pair import refuse_pilot
 
-    speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
-    model = vllm_config.model_config
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
     if (widest := getattr(model.hf_config, "widest_canvas", None)) is None:
         raise ValueError(
             f"--speculative-config names {SELF_DRAFTER}, and {model.architecture} does not draft "
@@ -41,11 +50,35 @@ def configure_self_drafting(vllm_config: Any) -> None:
             f"num_speculative_tokens = {speculative.num_speculative_tokens}; allowed: at most "
             f"{most}, because the model was trained with canvases of {most + 1} tokens."
         )
+    _configure_rule(vllm_config)
+    refuse_pilot(vllm_config)
+
+
+def configure_noise_drafting(vllm_config: Any) -> None:
+    """Raises ValueError: there is no adapter, or an option does not work."""
+    if options_of(vllm_config).drafter.adapter is None:
+        raise ValueError(
+            f'--speculative-config names {NOISE_DRAFTER}, and "adapter" of {DRAFTER} is not given: '
+            "the folder of an adapter for it."
+        )
+    # Which vLLM's speculator asks for. Noise stands there.
+    vllm_config.model_config.hf_config.ptd_token_id = 0
+    _configure_rule(vllm_config)
+
+
+def _configure_rule(vllm_config: Any) -> None:
+    """What all models that draft for themselves have in common."""
+    from dllm.drafter.adapter import adapter_folder, digest_of
+    from dllm.drafter.pair import refuse_other_rules
+
+    speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
-    refuse_pilot(vllm_config)
+    if options.adapter is not None:
+        # vLLM keeps compiled code by its configuration. That of another adapter is other code.
+        vllm_config.additional_config[ADAPTER] = digest_of(adapter_folder(vllm_config))
 
 
 def self_drafting_attention(vllm_config: Any) -> None:
@@ -62,6 +95,14 @@ def self_drafting_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     yield parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size", why
 
 
+def noise_drafting_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
+    """As ``kinds.Kind.refuses`` says."""
+    yield from self_drafting_limits(vllm_config)
+    model, why = vllm_config.model_config, "noise is drafted with text and full attention alone"
+    yield model.is_multimodal_model, model.architecture, why
+    yield model.is_hybrid or model.get_sliding_window() is not None, model.architecture, why
+
+
 def adapter_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     """As ``kinds.Kind.refuses``, of models that have canvases and are served token by token."""
     is_given = vllm_config.lora_config is not None
@@ -75,6 +116,7 @@ def _choose_model_config() -> None:
 
     @replaces(EngineArgs)
     def create_model_config(theirs: Any, self: Any) -> Any:
+        _choose_noise(self)
         decoding = PluginOptions.from_additional_config(self.additional_config).decoding
         try:
             config = theirs(self)
@@ -124,6 +166,29 @@ def _choose_draft_length(arguments: Any) -> None:
     if method == "dflash" and model and is_open and may_be_ours(arguments):
         block_size = getattr(get_config(model, arguments.trust_remote_code), "block_size", None)
         arguments.spec_tokens = block_size and block_size - 1
+
+
+def _choose_noise(arguments: Any) -> None:
+    """Write the method "uno" as a class of ours and its options. Raises ValueError: no adapter."""
+    given = dict(arguments.speculative_config or {})
+    if given.get("method") != "uno":
+        return
+    named = {UNO[name]: given.pop(name) for name in UNO.keys() & given.keys()}
+    ours = (arguments.additional_config or {}).get("dllm") or {}
+    drafter = {**(ours.get("drafter") or {}), **named}
+    if not drafter.get("adapter"):
+        raise ValueError(
+            '--speculative-config: method = "uno" without uno_lora_path; needed: the folder of an '
+            "adapter for it."
+        )
+    kept = {**(arguments.additional_config or {}), "dllm": {**ours, "drafter": drafter}}
+    arguments.additional_config = kept
+    arguments.speculative_config = {
+        "draft_sample_method": "probabilistic",
+        **given,
+        "method": "custom_class",
+        "model": NOISE_DRAFTER,
+    }
 
 
 def _choose_speculator(arguments: Any, config: Any, decoding: str) -> None:

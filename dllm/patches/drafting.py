@@ -18,7 +18,7 @@ from dllm.patches.contract import (
     GPU_WORKER,
 )
 from dllm.patches.cpu import is_cpu_without_triton, schedules_no_step_ahead
-from dllm.patches.drafts import LOOKUP, Draft, draft_of, has_drafter
+from dllm.patches.drafts import LOOKUP, NOISE_DRAFTER, Draft, draft_of, has_drafter
 from dllm.patches.neighbours import vllm_version
 from dllm.patches.replace import replaces
 from dllm.patches.served import Server, model_of
@@ -293,7 +293,7 @@ def make_our_speculators() -> None:
     from vllm.v1.worker.gpu import model_runner
 
     from dllm.drafter.scheduled import ScheduledDrafts
-    from dllm.drafter.self_drafter import SelfDrafter
+    from dllm.drafter.self_drafter import NoiseDrafter, SelfDrafter
     from dllm.drafter.sources import make_steered
     from dllm.drafter.speculator import Drafter
 
@@ -303,7 +303,8 @@ def make_our_speculators() -> None:
         if draft is None:
             return theirs(vllm_config, device, req_states)
         if draft is Draft.ITSELF:
-            return SelfDrafter(vllm_config, device)
+            is_noise = vllm_config.speculative_config.model == NOISE_DRAFTER
+            return (NoiseDrafter if is_noise else SelfDrafter)(vllm_config, device)
         if draft is Draft.NETWORK:
             return Drafter(vllm_config, device)
         make = make_steered if draft is Draft.SOURCE else ScheduledDrafts

@@ -8,6 +8,7 @@ from dllm.patches.neighbours import is_disabled
 from dllm.settings.drafting import OUR_DRAFTER
 
 SELF_DRAFTER = "dllm.drafter.self_drafter.SelfDrafter"
+NOISE_DRAFTER = "dllm.drafter.self_drafter.NoiseDrafter"
 REMOTE_DRAFTS = "dllm.remote.speculator.RemoteDrafts"
 LOOKUP = "ngram"  # with the option ``prompt_lookup``: ours in place of vLLM's
 
@@ -15,7 +16,7 @@ LOOKUP = "ngram"  # with the option ``prompt_lookup``: ours in place of vLLM's
 class Draft(Enum):
     """Who makes the drafts that ours verify. Of the first three a worker does."""
 
-    ITSELF = "a diffusion model, for itself"
+    ITSELF = "the target, for itself"
     NETWORK = "our DFlash drafter"
     SOURCE = "a speculator of vLLM, which ours steers"
     TEXTS = "the requests' own texts"
@@ -27,7 +28,7 @@ class Draft(Enum):
 
 
 # Of the method "custom_class", by the class.
-CLASSES = {SELF_DRAFTER: Draft.ITSELF, REMOTE_DRAFTS: Draft.REMOTE}
+CLASSES = {SELF_DRAFTER: Draft.ITSELF, NOISE_DRAFTER: Draft.ITSELF, REMOTE_DRAFTS: Draft.REMOTE}
 
 
 def draft_of(speculative_config: Any) -> Draft | None:

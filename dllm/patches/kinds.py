@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dllm.patches import configure, contract, cpu, decoding, drafting, remote
-from dllm.patches.drafts import Draft, draft_of
+from dllm.patches.drafts import NOISE_DRAFTER, Draft, draft_of
 from dllm.patches.neighbours import is_disabled
 from dllm.patches.served import Server, has_canvases, model_of
 from dllm.settings.drafting import WHERE
@@ -70,10 +70,25 @@ SELF_DRAFTS = Kind(
     on_cuda=OURS,
     scheduler=contract.DRAFTING_SCHEDULER,
     attention=decoding.self_drafting_attention,
-    takes=WIDTHS | BLOCKS,
+    takes=WIDTHS | BLOCKS | {"adapter"},
     refuses=decoding.self_drafting_limits,
     why_synchronous=drafting.why_steps_wait,
     configure=decoding.configure_self_drafting,
+)
+# As above, of an autoregressive model with an adapter.
+NOISE_DRAFTS = Kind(
+    "drafting for itself with noise",
+    lambda config, options: (
+        draft_of(config.speculative_config) is Draft.ITSELF
+        and config.speculative_config.model == NOISE_DRAFTER
+    ),
+    on_cpu=OURS,
+    on_cuda=OURS,
+    scheduler=contract.DRAFTING_SCHEDULER,
+    takes=WIDTHS | {"adapter", "uno_mask_token_id", "uno_noise_seed", "verification"},
+    refuses=decoding.noise_drafting_limits,
+    why_synchronous=drafting.why_steps_wait,
+    configure=decoding.configure_noise_drafting,
 )
 DFLASH = Kind(
     "drafting with a DFlash drafter",
@@ -137,6 +152,7 @@ DRAFT_WORKER = Kind("a draft worker", lambda config, options: options.draft_work
 OTHERS = Kind("another model", lambda config, options: True)
 KINDS = (
     CANVASES,
+    NOISE_DRAFTS,
     SELF_DRAFTS,
     DFLASH,
     REMOTE,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from dllm.settings.checks import refuse_wide
@@ -57,6 +57,15 @@ class DrafterOptions:
     verification: Literal["drafter_invariant", "rejection"] = "drafter_invariant"
     """which drafts are kept: [below](#what-the-output-promises)"""
 
+    adapter: str | None = None
+    """with which the target drafts for itself: [draft-adapters.md](draft-adapters.md)"""
+
+    uno_mask_token_id: Annotated[int, Field(ge=2)] | None = None
+    """its noise is ids from 1 to below this, by default all"""
+
+    uno_noise_seed: Natural = 0
+    """of the noise"""
+
     fused_context: bool = False
     """on CUDA: one kernel (`attention/context_kv.py`) for context tokens; no quantized projections.
     No GPU has timed it"""
@@ -76,7 +85,7 @@ class DrafterOptions:
     `"<\|MASK\|>"`"""
 
     record: str | None = None
-    """a folder in which live traffic is recorded. It reveals what users wrote
+    """a folder in which live traffic is recorded: what users wrote
     ([calibration.md](calibration.md))"""
 
     record_layers: Ascending | None = None

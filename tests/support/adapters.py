@@ -3,11 +3,14 @@
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from vllm.lora.request import LoRARequest
 
 RANK, ALPHA = 4, 8
@@ -55,6 +58,35 @@ def merged(base: Path, adapter: Path, out: Path) -> Path:
             weights[name] = weights[name] + ALPHA / RANK * b @ a
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
     return out
+
+
+@contextmanager
+def changed(model: Any, adapter: Path, rows: Tensor) -> Iterator[None]:
+    """Add the adapter's change to the output of transformers' layers, in these rows ``[L]``."""
+    parts, hooks = load_file(adapter / ADAPTER), []
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    for name, down in parts.items():
+        if "lora_A" not in name:
+            continue
+        matrices = down.float(), parts[name.replace("lora_A", "lora_B")].float()
+        layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+
+        def add(_: Any, given: Any, output: Tensor, pair: Any = matrices) -> Tensor:
+            return output + rows[:, None] * (scale * given[0] @ pair[0].T @ pair[1].T)
+
+        of_model = model.get_submodule(layer.replace("encoder.", "model.", 1))
+        hooks.append(of_model.register_forward_hook(add))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def rows_changed(count: int, first: int) -> Tensor:
+    """``[count]`` bool: those from ``first`` on."""
+    return torch.arange(count) >= first
 
 
 def asked(adapter: Path, number: int) -> LoRARequest:
