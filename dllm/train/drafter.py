@@ -15,6 +15,7 @@ from dllm.drafter.samples import Sample, recorded_layers
 from dllm.settings.command import FAILED, OK, CommandError, write_findings
 from dllm.tools import client
 from dllm.train.acceptance import Acceptance, measure, possible, total
+from dllm.train.adapter import AdapterLearner
 from dllm.train.export import (
     CARD,
     LOG,
@@ -43,7 +44,13 @@ from dllm.train.responses import (
 )
 from dllm.train.run import DraftLearner, Run, progress, train_shown
 from dllm.train.settings import CONTINUED, NEW, DrafterTraining
-from dllm.train.target import Target, TargetEmbeddingsAndHead, read_config, target_facts
+from dllm.train.target import (
+    Target,
+    TargetEmbeddingsAndHead,
+    own_mask,
+    read_config,
+    target_facts,
+)
 
 RESPONSES = "responses"
 
@@ -51,6 +58,8 @@ RESPONSES = "responses"
 def train(given: argparse.Namespace, argv: Sequence[str]) -> int:
     """The exit status. Raises as the command. ``argv`` is for the model card."""
     settings = load_settings(given)
+    if settings.adapter is not None:
+        return train_adapter(given, settings, argv)
     target_config = read_config(given.target)
     drafter = load_drafter(given, settings, target_config)
     is_recorded = given.from_buffer is not None
@@ -79,6 +88,31 @@ def train(given: argparse.Namespace, argv: Sequence[str]) -> int:
                 shown.advance(done)
         samples = usable(folder / TRAIN), usable(folder / HELDOUT)
     run = Run(DraftLearner(settings, drafter, ends, *samples), given.out)
+    if given.resume:
+        run.resume()
+    train_shown(run)
+    finish(run, given, argv)
+    return OK
+
+
+def train_adapter(given: argparse.Namespace, settings: DrafterTraining, argv: Sequence[str]) -> int:
+    """As ``train``, of an adapter with which the target drafts for itself."""
+    if given.from_buffer or given.from_server or given.drafter:
+        raise CommandError(
+            "[adapter] is trained from prompts alone; leave out --from-buffer, --from-server and "
+            "--drafter."
+        )
+    settings = settings.changed({"hidden_states": "recomputed"})  # none is read
+    prompts = load_prompts(given.target, given.prompts, settings)
+    begin(given.out, settings.to_mapping() | _target_and_prompts(given, prompts), given.resume)
+    torch.set_num_threads(settings.threads)
+    target, folder = Target(given.target, device_of(given.device)), given.out / RESPONSES
+    respond = from_target(target, settings.max_tokens)
+    with progress("responses", len(prompts)) as shown:
+        for done in collect(folder, prompts, respond, target, (), settings):
+            shown.advance(done)
+    samples = usable(folder / TRAIN), usable(folder / HELDOUT)
+    run = Run(AdapterLearner(settings, target, own_mask(given.target), *samples), given.out)
     if given.resume:
         run.resume()
     train_shown(run)
@@ -152,10 +186,13 @@ def inputs_of(
     return settings.to_mapping() | {
         "drafter config": drafter.config,
         "drafter weights": weights_digest(given.drafter) if given.drafter else None,
-        "target": str(given.target.resolve()),
-        "prompts": digest_of(prompts),
         "buffer": str(given.from_buffer),
+        **_target_and_prompts(given, prompts),
     }
+
+
+def _target_and_prompts(given: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, object]:
+    return {"target": str(given.target.resolve()), "prompts": digest_of(prompts)}
 
 
 def _without_folder(argument: str) -> str:
@@ -182,17 +219,12 @@ def finish(run: Run, given: argparse.Namespace, argv: Sequence[str]) -> None:
 
 def write_model_card(run: Run, path: Path, command: str, data: str) -> None:
     """``data``: what the weights were trained on, in a sentence."""
-    learner, drafter = run.learner, run.learner.drafter
-    num_params = sum(param.numel() for param in run.average.parameters())
+    learner = run.learner
     sections = [
-        f"# A drafter of {num_params / 1e6:.2f}M parameters\n",
-        "A block-diffusion (DFlash) drafter in z-lab's format, in bf16: it proposes the next "
-        f"{drafter.block - 1} tokens of one target in one pass, from the target's hidden states "
-        f"behind layers {', '.join(map(str, drafter.read.target_layer_ids))}. Embedding and head "
-        "are the target's. It changes the target's speed and nothing that it says.\n",
+        *learner.card(),
         *_training(run, command, data),
         "\n## Held-out prompts, greedy\n",
-        acceptance_text(learner.acceptance, possible(learner.heldout, drafter.block - 1)),
+        acceptance_text(learner.acceptance, possible(learner.heldout, learner.num_drafts)),
         "\n## Limits\n",
         "Of no use to any other target, and of little on other prompts than those it was "
         "trained on: train another one (docs/calibration.md).",

@@ -84,8 +84,11 @@ def make_optimizers(model: nn.Module, settings: DrafterTraining) -> list[torch.o
     trained = [param for param in model.parameters() if param.requires_grad]
     matrices = [param for param in trained if param.ndim == 2]
     others = [param for param in trained if param.ndim < 2]
-    adamw = torch.optim.AdamW(others, settings.vector_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    return [Muon(matrices, settings.matrix_lr), adamw]
+    found: list[torch.optim.Optimizer] = [Muon(matrices, settings.matrix_lr)]
+    if others:
+        betas = 0.9, 0.98
+        found.append(torch.optim.AdamW(others, settings.vector_lr, betas, weight_decay=0.0))
+    return found
 
 
 def lr_factor(step: int, settings: DrafterTraining) -> float:

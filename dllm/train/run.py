@@ -136,6 +136,29 @@ class DraftLearner:
             **{f"length_{name}": round(one.length, 3) for name, one in groups},
         }
 
+    @property
+    def num_drafts(self) -> int:
+        return self.drafter.block - 1
+
+    def card(self) -> list[str]:
+        """How its model card begins."""
+        num_params = sum(param.numel() for param in self.model.parameters())
+        return [
+            f"# A drafter of {num_params / 1e6:.2f}M parameters\n",
+            "A block-diffusion (DFlash) drafter in z-lab's format, in bf16: it proposes the next "
+            f"{self.num_drafts} tokens of one target in one pass, from the target's hidden states "
+            f"behind layers {', '.join(map(str, self.drafter.read.target_layer_ids))}. Embedding "
+            "and head are the target's. It changes the target's speed and nothing that it says.\n",
+        ]
+
+    def describe(self) -> str:
+        num_params, device = count_params(self.drafter.read), self.target.device
+        return (
+            f"drafter: {num_params / 1e6:.2f}M parameters, {2 * num_params / 1e6:.2f} MB in bf16; "
+            f"{self.pass_ms():.1f} ms a pass of {self.drafter.block} positions behind "
+            f"{TIMED_CONTEXT} tokens, on {processor(device)}"
+        )
+
     def summary(self) -> str:
         length = f"{total(self.acceptance).length:.2f}" if self.acceptance else "-"
         return f"held-out tokens a step {length}"
@@ -169,12 +192,13 @@ def draw_revealed(exists: Tensor, share: float, noise: torch.Generator) -> Tenso
 class Run:
     """One run in one directory; None: a run without log and checkpoint."""
 
-    def __init__(self, learner: DraftLearner, out: Path | None) -> None:
+    def __init__(self, learner: Any, out: Path | None) -> None:
+        """``learner``: a ``DraftLearner``, or an ``adapter.AdapterLearner``."""
         self.learner, self.out = learner, out
         self.settings = learner.settings
         torch.set_num_threads(self.settings.threads)
-        self.model = learner.model
-        self.average: DraftNetwork = copy.deepcopy(self.model).eval().requires_grad_(False)
+        self.model: nn.Module = learner.model
+        self.average: Any = copy.deepcopy(self.model).eval().requires_grad_(False)
         self.optimizers = make_optimizers(self.model, self.settings)
         self.device = next(self.model.parameters()).device
         self.step, self.loss = 0, 0.0  # loss: running mean over about fifty steps
@@ -304,13 +328,7 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Shown]:
 
 def train_shown(run: Run) -> None:
     learner = run.learner
-    num_params, block = count_params(learner.drafter.read), learner.drafter.block
-    print(
-        f"drafter: {num_params / 1e6:.2f}M parameters, {2 * num_params / 1e6:.2f} MB in bf16; "
-        f"{learner.pass_ms():.1f} ms a pass of {block} positions behind {TIMED_CONTEXT} tokens, on "
-        f"{processor(run.device)}",
-        flush=True,
-    )
+    print(learner.describe(), flush=True)
     with progress("train", run.settings.steps, run.step) as shown:
         for _ in run.run():
             shown.advance(note=f"loss {run.loss:.3f}  {run.learner.summary()}")

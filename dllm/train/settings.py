@@ -49,6 +49,24 @@ class DrafterShape:
             refuse_value("drafter.target_layer_ids", layers, "ascending layers of the target")
 
 
+@dataclass(frozen=True, config=CHECKED)
+class AdapterShape:
+    """A LoRA adapter with which the target drafts for itself, in place of a drafter.
+
+    Attributes:
+        rank: of the change of a layer.
+        target_modules: names of the layers that it changes.
+        num_drafts: tokens that a pass drafts.
+        uno_mask_token_id: of an autoregressive target: noise is ids from 1 to below this; None:
+            all.
+    """
+
+    rank: Count = 16
+    target_modules: tuple[str, ...] = ("o_proj",)
+    num_drafts: Count = 31
+    uno_mask_token_id: Annotated[int, Field(ge=2)] | None = None
+
+
 class TomlSettings:
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -102,6 +120,7 @@ class DrafterTraining(TomlSettings):
         evaluate_every, checkpoint_every: steps.
         threads: of the CPU; the last bits of the weights depend on it.
         drafter: table ``[drafter]``: the network; with ``--drafter`` it is that checkpoint's.
+        adapter: table ``[adapter]``: an adapter of the target in place of a drafter.
     """
 
     seed: Natural = 0
@@ -128,6 +147,7 @@ class DrafterTraining(TomlSettings):
     checkpoint_every: Count = 250
     threads: Count = 1
     drafter: DrafterShape = field(default_factory=DrafterShape)
+    adapter: AdapterShape | None = None
 
     @classmethod
     def load(cls, path: Path) -> Self:

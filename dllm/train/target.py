@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.drafter.samples import Sample
 from dllm.models import FAMILIES
+from dllm.models.unmasking.reference import load_model
 from dllm.quantize.checkpoint import INDEX, WEIGHTS, open_file
 from dllm.settings.checks import missing_folder
 from dllm.settings.command import CommandError
@@ -117,7 +118,9 @@ class Target(TargetEmbeddingsAndHead):
 
     def __init__(self, path: Path, device: str) -> None:
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+            is_masked = own_mask(path) is not None
+            kind = AutoModelForCausalLM
+            model = load_model(path) if is_masked else kind.from_pretrained(path, dtype="auto")
         except (OSError, ValueError) as error:
             raise CommandError(f"--target {path}: {error}") from None
         self.model = model.to(device).eval().requires_grad_(False)
@@ -243,6 +246,14 @@ def load_batch(
 
 
 # --- its config.json ------------------------------------------------------------------------------
+
+
+def own_mask(path: Path) -> int | None:
+    """The mask of a model that fills in masks and is an autoregressive one, too; else None."""
+    config = json.loads((path / "config.json").read_text())
+    served = FAMILIES.get((config.get("architectures") or [""])[0])
+    is_both = served is not None and served.autoregressive is not None
+    return int(config["mask_token_id"]) if is_both else None
 
 
 def read_config(path: Path) -> dict[str, object]:
