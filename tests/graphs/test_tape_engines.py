@@ -12,7 +12,8 @@ import torch
 from tests.support.draft_sources import write_eagle_3
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import RUN_TOLERANCE, relative_error
-from tests.support.family_checkpoints import WHOLE_SEQUENCES, write
+from tests.support.family_checkpoints import WHOLE_SEQUENCES
+from tests.support.family_checkpoints import write as write_family
 from tests.support.tape_jobs import CANVAS, JOBS, run_jobs, write_with_thoughts
 
 CASES = [pytest.param(group, name, id=name) for group, jobs in JOBS.items() for name in jobs]
@@ -20,44 +21,53 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def result_of(
+def path_of(
     checkpoint: Callable[..., Path],
     family: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str, str], Any]:
-    """What the worker says of a job: ``result_of(group, name)``; a group is one process."""
+) -> Callable[[str], Path]:
+    """The checkpoint of a name in JOBS."""
     folder = tmp_path_factory.mktemp("tape")
 
     @functools.cache
-    def path_of(name: str) -> Path:
+    def write(name: str) -> Path:
         if Path(name).is_absolute():
             return Path(name)
         if name in ("target", "eagle3"):
             return {"target": write_target, "eagle3": write_eagle_3}[name](folder / name)
-        family_name, _, is_other = name.partition(", ")
+        family_name, _, kind = name.partition(", ")
         if family_name == "gemma":
-            plain = checkpoint(canvas_length=CANVAS["gemma"], seed=9 if is_other else 3)
+            plain = checkpoint(canvas_length=CANVAS["gemma"], seed=9 if kind else 3)
         else:
             plain = family(family_name)
         path = write_with_thoughts(plain, folder / name)
-        if is_other and family_name != "gemma":
-            write(path, json.loads((path / "config.json").read_text()), seed=1)
+        if kind and family_name != "gemma":
+            write_family(path, json.loads((path / "config.json").read_text()), seed=1)
         return path
 
-    @functools.cache
-    def results(group: str) -> Any:
-        return run_jobs(JOBS[group], path_of, folder / f"{group}.pt")
+    return write
 
-    return lambda group, name: results(group)[name]
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest,
+    path_of: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    """What the worker says of a group's jobs, as far as they are tested; it is one process."""
+    given = [item.callspec.params for item in request.session.items if item.path == request.path]
+    tested = {one["name"] for one in given if one["results"] == request.param}
+    jobs = {name: job for name, job in JOBS[request.param].items() if name in tested}
+    return run_jobs(jobs, path_of, tmp_path_factory.mktemp("found") / "found.pt")
 
 
 def requests(result: dict[str, Any], of: str) -> list[Any]:
     return [one for batch in result[of] for one in batch]
 
 
-@pytest.mark.parametrize(("group", "name"), CASES)
-def test_tape_of_a_server_gives_the_tokens_of_steps_without(group, name, result_of):
-    result = result_of(group, name)
+@pytest.mark.parametrize(("results", "name"), CASES, indirect=["results"], scope="module")
+def test_tape_of_a_server_gives_the_tokens_of_steps_without(results, name):
+    result = results[name]
     assert not result["failed"] and not result["faults"]
     pairs = list(zip(requests(result, "taped"), requests(result, "eager"), strict=True))
     assert [taped[0] for taped, _ in pairs] == [eager[0] for _, eager in pairs]

@@ -36,7 +36,9 @@ def results(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     layers, few = ["sliding_attention", "full_attention"], {"max_denoising_steps": 4}
     plain = checkpoint(canvas_length=CANVAS["gemma"], layer_types=layers, generation=few)
     path = write_with_thoughts(plain, folder / "gemma")
-    return run_jobs({"planted": PLANTED}, lambda name: path, folder / "found.pt")["planted"]
+    found = run_jobs({"planted": PLANTED}, lambda name: path, folder / "found.pt")["planted"]
+    assert "failed" not in found, found["failed"]
+    return found
 
 
 def caught(result: dict[str, Any]) -> set[str]:

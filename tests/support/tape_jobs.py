@@ -1,11 +1,4 @@
-"""The servers whose graphs are replayed from a tape, and when that is tested (``tape_worker``).
-
-daily    in ``make test``
-extended in ``make test-all``
-others   in ``make test-nightly``
-
-The jobs of a group run in one process.
-"""
+"""The servers whose graphs are replayed from a tape (``tape_worker``)."""
 
 import json
 import shutil
@@ -53,26 +46,31 @@ def speculative(method: str, drafter: str, num_drafts: int) -> dict[str, Any]:
 TINY_AR, TINY_DRAFTER = (str(ROOT / "checkpoints" / name) for name in ("tiny-ar", "tiny-drafter"))
 OURS = speculative("dflash", TINY_DRAFTER, 7)
 FEW = {"override_generation_config": {"max_denoising_steps": 8}}
-FAMILIES = ("sdar-moe", "llada2", "nemotron", "fast-dllm", "stable-diffcoder", "a2d-qwen3")
+FAMILIES = ("llada2", "nemotron", "fast-dllm", "sdar-moe", "stable-diffcoder", "a2d-qwen3")
 SPLIT = ("sdar", "llada2", "nemotron", "fast-dllm")
 ALONE = {"additional_config": {"dllm": {"first_step": "separate"}}}
+SELF = {"additional_config": {"dllm": {"decoding": "self_speculation"}}}
 
+# By the process in which they run: none long, as it is one test that waits for it.
 JOBS: dict[str, dict[str, dict[str, Any]]] = {
     "daily": {
-        "gemma": canvases("gemma", *SAMPLES, num_tokens=12),
+        "gemma, full": canvases("gemma", *SAMPLES, num_tokens=12),
         "drafter": drafts(TINY_AR, 8, OURS),
     },
-    "extended": {"sdar": canvases("sdar", *SAMPLES)},
-    "requests": {
-        "decisions": canvases("sdar", ["decision"], ["decision"] * 3, **ALONE),
-        "new weights": canvases("sdar", ["greedy"], weights=OTHERS),
-        "grammar, pins, thoughts": canvases("gemma", *REQUESTS, num_tokens=24),
+    "families": {
+        "sdar, full": canvases("sdar", *SAMPLES),
+        **{f"{name}, full": canvases(name, *SAMPLES, **FEW) for name in FAMILIES},
     },
     "drafts": {
         "eagle3": drafts("target", 6, speculative("eagle3", "eagle3", 5), sizes=[4, 6, 24]),
         "draft_model": drafts("target", 6, speculative("draft_model", "target", 5)),
+        "self-speculation": drafts("nemotron", 32, SELF, num_tokens=4),
     },
-    "families": {name: canvases(name, *SAMPLES, **FEW) for name in FAMILIES},
+    "requests": {
+        "decisions": canvases("sdar", ["decision"], ["decision"] * 3, **ALONE),
+        "grammar, pins, thoughts": canvases("gemma", *REQUESTS, num_tokens=24),
+    },
+    "reload": {"new weights": canvases("sdar", ["greedy"], weights=OTHERS)},
     "pieces": {
         **{f"{name}, in pieces": canvases(name, *SAMPLES, **FEW, mode=IN_PIECES) for name in SPLIT},
         "gemma, in pieces": canvases(

@@ -202,5 +202,10 @@ if __name__ == "__main__":
     if any("weights" in job for job in jobs.values()):
         # Its layers read packed copies of their weights, those of a GPU the weights themselves.
         _custom_ops._supports_onednn = False
-    results = {name: (run_planted if "plants" in job else run)(**job) for name, job in jobs.items()}
+    results = {}
+    for name, job in jobs.items():
+        try:
+            results[name] = (run_planted if "plants" in job else run)(**job)
+        except Exception:  # of this job alone
+            results[name] = {"failed": traceback.format_exc()}
     torch.save(results, sys.argv[2])
