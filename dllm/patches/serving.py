@@ -265,7 +265,7 @@ class Messages(Translating, AnthropicServingMessages):
         return answer
 
     async def message_stream_converter(self, generator: Any) -> Any:
-        """vLLM's cannot read a chat's event that is an error: it says what it says."""
+        """That of vLLM 0.32 cannot read a chat's event that is an error: it says what it says."""
         async for event in super().message_stream_converter(_errors_raised(generator)):
             yield event
 
@@ -285,7 +285,7 @@ def _is_json(text: str) -> bool:
 
 async def _errors_raised(events: Any) -> Any:
     async for event in events:
-        if event.startswith('data: {"error"'):
+        if isinstance(event, str) and event.startswith('data: {"error"'):
             raise RuntimeError(json.loads(event.removeprefix("data:"))["error"]["message"])
         yield event
 
