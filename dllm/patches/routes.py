@@ -15,6 +15,7 @@ from types import AsyncGeneratorType
 from typing import Any
 
 from openai.types.responses import ToolChoiceAllowed
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.utils.async_utils import make_async
 
 from dllm.api import fill, pins
@@ -83,7 +84,7 @@ async def handled(
             # vLLM reads the arguments of an earlier tool call as JSON.
             refuse("messages", "a message is nested too deeply. Make it flatter.")
         if isinstance(answer, AsyncGeneratorType):
-            if _is_response_with_format(request):
+            if isinstance(request, ResponsesRequest):
                 answer = await _begun(answer, one)
             for compilation in one.compilations:
                 await compilation()
@@ -168,12 +169,6 @@ async def create_completion(create: Create, self: Any, request: Any, raw_request
     assert one is not None, "its route handles it"
     one.hole = await _take_fill(self, request)
     return await create_chat(create, self, request, raw_request)
-
-
-def _is_response_with_format(request: Any) -> bool:
-    return getattr(getattr(request, "text", None), "format", None) is not None or (
-        hasattr(request, "text") and bool(request.tools)
-    )
 
 
 async def _begun(stream: Any, one: HttpRequest) -> Any:

@@ -115,6 +115,17 @@ def test_a_stream_is_refused_before_it_starts(server, path, options):
     assert reply.message == ask(server, path, **options).message
 
 
+@pytest.mark.parametrize("options", [{"vllm_xargs": {"x": 1}}, {"logit_bias": {"999999": 1}}])
+def test_a_streamed_response_is_refused_before_it_starts(server, options):
+    """Though vLLM's stream has events before it asks the engine."""
+    body = {"model": BASE[CHAT]["model"], "input": "Hi.", "max_output_tokens": 4} | options
+    whole, streamed = (
+        server.post("/v1/responses", body | {"stream": streams}) for streams in (False, True)
+    )
+    assert whole.status == streamed.status == 400
+    assert whole.message == streamed.message
+
+
 @pytest.mark.parametrize("prompt", [[VOCAB_SIZE], [[]]], ids=["foreign ids", "no ids"])
 def test_a_stream_of_such_a_prompt_is_refused_before_it_starts(server, prompt):
     reply = ask(server, stream=True, prompt=prompt)
