@@ -74,9 +74,6 @@ class CanvasLLM(TracingEngine, PreparingLLM):
             await asyncio.sleep(0)  # while others wait for their turn
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
-    def _validate_resumable_request(self) -> None:
-        """vLLM 0.33 refuses streamed input for diffusion models. Ours take it (engine.sessions)."""
-
 
 async def _prepared_pieces(processor: Any, pieces: AsyncGenerator[Any, None]) -> Any:
     """Each piece of a prompt may have parameters of its own."""

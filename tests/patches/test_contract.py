@@ -361,7 +361,6 @@ CALLED_BY_VLLM = {
     "logger_manager": "vllm.v1.engine.async_llm",
     "run_busy_loop": "vllm.v1.engine.core",
 }
-NOT_CALLED_BY_0_32 = {"_validate_resumable_request"}
 # Overrides with a name that our source uses for something else, too.
 ALSO_USED = {
     "Batch.create_batch_chat_completion",
@@ -443,8 +442,7 @@ def test_a_hook_that_vllm_renames_is_noticed():
                 also_used |= {f"{cls.node.name}.{name}"} if name in used else set()
             elif name not in used:
                 unused.add(name)
-    of_later = NOT_CALLED_BY_0_32 if vllm_version().startswith("0.32.") else set()
-    assert unused == {*CALLED_BY_VLLM, *of_later}
+    assert unused == set(CALLED_BY_VLLM)
     assert also_used == ALSO_USED, "a name that is used twice has to be listed, and to override"
     for name, module in CALLED_BY_VLLM.items():
         assert re.search(rf"\.{name}(\(|: .*=)", inspect.getsource(resolve(module))), name
