@@ -152,6 +152,19 @@ def test_a_thought_that_is_cut_keeps_its_spaces(width):
     assert thought == "I call"
 
 
+@pytest.mark.parametrize("width", [1, 40])
+def test_nothing_is_a_call_where_there_are_no_tools(width):
+    make = parser_of(ParserManager.get_parser("gemma4", "gemma4", enable_auto_tools=True))
+    tokens = TOKENIZER.encode(f"So:{CALLS['gemma4']}", add_special_tokens=False)
+    parser, request = make(TOKENIZER, []), ResponsesRequest(input="x", skip_special_tokens=False)
+    found: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}}
+    for at in range(0, len(tokens), width):
+        part, is_last = tokens[at : at + width], at + width >= len(tokens)
+        text = TOKENIZER.decode(part)
+        read(parser.parse_delta(text, part, request, [2], finished=is_last), found)
+    assert found["content"] == "So:" and not found["calls"]
+
+
 THOUGHT = "<|channel>thought\nWhy not.<channel|>"
 CALL = CALLS["gemma4"]
 
