@@ -419,6 +419,7 @@ ALSO_USED = {
     "PreparingLLM.generate",
     "RemoteScheduler.schedule",
     "Responses.create_responses",
+    "SelfDrafter._run_model",
     "ServerConfig._get_v2_model_runner_unsupported_features",
     "ServerConfig.use_v2_model_runner",
     "Steered._maybe_predict_acceptance",
