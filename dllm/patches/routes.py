@@ -42,7 +42,7 @@ CHANGE_NO_ANSWER = (
 # Of Anthropic's and OpenAI's APIs: what changes an answer, and vLLM's routes drop; their defaults.
 EDITS = "context_management"  # of what the model is shown of earlier turns
 DROPPED: dict[str, Any] = {
-    **dict.fromkeys(("container", EDITS, "compaction", "thread", "conversation")),
+    **dict.fromkeys(("container", EDITS, "compaction", "thread", "output_format", "conversation")),
     "mcp_servers": [],
 }
 PROMPT = (

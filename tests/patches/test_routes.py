@@ -106,6 +106,7 @@ def test_no_prompt_carries_what_nobody_reads(reads_encodings):
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         *({"thinking_token_budget": 16}, {"mcp_servers": [{}]}, {"parallel_tool_calls": False}),
         *({"compaction": {"type": "enabled"}}, {"thread": {"type": "continue"}}),
+        {"output_format": {"type": "json_schema", "schema": {}}},
     ],
 )
 def test_anthropics_route_drops_nothing_that_changes_an_answer(field):
