@@ -31,14 +31,16 @@ class Automaton:
     """The states that were asked for so far.
 
     Args:
-        serialized, kind: arguments of ``Rules``.
+        serialized, kind, is_merged: arguments of ``Rules``.
 
     Raises:
         Unsupported: no finite text, left recursion, too many states, or tokens in the grammar.
     """
 
-    def __init__(self, serialized: str, kind: str, most_states: int = 1 << 16) -> None:
-        rules = Rules(serialized, kind)
+    def __init__(
+        self, serialized: str, kind: str, most_states: int = 1 << 16, is_merged: bool = False
+    ) -> None:
+        rules = Rules(serialized, kind, is_merged)
         self.most_states = most_states
         self._edges, self._repeats = rules.edges, rules.repeats
         self._rule_starts, self._rule_ends = rules.starts, rules.ends

@@ -31,6 +31,7 @@ import dllm
 from dllm.grammar.automaton import Automaton
 from dllm.grammar.counts import nearest_counted
 from dllm.grammar.lowering import lower_text
+from dllm.grammar.reach import TooManyStates
 from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import by_tokens
 from dllm.grammar.vocabulary import Vocabulary
@@ -217,9 +218,11 @@ def table_of(
         if "bad_alloc" in str(error):
             raise MemoryError from error
         raise Unsupported(f"xgrammar does not compile the grammar: {str(error)[:SHOWN]}") from error
-    # Where a mark may stand is seen by the way there.
-    automaton = Automaton(serialized, spec["kind"])
-    states = nearest_counted(automaton, most_states, is_merged=not marks)
+    given, is_merged = (serialized, spec["kind"]), not marks  # whose places their way there shows
+    try:
+        states = nearest_counted(Automaton(*given), most_states, is_merged)
+    except TooManyStates:
+        states = nearest_counted(Automaton(*given, is_merged=True), most_states, is_merged)
     return by_tokens(states, vocabulary, marks, most_states).without(absent).to_bytes()
 
 

@@ -29,6 +29,16 @@ MIXING, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 NEVER = 1 << 30  # steps to the end of the text from a state that has none
 
 
+class TooManyStates(Unsupported):
+    """A grammar that is over a limit of states."""
+
+    def __init__(self, most_states: int) -> None:
+        super().__init__(
+            f"The grammar is over the limit of states, {most_states}. Make it smaller: fewer "
+            "optional parts and choices, shorter lists and texts, less nesting."
+        )
+
+
 @dataclass(frozen=True)
 class ByteTable:
     """States over bytes; S of them, numbered from 0, the start. A text leads on from each.
@@ -79,10 +89,10 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
         more = range(FEWEST_LEVELS + 1, len(levels) + 1)
         number += bisect.bisect_right(more, few, key=size)
     if number > len(levels):
-        raise Unsupported(over_the_limit(most_states))
+        raise TooManyStates(most_states)
     found = of_levels(number)
     if len(found.rows) > most_states:
-        raise Unsupported(over_the_limit(most_states))
+        raise TooManyStates(most_states)
     return found
 
 
@@ -147,13 +157,6 @@ def _merged(states: ByteTable) -> ByteTable:
         return states
     parts = {name: getattr(states, name)[order] for name in ("accepts", "circle", "is_head")}
     return replace(states, rows=leads_to[order], **parts)
-
-
-def over_the_limit(most_states: int) -> str:
-    return (
-        f"The grammar is over the limit of states, {most_states}. Make it smaller: fewer optional "
-        "parts and choices, shorter lists and texts, less nesting."
-    )
 
 
 def _by_level(automaton: Automaton, most_states: int) -> tuple[list[list[int]], bool]:

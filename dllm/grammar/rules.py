@@ -18,6 +18,7 @@ from dllm.grammar.expressions import EPSILON, REPEAT, RULE, Expressions
 # a range.
 TOKEN, NOT_TOKEN = -5, -6
 WHOLE = '"complete_fsm":'
+MERGING_ROUNDS = 5  # each finds what the one before made equal
 NO_END = 1 << 29  # bytes to the end of a rule that has none
 SURROGATE_LEAD, LAST_BEFORE_SURROGATES = 0xED, 0x9F
 MOST_UNROLLED = 16  # characters that have states of their own
@@ -50,6 +51,7 @@ class Rules:
         kind: of the grammar (``compile.Kind``). Strings in "json", and in the JSON of a
             "structural_tag", must not hold raw control characters; xgrammar 0.2.8 lets them into
             strings whose length is bounded.
+        is_merged: states with equal edges are one, so that an automaton has fewer; takes up to 1 s.
 
     Attributes:
         edges: of each state, [low, high, target]: a range of bytes; or, with one of the kinds above
@@ -68,12 +70,14 @@ class Rules:
         Unsupported: the grammar has edges for tokens, which are no bytes.
     """
 
-    def __init__(self, serialized: str, kind: str) -> None:
+    def __init__(self, serialized: str, kind: str, is_merged: bool = False) -> None:
         self.root: int
         if kind == "json":
             self._from_expressions(serialized)
         else:
             self._from_compiled(serialized, kind == "structural_tag")
+        for _ in range(MERGING_ROUNDS if is_merged else 0):
+            self._merge_equal()
         self.root = self.starts[self.root]
         self.bytes_to_end = self._shortest_ends()
         self.recursive_returns = self._returns_of_recursion()
@@ -124,6 +128,32 @@ class Rules:
         self.starts = [rule[0][1] for rule in grammar["per_rule_fsms"]]
         self.ends = {end for rule in grammar["per_rule_fsms"] for end in rule[0][2]}
         self.root = grammar["root_rule_id"]
+
+    def _merge_equal(self) -> None:
+        """Let edges lead to, and call, one of those states of rules that have equal edges.
+
+        Fewer stacks are different then: what follows the first item of a list is what follows the
+        others. States on circles may be equal and not be found; that costs states, nothing else.
+        """
+        number = list(range(len(self.edges)))
+        known: dict[tuple[bool, tuple[tuple[int, int, int], ...]], int] = {}
+        for at in reversed(number):  # what an edge leads to mostly comes later
+            leads = sorted({(low, high, number[target]) for low, high, target in self.edges[at]})
+            number[at] = known.setdefault((at in self.ends, tuple(leads)), at)
+        self.starts = [number[start] for start in self.starts]
+        first: dict[int, int] = {}
+        rules = [first.setdefault(start, rule) for rule, start in enumerate(self.starts)]
+        named: dict[Repeat, int] = {}
+        names = {}
+        for name, repeat in self.repeats.items():
+            self.repeats[name] = repeat._replace(rule=rules[repeat.rule])
+            names[name] = named.setdefault(self.repeats[name], name)
+        called: dict[int, dict[int, int]] = {RULE: dict(enumerate(rules)), REPEAT: names}
+        for edges in self.edges:
+            edges[:] = [
+                [low, called[low][high] if low in called else high, number[target]]
+                for low, high, target in edges
+            ]
 
     def _shortest_ends(self) -> list[int]:
         """For each state of a rule the fewest bytes to the end of the rule, by relaxation."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from dllm.grammar.automaton import DEAD, START
 from dllm.grammar.counts import Moves, told_apart, with_counts
-from dllm.grammar.reach import NEVER, ByteTable, distances, over_the_limit
+from dllm.grammar.reach import NEVER, ByteTable, TooManyStates, distances
 from dllm.grammar.rules import Unsupported
 from dllm.grammar.vocabulary import Trie, Vocabulary, pack, unpack
 
@@ -293,7 +293,7 @@ def _all_moves(
         return source, column, target, states.accepts
     counts = next(with_counts(states, most_states), None)
     if counts is None:
-        raise Unsupported(over_the_limit(most_states))
+        raise TooManyStates(most_states)
     order = np.argsort(all_moves[0], kind="stable")
     found = told_apart(np.insert(all_moves, 1, column, axis=0)[:, order], counts)
     source, column, target = found[:, np.argsort(found[1], kind="stable")]

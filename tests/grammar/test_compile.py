@@ -25,7 +25,7 @@ from tests.support.patience import HANG_S
 from tests.support.process import run_python, start_python
 
 PERSON = Spec("json", GRAMMARS["person"][1], any_whitespace=False)
-SCATTERED = [f"{number * 2654435761 % 2**32:08x}" for number in range(8000)]
+SCATTERED = [f"{number * 257491268817 % 2**40:010x}" for number in range(8000)]
 SLOW = Spec("regex", "(((a{1,30}){1,30}){1,30}){1,30}")
 
 
