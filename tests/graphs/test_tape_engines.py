@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.adapters import projections, write_adapter
 from tests.support.draft_sources import write_eagle_3
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import RUN_TOLERANCE, relative_error
@@ -26,7 +27,7 @@ def path_of(
     family: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Path]:
-    """The checkpoint of a name in JOBS."""
+    """The checkpoint, or the adapter, of a name in JOBS."""
     folder = tmp_path_factory.mktemp("tape")
 
     @functools.cache
@@ -36,6 +37,8 @@ def path_of(
         if name in ("target", "eagle3"):
             return {"target": write_target, "eagle3": write_eagle_3}[name](folder / name)
         family_name, _, kind = name.partition(", ")
+        if kind == "adapter":
+            return write_adapter(folder / name, projections(family(family_name)))
         if family_name == "gemma":
             plain = checkpoint(canvas_length=CANVAS["gemma"], seed=9 if kind else 3)
         else:
@@ -78,7 +81,10 @@ def test_tape_of_a_server_gives_the_tokens_of_steps_without(results, name):
     if steps := result.get("steps"):  # of canvases alone: nearly all are full graphs
         assert steps["FULL"] >= 0.9 * sum(steps.values())
     if "left" in result:  # by a start, which finds all of them right
-        assert result["left"] == {"FULL", "PIECEWISE"}
+        assert result["left"] == ({"FULL", "PIECEWISE"} if "pieces" in name else {"FULL"})
+    if name == "adapter":  # the same request without has another answer
+        adapted, plain, *_ = requests(result, "eager")
+        assert adapted[0] != plain[0]
     used = {kind for kind, found in result["replayed"].items() if found}
     # A prompt is in each step of a whole sequence.
     unused = {"pieces": "pieces" not in name, "model": name.split(",")[0] in WHOLE_SEQUENCES}

@@ -18,6 +18,7 @@ PARSER = "deepseek_r1"
 
 REQUESTS = [["grammar", "pins"], ["thoughts", "prompt_logprobs"]]
 OTHERS = ["sdar, other", "sdar"]  # the last ones are those of the start
+ADAPTED = [["adapter"], ["greedy", "adapter", "sampled"]]
 SAMPLES = [["greedy"], ["sampled", "filtered", "logprobs"]]  # alone, and three padded to four
 CANVAS = {"gemma": 12, "sdar": 4, "sdar-moe": 4, "stable-diffcoder": 4}  # the others: 32
 
@@ -50,6 +51,7 @@ FAMILIES = ("llada2", "nemotron", "fast-dllm", "sdar-moe", "stable-diffcoder", "
 SPLIT = ("sdar", "llada2", "nemotron", "fast-dllm")
 ALONE = {"additional_config": {"dllm": {"first_step": "separate"}}}
 SELF = {"additional_config": {"dllm": {"decoding": "self_speculation"}}}
+ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "adapter": "sdar, adapter"}
 
 # By the process in which they run: none long, as it is one test that waits for it.
 JOBS: dict[str, dict[str, dict[str, Any]]] = {
@@ -67,6 +69,7 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         "self-speculation": drafts("nemotron", 32, SELF, num_tokens=4),
     },
     "requests": {
+        "adapter": canvases("sdar", *ADAPTED, **ADAPTERS, max_num_seqs=8, checks=True),
         "decisions": canvases("sdar", ["decision"], ["decision"] * 3, **ALONE),
         "grammar, pins, thoughts": canvases("gemma", *REQUESTS, num_tokens=24),
     },

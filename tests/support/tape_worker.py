@@ -27,6 +27,7 @@ from tests.support import tape, tape_plants
 from tests.support.attention_backend_worker import serve_with_triton_kernel
 from tests.support.engine_harness import Engine
 from tests.support.forced_async import asynchronous_platform
+from tests.support.tape_adapters import adapt_as_on_gpu
 from tests.support.tape_engine import (
     capture,
     graphs_of_cuda,
@@ -36,6 +37,7 @@ from tests.support.tape_engine import (
 from tests.support.tape_modes import FULL
 
 ASKED_WITH = ("batches", "num_tokens", "adapter", "weights", "code", "checks")
+NUMBER = 9  # of an adapter; a start makes up 1 and 2
 BEGINS_A_THOUGHT = {7: 100.0}  # the token's logit, as of tests/engine/test_thoughts.py
 SAMPLED = {"temperature": 1.0}
 # What a request asks for. All are seeded, and without a grammar go on behind an end of the text.
@@ -112,6 +114,8 @@ def _start(
         "enforce_eager": mode == FULL,
         "kv_cache_memory_bytes": 16 << 20,
     }
+    if options.get("enable_lora"):
+        adapt_as_on_gpu()
     platform = asynchronous_platform() if is_async else nullcontext()
     with platform, graphs_of_cuda(mode, sizes):
         engine = Engine(model, **given | options)
@@ -171,7 +175,7 @@ def _answers(engine: Engine, kinds: list[str], num_tokens: int, adapter: str | N
     common: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
     params = [SamplingParams(**common | {"seed": n} | KINDS[kind]) for n, kind in enumerate(kinds)]
     adapters = [
-        LoRARequest("adapter", 1, adapter) if kind == "adapter" and adapter else None
+        LoRARequest("adapter", NUMBER, adapter) if kind == "adapter" and adapter else None
         for kind in kinds
     ]
     engine.reset_prefix_cache()
