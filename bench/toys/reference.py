@@ -2,7 +2,7 @@
 
 This is the reference for a server's answers. It asks one question at a time. DiffusionGemma and
 autoregressive models are generated from by transformers, models of masks by the plain loop of
-``dllm/models/unmasking/reference.py``.
+``dllm/models/unmasking/reference.py``, LLaDA and Dream by one that is here.
 """
 
 import json
@@ -13,22 +13,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DiffusionGemmaForBlockDiffusion,
     GenerationConfig,
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from bench.toys.served import Answer, Run
 from bench.toys.suite import Question
 from dllm.models import FAMILIES
+from dllm.models.llada.shapes import released_name
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from dllm.models.unmasking.rule import DYNAMIC, STRATEGIES
 from dllm.settings.command import CommandError
 
 DIFFUSION = DiffusionGemmaForBlockDiffusion.__name__
+# Architectures whose tokens all see each other; the backbone of each.
+WHOLE_SEQUENCES = {"LLaDAModelLM": LlamaForCausalLM, "DreamModel": Qwen2ForCausalLM}
+LLADA_BLOCK = 32  # tokens; an answer of Dream is one block
 
 
 class Generated(NamedTuple):
@@ -107,6 +114,8 @@ def open_reference(
     if not (path / "config.json").exists():
         raise CommandError(f"--reference {path}: no config.json; give a checkpoint's folder.")
     architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    if architecture in WHOLE_SEQUENCES:
+        return WholeReference(path, architecture, max_tokens, temperature)
     if architecture in FAMILIES and architecture != DIFFUSION:
         return MaskedReference(path, max_tokens, temperature)
     return GenerateReference(path, architecture, max_tokens, temperature, seed)
@@ -170,11 +179,7 @@ class MaskedReference(Reference):
     """A checkpoint of masked blocks, in fp32; arguments and errors as of ``open_reference``."""
 
     def __init__(self, path: Path, max_tokens: int, temperature: float | None) -> None:
-        if temperature:
-            raise CommandError(
-                f"--temperature {temperature}: the reference of this model takes the most probable "
-                "tokens; allowed: 0, or leave it out."
-            )
+        refuse_temperature(temperature)
         super().__init__(path)
         self.model, self.max_tokens = load_model(path), max_tokens
         self.rule = DecodingRule.of_checkpoint(path)
@@ -184,6 +189,75 @@ class MaskedReference(Reference):
     def generate(self, ids: list[int], index: int) -> Generated:
         found = generate_blocks(self.model, [ids], self.rule, self.max_tokens)
         return Generated(found.answers[0], found.num_steps, found.num_blocks)
+
+
+class WholeReference(Reference):
+    """A LLaDA or a Dream, in fp32; arguments and errors as of ``open_reference``.
+
+    Each pass computes prompt and masks. Sources: ``generate`` of ML-GSAI/LLaDA, in which a step
+    decides the surest token of a block; ``diffusion_generate`` of Dream with ``alg`` "entropy", in
+    which row i is for token i + 1, and a step decides as many as are expected of it. Both with as
+    many steps as masks. An answer ends with the block that has a stop token.
+    """
+
+    def __init__(
+        self, path: Path, architecture: str, max_tokens: int, temperature: float | None
+    ) -> None:
+        refuse_temperature(temperature)
+        super().__init__(path)
+        fields = json.loads((path / "config.json").read_text())
+        config = FAMILIES[architecture].config_class()(**fields)
+        self.model = WHOLE_SEQUENCES[architecture](config).float().eval()
+        self.model.set_attn_implementation("eager")
+        self.is_dream = architecture == "DreamModel"
+        own = {name if self.is_dream else released_name(name): name
+               for name in self.model.state_dict()}  # fmt: skip
+        weights = load_file(path / "model.safetensors")
+        self.model.load_state_dict({own[name]: each for name, each in weights.items()}, False)
+        self.mask, self.length = config.mask_token_id, min(max_tokens, config.gen_length)
+        self.block = self.length if self.is_dream else min(LLADA_BLOCK, self.length)
+        stops = GenerationConfig.from_pretrained(path).eos_token_id
+        self.stops = stops if isinstance(stops, list) else [stops]
+
+    @torch.inference_mode()
+    def generate(self, ids: list[int], index: int) -> Generated:
+        canvas = torch.tensor([*ids, *[self.mask] * self.length])
+        stops, blocks = torch.tensor(self.stops), 0
+        for start in range(len(ids), len(canvas), self.block):
+            block = canvas[start : start + self.block]
+            for step in range(len(block)):
+                self._decide(canvas, block, start, step)
+            blocks += 1
+            if torch.isin(block, stops).any():
+                break
+        answer = canvas[len(ids) : start + self.block].tolist()
+        return Generated(answer, blocks * self.block, blocks)
+
+    def _decide(self, canvas: torch.Tensor, block: torch.Tensor, start: int, step: int) -> None:
+        """One step, which writes into ``block``, the part of ``canvas`` from ``start`` on."""
+        places = (block == self.mask).nonzero()[:, 0]
+        seen = torch.zeros(1, 1, len(canvas), len(canvas))
+        logits = self.model(canvas[None], attention_mask=seen, use_cache=False).logits[0]
+        logits = logits[start + places - int(self.is_dream)]
+        logits[:, self.mask] = -torch.inf
+        p = logits.softmax(dim=-1)
+        count, sure = 1, p.amax(dim=-1)
+        if self.is_dream:
+            sure = -torch.special.entr(p).sum(dim=-1)
+            times = torch.linspace(1, 1e-3, len(block) + 1)
+            share = 1 - times[step + 1] / times[step]
+            count = len(places) if step == len(block) - 1 else int(len(places) * share)
+        taken = sure.topk(count).indices
+        block[places[taken]] = p.argmax(dim=-1)[taken]
+
+
+def refuse_temperature(temperature: float | None) -> None:
+    """Raises CommandError."""
+    if temperature:
+        raise CommandError(
+            f"--temperature {temperature}: the reference of this model takes the most probable "
+            "tokens; allowed: 0, or leave it out."
+        )
 
 
 def refuse_other_rules(path: Path, block_size: int) -> None:
