@@ -14,6 +14,7 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from dllm.engine.channels import RepeatableSchedule
 from dllm.engine.loop import DenoiseLoop
+from dllm.patches.engine_core import CanvasCore
 from dllm.settings.server import PluginOptions
 from tests.engine.test_engine import page_contents, params, scheduled_spans
 from tests.engine.test_parity import CANVAS, prompt
@@ -247,16 +248,19 @@ def test_an_arriving_request_ends_the_loop():
 
 def test_the_engine_core_tells_the_loop_of_its_queue(engine, monkeypatch):
     """The core's own loop is not run: only what happens before it."""
-    core = SimpleNamespace(input_queue=queue.Queue(), model_executor=engine.core.model_executor)
+    kind = type("Core", (CanvasCore, EngineCoreProc), {})
+    core, other = object.__new__(kind), object.__new__(kind)
+    core.input_queue, core.model_executor = queue.Queue(), engine.core.model_executor
     monkeypatch.setattr(engine.loop, "has_arrived", None)  # is put back
-    # It reads `self` as EngineCoreProc does, and fails at the first thing that `core` lacks.
+    # vLLM's loop fails at the first thing that `core` lacks.
     with pytest.raises(AttributeError):
-        EngineCoreProc.run_busy_loop(core)
+        core.run_busy_loop()
     assert not engine.loop.has_arrived()
     core.input_queue.put("a message")
     assert engine.loop.has_arrived()
-    with pytest.raises(AttributeError):  # a worker in another process
-        EngineCoreProc.run_busy_loop(SimpleNamespace(model_executor=SimpleNamespace()))
+    other.model_executor = SimpleNamespace()  # of a worker in another process
+    with pytest.raises(AttributeError):
+        other.run_busy_loop()
 
 
 def test_no_loop_unless_the_scheduler_allows_it():
