@@ -1,4 +1,4 @@
-"""Whom a server is: asked where vLLM makes an object of it, so that what we derive need not ask."""
+"""What a server serves: asked where vLLM makes an object, so that no class of ours has to ask."""
 
 from collections.abc import Mapping
 from enum import Enum
