@@ -20,14 +20,12 @@ from dllm.remote import dynamo_process
 from dllm.remote.address import Address, parse
 from dllm.remote.client import Client
 from dllm.remote.link import Link
+from dllm.settings.files import beside
 
 logger = logging.getLogger(LOGGER)
 
 PYTHON_VARIABLE = "DLLM_DYNAMO_PYTHON"
 PACKAGE = "ai-dynamo-runtime"
-ROOT = Path(__file__).resolve().parents[2]
-# What `make setup-dynamo` makes; the second is written last, when the environment is complete.
-PYTHON, READY = ROOT / ".venv-dynamo/bin/python", ROOT / ".venv-dynamo/.locked"
 RESTART_S = 1.0
 READY_WITHIN_S, END_WITHIN_S = 60.0, 10.0
 MAX_WORKERS = 256
@@ -42,8 +40,8 @@ def find_python() -> str:
         return given
     if importlib.util.find_spec("dynamo") is not None:
         return sys.executable
-    if READY.is_file():
-        return str(PYTHON)
+    if (python := beside("dynamo")) is not None:
+        return str(python)
     raise ValueError(
         f"discovery by Dynamo needs {PACKAGE}. In a checkout run: make setup-dynamo. Elsewhere: "
         f"python3 -m venv dynamo-env; dynamo-env/bin/pip install {PACKAGE}; and name it: "

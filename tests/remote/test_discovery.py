@@ -18,6 +18,7 @@ from dllm.remote import discovery, dynamo_process
 from dllm.remote.address import Address
 from dllm.remote.discovery import Child, Following, find_python, list_with_dynamo, watch_dynamo
 from dllm.remote.link import Link
+from dllm.settings import files
 from tests.support.dynamo import needs_dynamo, wait_for
 from tests.support.oracle import VOCAB, plain
 from tests.support.process import start_python
@@ -214,7 +215,7 @@ def test_an_interpreter_is_found_or_the_error_says_how_to_get_one(monkeypatch, t
     with pytest.raises(ValueError, match="there is no such file"):
         find_python()
     monkeypatch.delenv(discovery.PYTHON_VARIABLE)
-    monkeypatch.setattr(discovery, "READY", tmp_path / "ready")
+    monkeypatch.setattr(files, "ROOT", tmp_path)
     monkeypatch.setattr(discovery.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="make setup-dynamo"):
         find_python()
