@@ -256,9 +256,12 @@ class Messages(Translating, AnthropicServingMessages):
         (choice,) = generator.choices
         is_cut = False
         for call in choice.message.tool_calls:
-            read = from_json(call.function.arguments or "{}", allow_partial=True)
-            is_cut |= not _is_json(call.function.arguments)
-            call.function.arguments = json.dumps(read)
+            try:
+                json.loads(call.function.arguments)
+            except ValueError:
+                is_cut = True
+                read = from_json(call.function.arguments or "{}", allow_partial=True)
+                call.function.arguments = json.dumps(read)
         answer: Any = super().messages_full_converter(generator)
         if is_cut and isinstance(choice.stop_reason, str):
             answer.stop_reason, answer.stop_sequence = "stop_sequence", choice.stop_reason
@@ -273,14 +276,6 @@ class Messages(Translating, AnthropicServingMessages):
         await refuse_fields(AnthropicMessagesRequest, raw_request, "seed")
         take_messages(request)
         return await super().count_tokens(request, raw_request)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 async def _errors_raised(events: Any) -> Any:
