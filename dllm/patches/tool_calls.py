@@ -86,12 +86,15 @@ class HeldCalls(ToolParser):
 
 
 def _without_arguments(tool: Any) -> Any:
-    if registry._tool_is_strict(tool):
-        return tool
-    if hasattr(tool, "function"):
-        function = tool.function.model_copy(update={"parameters": ANY_OBJECT})
-        return tool.model_copy(update={"function": function})
-    return tool.model_copy(update={"parameters": ANY_OBJECT})
+    return tool if registry._tool_is_strict(tool) else _with_parameters(tool, ANY_OBJECT)
+
+
+def _with_parameters(tool: Any, parameters: dict[str, Any]) -> Any:
+    """Of a chat, whose tool holds a function, or of Responses, whose tool is one."""
+    if (function := getattr(tool, "function", None)) is not None:
+        held = function.model_copy(update={"parameters": parameters})
+        return tool.model_copy(update={"function": held})
+    return tool.model_copy(update={"parameters": parameters})
 
 
 def _check_name(function: Any) -> None:
@@ -105,12 +108,9 @@ def _function_of(tool: Any) -> Any:
     """The tool; of a custom one the function that stands for it, which is strict."""
     if isinstance(tool, CustomTool):
         return FunctionTool(strict=True, **custom_tool_as_function_dict(tool))
-    if isinstance(tool, FunctionTool):
-        return tool if tool.parameters else tool.model_copy(update={"parameters": NO_ARGUMENTS})
-    if (function := getattr(tool, "function", None)) is not None and not function.parameters:
-        function = function.model_copy(update={"parameters": NO_ARGUMENTS})
-        return tool.model_copy(update={"function": function})
-    return tool
+    # Tools that are no function have no parameters.
+    has_none = not getattr(getattr(tool, "function", tool), "parameters", True)
+    return _with_parameters(tool, NO_ARGUMENTS) if has_none else tool
 
 
 def _let_any_object(part: Any) -> None:
