@@ -77,6 +77,13 @@ def parts_of(tokens: list[int], rng: random.Random) -> Any:
         yield detokenizer.get_next_output_text(at >= len(tokens), True), part, at >= len(tokens)
 
 
+def in_parts(tokens: list[int], width: int) -> Any:
+    """Texts, tokens, and whether they are the last."""
+    for at in range(0, len(tokens), width):
+        part = tokens[at : at + width]
+        yield TOKENIZER.decode(part), part, at + width >= len(tokens)
+
+
 def read(delta: Any, found: dict[str, Any]) -> None:
     found["reasoning"] += (delta and delta.reasoning) or ""
     found["content"] += (delta and delta.content) or ""
@@ -145,9 +152,8 @@ def test_a_thought_that_is_cut_keeps_its_spaces(width):
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}])
     tokens = TOKENIZER.encode("<|channel>thought\nI call", add_special_tokens=False)
     parser, thought = make(TOKENIZER, []), ""
-    for at in range(0, len(tokens), width):
-        part, is_last = tokens[at : at + width], at + width >= len(tokens)
-        read = parser.parse_delta(TOKENIZER.decode(part), part, request, [2], finished=is_last)
+    for text, part, is_last in in_parts(tokens, width):
+        read = parser.parse_delta(text, part, request, [2], finished=is_last)
         thought += (read and read.reasoning) or ""
     assert thought == "I call"
 
@@ -158,9 +164,7 @@ def test_nothing_is_a_call_where_there_are_no_tools(width):
     tokens = TOKENIZER.encode(f"So:{CALLS['gemma4']}", add_special_tokens=False)
     parser, request = make(TOKENIZER, []), ResponsesRequest(input="x", skip_special_tokens=False)
     found: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}}
-    for at in range(0, len(tokens), width):
-        part, is_last = tokens[at : at + width], at + width >= len(tokens)
-        text = TOKENIZER.decode(part)
+    for text, part, is_last in in_parts(tokens, width):
         read(parser.parse_delta(text, part, request, [2], finished=is_last), found)
     assert found["content"] == "So:" and not found["calls"]
 
@@ -196,9 +200,7 @@ def test_responses_have_the_same_items_whatever_the_parts(text):
     read = {}
     for width in range(1, len(tokens) + 1):
         parser, deltas = make(TOKENIZER, request.tools), []
-        for at in range(0, len(tokens), width):
-            part, is_last = tokens[at : at + width], at + width >= len(tokens)
-            piece = TOKENIZER.decode(part)
+        for piece, part, is_last in in_parts(tokens, width):
             deltas.append(parser.parse_delta(piece, part, request, [2], finished=is_last))
         read[width] = events_of(deltas)
     assert len(read[1]) == text.count("call:") + text.count(".")
@@ -220,10 +222,6 @@ def test_a_required_array_of_calls_is_read_in_parts(tool, monkeypatch):
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
     for width in (1, 3, 7, len(tokens)):
         parser, got = make(TOKENIZER, request.tools), {"reasoning": "", "content": "", "calls": {}}
-        for at in range(0, len(tokens), width):
-            part, is_last = tokens[at : at + width], at + width >= len(tokens)
-            read(
-                parser.parse_delta(TOKENIZER.decode(part), part, request, [2], finished=is_last),
-                got,
-            )
+        for piece, part, is_last in in_parts(tokens, width):
+            read(parser.parse_delta(piece, part, request, [2], finished=is_last), got)
         assert [*got["calls"].values()] == [("t0", '{"a": 1}'), ("t0", "{}")]
