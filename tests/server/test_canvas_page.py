@@ -1,5 +1,6 @@
 """The page /canvas in a real browser, in front of the bundled model; and what it stands on."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from random import Random
@@ -59,10 +60,14 @@ def test_a_wrong_key_is_refused_and_a_right_one_is_not(page):
 
 @needs_chromium
 def test_tokens_settle_and_can_be_watched_again(page, server):
-    prompt, right = FAMILIES["prose"].ask(("thank", "Ann", "Bob", "map"), Random(0))
-    page.fill("#prompt", prompt)
+    asked = next(
+        next(problem)
+        for problem in (FAMILIES["prose"](Random(seed)) for seed in itertools.count())
+        if next(problem) == ("thank", "Ann", "Bob", "map")
+    )
+    page.fill("#prompt", asked.prompt)
     answer = finish(page, "#go")
-    assert answer.endswith("<eos>") and answer.removesuffix("<eos>") in right
+    assert answer.endswith("<eos>") and answer.removesuffix("<eos>") in asked.accepted
     num_frames = page.run("frames.length")
     assert num_frames > 3
     assert page.run("$('status').textContent").startswith(f"1 block, steps {num_frames}, ")
