@@ -15,9 +15,14 @@ from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import RUN_TOLERANCE, relative_error
 from tests.support.family_checkpoints import WHOLE_SEQUENCES
 from tests.support.family_checkpoints import write as write_family
+from tests.support.images import WITH_TOWER, needs_torchvision
 from tests.support.tape_jobs import CANVAS, JOBS, run_jobs, write_with_thoughts
 
-CASES = [pytest.param(group, name, id=name) for group, jobs in JOBS.items() for name in jobs]
+CASES = [
+    pytest.param(group, name, id=name, marks=[needs_torchvision] if group == "images" else [])
+    for group, jobs in JOBS.items()
+    for name in jobs
+]
 pytestmark = pytest.mark.slow
 
 
@@ -39,6 +44,8 @@ def path_of(
         family_name, _, kind = name.partition(", ")
         if kind == "adapter":
             return write_adapter(folder / name, projections(family(family_name)))
+        if kind == "images":  # their processor knows them by the tokens' own names
+            return checkpoint(canvas_length=CANVAS["gemma"], **WITH_TOWER)
         if family_name == "gemma":
             plain = checkpoint(canvas_length=CANVAS["gemma"], seed=9 if kind else 3)
         else:
@@ -87,5 +94,8 @@ def test_tape_of_a_server_gives_the_tokens_of_steps_without(results, name):
         assert adapted[0] != plain[0]
     used = {kind for kind, found in result["replayed"].items() if found}
     # A prompt is in each step of a whole sequence.
-    unused = {"pieces": "pieces" not in name, "model": name.split(",")[0] in WHOLE_SEQUENCES}
+    unused = {
+        "pieces": name != "images" and "pieces" not in name,
+        "model": name.split(",")[0] in WHOLE_SEQUENCES,
+    }
     assert used == {kind for kind in result["replayed"] if not unused.get(kind)}

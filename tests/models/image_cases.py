@@ -10,14 +10,13 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.test_parity import CANVAS, RELATIVE_TOLERANCE, WINDOW, prompt
-from tests.models.test_images import WITH_TOWER, picture
 from tests.patches.test_admission import MESSAGES, parse_chat
 from tests.support import hf_reference
 from tests.support.async_engine import get_async_engine
 from tests.support.edited import edited
 from tests.support.engine_harness import Engine, get_engine, relative_error
+from tests.support.images import IMAGE_TOKEN, WITH_TOWER, picture
 
-IMAGE_TOKEN = 8
 PLACEHOLDER = [IMAGE_TOKEN]
 ONE_CHUNK = 256  # tokens
 OPTIONS = dict(max_num_batched_tokens=ONE_CHUNK, block_size=16)

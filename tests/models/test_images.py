@@ -5,11 +5,8 @@ tested without it.
 """
 
 import base64
-import importlib.util
 import io
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,38 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from bench.toys.tiny import tiny_config
 from dllm.engine.spans import Spans
-from tests.support.process import ROOT, python_path, run_python
+from tests.support.images import WITH_TOWER, needs_torchvision, path_with_torchvision, picture
+from tests.support.process import run_python
 from tests.support.server_harness import FLAGS, MODEL, Server
 
 pytestmark = pytest.mark.slow
-
-TORCHVISION = Path(sys.prefix) / "torchvision"  # the Makefile's
-# A tower for the smallest budget that the processor knows, 70 soft tokens an image: 280 patches,
-# at worst in two rows of 140.
-VISION = tiny_config()["vision_config"] | {
-    "default_output_length": 70,
-    "position_embedding_size": 140,
-}
-WITH_TOWER = dict(vision_config=VISION, use_bidirectional_attention="vision", image_processor=True)
-
-needs_torchvision = pytest.mark.skipif(
-    not TORCHVISION.exists() and importlib.util.find_spec("torchvision") is None,
-    reason=f"needs torchvision in {TORCHVISION} (make test-all installs it)",
-)
-
-
-def picture(seed: int, height: int = 40, width: int = 60) -> Image.Image:
-    """A few large patches of colour; 54 soft tokens in this shape, 60 at 30 x 90."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (2, 3, 3), dtype=np.uint8)
-    return Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
-
-
-def path_with_torchvision() -> str:
-    """PYTHONPATH of a process that can import torchvision."""
-    stub = ROOT / "tests/support/torchvision_without_ops"
-    return python_path(stub, TORCHVISION, ROOT)
 
 
 @needs_torchvision

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.support.images import path_with_torchvision
 from tests.support.patience import HANG_S
 from tests.support.process import ROOT, run_python
 from tests.support.tape_modes import IN_PIECES
@@ -19,6 +20,7 @@ PARSER = "deepseek_r1"
 REQUESTS = [["grammar", "pins"], ["thoughts", "prompt_logprobs"]]
 OTHERS = ["sdar, other", "sdar"]  # the last ones are those of the start
 ADAPTED = [["adapter"], ["greedy", "adapter", "sampled"]]
+PICTURES = [["image"], ["image", "greedy"]]
 SAMPLES = [["greedy"], ["sampled", "filtered", "logprobs"]]  # alone, and three padded to four
 CANVAS = {"gemma": 12, "sdar": 4, "sdar-moe": 4, "stable-diffcoder": 4}  # the others: 32
 
@@ -72,6 +74,9 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         "adapter": canvases("sdar", *ADAPTED, **ADAPTERS, max_num_seqs=8, checks=True),
         "decisions": canvases("sdar", ["decision"], ["decision"] * 3, **ALONE),
         "grammar, pins, thoughts": canvases("gemma", *REQUESTS, num_tokens=24),
+    },
+    "images": {
+        "images": canvases("gemma, images", *PICTURES, mode=IN_PIECES, reasoning_parser=""),
     },
     "reload": {"new weights": canvases("sdar", ["greedy"], weights=OTHERS)},
     "pieces": {
@@ -145,6 +150,8 @@ def run_jobs(jobs: Mapping[str, Any], path_of: Callable[[str], Path], output: Pa
     given = json.dumps({name: real(job) for name, job in jobs.items()})
     is_split = any(job.get("mode") == IN_PIECES for job in jobs.values())
     environment = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": str(int(not is_split))}
+    if any("images" in job["model"] for job in jobs.values()):
+        environment["PYTHONPATH"] = path_with_torchvision()
     environment |= {"VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     worker = ("-m", "tests.support.tape_worker", given, str(output))
     run_python(*worker, environment=environment, timeout=10 * HANG_S)

@@ -27,6 +27,7 @@ from tests.support import tape, tape_plants
 from tests.support.attention_backend_worker import serve_with_triton_kernel
 from tests.support.engine_harness import Engine
 from tests.support.forced_async import asynchronous_platform
+from tests.support.images import IMAGE_TOKEN, picture
 from tests.support.tape_adapters import adapt_as_on_gpu
 from tests.support.tape_engine import (
     capture,
@@ -65,6 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "extra_args": {"diffusion_max_steps": 1},
     },
     "adapter": {"temperature": 0.0},
+    "image": {"temperature": 0.0},
 }
 
 
@@ -171,7 +173,7 @@ def _compare(
 
 def _answers(engine: Engine, kinds: list[str], num_tokens: int, adapter: str | None) -> Any:
     """Of each request its tokens, and log-probabilities; and logits of all passes of canvases."""
-    prompts = [[20 + (7 + n) * i % 380 for i in range(5 + 16 * n)] for n in range(len(kinds))]
+    prompts = [_prompt(n, with_image=kind == "image") for n, kind in enumerate(kinds)]
     common: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
     params = [SamplingParams(**common | {"seed": n} | KINDS[kind]) for n, kind in enumerate(kinds)]
     adapters = [
@@ -179,11 +181,12 @@ def _answers(engine: Engine, kinds: list[str], num_tokens: int, adapter: str | N
         for kind in kinds
     ]
     engine.reset_prefix_cache()
+    asked: dict[str, Any] = {"lora_request": adapters, "use_tqdm": False}
     if engine.runner.speculator is not None:
-        outputs = engine.outputs(prompts, params, adapters)
+        outputs = engine.llm.generate(prompts, params, **asked)
         return [(list(one.outputs[0].token_ids), _scores(one)) for one in outputs]
     with engine.watch(keep_logits=True) as watched:
-        outputs = engine.outputs(prompts, params, adapters)
+        outputs = engine.llm.generate(prompts, params, **asked)
     return [
         (
             list(one.outputs[0].token_ids),
@@ -192,6 +195,15 @@ def _answers(engine: Engine, kinds: list[str], num_tokens: int, adapter: str | N
         )
         for one in outputs
     ]
+
+
+def _prompt(n: int, with_image: bool) -> dict[str, Any]:
+    """Another one for each ``n``."""
+    ids = [20 + (7 + n) * i % 380 for i in range(5 + 16 * n)]
+    if not with_image:
+        return {"prompt_token_ids": ids}
+    pictures = {"image": [picture(n)]}
+    return {"prompt_token_ids": [*ids, IMAGE_TOKEN, *ids], "multi_modal_data": pictures}
 
 
 def _scores(output: Any) -> list[float]:
