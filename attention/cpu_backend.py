@@ -109,6 +109,8 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
             yield self._part(
                 common, whole, lens[whole], stops[whole], tokens, self.window_size, causal
             )
+        # Each token of a canvas is a causal sequence of its own, which ends where the canvas does:
+        # it sees all of the canvas. The window reaches as far back as that of its first token.
         for width in np.unique(lens[is_canvas]).tolist():
             canvases = np.flatnonzero(is_canvas & (lens == width))
             rows = np.repeat(canvases, width)

@@ -54,8 +54,8 @@ class StepRows:
 
     def accepted(self, answer: ModelRunnerOutput) -> np.ndarray:
         """``[rows]``. The last token (vLLM cuts there) is the target's own, or ends the answer."""
-        sampled, row_of = answer.sampled_token_ids, answer.req_id_to_index
-        each = [len(sampled[row_of[name]]) if sampled else 0 for name in self.names]
+        sampled, request_of = answer.sampled_token_ids, answer.req_id_to_index
+        each = [len(sampled[request_of[name]]) if sampled else 0 for name in self.names]
         accepted: np.ndarray = np.clip(np.array(each, dtype=np.int64) - 1, 0, self.verified)
         return accepted
 
@@ -135,8 +135,8 @@ class DraftingScheduler(SessionScheduler):
             self._counts.add("drafted_tokens", sum(map(len, drafts.values())))
         names = [name for name in self._can_use if name in drafts and self._is_running(name)]
         if confidence is not None:
-            row_of = {name: row for row, name in enumerate(drafts)}
-            confidence = confidence[[row_of[name] for name in names]]
+            request_of = {name: row for row, name in enumerate(drafts)}
+            confidence = confidence[[request_of[name] for name in names]]
         chosen = self._chosen({name: drafts[name] for name in names}, confidence)
         self.driver.count(chosen.values())
         drafts |= chosen

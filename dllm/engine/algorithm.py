@@ -83,7 +83,7 @@ class Canvases(NamedTuple):
         Logprobs do not come from here: at a held position they say what the model itself thinks of
         the token.
         """
-        tokens = self.held[rows.row_of, rows.place]  # [N]
+        tokens = self.held[rows.request_of, rows.place]  # [N]
         is_held = tokens >= 0
         return stats._replace(
             argmax=torch.where(is_held, tokens, stats.argmax),

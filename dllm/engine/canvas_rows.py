@@ -15,33 +15,33 @@ if TYPE_CHECKING:
 
 
 class CanvasRows(NamedTuple):
-    """Where the canvases of a step are: R batch rows, N logit rows, C the served canvas length.
+    """Where the canvases of a step are: R requests, N rows of logits, C the served canvas length.
 
-    A batch row is one request; it has one logit row for each token of its canvas, or for its first
-    tokens alone (``logit_rows.leave_out_rows``): the others take no part in the step. A batch row
-    without a canvas has width 0 and no logit rows.
+    A request has one row of logits for each token of its canvas, or for its first tokens alone
+    (``logit_rows.leave_out_rows``): the others take no part in the step. A request without a canvas
+    has width 0 and no rows.
     """
 
     slots: torch.Tensor  # [R] int64, each request's index into tensors of state
     widths: torch.Tensor  # [R] int64, how many canvas tokens take part in the step
     starts: torch.Tensor  # [R] int64, position of the canvas's first token in its sequence
     seq_lens: torch.Tensor  # [R], the length of that sequence, all canvas tokens included
-    row_of: torch.Tensor  # [N] int64, the batch row of a logit row
-    place: torch.Tensor  # [N] int64, the position of a logit row in its canvas
-    # [R, C] int64, the logit row of a canvas position. Beyond the width it is that of some other
+    request_of: torch.Tensor  # [N] int64, whose row it is
+    place: torch.Tensor  # [N] int64, the position of a row in its canvas
+    # [R, C] int64, the row of a canvas position. Beyond the width it is that of some other
     # one, and what is read there must not be used.
     padded: torch.Tensor
 
     @property
     def are_read(self) -> torch.Tensor:
         """``[N]`` bool. Nobody reads the logits of a deferred commit."""
-        return (self.widths > 0)[self.row_of]
+        return (self.widths > 0)[self.request_of]
 
     @classmethod
     def of_batch(cls, input_batch: InputBatch, canvas_length: int, spare_slot: int) -> CanvasRows:
-        """The rows of a batch of vLLM's, at least two. Does not wait for the device.
+        """Of a batch of vLLM's. Does not wait for the device.
 
-        A batch of one row gets an empty row more, in a slot that no request has:
+        A batch of one request gets one more, without a canvas, in a slot that no request has:
         ``torch.compile`` treats a size of 1 as a special case, and would compile a second graph.
         """
         num_reqs = input_batch.num_reqs
@@ -52,7 +52,7 @@ class CanvasRows(NamedTuple):
         slots = np.concatenate(
             (input_batch.idx_mapping_np[:num_reqs], np.full(num_more, spare_slot))
         )
-        row_of = np.repeat(np.arange(num_reqs + num_more), widths)
+        request_of = np.repeat(np.arange(num_reqs + num_more), widths)
         # [R, C]: positions beyond the width become the last position of the canvas.
         places = np.minimum(np.arange(canvas_length), np.maximum(widths - 1, 0)[:, None])
         last_row = max(int(starts[-1]) - 1, 0)  # the limit for a last row without a canvas
@@ -74,8 +74,8 @@ class CanvasRows(NamedTuple):
             widths=sent_widths,
             starts=seq_lens - sent_lens,
             seq_lens=seq_lens,
-            row_of=sent(row_of),
-            place=sent(np.arange(len(row_of)) - starts[row_of]),
+            request_of=sent(request_of),
+            place=sent(np.arange(len(request_of)) - starts[request_of]),
             padded=sent(np.minimum(starts[:-1, None] + places, last_row)),
         )
 
@@ -91,7 +91,7 @@ class CanvasRows(NamedTuple):
             widths=torch.full_like(starts, canvas_length),
             starts=starts,
             seq_lens=starts + canvas_length,
-            row_of=places // canvas_length,
+            request_of=places // canvas_length,
             place=places % canvas_length,
             padded=places.view(num_rows, canvas_length),
         )

@@ -1,4 +1,4 @@
-"""Channels: what of ours travels between the processes of a server, in which message of vLLM.
+"""Channels: what travels between the processes of a server of ours, in which message of vLLM.
 
 vLLM's messages have no fields for plugins. Where a message is a plain dataclass, ours is a subclass
 of it. Where vLLM encodes a struct, ours rides in a field of it that may hold anything, and that
@@ -9,7 +9,11 @@ vLLM itself uses only for what is refused with a diffusion model.
 | a request's options     | API server -> core, worker | ``SamplingParams.extra_args``           |
 | its grammar's table     | the same                   | the same, under ``GRAMMAR_ARG``         |
 | may the loop go on      | core -> worker             | ``RepeatableSchedule``                  |
-| looked up, remote drafts| core -> worker             | ``scheduled_spec_decode_tokens``        |
+| a canvas: its width     | core -> worker             | ``scheduled_spec_decode_tokens``        |
+| looked up, remote drafts| core -> worker             | the same                                |
+| a block                 | worker -> core             | ``sampled_token_ids``                   |
+| logits that are broken  | worker -> core             | ``num_nans_in_logits``                  |
+| who has a canvas next   | worker -> core             | ``DraftTokenIds``, without the tokens   |
 | passes, frames          | worker -> core             | ``CanvasAnswer``                        |
 | drafts, counts of them  | worker -> core             | ``drafter.metrics.DraftReport``         |
 | a frame, a trace        | core -> API server         | ``EngineCoreOutput.kv_transfer_params`` |

@@ -112,9 +112,9 @@ class LogitEdits:
         has_words = self._has_bad_words[slots]
         if not has_words.any():
             return PreparedEdits(context, None)
-        forbids_words = to_device(has_words, rows.row_of.device)[rows.row_of]
+        forbids_words = to_device(has_words, rows.request_of.device)[rows.request_of]
         if is_pinned is not None:
-            is_held = is_pinned[:, 0] & state.holds_pins[rows.slots[rows.row_of]]
+            is_held = is_pinned[:, 0] & state.holds_pins[rows.slots[rows.request_of]]
             forbids_words = forbids_words & ~is_held
         return PreparedEdits(context, forbids_words)
 
@@ -128,7 +128,7 @@ class LogitEdits:
         """Edit ``logits`` ``[N, vocab]`` fp32 in place, for the tokens of the step before."""
         if prepared is None:
             return logits
-        slots = rows.slots[rows.row_of]
+        slots = rows.slots[rows.request_of]
         in_front = state.argmax_canvas[slots, (rows.place - 1).clamp(min=0)]
         in_front = torch.where(state.steps_done[slots] > 0, in_front, NO_TOKEN)
         context = replace(prepared.context, input_ids=in_front.to(torch.int32))
@@ -153,7 +153,7 @@ class LogitEdits:
         """
         if prepared is None or prepared.forbids_words is None:
             return logits, num_emitted
-        tokens = argmax_canvas[rows.row_of, rows.place]  # [N]
+        tokens = argmax_canvas[rows.request_of, rows.place]  # [N]
         # [N], the token in front of each row. Wrong at position 0, where it is not read.
         in_front = tokens.roll(1).to(torch.int32)
         logits = self._bad_words.apply(logits, replace(prepared.context, input_ids=in_front))
@@ -169,6 +169,6 @@ def clean_lengths(rows: CanvasRows, is_bad: torch.Tensor) -> torch.Tensor:
     request forbids every token, which is refused when a request arrives (``settings.admission``).
     Then the token is emitted: the request must go on.
     """
-    first_bad = torch.where(is_bad, rows.place, rows.widths[rows.row_of])
-    clean = rows.widths.scatter_reduce(0, rows.row_of, first_bad, "amin")
+    first_bad = torch.where(is_bad, rows.place, rows.widths[rows.request_of])
+    clean = rows.widths.scatter_reduce(0, rows.request_of, first_bad, "amin")
     return torch.maximum(clean, (rows.widths > 0).long())

@@ -59,7 +59,7 @@ class FrameTaker:
 def _packed(
     index: np.ndarray, record: StepRecord, canvases: torch.Tensor, traces: torch.Tensor | None
 ) -> "np.ndarray | torch.Tensor":
-    """``StepFrames.packed`` of the batch rows ``index`` ``[n]``.
+    """``StepFrames.packed`` of the requests ``index`` ``[n]``.
 
     On a CPU in numpy: operations of torch take ten times as long for so little data. Elsewhere a
     copy to pinned memory that nobody waits for here.

@@ -323,14 +323,14 @@ class DeviceGrammars(CanvasGrammars):
             state=state,
             budget=_budget(prepared, state),
             thoughts_end=prepared.thoughts_end,
-            row_of=rows.row_of,
+            request_of=rows.request_of,
             most_rows=prepared.most_rows,
             num_states=prepared.num_states,
         )
         paths = write_paths(
             logits, scores(slice(None)), prepared.tables, canvases, prepared.stops, prepared.fillers
         )
-        is_free = (prepared.table_of[rows.row_of] == NO_TABLE) | (paths.states == STOPPED)
+        is_free = (prepared.table_of[rows.request_of] == NO_TABLE) | (paths.states == STOPPED)
         return Written(torch.where(is_free, NO_TOKEN, paths.tokens), paths)
 
     def advance(

@@ -334,8 +334,8 @@ def grammar_paths(device: torch.device) -> None:
     states = (0, 2)
     numbers = [[0, width], [width, width], [0, 0], states, [budget, budget], [budget, 3]]
     parts = torch.tensor(numbers, dtype=torch.int32, device=device)
-    row_of = torch.arange(2, device=device).repeat_interleave(width)
-    canvases = Searches._make([*parts, row_of, width, 2 * len(accepts)])
+    request_of = torch.arange(2, device=device).repeat_interleave(width)
+    canvases = Searches._make([*parts, request_of, width, 2 * len(accepts)])
     ends = torch.full((2, 1), stop, device=device)
     masked = logits.clone()
     found = write_paths(masked, masked, pack([table], device), canvases, ends, ends)

@@ -122,7 +122,7 @@ class BlockLogprobs:
             self._scores(
                 logits[few],
                 temperature[few],
-                step.argmax_canvas[rows.row_of[few], rows.place[few]],
+                step.argmax_canvas[rows.request_of[few], rows.place[few]],
                 tile.batch.expanded_idx_mapping[few],
                 dims,
             )
@@ -189,7 +189,7 @@ class KeptScores:
         """Keep the scores that a step decides; return ``width`` columns of the rows ``[n]``."""
         rows, new, is_decided = record.tile.rows, record.decided_scores, record.denoised.decided
         assert new is not None and is_decided is not None, "an algorithm that decides for good"
-        row, places = rows.row_of[some], rows.place[some]
+        row, places = rows.request_of[some], rows.place[some]
         slots, is_new = rows.slots[row], is_decided[row, places]
         num_new = new.logprobs.shape[1]
         for table, values in (
@@ -232,7 +232,7 @@ def _row_indices(counts: np.ndarray, tile: Tile) -> torch.Tensor:
     """The first ``counts`` ``[R]`` rows of logits of each request, end to end: ``[n]``."""
     starts = tile.batch.cu_num_logits_np[: len(counts)]
     rows, offsets = spread(starts_of(counts))
-    return to_device(starts[rows] + offsets, tile.rows.row_of.device)
+    return to_device(starts[rows] + offsets, tile.rows.request_of.device)
 
 
 def _widened(columns: torch.Tensor, width: int) -> torch.Tensor:

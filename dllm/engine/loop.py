@@ -15,7 +15,7 @@ through the model again without the scheduler and without new inputs. The loop e
     takes as long as the last one. A worker in a process of its own does not see that a request has
     arrived, so this is how long the request waits at most.
 
-There is no loop if a row of the batch has no canvas (its prompt goes on in the next engine step),
+There is no loop if a request has no canvas (its prompt goes on in the next engine step),
 or if the scheduler knows of requests that are not in the batch. Where data parallel replicas share
 experts (on a GPU) there is none at all: the replicas run each pass together.
 """
@@ -82,13 +82,13 @@ class DenoiseLoop:
         self._start = self._last = self.clock()
 
     def may_repeat(self, input_batch: InputBatch) -> bool:
-        """Whether every row has a canvas, all of which takes part in the step."""
+        """Whether every request has a canvas, all of which takes part in the step."""
         widths = input_batch.num_draft_tokens_per_req
         if not self._is_allowed or widths is None:
             return False
         return bool(widths.all()) and int(widths.sum()) == input_batch.num_draft_tokens
 
-    def goes_on(self, num_emitted: torch.Tensor) -> bool:
+    def begin_next_pass(self, num_emitted: torch.Tensor) -> bool:
         """Whether a pass follows one that emitted ``[R]`` tokens. Waits for the device."""
         has_emitted = bool(num_emitted.any())  # waits, so that the clock counts the device's time
         now = self.clock()
@@ -116,7 +116,7 @@ class CanvasForward:
     """
 
     def __init__(self, model_state: Any, canvases: torch.Tensor) -> None:
-        self._state = model_state
+        self._model_state = model_state
         self._canvases = canvases
         has_tails = options_of(model_state.vllm_config).context_cache == "none"
         self._block_size = model_state.algorithm.settings.block_size if has_tails else 1
@@ -134,7 +134,7 @@ class CanvasForward:
         A full CUDA graph is one of canvases alone (``engine.runner``). It is replayed with other
         tokens in the memory that it reads.
         """
-        state = self._state
+        state = self._model_state
         replay = state.loop.replay
         if replay is not None:
             num_tokens = input_batch.num_tokens
@@ -167,7 +167,7 @@ class CanvasForward:
             yield self._forward(batch, run)
 
     def _forward(self, batch: InputBatch, run: Callable[[dict[str, Any]], torch.Tensor]) -> Forward:
-        state, rows = self._state, batch.logits_indices
+        state, rows = self._model_state, batch.logits_indices
         slots, places = batch.expanded_idx_mapping, batch.expanded_local_pos
         is_canvas_alone = batch.num_draft_tokens == batch.num_tokens
 
@@ -206,7 +206,7 @@ class CanvasForward:
         num_tokens = len(tokens)
         torch.index_select(input_batch.positions, 0, tokens, out=self._positions[:num_tokens])
         widths = input_batch.num_draft_tokens_per_req
-        assert widths is not None, "every row has a canvas"
+        assert widths is not None, "every request has a canvas"
         part = replace(
             input_batch,
             num_scheduled_tokens=widths + tails,
@@ -228,8 +228,8 @@ class CanvasForward:
 def _with_tails(spans: Spans, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which tokens of a batch are canvases or the tails ``[R]`` in front of them.
 
-    Returns [R + 1] int32, where each row starts among these tokens; [tokens] int64, which tokens of
-    the batch they are; [N] int64, which of them are canvas tokens.
+    Returns [R + 1] int32, where each request starts among these tokens; [tokens] int64, which
+    tokens of the batch they are; [N] int64, which of them are canvas tokens.
     """
     lens = spans.canvas_widths + tails
     starts = starts_of(lens)

@@ -239,23 +239,23 @@ class DiffusionModelState(ModelState):
     ) -> dict[str, Any]:
         """Any batch: a row may be several sequences, over the same pages."""
         sequences = self._sequences(input_batch)
-        seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[sequences.row_of]
-        row_of = to_device(sequences.row_of, self.device)
+        seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[sequences.request_of]
+        request_of = to_device(sequences.request_of, self.device)
         # Under asynchronous scheduling the host's lengths are upper bounds. Only their differences
         # are used: how many tokens of its request are behind a sequence.
         tokens_behind = to_device(seq_lens - sequences.seq_lens, self.device)
         is_causal = to_device(sequences.is_causal, self.device)
         if self._is_async:
-            is_causal = is_causal | self._find_commits(input_batch)[row_of]
+            is_causal = is_causal | self._find_commits(input_batch)[request_of]
         return {
-            "num_reqs": len(sequences.row_of),
+            "num_reqs": len(sequences.request_of),
             "num_tokens": input_batch.num_tokens,
             "query_start_loc_gpu": to_device(sequences.query_start_loc, self.device),
             "query_start_loc_cpu": torch.from_numpy(sequences.query_start_loc),
             "max_query_len": int(np.diff(sequences.query_start_loc).max()),
-            "seq_lens": input_batch.seq_lens[row_of] - tokens_behind,
+            "seq_lens": input_batch.seq_lens[request_of] - tokens_behind,
             "max_seq_len": int(sequences.seq_lens.max()),
-            "block_tables": [table[row_of] for table in block_tables],
+            "block_tables": [table[request_of] for table in block_tables],
             "causal": is_causal,
             "is_prefilling": torch.from_numpy(sequences.is_causal != 0),
             "mm_req_doc_ranges": sequences.images,
@@ -267,7 +267,7 @@ class DiffusionModelState(ModelState):
         """Each request is one sequence: ``engine.runner`` keeps others out of full graphs."""
         sequences, num_padded = self._sequences(input_batch), input_batch.num_reqs_after_padding
         num_reqs = input_batch.num_reqs
-        assert len(sequences.row_of) == num_reqs, "a request of a full graph is one sequence"
+        assert len(sequences.request_of) == num_reqs, "a request of a full graph is one sequence"
         flags = np.pad(sequences.is_causal, (0, num_padded - num_reqs))
         is_causal = self._is_causal[:num_padded].copy_(to_device(flags, self.device))
         if self._is_async:
@@ -297,15 +297,16 @@ class DiffusionModelState(ModelState):
         return _spans(input_batch).sequences(seq_lens, self.algorithm.settings.block_size)
 
     def _write_emitted_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
-        """Write emitted blocks into the causal spans of their rows.
+        """Write emitted blocks into the causal spans of their requests.
 
         vLLM's runner fills in prompt chunks and canvases only. Emitted tokens are in
         ``all_token_ids``.
         """
         computed = input_batch.num_computed_tokens_np
         prefill_len = input_batch.prefill_len_np
-        # [R]: the row begins behind its prompt. A prompt length of 0 means a dummy run of vLLM's.
-        # After a preemption its prompt has the emitted tokens, too, and the runner fills them in.
+        # [R]: what is scheduled begins behind the prompt. A prompt length of 0 means a dummy run of
+        # vLLM's. After a preemption the prompt has the emitted tokens, too, and the runner fills
+        # them in.
         is_generated = (computed >= prefill_len) & (prefill_len > 0)
         causal_lens = np.where(is_generated, _spans(input_batch).causal_lens, 0)
         if not causal_lens.any():

@@ -138,10 +138,10 @@ class DiffusionSampler:
         self.state.looks_for_ends(input_batch.idx_mapping_np[: input_batch.num_reqs])
         tiles = self._tiles(input_batch, not isinstance(logits, LogitRows))
         output = self._denoise_batch(logits, tiles)
-        if self.loop.may_repeat(input_batch) and self.loop.goes_on(output.num_sampled):
+        if self.loop.may_repeat(input_batch) and self.loop.begin_next_pass(output.num_sampled):
             with self.loop.forward_of(input_batch) as forward:
                 output = self._denoise_batch(forward(), tiles)
-                while self.loop.goes_on(output.num_sampled):
+                while self.loop.begin_next_pass(output.num_sampled):
                     output = self._denoise_batch(forward(), tiles)
         return output
 
@@ -182,9 +182,9 @@ class DiffusionSampler:
         is_pinned = is_read_only = None
         if state.has_pins[batch.idx_mapping_np[: batch.num_reqs]].any():
             pins = state.pins(rows.slots, rows.starts)
-            is_pinned = (pins != NO_TOKEN)[rows.row_of, rows.place, None]
+            is_pinned = (pins != NO_TOKEN)[rows.request_of, rows.place, None]
         if self.logprobs.are_wanted(batch):
-            is_read_only = state.is_read_only[rows.slots[rows.row_of]]
+            is_read_only = state.is_read_only[rows.slots[rows.request_of]]
         return Tile(
             logit_rows=logit_rows,
             batch=batch,
@@ -209,9 +209,9 @@ class DiffusionSampler:
         """A step of a tile, in the order of this module's docstring.
 
         What reads the model's logits comes before they are edited; what reads the edited ones comes
-        before ``_emit_`` excludes bad words. ``logits`` ``[N, vocab]`` fp32 are changed in place by
-        the functions whose names end with an underscore. Raw ones are not: then nobody asks these
-        functions for anything.
+        before ``_count_emitted_`` excludes bad words. ``logits`` ``[N, vocab]`` fp32 are changed in
+        place by the functions whose names end with an underscore. Raw ones are not: then nobody
+        asks these functions for anything.
         """
         raw = logits if isinstance(logits, RawLogits) else RawLogits(logits, None)
         logits, cap = raw.values, raw.cap
@@ -226,7 +226,7 @@ class DiffusionSampler:
         )
         soft = self._soft_embeddings(logits, denoised, tile, cap)
         decided_scores = self.logprobs.of_decided(logits, denoised, tile)
-        logits, num_emitted = self._emit_(logits, denoised, tile)
+        logits, num_emitted = self._count_emitted_(logits, denoised, tile)
 
         record = StepRecord(
             tile, ids, unedited, logits, texts, denoised, soft, decided_scores, num_emitted
@@ -262,10 +262,10 @@ class DiffusionSampler:
             soft = torch.where(tile.is_pinned, 0, soft)
         if self.state.has_thinking_budget[tile.batch.idx_mapping_np[: tile.batch.num_reqs]].any():
             is_end = self.state.thoughts_of(rows).ends_at(denoised.argmax_canvas)
-            soft = torch.where(is_end[rows.row_of, rows.place, None], 0, soft)
+            soft = torch.where(is_end[rows.request_of, rows.place, None], 0, soft)
         return soft
 
-    def _emit_(
+    def _count_emitted_(
         self, logits: torch.Tensor, denoised: Denoised, tile: Tile
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[R]``: 0 of a canvas that goes on; else all, or those in front of a bad word."""
@@ -280,11 +280,19 @@ class DiffusionSampler:
         if tile.grammars is not None:
             self.grammars.advance(record.texts, num_emitted, tile.grammars)
         begins = num_emitted.is_cuda  # the host would wait to learn whether a canvas begins
-        kept, text_lens = (self.state, self.algorithm), self._text_lens(tile.rows)
-        flags = begins, self._keeps_context
-        stored = self._store_rows(num_emitted, record.denoised, tile.rows, *kept, text_lens, *flags)
+        stored = self._store_rows(
+            num_emitted,
+            record.denoised,
+            tile.rows,
+            self.state,
+            self.algorithm,
+            self._text_lens(tile.rows),
+            begins,
+            self._keeps_context,
+        )
         if not begins and bool(num_emitted.any()):
-            self._begin_rows(*begins_behind(num_emitted, tile.rows, self.state), *kept)
+            slots, starts = begins_behind(num_emitted, tile.rows, self.state)
+            self._begin_rows(slots, starts, self.state, self.algorithm)
         return stored
 
     def _report(self, record: StepRecord) -> LogprobsTensors | None:

@@ -279,8 +279,8 @@ class CanvasScheduler(SessionScheduler):
     ) -> tuple[list[int], bool]:
         """Append an emitted block to its request without counting the block's KV as computed.
 
-        vLLM counts a whole row as computed when it schedules it, and takes off rejected drafts: all
-        of a canvas that goes on. Those of one that is emitted are taken off here, because a
+        vLLM counts all that it schedules as computed, and takes off rejected drafts: all of a
+        canvas that goes on. Those of one that is emitted are taken off here, because a
         bidirectional pass wrote their KV. vLLM puts KV up to ``num_computed_tokens`` into the
         prefix cache, so the block gets there after its causal pass, and not before.
         """

@@ -38,7 +38,7 @@ class ShiftedRows:
         hidden_states[rows] = torch.where(is_first, self._in_front[slots], before)
 
     def _keep_last_rows(self, hidden_states: torch.Tensor, batch: InputBatch) -> None:
-        """Of each causal span; a deferred commit is one, too, as long as the whole row."""
+        """Of each causal span; a deferred commit is one, too, as long as all that is scheduled."""
         count, slots = batch.num_reqs, batch.idx_mapping[: batch.num_reqs]
         spans = Spans.of_schedule(batch.num_scheduled_tokens, batch.num_draft_tokens_per_req)
         ends = batch.query_start_loc_np[1 : count + 1]

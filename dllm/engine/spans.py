@@ -1,15 +1,15 @@
 """Reads off the schedule which tokens of a step are causal, and describes the step as sequences.
 
-A row of the batch is one request; its tokens are those that are scheduled for it. No flag says
-whether a request is in its prompt or denoises: it follows from the schedule, in which the canvas
-counts as draft tokens (the core rule of ARCHITECTURE.md):
+A request's tokens are those that are scheduled for it. No flag says whether it is in its prompt or
+denoises: it follows from the schedule, in which the canvas counts as draft tokens (the core rule of
+ARCHITECTURE.md):
 
     causal_len = query_len - num_draft_tokens
     tokens [0, causal_len)          causal, KV kept, no logits  (of a prompt, or an emitted block)
     tokens [causal_len, query_len)  the canvas: bidirectional, with logits
 
 Attention takes sequences, each of which is causal or bidirectional as a whole
-(``attention.masks``). A row with a causal span and a canvas is two sequences over the same KV
+(``attention.masks``). A request with a causal span and a canvas is two sequences over the same KV
 pages. Positions, slot mappings and logits belong to tokens, and stay as they are.
 
 In a model with blocks of B > 1 tokens, a causal token sees its own block, too. If a causal span
@@ -30,7 +30,7 @@ from dllm.attention.ragged import starts_of
 class Sequences(NamedTuple):
     """A batch as attention takes it: S sequences in the order of their tokens."""
 
-    row_of: np.ndarray  # [S] int64, the batch row that a sequence belongs to
+    request_of: np.ndarray  # [S] int64, whose tokens they are
     query_start_loc: np.ndarray  # [S + 1] int32, where each sequence's tokens start
     seq_lens: np.ndarray  # [S] int32, tokens of context and query together
     is_causal: np.ndarray  # [S] int32, 1 or 0
@@ -41,15 +41,13 @@ class Sequences(NamedTuple):
         """Make every image of the causal sequences a bidirectional sequence of its own.
 
         It ends with the image's last token, so the image sees what is in front of it and itself.
-        ``images``: for each batch row, (first, last) position of each, in order.
+        ``images``: for each request, (first, last) position of each, in order.
         """
         parts: list[tuple[int, int, int, int]] = []  # row, query length, sequence length, causal
         found: dict[int, list[tuple[int, int]]] = {}
         lens = np.diff(self.query_start_loc)
-        for row, length, stop, is_causal in zip(
-            self.row_of.tolist(), lens.tolist(), self.seq_lens.tolist(), self.is_causal.tolist(),
-            strict=True,
-        ):  # fmt: skip
+        columns = (self.request_of, lens, self.seq_lens, self.is_causal)
+        for row, length, stop, is_causal in zip(*(one.tolist() for one in columns), strict=True):
             start = stop - length
             for first, last in images[row] if is_causal else ():
                 begin, end = max(first, start), min(last + 1, stop)
@@ -64,7 +62,7 @@ class Sequences(NamedTuple):
                 parts.append((row, stop - start, stop, is_causal))
         rows, lengths, ends, flags = np.array(parts, dtype=np.int32).T
         return Sequences(
-            row_of=rows.astype(np.int64),
+            request_of=rows.astype(np.int64),
             query_start_loc=starts_of(lengths).astype(np.int32),
             seq_lens=ends.copy(),
             is_causal=flags.copy(),
@@ -74,19 +72,19 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True)
 class Spans:
-    """How long each row's causal span and canvas are: host arrays, [R] int32."""
+    """How long each request's causal span and canvas are: host arrays, [R] int32."""
 
     causal_lens: np.ndarray
     canvas_widths: np.ndarray
 
     @classmethod
     def of_schedule(cls, query_lens: np.ndarray, num_draft_tokens: np.ndarray | None) -> "Spans":
-        """``query_lens``: [R], tokens scheduled for each row, those of canvases among them."""
+        """``query_lens``: [R], tokens scheduled for each request, those of canvases among them."""
         if num_draft_tokens is None:
             num_draft_tokens = np.zeros_like(query_lens)
         causal_lens = query_lens - num_draft_tokens
         assert (causal_lens >= 0).all(), (
-            f"canvas longer than its row: {query_lens=}, {causal_lens=}"
+            f"a canvas longer than what is scheduled: {query_lens=}, {causal_lens=}"
         )
         return cls(causal_lens.astype(np.int32), num_draft_tokens.astype(np.int32))
 
@@ -95,7 +93,7 @@ class Spans:
         return self.causal_lens % block_size
 
     def sequences(self, seq_lens: np.ndarray, block_size: int = 1) -> Sequences:
-        """``seq_lens``: [R], tokens of context and query together, of each row."""
+        """``seq_lens``: [R], tokens of context and query together, of each request."""
         tails = np.where(self.canvas_widths > 0, self.tail_lens(block_size), 0)
         widths = self.canvas_widths + tails
         num_rows = len(widths)
@@ -103,11 +101,11 @@ class Spans:
         # dropped below.
         lens = np.stack([self.causal_lens - tails, widths], axis=1).reshape(-1)
         ends = np.stack([seq_lens - widths, seq_lens], axis=1).reshape(-1)
-        row_of = np.repeat(np.arange(num_rows, dtype=np.int64), 2)
+        request_of = np.repeat(np.arange(num_rows, dtype=np.int64), 2)
         is_causal = np.tile(np.array([1, 0], dtype=np.int32), num_rows)
         kept = lens > 0
         return Sequences(
-            row_of=row_of[kept],
+            request_of=request_of[kept],
             query_start_loc=starts_of(lens[kept]).astype(np.int32),
             seq_lens=ends[kept].astype(np.int32),
             is_causal=is_causal[kept],

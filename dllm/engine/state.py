@@ -112,7 +112,7 @@ class CanvasState:
         return len(self.seeds) - 1
 
     def written_slots(self, rows: CanvasRows) -> Tensor:
-        """``[R]``, where the state of each row is written: the spare slot without a canvas."""
+        """``[R]``, where the state of each request is written: the spare slot without a canvas."""
         return torch.where(rows.widths > 0, rows.slots, self.spare_slot)
 
     def write_canvases(self, slots: Tensor, canvases: Tensor) -> None:
@@ -151,7 +151,7 @@ class CanvasState:
         of_slots = {name: column[slots] for name, column in self.thought.items()}
         return Thoughts(canvas_start=starts, is_asked=self.is_asked, **of_slots)
 
-    def with_seeds(self, slots: Tensor, drawn: Tensor, thoughts: Thoughts) -> Tensor:
+    def with_given_tokens(self, slots: Tensor, drawn: Tensor, thoughts: Thoughts) -> Tensor:
         """The first contents of canvases: what the request gives, else ``drawn``. ``[R, C]`` int64.
 
         Only the first canvas behind the prompt can be a seed canvas (``diffusion_seed_canvas``).

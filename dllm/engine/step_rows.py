@@ -51,13 +51,13 @@ def denoise_rows(
 ) -> Denoised:
     """What the algorithm decides in a step. A canvas ends where the model's output is not finite.
 
-    A row without a distribution has a logit that is NaN or infinite, or no token that may be
-    written: -inf everywhere. Arguments as of ``DenoisingAlgorithm.denoise`` and ``Canvases``;
+    A row is broken if a logit is NaN or infinite; not if it is -inf everywhere, because the request
+    allows no token there. Arguments as of ``DenoisingAlgorithm.denoise`` and ``Canvases``;
     ``state`` is read only.
     """
     step = algorithm.denoise(logits, rows, state.canvases(rows, ids, chosen), filters, cap)
     is_broken = (step.stats.log_z == torch.inf) & (step.stats.peak != -torch.inf) & rows.are_read
-    num_broken = torch.zeros_like(rows.widths).index_add(0, rows.row_of, is_broken.long()).int()
+    num_broken = torch.zeros_like(rows.widths).index_add(0, rows.request_of, is_broken.long()).int()
     return step._replace(converged=step.converged | (num_broken > 0), num_broken=num_broken)
 
 
@@ -124,7 +124,7 @@ def begin_rows(
     """The first contents of canvases; ``slots`` ``[R]`` int64: the spare one where none begins."""
     drawn = algorithm.fresh_canvas(state.seeds[slots], starts)
     thoughts = state.thoughts(slots, starts)
-    state.write_canvases(slots, state.with_seeds(slots, drawn, thoughts))
+    state.write_canvases(slots, state.with_given_tokens(slots, drawn, thoughts))
 
 
 def _kept(column: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def _kept(column: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
 def num_rejected(
     state: CanvasState, rows: CanvasRows, lengths: torch.Tensor, block_size: int | torch.Tensor
 ) -> torch.Tensor:
-    """How many tokens of each row keep no KV: ``[R]``.
+    """How many tokens of each request keep no KV: ``[R]``.
 
     What is kept ends with the last whole block in front of the canvas, or with that of a pending
     block: ``lengths`` ``[R]`` are a request's tokens, what it has emitted included.

@@ -72,7 +72,7 @@ class BlockTraces:
         some, unedited = tile.traced, record.unedited
         if some is None or unedited is None:
             return None
-        row, place = rows.row_of[some], rows.place[some]
+        row, place = rows.request_of[some], rows.place[some]
         slots, ends = rows.slots[row], step.converged[row]
         is_kept = step.accepted[row, place]
         token = torch.where(ends, step.argmax_canvas[row, place], step.canvas[row, place])

@@ -265,7 +265,7 @@ class Searches(NamedTuple):
     state: Tensor  # [R] int32, before the first position
     budget: Tensor  # [R] int32, tokens that the text may have from there
     thoughts_end: Tensor  # [R] int32, the place at which thoughts end at the latest
-    row_of: Tensor  # [N] int64, the canvas of each row
+    request_of: Tensor  # [N] int64, the canvas of each row
     most_rows: int  # of one canvas
     num_states: int  # of the tables of all canvases, or more
 

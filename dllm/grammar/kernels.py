@@ -75,15 +75,15 @@ def write_paths(
             last one.
         fillers: [R, M] int64 likewise, the stops among them.
     """
-    row_of = canvases.row_of
-    table_of, its_stops = canvases.table[row_of], stops[row_of]
+    request_of = canvases.request_of
+    table_of, its_stops = canvases.table[request_of], stops[request_of]
     maxima = class_maxima(scores, tables, table_of)
     labels = label_maxima(maxima, tables, table_of)
-    found = ends(scores, scores.argmax(dim=1), its_stops, fillers[row_of])
+    found = ends(scores, scores.argmax(dim=1), its_stops, fillers[request_of])
     paths = best_paths_kernels(maxima, labels, found, tables, canvases, cut)
-    places = torch.arange(len(row_of), device=logits.device) - canvases.first_row[row_of]
-    budgets = (canvases.budget[row_of] - places).int()
-    goes_on = places < canvases.thoughts_end[row_of]
+    places = torch.arange(len(request_of), device=logits.device) - canvases.first_row[request_of]
+    budgets = (canvases.budget[request_of] - places).int()
+    goes_on = places < canvases.thoughts_end[request_of]
     mask_rows_kernel(logits, tables, table_of, paths.states, budgets, goes_on, its_stops, cut)
     return paths
 

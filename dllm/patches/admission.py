@@ -21,7 +21,7 @@ from dllm.patches.served import has_canvases
 from dllm.patches.streaming import refuse_unseen_canvases
 from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
 from dllm.settings.pins import without_noise
-from dllm.settings.request import constrained, has_structured_outputs, of_one_canvas, refuse
+from dllm.settings.request import has_structured_outputs, of_one_canvas, refuse, with_edits
 from dllm.settings.server import options_of
 from dllm.settings.thoughts import admit_budget
 
@@ -132,7 +132,7 @@ class CanvasInputs(TargetInputs):
         self._validate_params(params, ("generate",))
         _check_length_of_words(self, params)
         params = of_one_canvas(params, options.canvas_width)
-        params = constrained(with_resolved_ids(self, params))
+        params = with_edits(with_resolved_ids(self, params))
         admit_ids(params, settings, vocab_size)
         return params
 

@@ -14,7 +14,7 @@ from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, register
 from dllm.patches.decoding import serve_decodings
 from dllm.patches.drafting import DRAFTER_MODEL
 from dllm.patches.neighbours import is_disabled
-from dllm.patches.served import Ours, Server, as_one_of, derives
+from dllm.patches.served import ByServer, Server, as_one_of, derives
 from dllm.settings.drafting import OUR_DRAFTER
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
@@ -79,7 +79,7 @@ def _derive_engines() -> None:
 
     from dllm.patches import admission, async_llm, engine_core, grammars, streaming
 
-    def for_any(of_others: type, of_canvases: type, of_tokens: type | None = None) -> Ours:
+    def for_any(of_others: type, of_canvases: type, of_tokens: type | None = None) -> ByServer:
         of_tokens = of_tokens or of_others
         return {Server.CANVASES: of_canvases, Server.TOKENS: of_tokens, Server.TARGET: of_others}
 

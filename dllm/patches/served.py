@@ -35,10 +35,10 @@ def served_as(vllm_config: Any) -> Server | None:
     return Server.TARGET if is_ours else None
 
 
-Ours = Mapping[Server, type]
+ByServer = Mapping[Server, type]  # a class of ours
 
 
-def derives(theirs: type, ours: Ours | type) -> None:
+def derives(theirs: type, ours: ByServer | type) -> None:
     """Where vLLM makes an object of its class, a server of ours gets one of a class of ours.
 
     That is derived from vLLM's, whose constructor takes the server's configuration first. Where a

@@ -167,7 +167,7 @@ class Ours(BaseServing):
         return refused
 
 
-class Chats(Ours, OpenAIServingChat):
+class AnyChat(Ours, OpenAIServingChat):
     def _engine_reasoning_kwargs(
         self, request: Any, parser: Any, chat_template_kwargs: Any, prompt_token_ids: Any
     ) -> Any:
@@ -201,7 +201,7 @@ class Chats(Ours, OpenAIServingChat):
         return answer
 
 
-class Chat(Chats):
+class Chat(AnyChat):
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         read_as_openai_does(request)
         theirs = OpenAIServingChat.create_chat_completion
@@ -221,7 +221,7 @@ class Responses(Ours, OpenAIServingResponses):
         return await handled(self, OpenAIServingResponses.create_responses, request, raw_request)
 
 
-class Batch(Chats, OpenAIServingChatBatch):
+class Batch(AnyChat, OpenAIServingChatBatch):
     async def create_batch_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
         theirs = OpenAIServingChatBatch.create_batch_chat_completion
@@ -234,7 +234,7 @@ class Tokens(Ours, ServingTokens):
         return await handled(self, ServingTokens.serve_tokens, request, raw_request)
 
 
-class Translating(Chats):
+class Translating(AnyChat):
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
         theirs = OpenAIServingChat.create_chat_completion

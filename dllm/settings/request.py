@@ -73,7 +73,7 @@ class ExtraArgs(BaseModel):
     """The whole output is one canvas, and its logprobs are those at temperature 1."""
 
     diffusion_constrained: Flag = False
-    """Only tokens of ``logprob_token_ids`` are emitted; ``constrained`` writes it out."""
+    """Only tokens of ``logprob_token_ids`` are emitted; ``with_edits`` writes it out."""
 
     diffusion_eos_stop: Flag = True
     """What follows a token that ends the request need not converge."""
@@ -91,7 +91,7 @@ class ExtraArgs(BaseModel):
     stop token in the last block. ``traced`` reads it."""
 
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
-    """vLLM's own, which ``constrained`` makes of it."""
+    """vLLM's own, which ``with_edits`` makes of it."""
 
     # What the server itself sets. A client cannot send ``bytes``, because JSON has none.
     kv_transfer_params: dict[str, Any] | None = None
@@ -210,7 +210,7 @@ def of_one_canvas(params: "SamplingParams", canvas_width: int) -> "SamplingParam
     return params
 
 
-def constrained(params: "SamplingParams") -> "SamplingParams":
+def with_edits(params: "SamplingParams") -> "SamplingParams":
     """The parameters of a request with our own arguments written as vLLM's edits of logits.
 
     ``diffusion_constrained``: the allowed tokens are its ``logprob_token_ids``. Held pins: the

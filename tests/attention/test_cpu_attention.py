@@ -105,7 +105,7 @@ def metadata(rows: Rows, case: Case) -> CommonAttentionMetadata:
         query_start_loc=query_start_loc,
         query_start_loc_cpu=query_start_loc,
         seq_lens=torch.from_numpy(sequences.seq_lens),
-        num_reqs=len(sequences.row_of),
+        num_reqs=len(sequences.request_of),
         num_actual_tokens=int(query_start_loc[-1]),
         max_query_len=int(query_start_loc.diff().max()),
         max_seq_len=int(sequences.seq_lens.max()),

@@ -82,7 +82,7 @@ class Batch:
         return np.array([len(p) + len(o) for p, o in zip(self.prompts, self.outputs, strict=True)])
 
     @property
-    def row_of(self) -> np.ndarray:
+    def request_of(self) -> np.ndarray:
         return np.repeat(np.arange(len(self.widths)), self.widths)
 
     @property
@@ -95,7 +95,7 @@ class Batch:
             num_reqs=len(self.slots),
             idx_mapping=torch.tensor(self.slots),
             idx_mapping_np=np.array(self.slots),
-            expanded_idx_mapping=torch.tensor(self.slots)[self.row_of],
+            expanded_idx_mapping=torch.tensor(self.slots)[self.request_of],
             expanded_local_pos=torch.from_numpy(self.place).int(),
             # A causal span in front of the first canvas: logits rows are not token rows.
             positions=torch.cat([torch.zeros(3).long(), self._positions()]),
@@ -107,7 +107,7 @@ class Batch:
         )
 
     def _positions(self) -> Tensor:
-        return torch.from_numpy(self.starts[self.row_of] + self.place)
+        return torch.from_numpy(self.starts[self.request_of] + self.place)
 
     def edit(self, logits: Tensor | None = None) -> Tensor:
         """What the edits make of the logits, which are changed in place."""
@@ -127,7 +127,7 @@ class Batch:
     def expected(self, has_past: bool = True) -> Tensor:
         """The same, row by row."""
         rows = []
-        for n, (k, p) in enumerate(zip(self.row_of, self.place, strict=True)):
+        for n, (k, p) in enumerate(zip(self.request_of, self.place, strict=True)):
             canvas = self.argmax[k, :p].tolist() if has_past else [UNKNOWN] * p
             output = self.outputs[k] + canvas
             rows.append(edited(self.logits[n], self.params[k], self.prompts[k], output, STOPS))

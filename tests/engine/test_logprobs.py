@@ -66,9 +66,9 @@ class Blocks:
             num_draft_tokens_per_req=np.array(WIDTHS),
         )
         self.rows = CanvasRows.of_batch(self.batch, CANVAS, spare_slot=SLOTS)
-        self.batch.expanded_idx_mapping = self.rows.slots[self.rows.row_of]
+        self.batch.expanded_idx_mapping = self.rows.slots[self.rows.request_of]
         self.argmax = torch.zeros(4, CANVAS, dtype=torch.int64)
-        self.argmax[self.rows.row_of, self.rows.place] = self.logits.argmax(-1)
+        self.argmax[self.rows.request_of, self.rows.place] = self.logits.argmax(-1)
 
     def of(self, *num_emitted: int, decided: torch.Tensor | None = None):
         """The logprobs of a step with these logits; ``decided`` ``[R, C]`` by it."""
@@ -149,7 +149,7 @@ def test_scores_of_decided_tokens_are_kept_and_nothing_of_the_size_of_the_vocabu
     logits = blocks.logits.clone()
     nothing = torch.zeros_like(is_even)
     for decided in (is_even, nothing, ~is_even):
-        row, place = blocks.rows.row_of, blocks.rows.place
+        row, place = blocks.rows.request_of, blocks.rows.place
         blocks.logits = torch.where(decided[row, place, None], logits, logits.flip(0))
         blocks.of(0, 0, 0, 0, decided=decided)
     blocks.logits.zero_()

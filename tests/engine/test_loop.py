@@ -214,9 +214,9 @@ def test_a_pass_that_would_end_too_late_does_not_begin():
     one = loop(47, moments.__next__)
     one.begin_engine_step(True)
     nothing = torch.zeros(2, dtype=torch.int32)
-    assert one.goes_on(nothing)  # 10 ms, and the next would end at 20 ms
-    assert one.goes_on(nothing)
-    assert not one.goes_on(nothing)  # 34 ms; the next would take 14 ms and end at 48 ms
+    assert one.begin_next_pass(nothing)  # 10 ms, and the next would end at 20 ms
+    assert one.begin_next_pass(nothing)
+    assert not one.begin_next_pass(nothing)  # 34 ms; the next would take 14 ms and end at 48 ms
     assert one.num_passes == 3
 
 
@@ -233,17 +233,17 @@ def test_the_time_of_a_pass_includes_the_device():
     next(now)
     one = loop(50, lambda: time_s[0])
     one.begin_engine_step(True)
-    assert one.goes_on(OnDevice())  # 20 ms; the next ends at 40 ms
-    assert not one.goes_on(OnDevice())  # 40 ms; the next would end at 60 ms
+    assert one.begin_next_pass(OnDevice())  # 20 ms; the next ends at 40 ms
+    assert not one.begin_next_pass(OnDevice())  # 40 ms; the next would end at 60 ms
 
 
 def test_an_arriving_request_ends_the_loop():
     nothing = torch.zeros(2, dtype=torch.int32)
     one = loop(60_000, itertools.count().__next__)
     one.begin_engine_step(True)
-    assert one.goes_on(nothing)
+    assert one.begin_next_pass(nothing)
     one.has_arrived = lambda: True
-    assert not one.goes_on(nothing)
+    assert not one.begin_next_pass(nothing)
 
 
 def test_the_engine_core_tells_the_loop_of_its_queue(engine, monkeypatch):
@@ -416,9 +416,11 @@ def test_a_loop_that_ignores_convergence_is_noticed(engine, monkeypatch):
     """16 steps in engine steps of 3 passes: the block converges in the first pass of the sixth."""
     slow = params(blocks=1, extra_args={"diffusion_max_steps": 16, "diffusion_confidence": 0})
     expected = engine.quiet_run(prompt(20), slow)
-    goes_on = DenoiseLoop.goes_on
+    begin_next_pass = DenoiseLoop.begin_next_pass
     monkeypatch.setattr(
-        DenoiseLoop, "goes_on", lambda self, emitted: goes_on(self, torch.zeros_like(emitted))
+        DenoiseLoop,
+        "begin_next_pass",
+        lambda self, emitted: begin_next_pass(self, torch.zeros_like(emitted)),
     )
     with switched(engine, 3):
         assert engine.quiet_run(prompt(20), slow).difference(expected) > 100 * RUN_TOLERANCE

@@ -43,7 +43,7 @@ def test_sequences_partition_the_tokens_of_a_batch(rows):
 
     tokens = []  # (row, position, whether causal), in the order of the flat token axis
     for row, length, end, causal in zip(
-        sequences.row_of, lens, sequences.seq_lens, sequences.is_causal, strict=True
+        sequences.request_of, lens, sequences.seq_lens, sequences.is_causal, strict=True
     ):
         tokens += [(row, end - length + i, causal) for i in range(length)]
     expected = [
@@ -54,7 +54,7 @@ def test_sequences_partition_the_tokens_of_a_batch(rows):
     assert tokens == expected
     # A canvas sees its whole sequence.
     canvases = sequences.is_causal == 0
-    assert (sequences.seq_lens[canvases] == seq_lens[sequences.row_of[canvases]]).all()
+    assert (sequences.seq_lens[canvases] == seq_lens[sequences.request_of[canvases]]).all()
 
 
 @given(
@@ -77,7 +77,7 @@ def test_with_blocks_every_token_sees_its_own_block(rows, block_size):
     places = []  # (row, position, last key that it sees) of every token
     lengths = np.diff(sequences.query_start_loc)
     for row, length, end, causal in zip(
-        sequences.row_of, lengths, sequences.seq_lens, sequences.is_causal, strict=True
+        sequences.request_of, lengths, sequences.seq_lens, sequences.is_causal, strict=True
     ):
         for position in range(end - length, end):
             block_end = (position // block_size + 1) * block_size if causal else end

@@ -219,10 +219,11 @@ def test_a_canvas_does_not_depend_on_the_others():
         one = slice(canvas, canvas + 1)
         parts = [part[one] for part in made.canvases[:6]]
         parts[0] = torch.zeros_like(parts[0])
-        row_of = torch.zeros_like(made.canvas_of[rows])
+        request_of = torch.zeros_like(made.canvas_of[rows])
         alone = Batch(
-            made.logits[rows], made.tables, Searches(*parts, row_of, int(parts[1]), num_states=200),
-            row_of, made.table_of[rows], made.stops[one], made.fillers[one],
+            made.logits[rows], made.tables,
+            Searches(*parts, request_of, int(parts[1]), num_states=200),
+            request_of, made.table_of[rows], made.stops[one], made.fillers[one],
         )  # fmt: skip
         (ours, _), _ = paths_of(alone, CUTS[0])
         assert torch.equal(ours.tokens, together.tokens[rows.to(DEVICE)])

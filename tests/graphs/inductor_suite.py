@@ -131,7 +131,7 @@ class Steps:
         for _ in range(num_steps):
             embeds = torch.randn(num_rows + 4, HIDDEN, generator=random)
             is_canvas_row = torch.zeros(num_rows + 4, dtype=torch.bool)
-            at = rows.slots[rows.row_of], rows.place
+            at = rows.slots[rows.request_of], rows.place
             self.condition(which, *at, embeds, is_canvas_row, state, algorithm)
             yield embeds, is_canvas_row
             logits = torch.randn(num_rows, VOCAB, generator=random) * 3

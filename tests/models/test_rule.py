@@ -97,7 +97,7 @@ def take_step(state: State, inputs: Inputs, width: Tensor, rules: Rules) -> Outc
         widths=width,
         starts=torch.zeros_like(width),
         seq_lens=width,
-        row_of=index // length,
+        request_of=index // length,
         place=index % length,
         padded=index.view(num_rows, length),
     )

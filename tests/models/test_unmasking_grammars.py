@@ -92,7 +92,7 @@ class Denoising:
             widths=torch.full_like(of, self.width),
             starts=torch.full_like(of, start),
             seq_lens=torch.full_like(of, start + self.width),
-            row_of=of.repeat_interleave(self.width),
+            request_of=of.repeat_interleave(self.width),
             place=place.repeat(count),
             padded=of[:, None] * self.width + torch.arange(block).clamp(max=self.width - 1),
         )

@@ -18,9 +18,9 @@ from dllm.settings.admission import (
 from dllm.settings.request import (
     LEAST_ROWS,
     RequestOptions,
-    constrained,
     extra_args,
     requested_canvas_width,
+    with_edits,
 )
 from tests.support.denoise_cases import CONFIG
 
@@ -155,10 +155,10 @@ def test_the_stop_tokens_are_those_that_end_the_request():
 def test_a_constrained_request_is_allowed_its_logprob_token_ids():
     extra = {"diffusion_constrained": 1}
     params = SamplingParams(logprob_token_ids=[3, 4], extra_args=extra)
-    assert constrained(params).allowed_token_ids == [3, 4] and params.allowed_token_ids is None
+    assert with_edits(params).allowed_token_ids == [3, 4] and params.allowed_token_ids is None
     for flag in ({}, {"diffusion_constrained": 0}, None):
         params = SamplingParams(logprob_token_ids=[3, 4], extra_args=flag)
-        assert constrained(params) is params
+        assert with_edits(params) is params
 
 
 def test_more_steps_than_served_are_clamped():

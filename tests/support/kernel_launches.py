@@ -201,9 +201,9 @@ def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
         classes, chunks, labels, labels,
     )  # fmt: skip
     cut, logits = grammar.PathTiles(), meta(rows, VOCAB, dtype=dtype)
-    row_of = torch.zeros(rows, dtype=torch.int64, device="meta")
+    request_of = torch.zeros(rows, dtype=torch.int64, device="meta")
     of_canvas = Searches(
-        *(ints(canvases) for _ in range(6)), row_of, rng.randint(1, CANVAS), states
+        *(ints(canvases) for _ in range(6)), request_of, rng.randint(1, CANVAS), states
     )
     stops, fillers = (meta(canvases, rng.randint(1, 9), dtype=torch.int64) for _ in range(2))
     grammar.write_paths(logits, logits, packed, of_canvas, stops, fillers, cut)

@@ -126,7 +126,7 @@ def _in_a_graph_too(
 ) -> Any:
     """`prepare_attn`, also as for a full CUDA graph where each row is one sequence."""
     batch, _, tables = args[:3]
-    if len(state._sequences(batch).row_of) == batch.num_reqs:
+    if len(state._sequences(batch).request_of) == batch.num_reqs:
         before = watch.launches.copy()
         state._metadata_of_full_graph(batch, tables)
         watch.engine_steps[IN_PLACE].append(watch.launches - before)

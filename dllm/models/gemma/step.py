@@ -39,9 +39,9 @@ def denoise(
     # A request may change its number of steps, but not the model's temperature schedule.
     temperature = rule.temperature(
         canvases.steps_done, settings.max_denoising_steps, parameters["t_min"], parameters["t_max"]
-    )[rows.row_of]  # [R] -> [N]
-    is_greedy = canvases.is_greedy[rows.row_of]  # [N]
-    keys = torch.where(is_greedy[:, None], noise.NO_KEY, drawn.keys[rows.row_of, rows.place])
+    )[rows.request_of]  # [R] -> [N]
+    is_greedy = canvases.is_greedy[rows.request_of]  # [N]
+    keys = torch.where(is_greedy[:, None], noise.NO_KEY, drawn.keys[rows.request_of, rows.place])
     stats = row_stats(logits, temperature, keys, probs_dtype, filters, rows.are_read, cap)
     is_free = canvases.chosen == NO_TOKEN
     stats = stats._replace(argmax=torch.where(is_free, stats.argmax, canvases.chosen))

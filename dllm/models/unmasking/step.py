@@ -89,7 +89,7 @@ class Unmasking(DenoisingAlgorithm):
             converged=outcome.converged,
             steps_done=canvases.steps_done + (rows.widths > 0),
             step_state={"post_steps": outcome.post_steps},
-            temperature=canvases.temperature[rows.row_of],
+            temperature=canvases.temperature[rows.request_of],
             stats=stats,
             decided=outcome.is_decided | is_given,
         )
@@ -102,9 +102,9 @@ class Unmasking(DenoisingAlgorithm):
         The confidence is the token's probability in the distribution that it is drawn from.
         """
         keys = _row_keys(canvases, rows, self.settings.canvas_length)
-        temperature = canvases.temperature[rows.row_of]  # [N]
-        is_greedy = canvases.is_greedy[rows.row_of, None]
-        keys = torch.where(is_greedy, noise.NO_KEY, keys[rows.row_of, rows.place])  # [N, 2]
+        temperature = canvases.temperature[rows.request_of]  # [N]
+        is_greedy = canvases.is_greedy[rows.request_of, None]
+        keys = torch.where(is_greedy, noise.NO_KEY, keys[rows.request_of, rows.place])  # [N, 2]
         stats = row_stats(logits, temperature, keys, None, filters, rows.are_read)
         stats = canvases.with_held_tokens(stats, rows)
         token = stats.sample
@@ -152,7 +152,7 @@ class Unmasking(DenoisingAlgorithm):
         part: slice,
     ) -> torch.Tensor:
         """Logits, noisy if the request is sampled, which leave no choice where a token stays."""
-        of, place = rows.row_of[part], rows.place[part]
+        of, place = rows.request_of[part], rows.place[part]
         temperature, is_greedy = canvases.temperature[of], canvases.is_greedy[of]
         keys = _row_keys(canvases, rows, self.settings.canvas_length)[of, place]
         of_rows = None if filters is None else filters.rows(part)
