@@ -109,8 +109,9 @@ def _choose_length(self: Any, request: Any) -> None:
     settings = settings_of(self.engine_client.vllm_config)
     if settings.block_size != WHOLE_SEQUENCE:
         return
-    names = [name for name in LENGTHS if hasattr(request, name)]
-    if not any(getattr(request, name) for name in names):
+    given = vars(request)  # reading the deprecated one from the request itself would warn
+    names = [name for name in LENGTHS if name in given]
+    if not any(given[name] for name in names):
         setattr(request, names[-1], settings.canvas_length)
 
 
