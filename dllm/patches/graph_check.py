@@ -2,7 +2,8 @@
 
 A graph that reads memory which a step has not written makes wrong tokens, not an error. Compared
 are prompts, canvases and emitted blocks: of one request, of two, and of as many as the largest full
-graph has, in padded graphs, and in those for adapters, too. Not compared: steps with images.
+graph has, in padded graphs, and in those for adapters, too. Not compared: steps with images, whose
+encoder is in no graph and not compiled.
 """
 
 from collections.abc import Iterable

@@ -17,8 +17,8 @@ def spans_of(*rows: tuple[int, int]) -> Spans:
     return Spans.of_schedule(int32(*(q for q, _ in rows)), int32(*(c for _, c in rows)))
 
 
-def test_a_canvas_longer_than_its_row_is_refused_with_its_values():
-    with pytest.raises(AssertionError, match="canvas longer than its row"):
+def test_a_canvas_longer_than_what_is_scheduled_is_refused_with_its_values():
+    with pytest.raises(AssertionError, match="canvas longer than what is scheduled"):
         spans_of((32, 32), (16, 32))
 
 
