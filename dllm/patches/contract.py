@@ -98,6 +98,9 @@ PATCHES = {
     "vllm.entrypoints.launchers.render.app_state.init_endpoint_plugins_state": (
         "the same in a server that only renders; ours is a plugin of servers that generate"
     ),
+    "vllm.entrypoints.anthropic.api_router.translate_error_response": (
+        "Anthropic's SDK goes on without a thread where an error has the details that say so"
+    ),
     "vllm.entrypoints.openai.responses.serving.split_delta": (
         "in the front end: what a canvas adds to a response comes in the order of the answer"
     ),

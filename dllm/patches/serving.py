@@ -11,7 +11,9 @@ import json
 from http import HTTPStatus
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from pydantic_core import from_json
+from vllm.entrypoints.anthropic import api_router as messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
@@ -47,6 +49,8 @@ from dllm.patches.served import Server, as_one_of, model_of
 from dllm.settings.checks import did_you_mean
 from dllm.settings.request import refuse
 
+# What an error of Anthropic's API says of a thread; its SDK then sends whole messages without one.
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 LONGEST_NAME = 1000  # of a model, in characters; nothing is served under a longer one
 
 
@@ -67,6 +71,15 @@ def serve_with_ours() -> None:
             elif model is Server.TOKENS:
                 refuse_canvases(state)
             await theirs(engine, state, args)
+
+    @replaces(messages)
+    def translate_error_response(theirs: Any, response: Any) -> Any:
+        answer = theirs(response)
+        if response.error.param != "thread":
+            return answer
+        content = json.loads(answer.body)
+        content["error"]["details"] = NO_THREADS
+        return JSONResponse(content, answer.status_code)
 
 
 def serve_canvases(state: Any) -> None:
