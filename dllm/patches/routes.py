@@ -9,6 +9,7 @@ diffusion_trace   when each token was decided                (patches.streaming)
 route turns thoughts on, and is named where its budget is refused.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import cache
 from types import AsyncGeneratorType
@@ -175,6 +176,7 @@ async def create_completion(create: Create, self: Any, request: Any, raw_request
 async def _begun(stream: Any, one: HttpRequest) -> Any:
     """The same stream, which has asked the engine: the Responses API sends events before."""
     events: list[Any] = []
+    await asyncio.sleep(0)  # a response in the background is known when its task has begun
     while one.num_requests == 0:
         try:
             events.append(await anext(stream))

@@ -42,7 +42,8 @@ def client(style: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ope
         "--reasoning-parser=gemma4",
         f'--default-chat-template-kwargs={{"tool_style": "{style}"}}',
     )
-    for server in serving(CHECKPOINTS / "tiny-tools", tmp_path_factory, flags):
+    stores = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    for server in serving(CHECKPOINTS / "tiny-tools", tmp_path_factory, flags, stores):
         yield server.client()
 
 
@@ -310,6 +311,14 @@ def test_a_streamed_response_has_the_calls_of_the_whole_one(client, style, width
     assert calls[0] == calls[1]
 
 
+def test_a_response_in_the_background_is_streamed(client):
+    asks = {"model": MODEL, "input": "What is 34 + 5?", "max_output_tokens": 20, "temperature": 0.0}
+    whole = client.responses.create(**asks)
+    *_, last = client.responses.create(**asks, background=True, stream=True)
+    assert last.response.output_text == whole.output_text
+    assert client.responses.retrieve(last.response.id).output_text == whole.output_text
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "apply_patch"}])
 def test_a_custom_tool_gets_a_text(client, choice):
     tool = {"type": "custom", "name": "apply_patch", "description": "Apply a patch."}
@@ -382,6 +391,28 @@ def test_adaptive_thinks_as_enabled_does(claude):
     ]
     hidden = claude.messages.create(**common, thinking={"type": "adaptive", "display": "omitted"})
     assert [one.type for one in hidden.content] == [one.type for one in adaptive[1:]]
+
+
+def test_anthropics_loop_goes_on_without_a_thread(claude, style):
+    """Its SDK asks for one, and is refused in the way that it knows."""
+    called = []
+
+    @anthropic.beta_tool(strict=True)
+    def get_weather(city: str) -> str:
+        """The weather of a city."""
+        called.append(city)
+        return "sunny"
+
+    first, *_ = claude.beta.messages.tool_runner(
+        model=MODEL,
+        messages=[{"role": "user", "content": asked(style, is_listed=True)[0].prompt}],
+        tools=[get_weather],
+        tool_choice={"type": "any"},
+        max_tokens=60,
+        max_iterations=2,
+        extra_body={"seed": 1},
+    )
+    assert first.stop_reason == "tool_use" and called
 
 
 @pytest.mark.parametrize("by_stop", [False, True])
