@@ -23,11 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The fourth word of the counter. It makes the three uses of one (seed, canvas start, denoise step,
+# The fourth word of the counter. It makes the uses of one (seed, canvas start, denoise step,
 # position) independent.
 STREAM_INITIAL_CANVAS = 0
 STREAM_GUMBEL = 1
 STREAM_RENOISE = 2  # behind STREAM_GUMBEL: `step_noise` draws both at once
+STREAM_ORDER = 3  # in which masks are replaced
 
 _MASK32 = 0xFFFFFFFF
 _PHILOX_ROUNDS = 10

@@ -26,14 +26,14 @@ REVERSE = len(SCHEDULES)  # of some families, with the next function
 LAST_TIME = 1e-3  # at which the reverse process ends
 
 
-def num_expected(left: Tensor, step: Tensor, num_steps: Tensor) -> Tensor:
-    """How many of the masks that are left the reverse process reveals on average, rounded down.
+def reverse_share(step: Tensor, num_steps: Tensor) -> Tensor:
+    """With which probability the reverse process reveals a mask in this step: float64.
 
-    From time t to s, which are even from 1 to LAST_TIME, it reveals each with the probability
-    1 - s / t. Source: ``diffusion_generate`` of Dream. Arguments ``[R]`` integers.
+    From time t to s, which are even from 1 to LAST_TIME, it is 1 - s / t. Source:
+    ``diffusion_generate`` of Dream. Arguments ``[R]`` integers.
     """
     width = (1 - LAST_TIME) / num_steps.double()
-    return (left * width / (1 - step * width)).floor().to(left.dtype)
+    return width / (1 - step * width)
 
 
 def num_revealed(step: Tensor, num_steps: Tensor, size: int | Tensor, schedule: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from bench import llada2_pipeline
 from dllm.engine.thoughts import Thoughts
 from dllm.models.unmasking import rule
-from dllm.models.unmasking.rule import STRATEGIES, Proposal
+from dllm.models.unmasking.rule import WHOLE_STRATEGIES, Proposal
+from dllm.ops.noise import gumbel_from_bits
 from dllm.ops.schedule import SCHEDULES
 from dllm.settings.thoughts import NO_MARK
 from tests.support import llada2_pipeline as pipeline
@@ -22,6 +23,7 @@ def parameters(rows: int, **given: float) -> dict[str, torch.Tensor]:
     values = {
         "max_steps": BLOCK, "threshold": 0.5, "strategy": rule.DYNAMIC, "entropy_bound": 0.4,
         "schedule": 0, "editing": 0, "editing_threshold": 0.5, "max_post_steps": 2,
+        "block_length": BLOCK, "alg_temp": 0,
     } | given  # fmt: skip
     return {name: torch.full((rows,), value) for name, value in values.items()}
 
@@ -41,6 +43,8 @@ def random_step(seed: int, rows: int = 16, **given: float) -> dict:
             was_stop=torch.tensor(ids == STOP),
             confidence=torch.tensor(draw.random((rows, BLOCK)), dtype=torch.float32),
             entropy=torch.tensor(draw.random((rows, BLOCK)), dtype=torch.float32),
+            margin=torch.tensor(draw.random((rows, BLOCK)), dtype=torch.float32),
+            bits=torch.tensor(draw.integers(0, 2**32, (rows, BLOCK))),
         ),
         steps_done=torch.tensor(steps),
         post_steps=torch.zeros(rows, dtype=torch.int64),
@@ -73,21 +77,31 @@ def naive_transfers(step: dict, row: int) -> set[int]:
     if done + 1 >= total:
         return set(masks)
     count = counts_of(SCHEDULES[own["schedule"]], BLOCK, total)[done]
-    name = STRATEGIES[own["strategy"]]
-    by_confidence = sorted(masks, key=lambda at: -float(confidence[at]))
+    name = WHOLE_STRATEGIES[own["strategy"]]
+    bits = step["proposal"].bits[row]
+    if name == "origin":
+        return {at for at in masks if bits[at] < count / len(masks) * 2**32}
+    score = confidence
     if name in ("sequential", "leftmost"):
-        return set(masks[:count])
-    if name == "low_confidence_static":
-        return set(by_confidence[:count])
+        score = -torch.arange(BLOCK)
+    if name in ("least_entropy", "entropy_bounded"):
+        score = -entropy
+    if name == "topk_margin":
+        score = step["proposal"].margin[row]
+    noise = gumbel_from_bits(bits)
+    if own["alg_temp"] > 0:
+        score = score / own["alg_temp"] + noise
+    if name == "random":
+        score = noise
+    ordered = sorted(masks, key=lambda at: -float(score[at]))
     if name == "low_confidence_dynamic":
         sure = {at for at in masks if confidence[at] > own["threshold"]}
-        return sure if len(sure) >= count else set(by_confidence[:count])
-    by_entropy = sorted(masks, key=lambda at: float(entropy[at]))
-    if name == "least_entropy":
-        return set(by_entropy[:count])
+        return sure if len(sure) >= count else set(ordered[:count])
+    if name != "entropy_bounded":
+        return set(ordered[:count])
     taken: set[int] = set()
     total_entropy = torch.zeros(())
-    for at in by_entropy:
+    for at in ordered:
         total_entropy = total_entropy + entropy[at]
         if taken and total_entropy >= own["entropy_bound"]:
             break
@@ -96,7 +110,7 @@ def naive_transfers(step: dict, row: int) -> set[int]:
 
 
 @pytest.mark.parametrize("max_steps", [1, 3, 4, 8, 20])
-@pytest.mark.parametrize("strategy", range(len(STRATEGIES)), ids=STRATEGIES)
+@pytest.mark.parametrize("strategy", range(len(WHOLE_STRATEGIES)), ids=WHOLE_STRATEGIES)
 def test_every_strategy_replaces_what_its_reference_replaces(strategy: int, max_steps: int) -> None:
     for seed in range(12):
         step = random_step(
@@ -105,6 +119,7 @@ def test_every_strategy_replaces_what_its_reference_replaces(strategy: int, max_
             max_steps=max_steps,
             entropy_bound=0.7,
             schedule=seed % len(SCHEDULES),
+            alg_temp=seed % 2 * 0.3,
         )
         outcome = rule.unmask_step(**step)
         for row in range(len(step["ids"])):

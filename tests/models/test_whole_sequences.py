@@ -29,6 +29,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.unmasking.reference import additive
+from dllm.ops import noise
 from dllm.patches import routes
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import DREAM, LLADA, MASK, WHOLE_SEQUENCES
@@ -42,24 +43,37 @@ class Setting(NamedTuple):
     steps: int  # of the whole answer, as in the references
     block_length: int
     alg: str = "maskgit_plus"
+    alg_temp: float = 0.0
 
     def of_request(self) -> dict[str, Any]:
         num_blocks = GEN_LENGTH // self.block_length
         return {
             "diffusion_max_steps": self.steps // num_blocks,
             "diffusion_block_length": self.block_length,
-            "diffusion_strategy": OURS[self.alg],
+            "diffusion_strategy": OURS.get(self.alg, self.alg),
+            "diffusion_alg_temp": self.alg_temp,
         }
 
 
+SEED = 7
 OURS = {"maskgit_plus": "low_confidence_static", "entropy": "least_entropy"}
 # The first one is what a request gets that says nothing.
 SETTINGS = {
-    "llada": {"default": Setting(64, 32), "fast": Setting(16, 16), "whole": Setting(24, 64)},
+    "llada": {
+        "default": Setting(64, 32),
+        "fast": Setting(16, 16),
+        "whole": Setting(24, 64),
+        "random": Setting(16, 16, "random"),
+        "margin": Setting(32, 32, "topk_margin"),
+        "drawn": Setting(32, 32, "maskgit_plus", 0.2),
+    },
     "dream": {
         "default": Setting(64, 64, "entropy"),
         "fast": Setting(24, 64, "entropy"),
         "maskgit_plus": Setting(32, 64),
+        "margin": Setting(32, 64, "topk_margin"),
+        "origin": Setting(32, 64, "origin"),
+        "drawn": Setting(32, 64, "entropy", 0.3),
     },
 }
 # Released names of LLaDA -> Llama's.
@@ -109,6 +123,13 @@ def qwen2(path: Path) -> Qwen2ForCausalLM:
     return model
 
 
+def bits_of(start: int, step: int, length: int) -> torch.Tensor:
+    """Random words of a step, for each token of a sequence whose block begins at ``start``."""
+    seed, at, done = (torch.tensor([one]) for one in (SEED, start, step))
+    words = noise.row_keys(seed, at, done, GEN_LENGTH, noise.STREAM_ORDER)[0, :, 0]
+    return torch.cat([torch.zeros(start, dtype=words.dtype), words])[:length]
+
+
 class Loop:
     def __init__(self, name: str, path: Path) -> None:
         self.is_dream = name == "dream"
@@ -153,29 +174,43 @@ class Loop:
             for step in range(steps):
                 masks = [at for at in block if ids[at] == MASK]
                 count = len(block) // steps + (step < len(block) % steps)
+                bits = bits_of(start, step, len(ids))
                 if self.is_dream:
-                    count = self.num_transferred(len(masks), step, steps)
+                    part = self.part_transferred(step, steps)
+                    count = int(len(masks) * part)
+                if setting.alg == "origin":
+                    masks = [at for at in masks if bits[at] < part * 2**32]
+                    count = len(masks)
                 logits = self.cached_logits(ids, start, step == 0) if is_cached else None
-                self.reveal(ids, masks, count, setting.alg, logits)
+                self.reveal(ids, masks, count, setting, logits, bits)
                 passes += 1
         return ids[len(prompt) :], passes
 
     @staticmethod
-    def num_transferred(num_masks: int, step: int, steps: int) -> int:
+    def part_transferred(step: int, steps: int) -> torch.Tensor:
         times = torch.linspace(1, 1e-3, steps + 1)
-        part = 1 - times[step + 1] / times[step]
-        return num_masks if step == steps - 1 else int(num_masks * part)
+        return torch.ones(()) if step == steps - 1 else 1 - times[step + 1] / times[step]
 
     def reveal(
         self,
         ids: list[int],
         masks: list[int],
         count: int,
-        alg: str,
+        setting: Setting,
         logits: torch.Tensor | None = None,
+        bits: torch.Tensor | None = None,
     ) -> None:
         p = (self.logits(ids) if logits is None else logits).softmax(-1)
-        score = (p * p.clamp(min=1e-30).log()).sum(-1) if alg == "entropy" else p.amax(-1)
+        top = p.topk(2).values
+        score = top[:, 0]
+        if setting.alg == "entropy":
+            score = (p * p.clamp(min=1e-30).log()).sum(-1)
+        if setting.alg == "topk_margin":
+            score = top[:, 0] - top[:, 1]
+        if setting.alg_temp:
+            score = score / setting.alg_temp + noise.gumbel_from_bits(bits)
+        if setting.alg == "random":
+            score = -bits.double()
         for at in sorted(masks, key=lambda at: -float(score[at]))[:count]:
             ids[at] = int(p[at].argmax())
 
@@ -206,10 +241,12 @@ def prompts() -> list[list[int]]:
 
 
 def params(max_tokens: int = GEN_LENGTH, **extra: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra)
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0, seed=SEED, ignore_eos=True, extra_args=extra
+    )
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(6))
 def test_tokens_are_those_of_the_loop(engine: Engine, loop: Loop, number: int) -> None:
     """More prompts than run at a time."""
     setting = [*loop.settings.values()][number]
@@ -255,8 +292,8 @@ def test_an_answer_may_be_shorter_or_longer_than_the_masks(engine: Engine, loop:
     ids, masks = prompt + [MASK] * 10, list(range(len(prompt), len(prompt) + 10))
     for step in range(10):
         left = [at for at in masks if ids[at] == MASK]
-        count = loop.num_transferred(len(left), step, 10) if loop.is_dream else 1
-        loop.reveal(ids, left, count, "maskgit_plus")
+        count = int(len(left) * loop.part_transferred(step, 10)) if loop.is_dream else 1
+        loop.reveal(ids, left, count, Setting(10, 10))
     assert short == ids[len(prompt) :]
     setting = loop.settings["default"]
     (long,) = engine.generate([prompt], params(GEN_LENGTH + 32))

@@ -15,7 +15,7 @@ class DreamSettings(LLaDASettings):
     """The answer is one block, unless a shorter ``block_length`` is asked for.
 
     Source: ``diffusion_generate`` of the checkpoints' remote code. Its ``alg`` "entropy" is
-    ``least_entropy`` here, and "maskgit_plus" is ``low_confidence_static``.
+    ``least_entropy`` here, "maskgit_plus" is ``low_confidence_static``, others are called alike.
     """
 
     is_shifted: ClassVar[bool] = True

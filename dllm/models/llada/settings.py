@@ -1,11 +1,13 @@
 """How LLaDA-8B fills in masks: values of the checkpoint and of the command line, checked."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from dllm.models.sdar.settings import SDARSettings
+from dllm.models.unmasking.rule import OfWholeSequences
 from dllm.settings.checks import refuse_value
 from dllm.settings.denoising import WHOLE_SEQUENCE, Parameter
 from dllm.settings.options import CHECKED, Count32
@@ -36,13 +38,18 @@ class LLaDASettings(SDARSettings):
     parameters: ClassVar[tuple[Parameter, ...]] = (
         *SDARSettings.parameters,
         Parameter("block_length", "block_length", "int32"),
+        Parameter("alg_temp", "alg_temp", "float32"),
     )
     defaults: ClassVar[Mapping[str, Any]] = {
         **SDARSettings.defaults,
         "remasking_strategy": "low_confidence_static",
         "block_length": 32,
+        "alg_temp": 0.0,
     }
 
+    remasking_strategy: OfWholeSequences  # type: ignore[assignment]
+    # Of the draw of which masks are decided: by chance, the surest ones more likely. 0: those.
+    alg_temp: Annotated[float, Field(ge=0, le=1e6)]
     # Tokens of the answer that are decided, and emitted, before those behind them.
     block_length: Count32
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from dllm.ops.schedule import REVERSE, num_expected, num_revealed
+from dllm.ops.noise import gumbel_from_bits
+from dllm.ops.schedule import REVERSE, num_revealed, reverse_share
 
 if TYPE_CHECKING:  # it imports vLLM, and `dllm quantize` reads this module without it
     from dllm.engine.thoughts import Thoughts
@@ -35,6 +36,14 @@ Strategy = Literal[
 ]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 STATIC, DYNAMIC, SEQUENTIAL, ENTROPY, LEFTMOST, LEAST_ENTROPY = range(len(STRATEGIES))
+OfWholeSequences = Literal[
+    Strategy,
+    "topk_margin",  # the k whose token is likelier than the second one by the most
+    "random",  # any k
+    "origin",  # each mask with the probability of the reverse process
+]
+WHOLE_STRATEGIES: tuple[str, ...] = get_args(OfWholeSequences)
+MARGIN, RANDOM, ORIGIN = range(len(STRATEGIES), len(WHOLE_STRATEGIES))
 
 
 class Proposal(NamedTuple):
@@ -46,6 +55,9 @@ class Proposal(NamedTuple):
     confidence: Tensor  # fp32: its probability
     entropy: Tensor  # fp32, nats: of the distribution that it is from
     sub_block: Tensor | None = None  # int64: a number; one sub-block is filled in after the other
+    # Of whole sequences: probability of the likeliest token, less that of the second one; fp32.
+    margin: Tensor | None = None
+    bits: Tensor | None = None  # of the same: random 32-bit words, int64
 
 
 class Outcome(NamedTuple):
@@ -58,38 +70,52 @@ class Outcome(NamedTuple):
 
 
 def masks_to_replace(
-    is_mask: Tensor, proposal: Proposal, count: Tensor, parameters: Mapping[str, Tensor]
+    is_mask: Tensor,
+    proposal: Proposal,
+    count: Tensor,
+    parameters: Mapping[str, Tensor],
+    share: Tensor | None = None,
 ) -> Tensor:
-    """Which masks get their proposed token: [R, C] bool. count: [R] int, how many at least."""
-    confidence = torch.where(is_mask, proposal.confidence, -torch.inf)
-    order = torch.sort(confidence, dim=-1, descending=True, stable=True).indices
-    place = torch.arange(is_mask.shape[-1], device=is_mask.device).expand_as(order)
-    best = is_mask & _unsorted(place < count[:, None], order)
-    above = confidence > parameters["threshold"][:, None]
-    dynamic = torch.where((above.sum(dim=-1) >= count)[:, None], above, best)
-    if "strategy" not in parameters:
-        return dynamic
-    first = is_mask & (is_mask.long().cumsum(dim=-1) <= count[:, None])
-    # Positions that are no masks come last, and make the sum infinite.
-    entropy = torch.where(is_mask, proposal.entropy, torch.inf)
-    ordered, order = torch.sort(entropy, dim=-1, stable=True)
-    is_within = ordered.cumsum(dim=-1) < parameters["entropy_bound"][:, None]
-    surest = is_mask & _unsorted(is_within | (place == 0), order)
-    least = is_mask & _unsorted(place < count[:, None], order)
-    strategy = parameters["strategy"][:, None]
-    return torch.where(
-        strategy == STATIC,
-        best,
-        torch.where(
-            strategy == DYNAMIC,
-            dynamic,
-            torch.where(
-                strategy == ENTROPY,
-                surest,
-                torch.where(strategy == LEAST_ENTROPY, least, first),
-            ),
-        ),
-    )
+    """Which masks get their proposed token: [R, C] bool.
+
+    count: [R] int, how many at least; share: [R], with which probability each of them (``origin``).
+    """
+    place = torch.arange(is_mask.shape[-1], device=is_mask.device).expand_as(is_mask)
+    above = is_mask & (proposal.confidence > parameters["threshold"][:, None])
+    strategy = parameters.get("strategy", torch.full_like(count, DYNAMIC))[:, None]
+    score = torch.where(is_mask, _score(proposal, strategy, place, parameters), -torch.inf)
+    order = torch.sort(score, dim=-1, descending=True, stable=True).indices
+    taken = place < count[:, None]
+    if "entropy_bound" in parameters:
+        total = proposal.entropy.gather(-1, order).cumsum(dim=-1)
+        is_within = (place == 0) | (total < parameters["entropy_bound"][:, None])
+        taken = torch.where(strategy == ENTROPY, is_within, taken)
+    taken = torch.zeros_like(taken).scatter(-1, order, taken)
+    if proposal.bits is not None and share is not None:
+        is_drawn = proposal.bits < share[:, None] * 2**32
+        taken = torch.where(strategy == ORIGIN, is_drawn, taken)
+    is_dynamic = (strategy == DYNAMIC) & (above.sum(dim=-1) >= count)[:, None]
+    return is_mask & torch.where(is_dynamic, above, taken)
+
+
+def _score(
+    proposal: Proposal, strategy: Tensor, place: Tensor, parameters: Mapping[str, Tensor]
+) -> Tensor:
+    """The masks of the highest ones come first: [R, C] fp32. strategy: [R, 1].
+
+    Drawing masks one after the other in proportion to exp(score / alg_temp) is taking those of
+    which this and Gumbel noise are the most (Kool et al. 2019, arXiv 1903.06059).
+    """
+    by_entropy = (strategy == ENTROPY) | (strategy == LEAST_ENTROPY)
+    score = torch.where(by_entropy, -proposal.entropy, proposal.confidence)
+    by_place = (strategy == SEQUENTIAL) | (strategy == LEFTMOST)
+    score = torch.where(by_place, -place.to(score.dtype), score)
+    if proposal.bits is None or proposal.margin is None:
+        return score
+    score = torch.where(strategy == MARGIN, proposal.margin, score)
+    drawn, spread = gumbel_from_bits(proposal.bits), parameters["alg_temp"][:, None]
+    score = torch.where(spread > 0, score / spread + drawn, score)
+    return torch.where(strategy == RANDOM, drawn, score)
 
 
 def in_first_sub_block(is_mask: Tensor, sub_block: Tensor) -> Tensor:
@@ -97,11 +123,6 @@ def in_first_sub_block(is_mask: Tensor, sub_block: Tensor) -> Tensor:
     last = torch.iinfo(sub_block.dtype).max
     first = torch.where(is_mask, sub_block, last).amin(dim=-1, keepdim=True)
     return is_mask & (sub_block == first)
-
-
-def _unsorted(flags: Tensor, order: Tensor) -> Tensor:
-    """Back at the places that the values come from."""
-    return torch.zeros_like(flags).scatter(-1, order, flags)
 
 
 def unmask_step(
@@ -134,16 +155,18 @@ def unmask_step(
     step = steps_done - post_steps
     schedule = parameters["schedule"]
     # `max_steps` is 0 in the empty row of `CanvasRows.of_batch`.
-    count = num_revealed(step, max_steps.clamp(min=1), block_size, schedule)
+    count, share = num_revealed(step, max_steps.clamp(min=1), block_size, schedule), None
     if "block_length" in parameters:  # of whole sequences, which alone have the reverse process
-        is_reverse = schedule == REVERSE
+        is_reverse, left = schedule == REVERSE, is_mask.sum(dim=-1)
         max_steps = torch.where(is_reverse, torch.minimum(max_steps, width), max_steps)
-        expected = num_expected(is_mask.sum(dim=-1), step, max_steps.clamp(min=1))
-        count = torch.where(is_reverse, expected, count)
+        share = reverse_share(step, max_steps.clamp(min=1))
+        # As many as are expected, rounded down.
+        count = torch.where(is_reverse, (left * share).floor().to(count.dtype), count)
+        share = torch.where(is_reverse, share, count / left.clamp(min=1))
     is_open = is_mask
     if proposal.sub_block is not None:
         is_open = in_first_sub_block(is_mask, proposal.sub_block)
-    replaced = masks_to_replace(is_open, proposal, count, parameters)
+    replaced = masks_to_replace(is_open, proposal, count, parameters, share)
     is_last = step + 1 >= max_steps
     replaced |= is_mask & is_last[:, None]
     edited = torch.zeros_like(is_mask)

@@ -106,6 +106,11 @@ class Unmasking(DenoisingAlgorithm):
         is_greedy = canvases.is_greedy[rows.request_of, None]
         keys = torch.where(is_greedy, noise.NO_KEY, keys[rows.request_of, rows.place])  # [N, 2]
         stats = row_stats(logits, temperature, keys, None, filters, rows.are_read)
+        margin = bits = None
+        if "alg_temp" in canvases.parameters:
+            margin = _margin(logits, temperature, stats)[rows.padded]
+            at = rows.starts, canvases.steps_done, self.settings.canvas_length
+            bits = noise.row_keys(canvases.seeds, *at, noise.STREAM_ORDER)[..., 0]
         stats = canvases.with_held_tokens(stats, rows)
         token = stats.sample
         # What a grammar has chosen counts as drawn: only its tokens together are an allowed text.
@@ -125,6 +130,8 @@ class Unmasking(DenoisingAlgorithm):
             confidence=confidence[rows.padded],
             entropy=stats.entropy[rows.padded],
             sub_block=self._sub_blocks(rows, canvases),
+            margin=margin,
+            bits=bits,
         )
         return proposal, ids, stats
 
@@ -176,6 +183,15 @@ class Unmasking(DenoisingAlgorithm):
         its_score = torch.where(stays, 0.0, scores.gather(1, ids[:, None])[:, 0])
         scores.masked_fill_(stays[:, None], OTHER_THAN_FIXED)
         return scores.scatter_(1, ids[:, None], its_score[:, None])
+
+
+def _margin(logits: torch.Tensor, temperature: torch.Tensor, stats: RowStats) -> torch.Tensor:
+    """Of the likeliest token's probability over that of the second one, ``[N]`` fp32."""
+    is_first = torch.arange(logits.shape[1], device=logits.device) == stats.argmax[:, None]
+    second = torch.where(is_first, -torch.inf, logits).amax(dim=1)
+    second = torch.where(second < stats.cutoff, -torch.inf, second)
+    behind = torch.exp((second - stats.peak) / temperature)
+    return torch.exp(-stats.log_z) * (1 - behind)
 
 
 def _row_keys(canvases: Canvases, rows: CanvasRows, length: int) -> torch.Tensor:
