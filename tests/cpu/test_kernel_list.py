@@ -10,13 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import vllm
-from vllm.engine.arg_utils import EngineArgs
-from vllm.plugins import load_general_plugins
 
 from dllm.cpu.kernels import KERNELS
-from dllm.patches.contract import CPU_WORKER
-from dllm.patches.cpu import is_cpu_without_triton, prepare_worker
-from tests.support.process import ROOT
+from dllm.patches.cpu import prepare_worker
 
 VLLM = Path(vllm.__file__).parents[1]
 WORKER = "vllm.v1.worker."
@@ -89,33 +85,6 @@ def test_every_kernel_has_a_function_or_a_refusal() -> None:
     found = launched_kernels()
     assert not [name for name in sorted(found) if not name.startswith(known)]
     assert found >= KERNELS.keys()
-
-
-def config(flag: str) -> EngineArgs:
-    """A server of the worker that asks for what launches such kernels."""
-    given = {
-        "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
-        "--enable-batch-sharded-sampling": {"enable_batch_sharded_sampling": True},
-        "--return-sampling-mask": {
-            "return_sampling_mask": True,
-            "logprobs_mode": "processed_logprobs",
-        },
-        "--enable-trace-replay": {"enable_trace_replay": True},
-        "--watermark-config": {"watermark_config": {"key": 1}},
-        "--speculative-config": {
-            "speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 3}
-        },
-    }[flag]
-    given |= {"tensor_parallel_size": 2} if "size" in flag or "shard" in flag else {}
-    return EngineArgs(str(ROOT / "checkpoints/tiny-ar"), worker_cls=CPU_WORKER, **given)
-
-
-@pytest.mark.skipif(not is_cpu_without_triton(), reason="a GPU, or a CPU with Triton")
-@pytest.mark.parametrize("flag", sorted(name for name in REFUSED.values() if name[:2] == "--"))
-def test_a_flag_is_refused(flag: str) -> None:
-    load_general_plugins()
-    with pytest.raises(ValueError, match=flag):
-        config(flag).create_engine_config()
 
 
 @pytest.mark.parametrize(

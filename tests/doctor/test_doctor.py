@@ -52,20 +52,6 @@ def test_flags_of_the_server_may_follow(capfd, checkpoint, port, tmp_path):
         assert found["port"][0] == "fail" and str(taken.getsockname()[1]) in found["port"][1]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--tensor-parallel-size=2"],
-        ["--max-model-len", "96", "checkpoints/tiny-dllm"],
-        ["checkpoints/tiny-dllm", "--max-model-len", "many"],
-        ["checkpoints/tiny-dllm", "--enable-auto-tool-choice"],
-    ],
-)
-def test_a_command_line_that_no_server_has(arguments):
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", *arguments])
-
-
 def test_a_folder_that_is_not_there(capsys, monkeypatch, port):
     """Nothing of vLLM is asked, whose answer would be about the model hub."""
     monkeypatch.setattr(command, "_server_arguments", None)
@@ -116,12 +102,6 @@ def test_what_libraries_print_is_no_json(capfd, monkeypatch, port):
     monkeypatch.setattr(command, "vllm_version", noisy)
     status, _ = doctor(capfd, "--port", port)
     assert status == 0
-
-
-@pytest.mark.parametrize("number", ["70000", "-1", "0"])
-def test_a_number_that_no_port_has(number):
-    with pytest.raises(SystemExit):
-        main(["doctor", f"--port={number}"])
 
 
 @pytest.mark.parametrize(

@@ -198,18 +198,3 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(path, folder, tmp_path,
         read_adapter(
             other(folder, tmp_path / "bad", change), engine.runner.model, layers, torch.float32
         )
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "options", "message"),
-    [
-        ("tiny-nemotron", {"adapter": "nowhere"}, "there is no .*adapter_config.json"),
-        ("tiny-ar", {"adapter": ""}, "without uno_lora_path"),
-        ("tiny-ar", {"adapter": "nowhere"}, "there is no .*adapter_config.json"),
-        ("tiny-ar", {"adapter": "nowhere", "enable_lora": True}, "--enable-lora"),
-    ],
-)
-def test_a_server_without_its_adapter_does_not_start(checkpoint, options, message) -> None:
-    serve = self_drafting if checkpoint == "tiny-nemotron" else noise_drafting
-    with pytest.raises(ValueError, match=message):
-        serve(TINY / checkpoint, **options)

@@ -346,9 +346,6 @@ def test_a_named_worker_steers_without_options(folders):
     assert engine.generate(PROMPTS[:2], params) == plain.generate(PROMPTS[:2], params)
     with pytest.raises(VLLMValidationError, match="logprob_token_ids"):
         engine.add(prompt(3), greedy(3, logprob_token_ids=[5]))
-    looked_up = {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": N}
-    with pytest.raises(ValueError, match="'ngram' with --worker-cls"):
-        get_engine(target, **named | {"speculative_config": looked_up})
 
 
 def test_a_reduced_vocabulary_of_dspark_is_told_apart_from_the_targets():
@@ -386,38 +383,6 @@ def test_sampled_drafts_of_dspark_need_the_targets_vocabulary(size, is_refused):
 
 
 # --- refused when the server starts ---------------------------------------------------------------
-
-LOOKUP = {"policy": "adaptive", "prompt_lookup": True}
-DRAWN = {"draft_sample_method": "probabilistic"}
-
-
-@pytest.mark.parametrize(
-    ("speculative", "options", "more", "words"),
-    [
-        ({"method": "ngram", "prompt_lookup_max": 3}, {}, {}, "'ngram'.*allowed: draft_model"),
-        ({"method": "ngram", **DRAWN}, LOOKUP, {}, "looked up are not drawn"),
-        ({}, {"window": 9}, {}, "window = 9 does nothing"),
-        ({}, {"mask_token_id": 9}, {}, "mask_token_id = 9 does nothing"),
-        ({}, {"policy": "pilot", "pilot": "file"}, {}, "pilot = 'file' does nothing"),
-        ({}, {"denoise_steps": 2}, {}, "denoise_steps = 2"),
-        ({}, {"record": "folder"}, {}, 'record with the draft source "draft_model"'),
-        (
-            {},
-            {"renew": "folder"},
-            {},
-            "renew = 'folder'.* it is for drafting with a DFlash drafter",
-        ),
-        ({}, {"width": 9}, {}, "width = 9"),
-        ({}, {}, {"enable_lora": True}, "--enable-lora does not work"),
-        ({"use_local_argmax_reduction": True}, {"policy": "adaptive"}, {}, "argmax_reduction"),
-        ({"rejection_sample_method": "block"}, {}, {}, "'block'; allowed: 'standard'"),
-    ],
-)
-def test_what_a_source_cannot_do_is_refused_at_start(folders, speculative, options, more, words):
-    target = target_of(folders, "draft_model")
-    given = {"method": "draft_model"} | speculative
-    with pytest.raises(ValueError, match=words):
-        drafting_engine(target, target, N, options, speculative=given, **more)
 
 
 @pytest.mark.parametrize("write", [write_dflash_2, write_lilicorr])

@@ -48,14 +48,6 @@ def test_a_dtype_that_was_asked_for_is_kept():
     assert own.cache_config.cache_dtype == "fp8"
 
 
-def test_a_dtype_that_our_attention_cannot_keep_is_refused_at_start(tmp_path):
-    target, drafter = write_target(tmp_path / "target"), write_drafter(tmp_path / "drafter")
-    with pytest.raises(ValueError) as refusal:
-        drafting_engine(target, drafter, 5, speculative={"kv_cache_dtype": "turboquant_k8v4"})
-    for word in ("'turboquant_k8v4'", "fp8_e4m3", "Leave it out"):
-        assert word in str(refusal.value)
-
-
 def test_another_attention_backend_keeps_what_it_can():
     other = SimpleNamespace(kv_cache_dtype="nvfp4", attention_backend=SimpleNamespace(name="FA"))
     refuse_cache_dtype(other)

@@ -175,65 +175,7 @@ def test_another_tokenizer_is_refused_with_both_ids():
 # --- the server's options -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"polcy": "fixed"}, ["'polcy'", "did you mean 'policy'"]),
-        ({"policy": "adaptve"}, ["adaptve", "adaptive"]),
-        ({"policy": "adaptive", "width": 3}, ["width = 3", '"fixed"', '"adaptive"']),
-        ({"prompt_lookup": 1}, ["prompt_lookup = 1"]),
-        ({"width": -1}, ["width = -1"]),
-        ({"width": True}, ["width = True"]),
-        ({"window": 0}, ["window = 0"]),
-        ({"mask_token_id": -1}, ["mask_token_id = -1"]),
-        ({"mask_token_id": True}, ["mask_token_id = True"]),
-        ({"record": 3}, ["record = 3"]),
-        ({"record": "x", "record_mb": 0}, ["record_mb = 0"]),
-        ({"denoise_steps": 0}, ["denoise_steps = 0"]),
-        ({"noise_schedule": "cubic"}, ["noise_schedule = 'cubic'"]),
-        ({"record_dir": "x"}, ["did you mean 'record'?"]),
-        ({"record_layers": [1]}, ["record_layers", '"record"']),
-        ({"noise_schedule": "sqrt"}, ["noise_schedule", "denoise_steps"]),
-        ({"record": "x", "record_layers": [3, 1]}, ["[3, 1]; allowed: ascending"]),
-        ({"record": "x", "record_layers": [-1, 1]}, ["record_layers = -1"]),
-        ("fixed", ["drafter = 'fixed'"]),
-    ],
-)
-def test_wrong_options_are_refused(given, words):
-    with pytest.raises(ValueError) as refusal:
-        PluginOptions.from_additional_config({"dllm": {"drafter": given}})
-    assert all(word in str(refusal.value) for word in words), refusal.value
-
-
 def test_options_reach_the_drafter():
     options = PluginOptions.from_additional_config({"dllm": {"drafter": {"width": 3}}})
     assert options.drafter == DrafterOptions(width=3)
     assert PluginOptions.from_additional_config({}).drafter == DrafterOptions()
-
-
-def test_a_width_of_more_than_is_drafted_is_refused():
-    with pytest.raises(ValueError, match="width = 8; allowed: 0 to 7"):
-        DrafterOptions(width=8).check_against(7, is_trimmed_by_vllm=False)
-
-
-@pytest.mark.parametrize("options", [{"policy": "adaptive"}, {"width": 3}])
-def test_only_one_decides_what_is_verified(options):
-    DrafterOptions().check_against(7, is_trimmed_by_vllm=True)
-    (value,) = options.values()
-    with pytest.raises(ValueError, match=f"{value}.*enable_adaptive_verification"):
-        DrafterOptions(**options).check_against(7, is_trimmed_by_vllm=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "is_trimmed_by_vllm", "words"),
-    [
-        ({"denoise_steps": 8}, False, "num_speculative_tokens is 7"),
-        ({"policy": "pilot", "pilot": "x", "denoise_steps": 2}, False, "policy = 'pilot'"),
-        ({"verification": "rejection", "denoise_steps": 2}, False, "verification = 'rejection'"),
-        ({"denoise_steps": 2}, True, "enable_adaptive_verification"),
-    ],
-)
-def test_passes_that_cannot_be_made_are_refused(options, is_trimmed_by_vllm, words):
-    DrafterOptions(denoise_steps=7).check_against(7, is_trimmed_by_vllm=False)
-    with pytest.raises(ValueError, match=f"denoise_steps = .*{words}"):
-        DrafterOptions(**options).check_against(7, is_trimmed_by_vllm)

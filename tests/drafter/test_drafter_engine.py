@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
-from vllm.exceptions import VLLMValidationError
 
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.pair import drafter_config as read_config
@@ -485,28 +484,7 @@ def test_logprobs_are_the_targets(plain, drafting):
                 assert entry.logprob == pytest.approx(their_place[token].logprob, abs=1e-4)
 
 
-def test_a_parameter_that_verification_ignores_is_refused(drafting):
-    with pytest.raises(VLLMValidationError, match="logprob_token_ids"):
-        drafting.add(prompt(3), greedy(3, logprob_token_ids=[5]))
-
-
 # --- refused when the server starts ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "words"),
-    [
-        (drafter_config(target_hidden_size=96), {}, "size 96"),
-        (drafter_config(), {"width": 9}, "width = 9"),
-        (drafter_config(), {"fused_context": True}, "fused_context on a CPU"),
-        (drafter_config(), {"mask_token_id": 3}, "ambiguous"),
-        (drafter_config(), {"mask_token_id": "a"}, r"ambiguous: .* 'a' = \d+"),
-        (drafter_config(), {"mask_token_id": "<no>"}, "'<no>' is not one token"),
-    ],
-)
-def test_a_pair_that_does_not_fit_is_refused_at_start(target, tmp_path, config, options, words):
-    with pytest.raises(ValueError, match=words):
-        drafting_engine(target, write_drafter(tmp_path, config), NUM_DRAFTS, options)
 
 
 @pytest.mark.parametrize(
@@ -533,15 +511,3 @@ def test_a_drafter_with_another_tokenizer_is_refused_at_start(target, tmp_path):
     (drafter / "tokenizer.json").write_text(text.replace('"a":', '"aa":', 1))
     with pytest.raises(ValueError, match="tokenizer"):
         drafting_engine(target, drafter, NUM_DRAFTS)
-
-
-@pytest.mark.parametrize("method", ["block", "synthetic"])
-def test_another_rule_of_verification_is_refused_at_start(target, tmp_path, method):
-    rates = {"synthetic_acceptance_rates": [0.5] * NUM_DRAFTS} if method == "synthetic" else {}
-    with pytest.raises(ValueError, match=f"'{method}'; allowed: 'standard'"):
-        drafting_engine(
-            target,
-            write_drafter(tmp_path),
-            NUM_DRAFTS,
-            speculative={"rejection_sample_method": method, **rates},
-        )

@@ -12,11 +12,10 @@ from bench.toys.suite import FAMILIES, questions
 from dllm import cli
 from dllm.drafter.recording import refuse_target_without_hidden_states
 from dllm.drafter.samples import read_shards, recorded_layers
-from dllm.patches.contract import CPU_WORKER
 from dllm.settings.drafting import DrafterOptions
 from dllm.train.export import read_checkpoint
 from dllm.train.target import Target
-from tests.support.drafter_harness import LIMITS, drafting_engine, greedy, plain_engine
+from tests.support.drafter_harness import LIMITS, greedy, plain_engine
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.toy_prompts import encode_prompt
 
@@ -94,36 +93,6 @@ def test_a_fresh_drafter_is_trained_from_it(recorded, tmp_path, capsys):
     config.write_text(CONFIG + "target_layer_ids = [0, 3, 4]\n")
     assert cli.main([*run, str(tmp_path / "other")]) == 1
     assert "recorded from layers [1, 3, 4]" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(record_layers=[1, 5]), "the target has 5 layers; allowed: 0 to 4"),
-        (dict(record_layers=None), "Name the layers of the target"),
-    ],
-)
-def test_what_cannot_be_recorded_is_refused_at_start(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        recording_engine(tmp_path, **options)
-
-
-def test_layers_are_refused_beside_a_drafter(tmp_path):
-    drafter = TARGET.parent / "tiny-drafter"
-    given = {"record": str(tmp_path), "record_layers": LAYERS}
-    with pytest.raises(ValueError, match=r"record_layers = \[.*it is for recording"):
-        drafting_engine(TARGET, drafter, 3, given)
-
-
-def test_another_drafter_and_another_worker_are_refused(tmp_path):
-    given = {"record": str(tmp_path), "record_layers": LAYERS}
-    options = dict(additional_config={"dllm": {"drafter": given}}, **LIMITS)
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    alone = {"additional_config": {"dllm": {"drafter": {"record": str(tmp_path)}}}}
-    with pytest.raises(ValueError, match="method = 'ngram' with"):
-        get_engine(TARGET, speculative_config=ngram, worker_cls=CPU_WORKER, **options | alone)
-    with pytest.raises(ValueError, match="recording needs dllm"):
-        get_engine(TARGET, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", **options)
 
 
 def test_a_target_without_hidden_states_is_refused_before_it_is_loaded(tmp_path):

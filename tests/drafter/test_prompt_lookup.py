@@ -10,7 +10,6 @@ import torch
 from dllm.drafter.prompt_lookup import LONGEST, WINDOW, Lookups, look_up
 from dllm.drafter.scheduled import take_scheduled
 from dllm.drafter.widths.adaptive import AdaptiveWidth, LookupWidth
-from dllm.settings.drafting import DrafterOptions
 from tests.drafter.test_drafter_policy import BAD, Clock, Traffic
 from tests.drafter.test_drafter_seeds import PROMPTS, SAMPLED
 from tests.support.drafter_harness import (
@@ -262,8 +261,3 @@ def test_the_drafter_is_tried_again_while_texts_repeat_themselves():
     assert not traffic.is_drafting
     traffic.steps_of(300, np.full(N, 0.95), 12, True)
     assert traffic.is_drafting and traffic.looked_up > 200
-
-
-def test_lookups_with_another_policy_are_refused():
-    with pytest.raises(ValueError, match="prompt_lookup"):
-        DrafterOptions(prompt_lookup=True, policy="fixed")

@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from dllm.drafter.verification import RatioSampler, ratio_test
@@ -171,9 +169,3 @@ def test_drafts_are_drawn_by_vllm_with_numbers_of_their_own(engine):
     with policy_of(engine, make_policy("2", engine)):
         engine.generate([PROMPT], greedy(4, temperature=HEAT, seed=1))
     assert kept.any()
-
-
-def test_a_grammar_is_refused_beside_sampled_drafts(engine):
-    form = StructuredOutputsParams(regex="a+")
-    with pytest.raises(VLLMValidationError, match="structured_outputs"):
-        engine.add(PROMPT, greedy(3, structured_outputs=form))

@@ -32,7 +32,6 @@ from tests.support.recorded_calls import record_calls
 CANVAS = NEMOTRON["block_size"]
 NUM_DRAFTS = CANVAS - 1
 # Prompts in chunks, batches that do not fit, and pages for two long requests.
-SHARDED = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
 LIMITS = dict(max_num_batched_tokens=192, max_num_seqs=4, max_model_len=288, block_size=32)
 
 
@@ -167,35 +166,3 @@ def test_the_context_stays_exact_up_to_the_end_of_the_model(
     given = prompts()[5] + prompts()[4][:40]
     length = LIMITS["max_model_len"] - len(given)
     assert drafting.generate([given], greedy(length)) == plain.generate([given], greedy(length))
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "flags", "message"),
-    [
-        ("sdar", {"decoding": "ar"}, {}, "has one way to decode"),
-        ("nemotron", {"decoding": "both"}, {}, "decoding"),
-        ("nemotron", {"decoding": "self_speculation", "drafter": {"window": 9}}, {}, "window"),
-        ("nemotron", {"decoding": "self_speculation"}, SHARDED, "--decode-context-parallel-size"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(path, config, options, flags, message) -> None:
-    folder = path if config == "nemotron" else Path(__file__).parents[2] / "checkpoints/tiny-sdar"
-    with pytest.raises(ValueError, match=message):
-        get_engine(folder, additional_config={"dllm": options}, **LIMITS, **flags)
-
-
-def test_overrides_of_the_config_are_a_dict(path: Path) -> None:
-    with pytest.raises(ValueError, match="hf_overrides that are a function"):
-        serving(path, "ar", hf_overrides=lambda config: config)
-
-
-def test_it_takes_no_other_drafts(path: Path) -> None:
-    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
-    with pytest.raises(ValueError, match="--speculative-config"):
-        serving(path, "self_speculation", speculative_config=ngram)
-
-
-@pytest.mark.parametrize("decoding", ["ar", "self_speculation"])
-def test_adapters_are_refused(path: Path, decoding: str) -> None:
-    with pytest.raises(ValueError, match="--enable-lora"):
-        serving(path, decoding, enable_lora=True)

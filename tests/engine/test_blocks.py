@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.exceptions import VLLMValidationError
 
 from dllm.patches import configure
 from tests.engine.test_engine import scheduled_spans
@@ -217,26 +216,6 @@ def test_logprobs_are_of_the_step_that_decided_the_token(engine, model):
             assert logprob.logprob == pytest.approx(float(expected[place][candidate]), abs=1e-4)
 
 
-def test_what_blocks_cannot_honour_is_refused(engine, model):
-    for params, message in (
-        (model.params(prompt_logprobs=1), "prompt_logprobs = 1 is not served for this model"),
-        (
-            model.params(extra_args={"diffusion_seed_canvas": [5] * model.size}),
-            "diffusion_seed_canvas = .* is not served for this model",
-        ),
-        (
-            model.params(extra_args={"diffusion_canvas_length": model.size - 1}),
-            f"diffusion_canvas_length = {model.size - 1}; allowed: greater than or equal",
-        ),
-        (
-            model.params(extra_args={"diffusion_t_min": 0.5}),
-            "unknown extra argument 'diffusion_t_min'",
-        ),
-    ):
-        with pytest.raises(VLLMValidationError, match=message):
-            engine.add(prompt(5), params)
-
-
 def test_a_request_chooses_sdars_strategy(tmp_path_factory):
     fields = family_checkpoints.SDAR | {"block_size": 8}
     path = family_checkpoints.write(tmp_path_factory.mktemp("sdar") / "model", fields)
@@ -258,6 +237,3 @@ def test_a_request_chooses_sdars_strategy(tmp_path_factory):
     assert [sum(masks) for masks in orders["leftmost"]] == [8, 5, 2, 1]
     assert [sum(masks) for masks in orders["entropy_bounded"]] == list(range(8, 0, -1))
     assert len(orders["low_confidence_dynamic"]) == 1  # every probability is above 0
-    bad = model.params(1, extra_args={"diffusion_strategy": "random"})
-    with pytest.raises(VLLMValidationError, match=r"'random'; allowed: 'low_confidence_st"):
-        engine.add(prompt(5), bad)

@@ -238,25 +238,6 @@ def test_a_stop_string_ends_a_text_early(engine):
     assert text_of(engine, answer).lstrip().startswith("{")
 
 
-@pytest.mark.parametrize(
-    ("parameter", "options"),
-    [
-        ("ignore_eos", dict(ignore_eos=True)),
-        ("min_tokens", dict(min_tokens=3)),
-        ("allowed_token_ids", dict(allowed_token_ids=[40, 41])),
-        ("bad_words", dict(bad_words=["a"])),
-        ("diffusion_read_only", dict(extra_args={"diffusion_read_only": True})),
-        (
-            "diffusion_constrained",
-            dict(extra_args={"diffusion_constrained": True}, logprob_token_ids=[40]),
-        ),
-    ],
-)
-def test_what_cannot_stand_beside_it_is_refused(engine, parameter, options):
-    with pytest.raises(VLLMValidationError, match=rf"{parameter} beside structured outputs \(json"):
-        engine.add(prompt(10), params("json", **options))
-
-
 def test_a_model_without_an_end_needs_a_stop_token(engine, monkeypatch):
     processor = engine.llm.llm_engine.input_processor
     monkeypatch.setattr(processor, "generation_config_fields", {})

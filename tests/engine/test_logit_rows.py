@@ -13,7 +13,6 @@ from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.logit_rows import LogitRows, RawLogits, rows_at_once, tile_bounds
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.step_rows import num_rejected
-from dllm.settings.server import PluginOptions
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import get_engine
@@ -167,11 +166,3 @@ def test_the_workspace_follows_the_memory_of_a_gpu(monkeypatch, gib, options, ca
     model = SimpleNamespace(get_vocab_size=lambda: 262_144)
     config: Any = SimpleNamespace(additional_config={"dllm": options}, model_config=model)
     assert rows_at_once(config) // 256 == canvases
-
-
-def test_the_workspace_is_an_option():
-    given = {"dllm": {"logits_workspace_mib": 7}}
-    assert PluginOptions.from_additional_config(given).logits_workspace_mib == 7
-    for wrong in (0, -1, 1.5, True, "1"):
-        with pytest.raises(ValueError, match=r"logits_workspace_mib = .*; allowed: .* or 'auto'"):
-            PluginOptions.from_additional_config({"dllm": {"logits_workspace_mib": wrong}})

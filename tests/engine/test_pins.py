@@ -8,15 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.unmasking.rule import STRATEGIES
 from tests.engine.test_parity import CANVAS, prompt
 from tests.engine.test_sampling_engine import CONTEXT, assert_seen, params, tokens_of, watched
 from tests.support.engine_harness import TIGHT
 from tests.support.engine_models import BLOCKS, SIZES, Model
-from tests.support.family_checkpoints import MASK
 from tests.support.recorded_calls import record_calls
 
 # What changes tokens, or their order: of each family.
@@ -210,32 +207,6 @@ def test_the_server_draws_the_noise_that_a_canvas_leaves_open(engine):
 # --- what is refused -----------------------------------------------------------------------------
 
 
-def test_a_mask_is_no_pin(of_blocks):
-    with pytest.raises(VLLMValidationError, match=f"diffusion_pin_ids = {MASK}"):
-        of_blocks.engine().add(prompt(5), of_blocks.params(extra_args=held({1: MASK})))
-
-
-HINT = held({1: 40}, diffusion_pin_mode="hint")
-
-
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        *((name, given) for name in (*BLOCKS, "nemotron") for given in (held({1: 40}), HINT)),
-        ("nemotron", {"diffusion_seed_canvas": [40] * SIZES["nemotron"]}),
-    ],
-)
-def test_what_stays_is_refused_beside_a_grammar(model_named, name, given):
-    model = model_named(name)
-    sampling = model.params(extra_args=given)
-    sampling.structured_outputs = StructuredOutputsParams(choice=["yes"])
-    sampling.ignore_eos = False
-    with pytest.raises(VLLMValidationError, match="beside structured outputs"):
-        model.engine().add(prompt(5), sampling)
-
-
-def test_a_held_pin_behind_the_end_is_refused(engine):
-    with pytest.raises(VLLMValidationError, match="max_tokens of at least 33"):
-        engine.add(CONTEXT, params(1, extra_args=held({CANVAS: 40})))
+def test_a_held_pin_behind_the_end_is_no_pin(engine):
     ended = params(1, ignore_eos=False, extra_args=held({3: 6, CANVAS: 40}))  # 6 ends an answer
     assert tokens_of(engine, CONTEXT, ended)[3:] == [6]

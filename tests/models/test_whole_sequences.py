@@ -370,25 +370,6 @@ def test_a_grammar_is_held(engine: Engine) -> None:
 # --- what is chosen or refused at start ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"max_num_batched_tokens": 256}, "--max-num-batched-tokens"),
-        ({"long_prefill_token_threshold": 100}, "--long-prefill-token-threshold"),
-        ({"hf_overrides": {"rope": False, "use_sliding_window": True}}, "rope|use_sliding_window"),
-    ],
-)
-def test_it_is_refused_at_start(path: Path, options: dict[str, Any], names: str) -> None:
-    with pytest.raises(ValueError, match=names):
-        Engine(path, **options)
-
-
-def test_a_model_with_blocks_refuses_their_cache() -> None:
-    option = {"dllm": {"context_cache": "block"}}
-    with pytest.raises(ValueError, match="context_cache = 'block'; allowed: 'none'"):
-        Engine(CHECKPOINTS / "tiny-sdar", additional_config=option)
-
-
 def test_nothing_is_cached(engine: Engine) -> None:
     assert not engine.core.vllm_config.cache_config.enable_prefix_caching
 

@@ -8,14 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.registry import MultiModalRegistry
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -135,24 +133,6 @@ def test_parameters_are_checked_for_each_request(processor):
         with pytest.raises(VLLMValidationError) as refusal:
             again()
         assert refusal.value.parameter == "diffusion_max_steps"
-
-
-@pytest.mark.parametrize(
-    ("given", "parameter"),
-    [
-        (dict(allowed_token_ids=[]), "allowed_token_ids"),
-        (dict(allowed_token_ids=[1, 10**6]), "allowed_token_ids"),
-        (dict(logit_bias={10**6: 1.0}), "logit_bias"),
-        (dict(structured_outputs=StructuredOutputsParams(regex="a")), "structured_outputs"),
-        (dict(extra_args={"diffusion_stream": "text"}), "diffusion_stream"),
-        (dict(prompt_logprob_token_ids=np.array([[1, 2]])), "prompt_logprob_token_ids"),
-        (dict(logprobs=10**6), "logprobs"),  # by vLLM's own check
-    ],
-)
-def test_what_no_route_and_no_worker_can_serve_is_refused(processor, given, parameter):
-    with pytest.raises(VLLMValidationError) as refusal:
-        prepare(processor, PROMPT, SamplingParams(**given))
-    assert refusal.value.parameter == parameter
 
 
 def test_vllm_takes_what_was_prepared(processor):

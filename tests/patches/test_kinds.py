@@ -17,7 +17,7 @@ from dllm.patches.contract import (
     SCHEDULER,
 )
 from dllm.patches.cpu import is_cpu_without_triton
-from dllm.patches.drafts import REMOTE_DRAFTS, SELF_DRAFTER, Draft, draft_of
+from dllm.patches.drafts import REMOTE_DRAFTS, Draft, draft_of
 from dllm.patches.neighbours import vllm_version
 from tests.support.forced_async import asynchronous_platform
 from tests.support.process import ROOT
@@ -55,8 +55,6 @@ def configured(model: str, **flags: Any) -> tuple[str, Any]:
 DFLASH, NGRAM = dflash(), drafts("ngram", prompt_lookup_max=3)
 REMOTE = drafts("custom_class", model=REMOTE_DRAFTS)
 REMOTE |= options(remote={"workers": ["/nowhere/w.sock"]})
-BOTH = options(remote={"workers": ["/nowhere/w.sock"]}, drafter={"policy": "adaptive"})
-BLOCKWISE = dflash(rejection_sample_method="block")
 RECORD = options(drafter={"record": "/nowhere", "record_layers": [1]})
 TARGET = str(ROOT / "checkpoints/tiny-ar")
 ADAPTIVE = options(drafter={"policy": "adaptive"})
@@ -81,43 +79,6 @@ LOOKUP = options(drafter={"policy": "adaptive", "prompt_lookup": True})
 )
 def test_worker_and_scheduler(model, flags, worker, scheduler):
     assert configured(model, **flags) == (worker, scheduler)
-
-
-@pytest.mark.parametrize(
-    ("model", "flags", "message"),
-    [
-        (
-            "tiny-ar",
-            DFLASH | {"worker_cls": VLLMS},
-            "--worker-cls vllm.*: drafting with .* needs",
-        ),
-        ("tiny-ar", options(drafter={"policy": "adaptive"}), "policy = 'adaptive' does nothing"),
-        ("tiny-ar", options(drafter={"width": 1}), "width = 1 does nothing"),
-        ("tiny-ar", REMOTE | BOTH, "policy = 'adaptive' does nothing"),
-        (
-            "tiny-ar",
-            options(drafter={"renew": "/nowhere"}),
-            "renew = '/nowhere' does nothing .* it is for drafting with a DFlash drafter. Leave",
-        ),
-        ("tiny-dllm", options(drafter={"record": "/nowhere"}), "record = '/nowhere' does nothing"),
-        ("tiny-dllm", options(drafter={"window": 9}), "window = 9 does nothing"),
-        (
-            "tiny-nemotron",
-            options(decoding="ar") | NGRAM,
-            "'ngram' with .* on a CPU; .*Leave --speculative-config out",
-        ),
-        (
-            "tiny-ar",
-            BLOCKWISE | options(drafter={"verification": "rejection"}),
-            "'block'; allowed: 'standard': which drafts are kept is said by",
-        ),
-        ("tiny-ar", drafts("custom_class", model=SELF_DRAFTER), "does not draft for itself"),
-        ("tiny-ar", DFLASH | {"enable_lora": True}, "--enable-lora does not work with drafting"),
-    ],
-)
-def test_what_belongs_to_another_kind_is_refused(model, flags, message):
-    with pytest.raises(ValueError, match=message):
-        configured(model, **flags)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@
 """
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,30 +61,10 @@ def edited(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Pat
 
 # --- the checkpoint ------------------------------------------------------------------------------
 
-UNREAD = 'not of this model; .*{"sampler_config": {"entropy_bound": 0.5}}'
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"t_max": "warm"}, "t_max = 'warm'; allowed: "),
-        ({"sampler_config": None}, "sampler_config = None; allowed: a mapping"),
-        ({"t_min": None}, "generation config: t_min is missing"),
-    ],
-)
-def test_a_wrong_or_missing_value_in_generation_config(edited, changes, said):
-    """Every such value: ``tests/settings/test_settings.py``."""
-    assert said in refusal(edited(**changes))
-
 
 def test_a_missing_value_can_be_given_on_the_command_line(edited):
     config = engine_config(edited(t_min=None), override_generation_config={"t_min": 0.3})
     assert GemmaSettings.from_vllm(config).t_min == 0.3
-
-
-def test_a_canvas_window_that_does_not_exist(edited):
-    message = refusal(edited("config.json", canvas_window="sideways"))
-    assert "canvas_window = 'sideways'; allowed: 'symmetric' or 'anchored'" in message
 
 
 # --- the command line ----------------------------------------------------------------------------
@@ -137,60 +116,6 @@ def test_hf_overrides_choose_the_canvas_window(edited, given, window):
 def test_plugin_options_arrive(checkpoint):
     config = engine_config(checkpoint(), additional_config={"dllm": {"commit": "separate"}})
     assert options_of(config).commit == "separate"
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"override_generation_config": {"t_max": -2}}, "t_max = -2; allowed: "),
-        (
-            {"override_generation_config": {"entropy_bound": 0.5}},
-            f"--override-generation-config: entropy_bound: {UNREAD}",
-        ),
-        (
-            {"override_generation_config": {"t_maxx": 0.7, "top_k": 9}},
-            f"--override-generation-config: t_maxx: {UNREAD}",
-        ),
-        (
-            {"diffusion_config": {"canvas_length": 16, "max_denoising_steps": 0}},
-            "max_denoising_steps = 0; allowed: ",
-        ),
-        ({"additional_config": {"dllm": {"commit": "never"}}}, "commit = 'never'; allowed: "),
-        ({"max_num_batched_tokens": 31}, "--max-num-batched-tokens 31 .* at least 32"),
-        ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold 8 .* at least 32"),
-        ({"async_scheduling": True}, "--async-scheduling does not work: .* Leave the flag out"),
-        ({"scheduler_cls": "a.B"}, r"--scheduler-cls a\.B: .*CanvasScheduler"),
-        (
-            {"speculative_config": {
-                "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
-            }},
-            "--speculative-config does not work .* Leave it out",
-        ),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not work .* Leave it out"),
-        ({"prefill_context_parallel_size": 2}, "--prefill-context-.* does not work"),
-        (
-            {"enable_batch_sharded_sampling": True, "tensor_parallel_size": 2},
-            "--enable-batch-sharded-sampling does not work",
-        ),
-        ({"enable_dbo": True}, "--enable-dbo .* does not work .* Leave it out"),
-        ({"ubatch_size": 2}, "--ubatch-size above 1.* does not work .* Leave it out"),
-        (
-            {"structured_outputs_config": {"backend": "guidance"}},
-            "--structured-outputs-config.backend does not work .* xgrammar",
-        ),
-        (
-            {"data_parallel_size": 2, "enable_expert_parallel": True},
-            "--enable-expert-parallel with --data-parallel-size: .* Leave the flag out",
-        ),
-        (
-            {"data_parallel_size": 2, "data_parallel_rank": 0},
-            "--data-parallel-rank, .*: on a CPU replicas share nothing",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_flags_that_cannot_work(checkpoint, flags, expected):
-    assert re.search(expected, refusal(checkpoint(), **flags))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

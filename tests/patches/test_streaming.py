@@ -14,13 +14,6 @@ from dllm.engine.channels import frame_output
 from dllm.patches import streaming
 
 
-def test_an_offline_engine_refuses(engine):
-    params = SamplingParams(max_tokens=4, extra_args={"diffusion_stream": "canvas"})
-    with pytest.raises(VLLMValidationError, match="diffusion_stream is not served here"):
-        engine.add([20, 21], params)
-    assert engine.run() == {}
-
-
 def request(**fields: Any) -> Any:
     return SimpleNamespace(stream=True, include_reasoning=True, **fields)
 

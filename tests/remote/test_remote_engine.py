@@ -18,7 +18,6 @@ from bench.toys.suite import questions
 from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
-from dllm.patches.contract import REMOTE_SCHEDULER
 from dllm.patches.drafts import REMOTE_DRAFTS
 from dllm.remote.engine import EngineDrafts
 from dllm.remote.link import Link
@@ -342,32 +341,3 @@ def test_adaptive_widths_change_no_token(small, alone):
 
 
 # --- refused when the server starts ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"workers": ["tcp://10.0.0.3:5800"]}, "10.0.0.3.*draft-keys"),
-        ({"width": 9}, "width = 9.*0 to 5"),
-        ({"keys": "/nowhere"}, "/nowhere/key.pem"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        remote_engine(remote=options)
-
-
-def test_remote_drafts_and_their_options_come_together():
-    with pytest.raises(ValueError, match="Give both or none"):
-        get_engine(
-            TARGET, additional_config={"dllm": {"remote": {"workers": ["/nowhere/worker.sock"]}}}
-        )
-    with pytest.raises(ValueError, match="name draft workers"):
-        speculative = {
-            "method": "custom_class",
-            "model": REMOTE_DRAFTS,
-            "num_speculative_tokens": 2,
-        }
-        get_engine(TARGET, speculative_config=speculative)
-    with pytest.raises(ValueError, match=REMOTE_SCHEDULER):
-        remote_engine(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from dllm.settings.vllm_names import is_0_32
-from tests.support.server_harness import CANVAS, MAX_MODEL_LEN, MODEL
+from tests.support.server_harness import MODEL
 
 pytest_plugins = ["tests.support.server_harness"]
 
@@ -142,86 +142,6 @@ def test_a_client_that_leaves_frees_its_places(client, server):
     leaving.close()
     assert decide(client).answers
     assert server.metrics(RUNNING) == server.metrics(WAITING) == [0]
-
-
-def nested(depth: int) -> Any:
-    data: Any = 1
-    for _ in range(depth):
-        data = [data]
-    return data
-
-
-def of_choices(*values: Any) -> dict[str, Any]:
-    return {"questions": [CHOICE | {"choices": [{"value": value} for value in values]}]}
-
-
-def of_user(part: Any) -> dict[str, Any]:
-    return {"input": [{"role": "user", "content": [part]}]}
-
-
-IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-REFUSED = {
-    "no questions": ({"questions": []}, "questions"),
-    "401 questions": ({"questions": [PREDICATE] * 401}, "questions"),
-    "one choice": (of_choices("a"), "questions.0"),
-    "256 choices": (of_choices(*map(str, range(256))), "questions.0"),
-    "a choice twice": (of_choices("a", "a"), "questions.0.choice.choices"),
-    "a number as choice": (of_choices(1, "a"), "questions.0"),
-    "one level": ({"questions": [SCORE | {"levels": [{"label": "a"}]}]}, "questions.0"),
-    "another type": ({"questions": [{"type": "vote", "instructions": ""}]}, "questions.0"),
-    "an unknown field": ({"stream": True}, "stream"),
-    "17 samples": ({"samples": 17}, "samples"),
-    "true samples": ({"samples": True}, "samples"),
-    "joint": ({"joint": True}, "joint"),
-    "joint as a number": ({"joint": 0}, "joint"),
-    "an empty salt": ({"cache_salt": ""}, "cache_salt"),
-    "a salt beside a key": ({"cache_salt": "a", "prompt_cache_key": "a"}, "cache_salt"),
-    "half of a surrogate pair": ({"prompt_cache_key": "\udfff"}, "prompt_cache_key"),
-    "half of a surrogate pair as name": (
-        {"questions": [PREDICATE | {"name": "\ud800"}]},
-        "questions.0.predicate.name",
-    ),
-    "half of a surrogate pair as choice": (
-        of_choices("\ud800", "a"),
-        "questions.0.choice.choices.0.value",
-    ),
-    "half of a surrogate pair in JSON": (
-        of_user({"type": "input_json", "data": {"\ud800": 1}}),
-        "input",
-    ),
-    "numbers as input": ({"input": [1, None, "a"]}, "input"),
-    "an image": (of_user(IMAGE), "input"),
-    "an image in a question": (
-        {"questions": [PREDICATE | {"instructions": [IMAGE]}]},
-        "questions",
-    ),
-    "deep JSON": (of_user({"type": "input_json", "data": nested(33)}), "input"),
-    "much JSON": (of_user({"type": "input_json", "data": [0] * 10_000}), "input"),
-    "long JSON": (of_user({"type": "input_json", "data": "a" * 300_000}), "input"),
-    "an output without call": (
-        {"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]},
-        "body",
-    ),
-    "a refusal of the user": (of_user({"type": "refusal", "refusal": "no"}), "input"),
-    "a long input": ({"input": "1 " * MAX_MODEL_LEN}, "input"),
-    "a long option": (of_choices(*("ab" * CANVAS + str(i) for i in range(255))), "questions"),
-    "much work": ({"input": "a" * 25_000, "questions": [PREDICATE] * 400}, "questions"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_body_is_refused_by_name(server, name):
-    change, parameter = REFUSED[name]
-    body = {"model": MODEL, "input": INPUT, "questions": QUESTIONS} | change
-    reply = server.post("/v1/decisions", body)
-    assert reply.status == 400, reply.text
-    assert parameter in f"{reply.parameter} {reply.message}", reply.text
-
-
-def test_a_template_that_ends_the_prompt_in_another_way_is_refused(server):
-    body = {"model": MODEL, "state": "a", "questions": {"a": {"type": "noul"}}}
-    reply = server.post("/v1/systemone", body | {"chat_template_kwargs": {"chat_template": "x"}})
-    assert (reply.status, reply.parameter) == (400, "chat_template_kwargs")
 
 
 def test_another_model_is_not_found(client):

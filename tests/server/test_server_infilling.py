@@ -1,22 +1,15 @@
 """Pins by text and fill in the middle through a real server."""
 
-from typing import Any
-
 import openai
 import pytest
 
 from tests.server.test_server import chat, complete
-from tests.server.test_server_stream import ANTHROPIC, CHAT, CHATS, COMPLETIONS, RESPONSES, read
+from tests.server.test_server_stream import COMPLETIONS, read
 from tests.support.server_harness import CANVAS, MODEL, Server
 
 pytest_plugins = ["tests.support.server_harness"]
 
 HOLD = {"vllm_xargs": {"diffusion_pin_mode": "hold"}}
-BESIDE = {"vllm_xargs": {"diffusion_pin_at": [2]}}
-
-
-def pin(at: int, token: int = 5) -> dict[str, Any]:
-    return {"diffusion_pins": [{"at": at, "ids": [token]}]}
 
 
 def tokenize(server: Server, text: str) -> list[int]:
@@ -51,27 +44,6 @@ def test_pins_are_seen_in_the_stream(client):
     seen = read(complete(client, max_tokens=CANVAS, stream=True, extra_body=extra))
     assert all(canvas["ids"][2:4] == [40, 41] for canvas in seen.canvases[0])
     assert all(canvas["entropy"][2:4] == [0, 0] for canvas in seen.canvases[0])
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        (CHATS, {"diffusion_pins": [{"at": 1}]}, "allowed: a list of"),
-        (CHATS, pin(1) | BESIDE, "diffusion_pins beside diffusion_pin_at"),
-        (CHATS, pin(9) | {"max_tokens": 9} | HOLD, "max_tokens of at least 10"),
-        (RESPONSES, pin(1) | {"input": "hi"}, "diffusion_pins is not served here"),
-        (ANTHROPIC, pin(1) | {"max_tokens": 5}, "diffusion_pins is not served here"),
-        (
-            CHATS,
-            pin(4, 1) | {"min_tokens": 20} | HOLD,
-            "a pin at 4 that ends the answer, and min_tokens = 20",
-        ),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_pins_that_cannot_be_served_are_refused(server, path, body, message, stream):
-    reply = server.post(path, CHAT | {"stream": stream} | body)
-    assert reply.status == 400 and message in reply.message, reply
 
 
 def test_a_stop_string_does_not_end_an_answer_before_its_last_held_pin(server, client):
@@ -133,27 +105,6 @@ def test_an_empty_suffix_is_none(client):
     )
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        # What else fits no hole, tests/api/test_fill.py has.
-        ({"suffix": " and go" * CANVAS}, "hole, suffix and an end token of at most 32 together"),
-        ({"vllm_xargs": {"diffusion_stream": "canvas"}, "stream": True}, "beside suffix"),
-        ({"diffusing": True, "stream": True}, "diffusion_stream beside suffix"),
-        ({"diffusion_pins": [{"at": 1, "ids": [5]}]}, "diffusion_pins beside suffix"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs beside suffix"),
-        ({"n": 86}, "prompts x n x widths of a hole come to 516"),
-        ({"echo": True}, "echo beside suffix"),
-        ({"temperature": -1}, "temperature"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_hole_that_cannot_be_filled_is_refused(server, fields, message, stream):
-    body = {"model": MODEL, "prompt": "Sort these", "suffix": " and go", "max_tokens": 6}
-    reply = server.post(COMPLETIONS, body | {"stream": stream} | fields)
-    assert reply.status == 400 and message in reply.message, reply
-
-
 # How many requests of the engine came to their end; those that were aborted do not count.
 FINISHED = "vllm:request_success_total"
 
@@ -174,12 +125,6 @@ def test_a_client_that_leaves_ends_the_whole_search(server, client):
     connection.close()
     assert complete(client, max_tokens=1).choices  # waits behind what is left of the search
     assert server.metrics(FINISHED)[0] - before[0] < 16 * 20
-
-
-def test_widths_without_a_suffix_are_refused(server):
-    body = {"model": MODEL, "prompt": "a", "vllm_xargs": {"diffusion_fill_widths": [1, 2]}}
-    reply = server.post(COMPLETIONS, body)
-    assert reply.status == 400 and "diffusion_fill_widths without suffix" in reply.message
 
 
 def test_the_answer_is_the_hole_whatever_the_suffix_holds(server, client):

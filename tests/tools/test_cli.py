@@ -73,26 +73,6 @@ def test_run_as_a_module_it_reports_errors_in_one_line() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["eval"],
-        ["eval", "--decisions", "x", "--samples", "0"],
-        ["eval", "--decisions", "x", "--concurrency", "0"],
-        ["eval", "--decisions", "x", "--output", "/no/such/folder/x.json"],
-        ["eval", "--decisions", "x", "--no-such-flag"],
-        ["watch"],
-        ["watch", "a question", "--model", "x", "--delay", "-1"],
-        ["watch", "a question", "--model", "x", "--max-blocks", "0"],
-        ["watch", "a question", "--model", "x", "--svg", "/no/such/folder/x.svg"],
-    ],
-)
-def test_wrong_arguments_are_refused_with_status_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-
-
 # --------------------------------------------------------------------------------------------------
 # Servers
 

@@ -99,36 +99,6 @@ def test_the_layers_that_attend_keep_kv(more, size, tmp_path):
     assert kv_bytes_of(tmp_path) == size
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--alpha", "1.5"], "--alpha"),
-        (["--alpha", "nan"], "--alpha"),
-        (["--alpha", "0.8", "--round-trip-ms", "-1"], "--round-trip-ms"),
-        (["--alpha", "0.8", "--survival", "0.8"], "--survival"),
-        ([], "--metrics"),
-    ],
-)
-def test_what_is_no_number_is_named(flags, said, capsys):
-    with pytest.raises(SystemExit):
-        run(*flags)
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("said", "flags"),
-    [
-        ("--survival", ["--survival", "0.6", "0.8"]),
-        ("--drafts", ["--alpha", "1", "--drafts", "0"]),
-        ("--step-ms", ["--alpha", "1", "--step-ms", "0"]),
-        ("--kv-bytes", ["--alpha", "1", "--model", "/no/such/folder"]),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(said, flags, capsys):
-    assert run(*flags) == FAILED
-    assert said in capsys.readouterr().err
-
-
 @contextmanager
 def serving(text: str) -> Iterator[str]:
     """The address of a server's metrics, which are this text."""

@@ -350,9 +350,6 @@ def test_other_mistakes_are_refused(target_path, files, capsys, tmp_path):
     ):
         assert calibrate(where, files, "--prompts", str(files / name)) == 1
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        calibrate(target_path, files, "--from-buffer", str(files), "--from-server", "http://x")
-    assert "--from-server" in capsys.readouterr().err
 
 
 def test_shipped_settings_are_right_and_listed(capsys):

@@ -84,12 +84,3 @@ def test_a_drafter_is_checked_on_them(foreign, tmp_path, capsys):
     status = cli.main(["check-drafter", str(foreign), str(drafter), "--device", "cpu"])
     said = capsys.readouterr().out
     assert status == 1 and "hardly a draft is kept" in said  # both are random
-
-
-def test_flags_about_responses_are_refused_with_a_buffer(foreign, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        commands.parse_drafter(
-            ["--target", str(foreign), "--out", str(tmp_path), "--drafter", str(tmp_path)]
-            + ["--from-buffer", str(tmp_path), "--max-tokens", "9"]
-        )
-    assert "leave out the flags" in capsys.readouterr().err

@@ -74,11 +74,3 @@ def test_a_drafter_of_another_target_does_not_fit(tmp_path, capsys, asked):
 def test_pairs_that_a_server_refuses_are_refused(broken, capsys, changes, said):
     assert cli.main(["check-drafter", str(TARGET), str(broken(**changes))]) == 1
     assert said in capsys.readouterr().err
-
-
-def test_command_lines_that_cannot_work_are_refused(capsys, tmp_path):
-    assert cli.main(["check-drafter", str(TARGET), str(tmp_path)]) == 1
-    assert "no drafter with config.json" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["check-drafter", str(TARGET), str(tmp_path), "--num-prompts", "0"])
-    assert "--num-prompts is at least 1" in capsys.readouterr().err
