@@ -19,11 +19,10 @@ Read the files in this order; each uses only the ones before it:
     ragged.py            spans of different lengths, end to end
 
 None of these imports vLLM; the first six, choice.py, calls.py and ragged.py do not import Triton.
-Five files connect them, or vLLM's own kernels, to a server:
+Four files connect them, or vLLM's own kernels, to a server:
 
     layers.py            what a model says of its layers: the anchored window, blocks, most rows
     flash.py             calls vLLM's FlashAttention 4 with the arguments of our kernel
     backend.py           vLLM's attention backend on CUDA: runs our kernel or FlashAttention
     cpu_backend.py       vLLM's attention backend on a CPU, plus the anchored window and blocks
-    cpu_fp8_cache.py     an FP8 KV cache on a CPU that is rounded as on a GPU
 """

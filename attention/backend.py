@@ -12,6 +12,7 @@ sequences.
 
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -58,8 +59,6 @@ class CanvasAttentionMetadata:
 
 
 class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
-    """Layers with an anchored window also get the first visible key of each canvas."""
-
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
     def __init__(
@@ -72,7 +71,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names]
-        masks = {impl.options.mask for impl in impls}
+        masks = {impl.mask for impl in impls}
         assert len(masks) == 1, f"layers of one KV cache group have the masks {masks}"
         self._mask: Mask = masks.pop()
         scheduler = vllm_config.scheduler_config
@@ -201,7 +200,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.options = AttentionOptions(float(scale), Mask(sliding_window), logits_soft_cap or 0.0)
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.mask = Mask(sliding_window)  # `layers.see` may give it another one
         self._cache: PagedKV | None = None  # the memory of ``_viewed``
         self._viewed: weakref.ref[torch.Tensor] | None = None
         self._read_cache: PagedKV | None = None  # checked against the layer's queries
@@ -210,11 +211,13 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         # The server's configuration names version 4 where some rows are faster with it.
         self._has_flash = config is not None and config.attention_config.flash_attn_version == 4
 
-    def _largest_shape(self) -> BatchShape | None:
-        """Bounds of all steps of a server.
+    @cached_property
+    def options(self) -> AttentionOptions:
+        """First asked for when the model is made."""
+        return AttentionOptions(float(self.scale), self.mask, self.logits_soft_cap)
 
-        A request of a diffusion model is up to two sequences. A prompt with images may be many.
-        """
+    def _largest_shape(self) -> BatchShape | None:
+        """Of all steps. A request of a diffusion model is up to two sequences; images make more."""
         if self._vllm_config is None:
             return None
         config, scheduler = self._vllm_config, self._vllm_config.scheduler_config
@@ -269,7 +272,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         arch = 0 if capability is None else capability.to_int()
         layer = Layer(
             head_size=self.head_size,
-            mask=self.options.mask,
+            mask=self.mask,
             dtype=self._vllm_config.model_config.dtype,
             cache_dtype=FP8_OF.get(self.kv_cache_dtype),
         )

@@ -2,10 +2,8 @@
 
     cache[slot // page_size, slot % page_size] = x / scale        for every token with slot >= 0
 
-There are two callers: the attention layers of a served model, and the speculative drafter, for K
-and V of its context. A token with slot -1 is not written. That is how padding and rejected draft
-tokens are left out, so nothing has to be taken back later. Two tokens of one call must not share a
-slot.
+A token with slot -1 is not written: that leaves out padding and rejected draft tokens. Two tokens
+of one call must not share a slot.
 """
 
 from __future__ import annotations
@@ -55,9 +53,7 @@ def write_kv_kernel(
 
 
 def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -> None:
-    """Write the K and V of every token whose slot is not -1 into the cache, in place.
-
-    key, value ``[>= num_slots, num_kv_heads, head_size]`` fp16, bf16 or fp32; slot_mapping
+    """key, value ``[>= num_slots, num_kv_heads, head_size]`` fp16, bf16 or fp32; slot_mapping
     ``[num_slots]`` int64 or int32: page * page_size + slot in the page. Tokens beyond num_slots are
     padding. An fp8 cache stores x / scale, rounded to the nearest fp8 number; what is too large
     becomes the largest finite one, NaN stays NaN. Never waits for the device. The arguments must

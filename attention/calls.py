@@ -1,10 +1,9 @@
 """The calls of kernels that serve a step: one, or one for causal sequences and one for the others.
 
-Where the same kernel serves both, the causal flags are enough, and it is called once. In a layer
-with an anchored window FlashAttention serves the causal sequences alone (`choice`), if one of them
-is longer than every canvas, as a prompt is: emitted blocks are not worth a second call. Sequences
-of the two kinds alternate on the token axis, so both calls get all of them: first FlashAttention,
-which writes every row, then our kernel, which leaves sequences of length 0 alone.
+In a layer with an anchored window FlashAttention serves the causal sequences alone (`choice`), if
+one of them is longer than every canvas, as a prompt is: emitted blocks are not worth a second call.
+Sequences of the two kinds alternate on the token axis, so both calls get all of them: first
+FlashAttention, which writes every row, then our kernel, which leaves sequences of length 0 alone.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def calls_of(
     max_query_len: int,
     shorten: Callable[[RaggedBatch], RaggedBatch] | None = None,
 ) -> list[Call]:
-    """The calls that serve a batch, in order.
+    """In order.
 
     Args:
         batch: as our kernel takes it. Its max_ahead is of this step.

@@ -11,11 +11,9 @@ arXiv:2307.08691). exp(x) is computed as exp2(x * log2(e)), the factor multiplie
 
 - GROUP query heads share one KV head. A *pair* is one query row with one of these heads; pairs are
   numbered row * GROUP + head. A *row tile* is BLOCK_M consecutive pairs of one sequence and KV
-  head. So K and V are loaded once for all heads that share them, and a tile is full whatever the
-  group size.
+  head: K and V are loaded once for all heads that share them, and a tile is full whatever GROUP is.
 - A program takes one row tile and loops over the union of its rows' key ranges. Cache slots outside
-  the union are never loaded. Keys that all rows see (the intersection of the ranges) need no mask,
-  so only the tiles at the edges are masked.
+  the union are never loaded. Only tiles with keys that some of the rows do not see are masked.
 - Long sequences are split along the keys, by a rule that looks at one sequence alone: who shares
   the batch does not change a sequence's bits (`planning.py`, `splits.py`).
 """
@@ -45,11 +43,11 @@ from dllm.attention.tuning import TARGET_PROGRAMS, next_power_of_2, tile_config
 
 @triton.jit
 def find_sequence(query_start_loc, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The sequence that row tile ``tile`` belongs to: the last i with first_tile(i) <= tile.
+    """Of a row tile: the last i with first_tile(i) = query_start_loc[i] * GROUP // BLOCK_M + i <=
+    tile.
 
-    first_tile(i) = query_start_loc[i] * GROUP // BLOCK_M + i. Sequence i needs ceil(pairs /
-    BLOCK_M) tiles; the "+ i" leaves room for that rounding in every sequence before, so that their
-    tiles need not be summed. A tile that is left over has no pairs.
+    The "+ i" leaves room for rounding up in every sequence before, so that their tiles need not be
+    summed. A tile that is left over has no pairs.
     """
     low: tl.int32 = 0
     high = num_seqs
@@ -65,14 +63,12 @@ def find_sequence(query_start_loc, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M:
 
 @triton.jit
 def pairs_of_tile(query_start_loc, seq, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The (row, head) pairs of a tile.
+    """The first token and row of a tile, then of each pair ``[BLOCK_M]`` its row minus the first
+    row, its head within the group, and whether it exists.
 
-    Returns the first token and the first row of the tile (scalars), then for each pair
-    ``[BLOCK_M]``: its row minus the first row, its head within the group, and whether it exists.
     Pairs beyond the sequence repeat its last pair, so that they load valid memory and do not widen
-    the range of keys. The loads are volatile: the kernel calls this again before it stores its
-    output, and without that the compiler would keep the first results in registers during the whole
-    loop over keys.
+    the range of keys. The loads are volatile: without that the compiler would keep the results in
+    registers during the whole loop over keys, behind which the kernel calls this again.
     """
     query_start = tl.load(query_start_loc + seq, volatile=True)
     num_pairs = (tl.load(query_start_loc + seq + 1, volatile=True) - query_start) * GROUP
@@ -257,7 +253,7 @@ def _arch_of(device: torch.device) -> int:
 
 
 def batch_shape(query: Tensor, cache: PagedKV, batch: RaggedBatch) -> BatchShape:
-    """No sequence is longer than its row of the block table can hold: that bounds max_seq_len."""
+    """max_seq_len is at most what a row of the block table can hold."""
     capacity = batch.block_tables.shape[1] * cache.page_size
     bound = capacity if batch.max_seq_len is None else min(batch.max_seq_len, capacity)
     num_tokens, num_heads, head_size = query.shape
@@ -284,13 +280,11 @@ def plan_of(
 def canvas_attention(
     query: Tensor, cache: PagedKV, batch: RaggedBatch, options: AttentionOptions, out: Tensor
 ) -> None:
-    """Write the attention of every row of a batch into ``out``.
+    """query, out ``[num_tokens, num_heads, head_size]`` fp16, bf16 or fp32, in other memory.
 
-    query, out ``[num_tokens, num_heads, head_size]`` fp16, bf16 or fp32 (out must not alias query);
-    `inputs.py` describes the other arguments. A row that sees no key gets zeros. Padding tokens and
-    sequences with seq_len 0 are not written. K and V of the query tokens must be in the cache
-    already (`cache_write.write_kv`). The arguments must fit together: `inputs.check_inputs`. Never
-    waits for the device and may be captured in a CUDA graph.
+    A row that sees no key gets zeros. Padding tokens and sequences with seq_len 0 are not written.
+    K and V of the query tokens are in the cache already. The arguments must fit together:
+    `inputs.check_inputs`. Never waits for the device and may be captured in a CUDA graph.
     """
     shape = batch_shape(query, cache, batch)
     plan = plan_of(shape, query, options, cache.is_fp8)

@@ -93,9 +93,7 @@ def make_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Case:
-    """Random tensors for a batch.
-
-    spans: (query_len, context_len, causal rows) of each request. One with causal rows and others
+    """spans: (query_len, context_len, causal rows) of each request. One with causal rows and others
     behind them is two sequences over the same pages.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -138,8 +136,6 @@ def make_batch(
     padding_seqs: int = 0,
     device: torch.device | str = "cpu",
 ) -> RaggedBatch:
-    """Some sequences, followed by ``padding_seqs`` sequences of length zero."""
-
     def ints(values: Sequence[int], padding: int) -> Tensor:
         padded = [*values, *[padding] * padding_seqs]
         return torch.tensor(padded, dtype=torch.int32, device=device)

@@ -6,12 +6,10 @@ Rows are causal (prompts and emitted blocks), or of a canvas or an image, which 
 vLLM's FlashAttention 4 takes a causal flag for each sequence, and a symmetric window. Causal rows
 see the same through an anchored window as through a symmetric one. It is chosen on Hopper alone,
 for 16-bit caches. On Blackwell it has no heads of 512, and those of 256 only in pages of 128 keys.
-How it cuts keys depends on the whole batch, so the last bits of a sequence do, too; with our kernel
-they do not.
+How it cuts keys, and so the last bits of a sequence, depends on the whole batch.
 
-For FP8 caches it has heads of 512 on Hopper, in pages of 64 keys, but no causal flags: its loads
-(``flash_fwd_sm90.py``, ``load_fp8``) do not look at them while its products do, and the two then
-wait for each other for ever.
+For FP8 caches it has no causal flags: on Hopper its loads (``flash_fwd_sm90.py``, ``load_fp8``) do
+not look at them while its products do, and the two then wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ HOPPER = 90
 def choose_kernel(layer: Layer, kind: str, arch: int, has_flash: bool, option: str | None) -> str:
     """The backend whose kernel serves rows of a kind in a layer.
 
-    ``option`` is what the user asks for, for all rows; None: the fastest. ``has_flash``:
-    FlashAttention 4 is installed and runs on this GPU. ``arch``: 90 for compute capability 9.0.
-    Raises ValueError if what the user asks for cannot serve this layer.
+    ``option`` is what the user asks for, for all rows; None: the fastest. ``has_flash``: version 4
+    runs on this GPU. ``arch``: 90 for compute capability 9.0. Raises ValueError if what the user
+    asks for cannot serve this layer.
     """
     mask, can_flash = layer.mask, has_flash and _has_head(arch, layer)
     if option is None:

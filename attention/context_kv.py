@@ -181,9 +181,7 @@ def write_context_kv(
     slots: Sequence[Tensor],
     tiles: ContextTiles | None = None,
 ) -> None:
-    """Compute the keys and values of context tokens and write them into every layer's cache.
-
-    Never waits for the device, and a CUDA graph can capture it. Two tokens of one call must not
+    """Never waits for the device, and a CUDA graph can capture it. Two tokens of one call must not
     share a slot of a layer.
 
     Args:

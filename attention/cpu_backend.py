@@ -16,7 +16,7 @@ first keys      All rows of a canvas see the W - 1 keys before it and the whole 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,19 +29,16 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from dllm.attention.cpu_fp8_cache import nearest
 from dllm.attention.inputs import FP8_OF
 from dllm.attention.masks import ALL, Mask
 from dllm.attention.ragged import spread, starts_of
 
-
-def translate(layer: Attention, is_anchored: bool, block_length: int) -> None:
-    """Let the backend of a layer translate its batches, for an anchored window or for blocks."""
-    impl = layer.impl
-    assert isinstance(impl, CanvasCPUImpl), f"expected our CPU attention, got {type(impl)}"
-    impl.mask = Mask(max(impl.sliding_window, 0) or None, is_anchored, block_length)
-    # vLLM shares metadata among layers with one builder. Layers that translate need another.
-    layer.attn_backend = TranslatingBackend
+# vLLM's kernel truncates what it writes to an FP8 cache: an error of 5%, where rounding to nearest
+# has 2.6%. So values are rounded first, and raised by this factor: the kernel divides them by the
+# scale, and if that gave a little less, truncating would give the number below. 2^-6 of the value
+# is more than that error, and less than half the distance to the next number, which is 2^-4 or more
+# (E4M3 has 3 mantissa bits).
+ABOVE = 1 + 2.0**-6
 
 
 @dataclass
@@ -55,45 +52,52 @@ class Part:
     metadata: CPUAttentionMetadata
 
 
-class TranslatingBuilder(CPUAttentionMetadataBuilder):
-    """Of a group of layers that were all given to `translate` alike."""
+Calls: TypeAlias = CPUAttentionMetadata | list[Part]  # of a layer in a step; vLLM's is one call
+
+
+class CanvasCPUBuilder(CPUAttentionMetadataBuilder):
+    """The calls for layers of one KV cache group; by mask, if the layers differ in it."""
 
     window_size: int
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], *args: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, *args)
-        layer = self.vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self.mask: Mask = layer.impl.mask
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self.masks: set[Mask] = {layers[name].impl.mask for name in layer_names}
 
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> tuple[Part, ...]:  # type: ignore[override]
-        """The calls for a batch: what a layer's ``forward`` gets in place of vLLM's metadata.
-
-        In a layer with an anchored window, a bidirectional sequence is a canvas unless it is a key
-        of ``mm_req_doc_ranges``: an image.
+    ) -> Calls | dict[Mask, Calls]:  # type: ignore[override]
+        """In a layer with an anchored window, a bidirectional sequence is a canvas unless it is a
+        key of ``mm_req_doc_ranges``: an image.
         """
-        common = common_attn_metadata
-        parts = self._anchored(common) if self.mask.is_anchored else self._blocks(common)
-        return tuple(parts)
+        calls = {mask: self._calls(common_attn_metadata, mask) for mask in self.masks}
+        return calls if len(calls) > 1 else calls.popitem()[1]
 
-    def _blocks(self, common: CommonAttentionMetadata) -> Iterator[Part]:
+    def _calls(self, common: CommonAttentionMetadata, mask: Mask) -> Calls:
+        if mask.is_anchored:
+            return list(self._anchored(common))
+        if mask.block_length > 1:
+            return [self._blocks(common, mask.block_length)]
+        return super().build(0, common)
+
+    def _blocks(self, common: CommonAttentionMetadata, block_length: int) -> Part:
         """A single call, in which each block of a causal sequence is a bidirectional one."""
         is_causal, lens = _is_causal(common), _query_lens(common)
         stops = common.seq_lens.numpy()
         starts = stops - lens
         whole = np.maximum(stops, 1)  # one block of all keys
-        size = np.where(is_causal, self.mask.block_length, whole)
+        size = np.where(is_causal, block_length, whole)
         counts = np.maximum(-(-stops // size) - starts // size, 1)
         source, number = spread(starts_of(counts))
         first = (starts[source] // size[source] + number) * size[source]
         seq_lens = np.minimum(first + size[source], stops[source])
         query_lens = seq_lens - np.maximum(first, starts[source])
         tokens = np.arange(query_lens.sum())
-        yield self._part(common, source, query_lens, seq_lens, tokens, self.window_size, False)
+        return self._part(common, source, query_lens, seq_lens, tokens, self.window_size, False)
 
     def _anchored(self, common: CommonAttentionMetadata) -> Iterator[Part]:
         """A call for causal sequences and images, and one for the canvases of each width."""
@@ -152,7 +156,7 @@ class TranslatingBuilder(CPUAttentionMetadataBuilder):
 
 class CanvasCPUImpl(CPUAttentionBackendImpl):
     sliding_window: int
-    mask: Mask = ALL
+    mask: Mask = ALL  # with blocks, or an anchored window (`layers.see`)
 
     def forward(
         self,
@@ -161,23 +165,24 @@ class CanvasCPUImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: tuple[Part, ...] | CPUAttentionMetadata | None,  # type: ignore[override]
+        attn_metadata: Calls | dict[Mask, Calls] | None,  # type: ignore[override]
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write ``[tokens, heads, head_size]`` into ``output``; keys are already in the cache.
-
-        Rows of padding become zero. vLLM's kernel leaves in them what was in memory, which may be
-        NaN, and products with AMX can carry that into neighbouring rows.
+        """Rows of padding become zero: vLLM's kernel leaves in them what was there, and products
+        with AMX can carry a NaN into neighbouring rows.
         """
         if attn_metadata is None:  # profiling
             return output
-        if not isinstance(attn_metadata, tuple):
-            attn_metadata = (_whole(attn_metadata, self.sliding_window),)
+        calls = attn_metadata[self.mask] if isinstance(attn_metadata, dict) else attn_metadata
+        if isinstance(calls, list):
+            parts = calls
+        else:
+            parts = [Part(slice(0, calls.num_actual_tokens), self.sliding_window, calls)]
         usual, scales = self.sliding_window, (output_scale, output_block_scale)
-        output[sum(part.metadata.num_actual_tokens for part in attn_metadata) :] = 0
-        for part in attn_metadata:
+        output[sum(part.metadata.num_actual_tokens for part in parts) :] = 0
+        for part in parts:
             self.sliding_window, tokens = part.window, part.tokens
             own, rows = query[tokens], output[tokens]
             super().forward(layer, own, key, value, kv_cache, part.metadata, rows, *scales)
@@ -207,18 +212,9 @@ class CanvasCPUBackend(CPUAttentionBackend):
     def get_impl_cls() -> type[CanvasCPUImpl]:
         return CanvasCPUImpl
 
-
-class TranslatingBackend(CanvasCPUBackend):
-    """The same for layers that were given to `translate`."""
-
     @staticmethod
-    def get_builder_cls() -> type[TranslatingBuilder]:
-        return TranslatingBuilder
-
-
-def _whole(metadata: CPUAttentionMetadata, window: int) -> Part:
-    """A batch that is not translated."""
-    return Part(slice(0, metadata.num_actual_tokens), window, metadata)
+    def get_builder_cls() -> type[CanvasCPUBuilder]:
+        return CanvasCPUBuilder
 
 
 def _is_causal(common: CommonAttentionMetadata) -> np.ndarray:
@@ -231,3 +227,10 @@ def _is_causal(common: CommonAttentionMetadata) -> np.ndarray:
 
 def _query_lens(common: CommonAttentionMetadata) -> np.ndarray:
     return np.diff(common.query_start_loc[: common.num_reqs + 1].numpy())
+
+
+def nearest(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """Values that give the nearest FP8 numbers when divided by ``scale`` and truncated."""
+    largest = torch.finfo(dtype).max
+    rounded = (values.float() / scale).clamp(-largest, largest).to(dtype).float()
+    return (rounded * ABOVE * scale).to(values.dtype)

@@ -12,16 +12,12 @@ from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 def flash_attention(
     query: Tensor, cache: PagedKV, batch: RaggedBatch, options: AttentionOptions, out: Tensor
 ) -> None:
-    """Arguments as of `canvas_attention`, but max_query_len is of this step, not of all.
+    """As `canvas_attention`; max_query_len, which plans how keys are cut, is of this step.
 
-    From it FlashAttention plans how it cuts keys. The window counts the row itself,
-    FlashAttention's two do not. As in vLLM's backend, the window reaches to both sides of each row,
-    and the flag of a causal sequence cuts off the right side. But the keys there are read first, so
-    max_ahead shortens that side for all.
-
-    Flags are given always, and `visible_pages` says what that costs in a layer with a window. A
-    call without flags would run the kernel that was compiled for those with flags, or the other way
-    round: the key under which FlashAttention keeps compiled kernels leaves them out.
+    FlashAttention's windows do not count the row itself. The flag of a causal sequence cuts off the
+    right side, but the keys there are read first, so max_ahead shortens that side for all. Flags
+    are given always (`visible_pages` says what that costs): the key under which FlashAttention
+    keeps compiled kernels leaves them out.
     """
     assert batch.first_keys is None and options.mask.block_length == 1 and not cache.is_fp8, options
     reach = None

@@ -3,10 +3,9 @@
 Index spaces: a *token* indexes the flat query axis of the batch, a *row* the query rows of one
 sequence, a *position* the keys of one sequence, a *page* the cache, a *slot* one key in a page.
 
-`PagedKV` and `RaggedBatch` check themselves when they are made: a cache once at start, a batch once
-a step. `check_inputs` checks that they fit each other and the query; a layer calls it once, because
-neither changes its shape or dtype later. Values, as the ids of pages, are not checked: that would
-wait for the device.
+`PagedKV` and `RaggedBatch` check themselves: a cache once at start, a batch once a step. A layer
+calls `check_inputs` once, because no shape or dtype changes later. Values, as the ids of pages, are
+not checked: that would wait for the device.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 512
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What one layer computes.
-
-    scale: multiplies every logit. logit_softcap: logits s become cap * tanh(s / cap); 0 leaves them
-    as they are.
-    """
+    """What one layer computes; with a logit_softcap logits s become cap * tanh(s / cap)."""
 
     scale: float
     mask: Mask = ALL
@@ -58,12 +53,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class PagedKV:
-    """One layer's cache.
+    """One layer's cache. Raises ValueError for tensors that do not fit together, with both values.
 
-    key, value ``[num_pages, page_size, num_kv_heads, head_size]``, in the query's dtype or fp8. The
-    elements of a head lie side by side. k_scale, v_scale: one fp32 element on the same
-    device by which stored fp8 numbers are multiplied when they are read; None means 1.
-    Raises ValueError for tensors that do not fit together, with both values.
+    key, value ``[num_pages, page_size, num_kv_heads, head_size]``, in the query's dtype or fp8, the
+    elements of a head side by side. k_scale, v_scale: one fp32 element each, by which stored fp8
+    numbers are multiplied when they are read; None means 1.
     """
 
     key: Tensor
@@ -86,7 +80,6 @@ class PagedKV:
 
     @property
     def page_size(self) -> int:
-        """Keys in a page."""
         return self.key.shape[1]
 
     @property
@@ -95,7 +88,7 @@ class PagedKV:
 
     @property
     def dtypes(self) -> Sequence[torch.dtype]:
-        """The dtypes that queries and new keys may have."""
+        """Of queries and new keys."""
         return QUERY_DTYPES if self.is_fp8 else [self.key.dtype]
 
 
@@ -122,7 +115,7 @@ class ContextWeights:
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """The sequences of a step (`masks.py`). All tensors on one device.
+    """The sequences of a step (`masks.py`), on one device. Raises as ``PagedKV``.
 
     query_start_loc ``[num_seqs + 1]`` int32: the query rows of sequence i are tokens
     [query_start_loc[i], query_start_loc[i + 1]); tokens from query_start_loc[-1] on are padding.
@@ -137,7 +130,6 @@ class RaggedBatch:
     and with it how sums are rounded: a sequence gives the same bits in any batch with this bound.
     max_seq_len: an upper bound on seq_lens, known to the host; None means what the tables can hold.
     max_ahead: no row sees keys more positions ahead of it, known to the host; None: any.
-    Raises ValueError for tensors that do not fit together, with both values.
     """
 
     query_start_loc: Tensor
@@ -165,7 +157,7 @@ class RaggedBatch:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences in the batch, padded ones included."""
+        """Padded ones included."""
         return self.seq_lens.shape[0]
 
 
@@ -176,10 +168,9 @@ def expect(
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = None,
 ) -> None:
-    """Refuse a tensor that is not as expected, with what it is and what was expected.
+    """Raises ValueError for another tensor, or one whose last axis has gaps.
 
-    shape: None stands for any length. device: None allows any. Elements of the last axis must lie
-    side by side. Raises ValueError.
+    shape: None stands for any length. device: None allows any.
     """
     fits = tensor.dim() == len(shape) and all(
         wanted is None or wanted == length
@@ -196,9 +187,9 @@ def expect(
 
 
 def check_inputs(query: Tensor, cache: PagedKV, batch: RaggedBatch, out: Tensor) -> None:
-    """Refuse a query that does not fit the cache, the batch or the output, naming both sides.
+    """Raises ValueError for a query that does not fit the others; reads no data.
 
-    query and out ``[num_tokens, num_heads, head_size]``. Reads no data. Raises ValueError.
+    query and out ``[num_tokens, num_heads, head_size]``.
     """
     device, num_kv_heads = cache.key.device, cache.key.shape[2]
     expect("query", query, (None, None, cache.key.shape[3]), cache.dtypes, device)

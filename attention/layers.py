@@ -4,8 +4,6 @@ Each function changes one layer, on a GPU and on a CPU. Call it before the KV ca
 Other models in the process keep vLLM's backends.
 """
 
-from dataclasses import replace
-
 from vllm.model_executor.layers.attention import Attention
 
 from dllm.attention.masks import Mask
@@ -13,16 +11,9 @@ from dllm.attention.masks import Mask
 
 def see(layer: Attention, *, is_anchored: bool = False, block_length: int = 1) -> None:
     """Let a layer's rows see what `masks.Mask` says, beside the window that vLLM gave it."""
-    if not is_anchored and block_length == 1:
-        return
-    if layer.attn_backend.get_name() == "CPU_ATTN":
-        from dllm.attention.cpu_backend import translate
-
-        translate(layer, is_anchored, block_length)
-    else:
-        options = layer.impl.options
-        mask = Mask(options.mask.window, is_anchored, block_length)
-        layer.impl.options = replace(options, mask=mask)
+    if is_anchored or block_length > 1:
+        impl = layer.impl
+        impl.mask = Mask(max(impl.sliding_window or 0, 0) or None, is_anchored, block_length)
 
 
 def bound_queries(layer: Attention, max_query_len: int) -> None:

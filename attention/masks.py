@@ -42,9 +42,9 @@ from dataclasses import dataclass
 class QuerySpan:
     """The query rows of one sequence in one forward pass; lengths in tokens.
 
-    ``is_image``: the rows are those of an image. ``seq_len`` may be shorter than ``query_len``,
-    with the first rows at negative positions: a drafter shortens ``seq_len`` to draft fewer tokens.
-    Raises ValueError for negative lengths and for an image that is causal.
+    ``seq_len`` may be shorter than ``query_len``, with the first rows at negative positions: a
+    drafter shortens it to draft fewer tokens. Raises ValueError for negative lengths and for an
+    image that is causal.
     """
 
     query_len: int
@@ -62,11 +62,11 @@ class QuerySpan:
 
     @property
     def start(self) -> int:
-        """Position of row 0: the number of keys before the rows."""
+        """Position of row 0."""
         return self.seq_len - self.query_len
 
     def position(self, row: int) -> int:
-        """Position of row ``row``. Raises IndexError for a row that there is not."""
+        """Raises IndexError for a row that there is not."""
         if not 0 <= row < self.query_len:
             raise IndexError(f"row is {row}, the span has rows 0 .. {self.query_len - 1}")
         return self.start + row
@@ -111,11 +111,7 @@ ALL = Mask()
 
 
 def may_attend(row: int, key: int, span: QuerySpan, mask: Mask = ALL) -> bool:
-    """Whether row ``row`` of the span sees the key at position ``key``.
-
-    This is the definition. A key outside the sequence is never seen. Raises IndexError when the
-    row is not in the span.
-    """
+    """The definition; a key outside the sequence is never seen. Raises as ``position``."""
     pos = span.position(row)
     if not 0 <= key < span.seq_len:
         return False
@@ -127,11 +123,8 @@ def may_attend(row: int, key: int, span: QuerySpan, mask: Mask = ALL) -> bool:
 
 
 def visible_range(row: int, span: QuerySpan, mask: Mask = ALL) -> tuple[int, int]:
-    """The keys that row ``row`` sees, as a half-open range ``(start, stop)``.
-
-    The same answer as `may_attend`, without a loop over keys; `canvas_attention.row_bounds`
-    computes it on the device. ``start <= stop`` always. A row with an empty range sees nothing; its
-    output is 0.
+    """The keys that a row sees by `may_attend`, as a half-open range; `canvas_attention.row_bounds`
+    computes it on the device. ``start <= stop``; the output of a row that sees nothing is 0.
     """
     pos, size = span.position(row), mask.block_length
     start, stop = 0, (pos // size + 1) * size if span.is_causal else span.seq_len

@@ -48,15 +48,11 @@ def attend(
     value_dim, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add ``num_tiles`` tiles of keys to the running softmax (acc, row_max, row_sum).
+    """Add ``num_tiles`` tiles of keys from first_tile on, without skip_count of them at skip_tile.
 
-    Tiles are taken from first_tile on. At skip_tile, skip_count of them are left out: those in the
-    middle, when this is called for both edges. MASKED: keys outside [low, high) are not loaded, and
-    each row takes only the keys of its own [row_start, row_stop). Otherwise every row sees every
-    key.
-
-    Pages are looked up one tile ahead. Otherwise the compiler would count the load of a page and
-    the load of its keys as two that wait for each other, and start neither before it is needed.
+    MASKED: keys outside [low, high) are not loaded, and each row takes only the keys of its own
+    [row_start, row_stop). Otherwise every row sees every key. Pages are looked up one tile ahead:
+    else the compiler would start neither load of a page and its keys before it is needed.
 
     Shapes: acc [rows, value columns], row_max and row_sum [rows], q [rows, head size].
     """

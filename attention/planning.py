@@ -1,13 +1,12 @@
 """From the shapes of a call to the way its kernels are launched: grid, tile sizes, workspace.
 
-Pure Python: nothing is read from the device and nothing is measured. A CUDA graph captures one plan
-and may be replayed with any content of the tensors.
+Nothing is read from the device and nothing is measured: a CUDA graph captures one plan and may be
+replayed with any content of the tensors.
 
 A canvas behind a long context has few query rows: its row tiles alone leave most of the GPU idle.
-Therefore the keys of a long sequence are split into parts that different programs work on, and the
-results are merged (`splits.py`). There are as many parts as it takes to give a sequence
-TARGET_PROGRAMS programs, but no part has fewer keys than `TileConfig.keys_per_split`. That minimum
-is smaller in layers with a window: there, a sequence has few visible keys in all.
+So the keys of a long sequence are split into parts for different programs, and the results merged
+(`splits.py`): as many parts as give a sequence TARGET_PROGRAMS programs, none with fewer keys than
+`TileConfig.keys_per_split`, which is less where a window leaves few visible keys.
 
 One sequence must give the same bits whichever sequences share its batch, and two choices change
 how fp32 sums are rounded:
@@ -18,9 +17,7 @@ how fp32 sums are rounded:
   It follows from max_query_len. So give calls that have to agree the same bound, not the length of
   the longest span in each batch.
 
-What remains is planned here from upper bounds that the host knows: whether any sequence can be
-split (if not, nothing is merged), how many programs share the parts of a row tile (one, where row
-tiles alone fill the GPU), and the size of the workspace. None of it compiles a kernel again.
+The rest follows from upper bounds that the host knows. None of it compiles a kernel again.
 """
 
 from __future__ import annotations
@@ -83,7 +80,7 @@ def ceil_div(value: int, divisor: int) -> int:
 
 
 def visible_keys(query_len: int, seq_len: int, window: int | None) -> int:
-    """Upper bound on the keys that the rows of a sequence see together, counted from the last."""
+    """An upper bound on those that the rows see together."""
     return seq_len if window is None else min(seq_len, query_len + window - 1)
 
 
@@ -98,16 +95,15 @@ def num_splits(
 
 
 def _head_programs(shape: BatchShape, config: TileConfig) -> int:
-    """Programs that work on the same row tile, without splitting: the grid's second axis."""
+    """The grid's second axis: programs of one row tile, without splitting."""
     return shape.num_kv_heads * ceil_div(shape.head_size, config.columns(shape.head_size))
 
 
 def most_splits(shape: BatchShape, config: TileConfig, window: int | None) -> int:
-    """The most parts that any sequence within the bounds of ``shape`` can have.
+    """Of any sequence within the bounds of ``shape``.
 
-    A longer span sees more keys through a window, which allows more parts, but it also has more row
-    tiles, which allows fewer. So for each number of row tiles that still allows two parts, the
-    longest span with that many is tried.
+    A longer span sees more keys through a window, which allows more parts, but has more row tiles,
+    which allows fewer. So for each number of row tiles that allows two parts the longest is tried.
     """
     most_tiles = TARGET_PROGRAMS // (2 * _head_programs(shape, config))
     longest = (tiles * config.block_m // shape.group for tiles in range(1, most_tiles + 1))
@@ -122,9 +118,8 @@ def most_splits(shape: BatchShape, config: TileConfig, window: int | None) -> in
 def plan_attention(shape: BatchShape, config: TileConfig, window: int | None) -> AttentionPlan:
     """Cached: the layers of one step ask for the same.
 
-    The first axis of the grid has floor(num_tokens * group / block_m) + num_seqs programs. However
-    the tokens are divided among the sequences, that is enough for the row tiles that they need,
-    sum(ceil(query_len * group / block_m)).
+    The grid's first axis is enough however the tokens are divided among sequences:
+    floor(num_tokens * group / block_m) + num_seqs >= sum(ceil(query_len * group / block_m)).
     """
     rows = shape.max_query_len * shape.group
     block_m = min(config.block_m, max(MIN_BLOCK_M, next_power_of_2(rows)))

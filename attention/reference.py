@@ -1,5 +1,4 @@
-"""Attention as its definition says, in fp32: the reference that every kernel is tested against.
-Also the keys and values of a drafter's context, which no attention layer computes.
+"""Attention as its definition says, in fp32; keys and values of a drafter's context.
 
 For row i of a sequence and query head h, which reads KV head h // (num_heads / num_kv_heads):
 
@@ -7,8 +6,7 @@ For row i of a sequence and query head h, which reads KV head h // (num_heads / 
     s_k = cap * tanh(s_k / cap)                    if a soft cap is set
     o_i = sum_k softmax(s)_k v_k                   zero when row i sees no key
 
-Which keys a row sees is taken from `masks.py`. The code is slow: it builds the whole mask, one
-sequence at a time, and converts every input to fp32.
+Which keys a row sees is taken from `masks.py`. It builds the whole mask, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -32,10 +30,8 @@ def dense_mask(span: QuerySpan, layer_mask: Mask = ALL) -> Tensor:
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, span: QuerySpan, options: AttentionOptions
 ) -> Tensor:
-    """Of one sequence over contiguous keys: ``[query_len, num_heads, head_size]`` fp32.
-
-    query likewise, key and value ``[seq_len, num_kv_heads, head_size]``, any floating type. Keys
-    that no row sees are replaced by zeros, so that a NaN among them cannot reach the output.
+    """``[query_len, num_heads, head_size]`` fp32, as query; key, value ``[seq_len, num_kv_heads,
+    head_size]``. Keys that no row sees become zeros: a NaN among them cannot reach the output.
     """
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     mask = dense_mask(span, options.mask).to(query.device)

@@ -29,10 +29,8 @@ def num_splits_on_device(
     VALUE_BLOCKS: tl.constexpr,
     SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """max_splits: what the workspace has room for, which is the most that the host expects.
-
-    Should a sequence be longer than the host believes, it has fewer parts, and no other memory is
-    written.
+    """max_splits: what the workspace has room for; a sequence that is longer than the host believes
+    has fewer parts, and no other memory is written.
     """
     programs = tl.maximum(tl.cdiv(query_len * GROUP, SPLIT_ROWS) * (NUM_KV_HEADS * VALUE_BLOCKS), 1)
     by_keys = tl.cdiv(num_keys, MIN_KEYS)
@@ -50,22 +48,18 @@ def visible_keys_on_device(query_len, seq_len, WINDOW: tl.constexpr):
 
 @triton.jit
 def partial_row_on_device(seq, row, token, rows_per_seq):
-    """Where a row's partial results are on the workspace's row axis.
-
-    With rows_per_seq 0 the workspace has a row for each token of the batch; else it has
-    rows_per_seq rows for each sequence, and ``row`` counts from its first query row.
-    """
+    """On the workspace's row axis: ``token``, or with rows_per_seq a row of the sequence's own."""
     in_span = seq.to(tl.int64) * rows_per_seq + row
     return tl.where(rows_per_seq > 0, in_span, token.to(tl.int64))
 
 
 @triton.jit
 def merge_parts(acc_a, max_a, sum_a, acc_b, max_b, sum_b):
-    """Join two partial softmaxes over disjoint keys; a comes before b.
+    """a's keys come before b's; acc ``[rows, columns]`` is not divided by the sum, max and sum
+    ``[rows]``.
 
-    acc ``[rows, columns]`` is not divided by the sum yet; max and sum ``[rows]``. The multiply-adds
-    are written as fma, so that the compiler cannot choose between one rounding and two. A part
-    without keys has max -inf and contributes exact zeros.
+    Written as fma, so that the compiler cannot choose between one rounding and two. A part without
+    keys has max -inf and contributes exact zeros.
     """
     new_max = tl.maximum(max_a, max_b)
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf would be NaN

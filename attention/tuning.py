@@ -19,25 +19,22 @@ of the next two; with two, computing waits for all loads.
 
 Head sizes 256 and 512 of 2-byte elements, and a drafter's few rows of head size 128, were timed on
 an H200, with 1, 8 and 32 requests behind 1,024 and 8,192 tokens (bench/results/h200.txt). Tiles of
-64 rows, or smaller parts, are up to 1.5 times as fast for one request behind 1,024 tokens, because
-there are twice as many programs. With 8 requests they are slower: a multiprocessor then works on 64
-rows and not 128, or merges more parts. At head size 512, tiles of 32 keys without loads ahead are
-faster everywhere than 16 keys with two tiles of loads ahead. A drafter would be up to 1.4 times as
-fast with four warps and three stages, which spill with Triton 3.9.
+64 rows, or smaller parts, are up to 1.5 times as fast for one request behind 1,024 tokens, with
+twice as many programs, and slower with 8 requests. At head size 512, tiles of 32 keys without loads
+ahead are faster everywhere than 16 keys with two tiles of loads ahead. A drafter would be up to 1.4
+times as fast with four warps and three stages, which spill with Triton 3.9.
 
 What was not timed is chosen from what the compiler makes of candidates, in this order: no spilled
-registers; loads that overlap with computing; many rows on a multiprocessor, in few programs,
-because every key that is read serves all rows of its program; few programs that share a head's
-columns, because each computes the logits again.
+registers; loads that overlap with computing; many rows on a multiprocessor, in few programs; few
+programs that share a head's columns, because each computes the logits again.
 
-All other GPUs have one table, whose tiles fit the 99 KiB of shared memory of the smallest cards.
-Larger tiles would fit an A100 or a B200, but on a B200 those of head size 512 spill. Hopper has
-this table for fp8 caches, whose keys become 16-bit numbers in registers: its own tiles would spill.
+All other GPUs have one table, whose tiles fit the 99 KiB of shared memory of the smallest cards; on
+a B200 larger ones of head size 512 spill. Hopper has it for fp8 caches, whose keys become 16-bit
+numbers in registers: its own tiles would spill.
 
 A window of 1,024 keys and a canvas of 256 make 1,279 keys: min_keys_in_window cuts them into two
-parts, with which one request has 64 programs for the 132 SMs of an H200, and not 32. For each part,
-request and layer 4 MiB are written and read. Where many requests fill the GPU that is all that
-splitting does, so parts are not made smaller.
+parts, with which one request has 64 programs for the 132 SMs of an H200, and not 32. Where many
+requests fill the GPU, splitting only writes and reads 4 MiB for each part, request and layer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A batch without the pages that no row sees, for vLLM's FlashAttention 4.
 
-Of a sequence that its flag calls bidirectional, FlashAttention 4 reads all keys, also through a
-window (``flash_fwd_sm90.py``, where ``dynamic_causal`` is 0), and masks what is in front of it:
-behind 8,192 keys that is more than six times what a canvas of 256 rows sees through a window of
-1,024. A mask depends on distances alone. So a sequence that begins some pages later gives the same
-rows.
+Of a bidirectional sequence FlashAttention 4 reads all keys, also through a window
+(``flash_fwd_sm90.py``, where ``dynamic_causal`` is 0), and masks what is in front of it: behind
+8,192 keys more than six times what a canvas of 256 rows sees through a window of 1,024. A mask
+depends on distances alone, so a sequence that begins some pages later gives the same rows.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ def visible_pages_kernel(
 class VisiblePages:
     """Leaves out the pages in front of the window of each sequence's first row.
 
-    Which keys these are follows from `masks.visible_range` of that row. What it returns lies in
-    memory that a captured CUDA graph reads again. Only a batch of more than ``num_seqs`` sequences,
-    which is no full graph's, gets memory of its own.
+    What it returns lies in memory that a captured CUDA graph reads again, but for a batch of more
+    than ``num_seqs`` sequences, which is no full graph's.
     """
 
     def __init__(

@@ -208,10 +208,6 @@ OBJECTS = {
         "layer.quant_method",
         "with an adapter of drafting rows, which changes what the layer gives in these",
     ),
-    "vllm.model_executor.layers.attention.attention.Attention.attn_backend": (
-        "layer.attn_backend",
-        "on a CPU: layers with blocks or an anchored window have a builder of their own",
-    ),
     "vllm.model_executor.layers.quantization.modelopt.ModelOptQuantConfigBase.exclude_modules": (
         "quant_config.exclude_modules",
         "layers without values of their own are in no list of the checkpoint",

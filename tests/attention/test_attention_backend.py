@@ -130,7 +130,7 @@ def test_vllm_accepts_our_backend_for_the_layers_of_the_26b_model(
 def server(is_anchored=False, **layer):
     """What the builder and the layers read of a server's configuration, with one layer."""
     impl = SimpleNamespace(max_query_len=None, flash_kinds=lambda: [])
-    impl.options = SimpleNamespace(mask=Mask(24, is_anchored))
+    impl.mask = Mask(24, is_anchored)
     vars(impl).update(layer)
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=512),

@@ -6,7 +6,7 @@ from transformers.models.diffusion_gemma import modeling_diffusion_gemma
 from vllm import SamplingParams
 from vllm import _custom_ops as ops
 
-from dllm.attention.cpu_fp8_cache import nearest
+from dllm.attention.cpu_backend import nearest
 from tests.engine.test_parity import prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import get_engine

@@ -113,6 +113,7 @@ SET_IN_SUBCLASSES = {
     "CanvasAttentionImpl.kv_cache_dtype",
     "CanvasAttentionImpl.num_heads",
     "CanvasAttentionImpl.scale",
+    "CanvasCPUBuilder.window_size",
     "CanvasCPUImpl.sliding_window",
     "CanvasReads.modalities",
     "CanvasReads.tail",
@@ -141,7 +142,6 @@ SET_IN_SUBCLASSES = {
     "SelfDrafter.supports_decode_metadata_update",
     "ServerConfig.speculative_config",
     "Steered.draft_logits",
-    "TranslatingBuilder.window_size",
     "TypedGemma._arg_converter",
 }
 
