@@ -28,8 +28,8 @@ class Adapter(LoRAModel):
     def from_lora_tensors(  # type: ignore[override]
         cls, lora_model_id: int, tensors: dict[str, torch.Tensor], *args: Any, **options: Any
     ) -> LoRAModel:
-        """Raises ValueError: a value is NaN or infinite, or DiffusionGemma's encoder and decoder
-        share their weights, and the adapter changes them differently.
+        """Raises ValueError: a value is NaN or infinite, or two tensors change the same weights, as
+        DiffusionGemma's encoder and decoder share them, and differ.
         """
         seen: dict[tuple[str, bool], str] = {}
         for name, tensor in tensors.items():
@@ -104,10 +104,7 @@ def place_of(name: str, packed: Mapping[str, Sequence[str]]) -> tuple[str, int |
 
 
 def refuse_other_shape(name: str, lora: Any, layer: Any, place: int | None) -> None:
-    """Raises ValueError: a matrix is of another model, or of another rank than the config says.
-
-    Smaller matrices would be served as if the rest were 0.
-    """
+    """Raises ValueError. Smaller matrices would be served as if the rest were 0."""
     columns, rows = layer.input_size, layer.output_size
     if place is not None:
         rows = layer.output_sizes[place]

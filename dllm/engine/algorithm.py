@@ -12,11 +12,11 @@ emits canvases that have converged. In one denoise step the engine calls, in thi
 
 ``fresh_canvas`` makes the first canvas behind a prompt or behind an emitted block.
 
-What vLLM loads is the family's model class. Beside what vLLM asks of every model, it has
-``make_algorithm(vllm_config)``; ``get_model_state_cls()``, which returns ``DiffusionModelState`` or
-a subclass; a ``forward`` that takes ``is_canvas_row`` (``[tokens]`` bool, may be ignored); and a
-``compute_logits`` that returns ``LogitRows`` for more rows than ``rows_at_once`` allows. If it has
-``gives_raw_logits`` (bool), the engine sets that before a call whose logits may be ``RawLogits``.
+What vLLM loads is the family's model class. It also has ``make_algorithm(vllm_config)``;
+``get_model_state_cls()``, which returns ``DiffusionModelState`` or a subclass; a ``forward`` that
+takes ``is_canvas_row`` (``[tokens]`` bool, may be ignored); and a ``compute_logits`` that returns
+``LogitRows`` for more rows than ``rows_at_once`` allows. If it has ``gives_raw_logits`` (bool), the
+engine sets that before a call whose logits may be ``RawLogits``.
 
 Shapes: R canvases in a step, N rows of logits (one for each token of these canvases), C the served
 canvas length, V the vocabulary size, hidden the model's hidden size.
@@ -80,8 +80,7 @@ class Canvases(NamedTuple):
         """Statistics of N rows in which held tokens are chosen, and certain.
 
         For ``diffusion_pin_mode: hold``, and thinking budgets; before ``denoise`` decides anything.
-        Logprobs do not come from here: at a held position they say what the model itself thinks of
-        the token.
+        Logprobs do not come from here: they say what the model itself thinks of such a token.
         """
         tokens = self.held[rows.request_of, rows.place]  # [N]
         is_held = tokens >= 0
@@ -111,9 +110,7 @@ class Denoised(NamedTuple):
 
 
 class DenoisingAlgorithm(ABC):
-    """What the engine asks. A model class returns one from ``make_algorithm``.
-
-    No attribute may be replaced after the first request: compiled code does not look again
+    """No attribute may be replaced after the first request: compiled code does not look again
     (``engine.compilation``).
     """
 
@@ -134,10 +131,7 @@ class DenoisingAlgorithm(ABC):
 
     @abstractmethod
     def fresh_canvas(self, seeds: Tensor, starts: Tensor) -> Tensor:
-        """The first contents of canvases: ``[R, C]`` int64. The same call gives the same canvas.
-
-        They start at ``starts`` ``[R]`` int64 in their sequences.
-        """
+        """``[R, C]`` int64, the same for the same call. They start at ``starts`` ``[R]`` int64."""
 
     @abstractmethod
     def denoise(

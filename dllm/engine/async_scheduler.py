@@ -53,13 +53,12 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         """If the step that writes a block's KV is in flight, its KV counts as computed, and is
-        cached.
+        cached: requests that are scheduled later run behind that step.
 
-        Requests that are scheduled later run behind that engine step. With blocks, only a whole one
-        has KV, with the tail that was in front of its canvas. The output of a preempted request
-        (``is_stale``) changes no counters.
+        With blocks, only a whole one has KV, with the tail that was in front of its canvas. The
+        output of a preempted request (``is_stale``) changes no counters.
         """
-        num_tokens, size = request.num_tokens, self._block_size
+        num_tokens, size = request.num_tokens, self._block_length
         if not is_stale:
             request.num_computed_tokens -= len(new_token_ids)
             if request.num_in_flight_tokens:

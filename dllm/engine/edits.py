@@ -11,16 +11,14 @@ previous denoise step:
 So penalties count, and bad words are recognized, from left to right, as in an autoregressive model.
 Positions behind p do not count.
 
-When is the result exact? An edit that depends on the position alone is exact in every step. The
-others are exact once the argmax canvas equals that of the step before: then every position was
-edited for exactly the tokens in front of it. Until then, a prefix that does not change any more is
+An edit that depends on the position alone is exact in every step. The others are exact once the
+argmax canvas equals that of the step before. Until then, a prefix that does not change any more is
 exact, and grows by at least one position in each step if the model's logits stay the same (this is
 Jacobi decoding).
 
 A canvas may have to be emitted while it still changes: it ran out of steps, or the checkpoint has a
-`stability_threshold` of 0. Its argmax canvas may then hold a bad word. `trim_` finds it, and only
-the tokens in front of the bad word's last token are emitted. At least one token is left, because
-position 0 was edited for emitted tokens only, which do not change.
+`stability_threshold` of 0. It may then hold a bad word: `trim_` ends it in front of the last token
+of that. At least one token is left, because position 0 was edited for emitted tokens only.
 """
 
 from collections.abc import Sequence
@@ -54,10 +52,9 @@ class PreparedEdits(NamedTuple):
 class LogitEdits:
     """The edits of the requests in all slots; ``is_edited``: ``[slots]`` bool, for the host.
 
-    Processors of other packages (entry points ``vllm.logits_processors``) are left out, and a line
-    in the log says so: a canvas may be emitted before the tokens in front of each position have
-    settled, so that what a processor forbids could be emitted. vLLM's stay in its order: a bias is
-    added, and a penalty multiplies.
+    Processors of other packages (entry points ``vllm.logits_processors``) are left out, and logged:
+    what they forbid could be emitted before the tokens in front of it have settled. vLLM's stay in
+    its order: a bias is added, and a penalty multiplies.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_slots: int) -> None:
@@ -90,12 +87,11 @@ class LogitEdits:
         state: CanvasState,
         is_pinned: torch.Tensor | None,
     ) -> PreparedEdits | None:
-        """What denoise steps need; None if no request of the batch edits. Does not wait.
+        """None if no request of the batch edits. Does not wait.
 
         To vLLM's processors the input id of row i > 0 is the draft token in front of the token that
-        row i decides. The position of a row is that of its input, one less than that of the token
-        that it decides. ``is_pinned``: ``[N, 1]`` bool; a held pin is emitted whatever it
-        completes.
+        row i decides, and the position of a row is that of its input. ``is_pinned``: ``[N, 1]``
+        bool; a held pin is emitted whatever it completes.
         """
         slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
         if not self.is_edited[slots].any():
@@ -144,12 +140,11 @@ class LogitEdits:
         rows: CanvasRows,
         prepared: PreparedEdits | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shorten what is emitted, so that it ends in front of the first bad word.
+        """Shorten what is emitted (``num_emitted`` ``[R]`` int64 of ``[R, C]``), so that it ends in
+        front of the first bad word.
 
-        ``logits`` ``[N, vocab]`` were edited for the tokens of the step before. Here bad words are
-        masked once more, in place, for the tokens of this step: ``num_emitted`` ``[R]`` int64 of
-        ``[R, C]``. A token whose logit is -inf after that is the last token of a bad word. (A pin
-        may be a token that another edit excludes.)
+        Bad words are masked once more in ``logits`` ``[N, vocab]``, in place, for the tokens of
+        this step. A token at -inf after that ends one, or is a pin that an edit excludes.
         """
         if prepared is None or prepared.forbids_words is None:
             return logits, num_emitted
@@ -165,9 +160,8 @@ class LogitEdits:
 def clean_lengths(rows: CanvasRows, is_bad: torch.Tensor) -> torch.Tensor:
     """``[R]`` int64, how many tokens of each canvas come before its first bad one (``[N]`` bool).
 
-    At least 1 for a row with a canvas. Position 0 can be bad only if it is a hint, or if the
-    request forbids every token, which is refused when a request arrives (``settings.admission``).
-    Then the token is emitted: the request must go on.
+    At least 1 for a row with a canvas, also where position 0 is a pin that is bad: the request must
+    go on.
     """
     first_bad = torch.where(is_bad, rows.place, rows.widths[rows.request_of])
     clean = rows.widths.scatter_reduce(0, rows.request_of, first_bad, "amin")

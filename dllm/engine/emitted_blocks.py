@@ -95,18 +95,15 @@ def capacity_for(num_requests: int, vocab_size: int) -> Sizes:
 
 
 def most_searched(num_requests: int) -> int:
-    """States of the tables of all requests that run, equal ones counted for each.
-
-    The search keeps 8 bytes of each in front of each place of a canvas.
+    """States of the tables of all requests that run, equal ones counted for each: the search keeps
+    8 bytes of each in front of each place of a canvas.
     """
     return MOST_STATES + 1 + num_requests * SEARCHED
 
 
 def with_thoughts(sizes: Sizes, table: Table, thoughts: Thoughts) -> Sizes:
-    """What a table takes at most with thoughts in front.
-
-    That is a state, behind itself and in front of the start, and classes of single tokens, which
-    every label may get.
+    """At most: a state in front of the start, and classes of single tokens, which every label may
+    get.
     """
     more = 3 + len(thoughts.forbidden)
     classes = table.num_classes + more

@@ -61,8 +61,7 @@ def _packed(
 ) -> "np.ndarray | torch.Tensor":
     """``StepFrames.packed`` of the requests ``index`` ``[n]``.
 
-    On a CPU in numpy: operations of torch take ten times as long for so little data. Elsewhere a
-    copy to pinned memory that nobody waits for here.
+    On a CPU in numpy: operations of torch take ten times as long for so little data.
     """
     rows, step = record.tile.rows, record.denoised
     on_host = canvases.device.type == "cpu"

@@ -83,10 +83,9 @@ class CanvasGrammars(ABC):
         self._last: deque[Grammar] = deque(maxlen=KEPT_GRAMMARS)
 
     def add_request(self, slot: int, data: NewRequestData, thought: Thought | None) -> None:
-        """A request that contradicts its grammar goes on without.
+        """A request that contradicts its grammar goes on without, until the engine core ends it.
 
-        The engine core does not accept what it emits, and ends it with an error. ``thought`` is
-        open behind the prompt.
+        ``thought`` is open behind the prompt.
         """
         self._put(slot, None)
         params = data.sampling_params
@@ -144,9 +143,8 @@ class CanvasGrammars(ABC):
     def write_(
         self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: Any
     ) -> Written:
-        """Mask each canvas with a grammar along its path with the largest sum of ``scores``.
-
-        ``logits``: ``[N, vocab]`` fp32, edited; changed in place.
+        """Mask canvases in ``logits`` ``[N, vocab]`` fp32, along the path with the largest sum of
+        ``scores``.
         """
 
     @abstractmethod

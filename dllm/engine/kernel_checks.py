@@ -1,7 +1,7 @@
 """Every Triton kernel beside its definition in plain torch, on small tensors of the device.
 
-A kernel that a compiler or a GPU gets wrong makes wrong tokens, not an error. The tensors are
-random, the same each time, and of the shapes that a model is served with.
+They are random, the same each time, and of the shapes that a model is served with. A check raises
+Wrong for an id that differs, or a number that is farther off than rounding explains.
 """
 
 from __future__ import annotations
@@ -56,12 +56,7 @@ Trials = dict[str, Callable[[], None]]  # by the kernel's name; each may raise a
 def canvas_trials(
     layers: dict[str, Layer], flash_layers: dict[str, Layer], device: torch.device
 ) -> Trials:
-    """Of every kernel of a diffusion model.
-
-    Args:
-        layers: the model's attention layers that differ, by name.
-        flash_layers: those of them in which FlashAttention serves some rows.
-    """
+    """``layers``: those of the model that differ; FlashAttention serves some rows of the others."""
     return {
         **attention_trials(layers, device),
         **{
@@ -75,7 +70,6 @@ def canvas_trials(
 
 
 def attention_trials(layers: dict[str, Layer], device: torch.device) -> Trials:
-    """Of our attention; ``layers`` as of ``canvas_trials``."""
     return {
         f"{ATTENTION}, {name}": partial(attention, layer, device, canvas_attention)
         for name, layer in layers.items()
@@ -96,9 +90,6 @@ def flash(layer: Layer, device: torch.device, context: int = CONTEXT) -> None:
     """FlashAttention, as a step calls it for causal sequences alone, and beside canvases.
 
     In a layer with an anchored window our kernel serves the canvases.
-
-    Raises:
-        Wrong: as of ``attention``.
     """
     for kind in (CAUSAL, MIXED):
         attention(layer, device, partial(_flash_calls, layer, kind), context, kind)
@@ -135,9 +126,6 @@ def attention(
         attend: `canvas_attention`, or what takes its arguments.
         context: keys in front of the second canvas.
         kind: CAUSAL: emitted blocks are in the place of the canvases.
-
-    Raises:
-        Wrong: an output is farther from the definition than rounding explains.
     """
     block = layer.mask.block_length
     rows = CAUSAL_ROWS if kind == CAUSAL else 0
@@ -180,11 +168,7 @@ def _empty_cache(layer: Layer, num_pages: int, device: torch.device) -> PagedKV:
 
 
 def drafter_context(layer: Layer, hidden: int, is_neox: bool, device: torch.device) -> None:
-    """Keys and values of few tokens and of many, some without a slot, for two layers of a drafter.
-
-    Raises:
-        Wrong: a number in a cache is farther from the definition than rounding explains.
-    """
+    """Keys and values of few tokens and of many, some without a slot, for two layers."""
     num_layers, num_kv_heads, head_size = 2, layer.num_kv_heads, layer.head_size
     rows, angles = num_layers * 2 * num_kv_heads * head_size, _random(40, head_size // 2, seed=4)
     weights = ContextWeights(
@@ -220,9 +204,6 @@ def compare_context(
         slots: of each layer; what has none, -1, may be anything.
         blank: that number.
         roundoff: of one rounding to the dtype of the caches.
-
-    Raises:
-        Wrong: as of ``drafter_context``.
     """
     number, scale = torch.finfo(caches[0].key.dtype), caches[0].k_scale
     unit = 1.0 if scale is None else float(scale)
@@ -251,11 +232,7 @@ def row_statistics(device: torch.device) -> None:
 
 
 def _row_statistics(device: torch.device, cap: float | None, most: float) -> None:
-    """Rows with and without filters.
-
-    Raises:
-        Wrong: an id differs, or a number does by more than ``most``.
-    """
+    """Rows with and without filters."""
     logits, temperature, keys = _rows(device)
     if cap is not None:  # as a model gives them
         logits = logits.bfloat16()
@@ -274,11 +251,7 @@ def _row_statistics(device: torch.device, cap: float | None, most: float) -> Non
 def compare_statistics(found: RowStats, expected: RowStats, most: float) -> None:
     """Ids must be the same, except of rows without a distribution, where they mean nothing.
 
-    Args:
-        most: how far nats may be off, and probabilities in parts of themselves.
-
-    Raises:
-        Wrong: they are not as allowed.
+    ``most``: how far nats may be off, and probabilities in parts of themselves.
     """
     for name in ("entropy", "log_z"):
         one, other = getattr(found, name), getattr(expected, name)
@@ -296,9 +269,6 @@ def soft_embeddings(device: torch.device) -> None:
     """Of raw bf16 logits: sure rows, which keep a tile or two, and rows that keep all.
 
     There are more of them than one group of the product has.
-
-    Raises:
-        Wrong: a number differs by more than the rounding of the probabilities and of the result.
     """
     logits, temperature, keys = _rows(device, ROWS_OF_GROUPS)
     logits[::2] *= 9
@@ -319,9 +289,6 @@ def grammar_paths(device: torch.device) -> None:
     """Two canvases under a grammar: texts of even length, the second one behind thoughts.
 
     The last state of its table is that of thoughts; nothing leads back there.
-
-    Raises:
-        Wrong: a path or a masked row differs.
     """
     class_of = (torch.arange(VOCAB) % 3).int().numpy()
     stop = 7
@@ -353,7 +320,7 @@ def grammar_paths(device: torch.device) -> None:
 
 
 def _rows(device: torch.device, count: int = NUM_ROWS) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, temperatures and keys of ``count`` rows."""
+    """Logits, temperatures and keys."""
     zero = torch.tensor([0])
     keys = row_keys(zero, zero, zero, count, STREAM_GUMBEL)[0].contiguous()
     temperature = torch.linspace(0.3, 1.5, count)

@@ -63,10 +63,7 @@ def rows_at_once(vllm_config: VllmConfig) -> int:
 
 
 def _workspace_mib() -> int:
-    """Of a card of 80 GB 2,548: 8 canvases of 256 tokens and a vocabulary of 262,144 are one tile.
-
-    Memory as such, not what is free: every rank has to cut a batch at the same places.
-    """
+    """Of all memory, not of what is free: every rank has to cut a batch at the same places."""
     if not current_platform.is_cuda():
         return LEAST_WORKSPACE_MIB
     return max(LEAST_WORKSPACE_MIB, current_platform.get_device_total_memory() // 32 >> 20)
@@ -93,10 +90,8 @@ def tile_bounds(starts: np.ndarray, rows_at_once: int) -> list[tuple[int, int]]:
 
 
 def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
-    """The requests [first, end) of a batch. Only the fields that the sampler reads are cut.
-
-    ``logits_indices`` points into ``input_ids`` and ``positions``, which stay those of the whole
-    batch.
+    """The requests [first, end). Only the fields that the sampler reads are cut: ``input_ids`` and
+    ``positions``, into which ``logits_indices`` points, stay those of the whole batch.
     """
     requests = slice(first, end)
     starts = input_batch.cu_num_logits_np[first : end + 1]
@@ -123,8 +118,7 @@ def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
 def leave_out_rows(input_batch: InputBatch, num_rows: np.ndarray) -> None:
     """Let canvases have logits for their first ``num_rows`` ``[slots]`` alone.
 
-    To the sampler such a canvas is as wide as its logits; its sequence is as long as ever. Called
-    when the attention metadata of the whole canvases exists.
+    Called when the attention metadata of the whole canvases exists.
     """
     num_reqs = input_batch.num_reqs
     starts = input_batch.cu_num_logits_np[: num_reqs + 1]

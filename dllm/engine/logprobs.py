@@ -32,9 +32,8 @@ WORKSPACE_LOGITS = 2**24
 
 
 class BlockLogprobs:
-    """Computes the logprobs of emitted tokens, and of the top or the given token ids beside them.
+    """With ``is_async`` every pass scores whole canvases: the host does not know which are emitted.
 
-    With ``is_async`` every pass scores whole canvases: the host does not know which are emitted.
     ``kept``: for an algorithm that decides tokens one after the other.
     """
 
@@ -69,10 +68,9 @@ class BlockLogprobs:
     def of_decided(
         self, logits: torch.Tensor, step: Denoised, tile: Tile
     ) -> LogprobsTensors | None:
-        """The scores of all tokens of requests that ask, if this step may decide some for good.
+        """The scores of all tokens of requests that ask; None if the next step decides them anew.
 
-        None if nobody asks, or if the next step decides them anew. Does not wait for the device.
-        ``logits``: ``[N, vocab]``, edited.
+        Does not wait for the device. ``logits``: ``[N, vocab]``, edited.
         """
         if self._kept is None or tile.is_read_only is None:
             return None
@@ -80,11 +78,11 @@ class BlockLogprobs:
         return self._scored(some, logits, step, tile) if len(some) else None
 
     def of_blocks(self, record: StepRecord) -> LogprobsTensors | None:
-        """The logprobs of canvases that are emitted; None if nobody who asks has one.
+        """None if nobody who asks has a canvas that is emitted.
 
         Under synchronous scheduling it waits for the device if the scores were not kept, and the
-        result holds emitted tokens only. Otherwise it holds whole canvases, emitted or not; vLLM
-        reads as many rows of a request as it emits tokens.
+        result holds emitted tokens only. Otherwise it holds whole canvases, of which vLLM reads as
+        many rows as are emitted.
 
         Column 0 is the token itself, the others are the top or the given token ids. Its rank is 1
         for the most likely token, and counts ties. With a ``--logprobs-mode`` of logits the values

@@ -3,21 +3,18 @@
     engine step   a message of the scheduler to the worker, and the worker's answer
     pass          one forward pass and one denoise step of every canvas
 
-The first pass of an engine step is vLLM's: its runner prepares the batch, which may hold causal
-spans (prompts, emitted blocks) in front of the canvases. While canvases denoise, their positions,
-KV pages and attention metadata stay as they are; only their tokens change. So the canvases can go
-through the model again without the scheduler and without new inputs. The loop ends
+The first pass of an engine step is vLLM's, and may have causal spans in front of the canvases.
+While canvases denoise, only their tokens change. So they can go through the model again without the
+scheduler and without new inputs. The loop ends
 
     when a canvas has converged: a client waits for its tokens, and the next canvas needs KV pages,
     which the scheduler gives;
     when a request has arrived, which the worker can see if it is in the engine core's process;
-    when the engine step would take longer than ``denoise_loop_ms`` if there were one more pass that
-    takes as long as the last one. A worker in a process of its own does not see that a request has
-    arrived, so this is how long the request waits at most.
+    when the engine step would take longer than ``denoise_loop_ms`` with one more pass as long as
+    the last one: how long a request waits at most for a worker in a process of its own.
 
-There is no loop if a request has no canvas (its prompt goes on in the next engine step),
-or if the scheduler knows of requests that are not in the batch. Where data parallel replicas share
-experts (on a GPU) there is none at all: the replicas run each pass together.
+There is no loop if a request has no canvas, or if the scheduler knows of requests that are not in
+the batch; nor where data parallel replicas share experts, and run each pass together.
 """
 
 import time
@@ -47,9 +44,9 @@ class DenoiseLoop:
     """Decides, in the worker, whether another pass follows.
 
     Attributes:
-        clock: seconds; tests give their own.
-        has_arrived: whether a message waits for the engine core. Replaced where the worker shares
-            its process (``patches.worker``); elsewhere nobody knows.
+        clock: seconds.
+        has_arrived: whether a message waits for the engine core; set by ``patches.engine_core``
+            where the worker shares its process.
         replay: the first pass of this engine step, if it was a full CUDA graph: writes and returns
             the hidden states ``[padded tokens, hidden]``. Set by the runner.
     """
@@ -75,7 +72,6 @@ class DenoiseLoop:
         self._is_parallel = parallel.tensor_parallel_size > 1
 
     def begin_engine_step(self, allows_more_passes: bool) -> None:
-        """Before the first pass. What the scheduler allows holds for this step only."""
         self._is_allowed = allows_more_passes and self.bound > 0
         self.num_passes = 1
         self.replay = None
@@ -111,15 +107,14 @@ def bound_s(options: PluginOptions, is_on_cpu: bool) -> float:
 class CanvasForward:
     """The model's forward pass over canvases (``[slots, C]``) alone, as often as it is called.
 
-    Token ids, positions and embeddings are preallocated; attention metadata is made once an engine
-    step.
+    Attention metadata is made once an engine step.
     """
 
     def __init__(self, model_state: Any, canvases: torch.Tensor) -> None:
         self._model_state = model_state
         self._canvases = canvases
         has_tails = options_of(model_state.vllm_config).context_cache == "none"
-        self._block_size = model_state.algorithm.settings.block_size if has_tails else 1
+        self._block_length = model_state.algorithm.settings.block_size if has_tails else 1
         num_tokens, device = model_state.max_num_tokens, model_state.device
         self._input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -187,13 +182,13 @@ class CanvasForward:
     def _canvases_alone(self, input_batch: InputBatch) -> tuple[InputBatch, torch.Tensor]:
         """The canvases and their tails alone, and which tokens of ``input_batch`` these are.
 
-        A *tail* is the part of a causal span that sees the canvas (``engine.spans``). Without
-        blocks there is none, nor with ``context_cache: block``: its keys and values stay.
+        Without blocks there are no tails (``engine.spans``), nor with ``context_cache: block``:
+        their keys and values stay.
         """
         spans = Spans.of_schedule(
             input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
         )
-        tails = spans.tail_lens(self._block_size)
+        tails = spans.tail_lens(self._block_length)
         tokens, in_part = input_batch.logits_indices, self._rows
         starts, starts_np = input_batch.cu_num_logits, input_batch.cu_num_logits_np
         if tails.any():
@@ -226,10 +221,8 @@ class CanvasForward:
 
 
 def _with_tails(spans: Spans, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which tokens of a batch are canvases or the tails ``[R]`` in front of them.
-
-    Returns [R + 1] int32, where each request starts among these tokens; [tokens] int64, which
-    tokens of the batch they are; [N] int64, which of them are canvas tokens.
+    """Of the tokens of canvases and their tails ``[R]``: [R + 1] int32, where each request starts
+    among them; [tokens] int64, which of the batch they are; [N] int64, which are of canvases.
     """
     lens = spans.canvas_widths + tails
     starts = starts_of(lens)

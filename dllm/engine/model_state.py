@@ -155,8 +155,8 @@ class DiffusionModelState(ModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Embeddings ``[padded tokens, hidden]``, conditioned in canvas rows; which rows are so.
 
-        Before, it completes the batch's ``input_ids`` (emitted blocks); behind, it takes rows
-        without logits out of the batch. vLLM has called ``prepare_attn`` for the batch.
+        It completes the batch's ``input_ids``, and takes rows without logits out of it. vLLM has
+        called ``prepare_attn``.
         """
         # With this flag vLLM would copy drafts to the host, for grammars that check them there. Our
         # sampler applies grammars on the device.
@@ -297,11 +297,7 @@ class DiffusionModelState(ModelState):
         return _spans(input_batch).sequences(seq_lens, self.algorithm.settings.block_size)
 
     def _write_emitted_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
-        """Write emitted blocks into the causal spans of their requests.
-
-        vLLM's runner fills in prompt chunks and canvases only. Emitted tokens are in
-        ``all_token_ids``.
-        """
+        """Emitted blocks, in the causal spans: vLLM's runner fills in prompts and canvases only."""
         computed = input_batch.num_computed_tokens_np
         prefill_len = input_batch.prefill_len_np
         # [R]: what is scheduled begins behind the prompt. A prompt length of 0 means a dummy run of

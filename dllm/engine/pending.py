@@ -17,12 +17,9 @@ causal rows see their whole block as those of a canvas do. A block that was emit
 tokens, in front of a bad word, is not whole: its KV is not kept, and its tokens are the next
 canvas's tail.
 
-Only the device knows which requests of a batch these are. So each of the points above is a
-`torch.where` over all requests: what the host does, and the shapes of tensors, are the same for any
-outcome. If the scheduler does know of the block, it schedules it in front of the next canvas or
-alone, and nothing of this happens.
-
-Nothing here waits for the device.
+Only the device knows which requests of a batch these are, and nothing here waits for it: each point
+is a `torch.where` over all requests. If the scheduler does know of the block, it schedules it in
+front of the next canvas or alone, and nothing of this happens.
 """
 
 import numpy as np

@@ -49,10 +49,9 @@ class Records:
         prompt_len: int,
         thought: Thought | None = None,
     ) -> None:
-        """Prepare ``slot`` for a new (or resumed) request; takes effect with ``send``.
+        """For a new (or resumed) request; takes effect with ``send``.
 
-        ``soft_embeds`` and ``argmax_canvas`` need not be cleared. They are not used while
-        ``steps_done`` is 0, and the first step writes them.
+        ``soft_embeds`` and ``argmax_canvas`` are not used while ``steps_done`` is 0.
         """
         record = np.zeros((), self._layout)
         record["slot"], record["seed"] = slot, seed

@@ -126,12 +126,10 @@ class DiffusionSampler:
     def __call__(
         self, logits: Logits, input_batch: InputBatch, draft_logits: None = None
     ) -> SamplerOutput:
-        """Denoise, once or as often as ``engine.loop`` repeats the step.
+        """``logits``: ``[N, vocab]`` fp32 of canvas rows, in batch order, edited in place.
 
-        ``logits``: ``[N, vocab]`` fp32, of the canvas rows alone, in batch order; edited in place.
         ``LogitRows`` where they do not fit the workspace: then one tile after the other.
-        ``RawLogits`` where ``needs_whole_rows`` is false. vLLM passes ``draft_logits`` to all
-        samplers.
+        ``RawLogits`` where ``needs_whole_rows`` is false.
         """
         if input_batch.num_draft_tokens == 0:
             return self._nothing_sampled(input_batch)
@@ -170,7 +168,6 @@ class DiffusionSampler:
         self.logprobs.shrink()
 
     def _tiles(self, input_batch: InputBatch, fits: bool) -> list[Tile]:
-        """One if all logits fit the workspace."""
         if fits:
             return [self._tile(slice(None), input_batch)]
         return [self._tile(*part) for part in tiles_of_batch(input_batch, self._rows_at_once)]
@@ -206,12 +203,11 @@ class DiffusionSampler:
         return joined_outputs([self._denoise_tile(logits[tile.logit_rows], tile) for tile in tiles])
 
     def _denoise_tile(self, logits: torch.Tensor | RawLogits, tile: Tile) -> SamplerOutput:
-        """A step of a tile, in the order of this module's docstring.
+        """What reads the model's logits comes before they are edited; what reads the edited ones
+        comes before ``_count_emitted_`` excludes bad words.
 
-        What reads the model's logits comes before they are edited; what reads the edited ones comes
-        before ``_count_emitted_`` excludes bad words. ``logits`` ``[N, vocab]`` fp32 are changed in
-        place by the functions whose names end with an underscore. Raw ones are not: then nobody
-        asks these functions for anything.
+        ``logits`` ``[N, vocab]`` fp32 are changed in place by the functions whose names end with an
+        underscore. Of raw ones nobody asks these functions for anything.
         """
         raw = logits if isinstance(logits, RawLogits) else RawLogits(logits, None)
         logits, cap = raw.values, raw.cap
@@ -330,10 +326,8 @@ class DiffusionSampler:
         num_reqs: int,
         num_broken: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """The tokens of a canvas count as rejected, also of a converged one.
-
-        Their KV is bidirectional, so vLLM must not advance the KV position; an emitted block gets
-        its causal KV in a later pass. ``step_rows.num_rejected`` has the rule.
+        """Also the tokens of a converged canvas count as rejected (``step_rows.num_rejected``):
+        their KV is bidirectional, and an emitted block gets its causal KV in a later pass.
         """
         tokens, num_sampled, num_rejected = (column[:num_reqs] for column in stored)
         return SamplerOutput(

@@ -44,10 +44,10 @@ class CanvasScheduler(SessionScheduler):
             "prompt_logprobs_dict": {},
             "prompt_token_id_logprobs_dict": {},
         }
-        self._block_size = block_size_of(self.vllm_config)
+        self._block_length = block_size_of(self.vllm_config)
         self._keeps_context = options.context_cache == "block"
         # Lets the base class ask `_mamba_block_aligned_split` how long a prompt chunk may be.
-        self.need_mamba_block_aligned_split |= self._block_size > 1
+        self.need_mamba_block_aligned_split |= self._block_length > 1
         self._marks = marks_of(self.vllm_config)
         self._thoughts: dict[str, Thought | None] = {}  # of requests that have emitted something
         self._num_full_thoughts = 0  # that statistics have not told of yet
@@ -74,7 +74,7 @@ class CanvasScheduler(SessionScheduler):
             request = self.requests[req_id]
             has_canvas = req_id in scheduler_output.scheduled_spec_decode_tokens
             if not request.is_prefill_chunk and not (self._keeps_context and has_canvas):
-                request.num_computed_tokens -= request.num_tokens % self._block_size
+                request.num_computed_tokens -= request.num_tokens % self._block_length
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """A request waits, too, until there is room for the table of its grammar."""
@@ -94,8 +94,7 @@ class CanvasScheduler(SessionScheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Behind an engine step: each request behind its prompt has a canvas.
 
-        vLLM's would ask for the canvas's tokens, and cut them where a grammar does not allow them.
-        Read from left to right, a canvas that is not finished is no text of any grammar.
+        vLLM's would cut the canvas where a grammar does not allow its tokens.
         """
         for req_id in draft_token_ids.req_ids:
             request = self.requests.get(req_id)
@@ -104,11 +103,8 @@ class CanvasScheduler(SessionScheduler):
                 request.spec_token_ids = [NO_TOKEN] * width
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Every canvas is whole.
-
-        vLLM's scheduler cuts draft tokens to the token budget that is left, and a cut canvas would
-        be denoised as if it were complete. So a canvas that does not fit is taken out for this
-        step.
+        """vLLM's cuts draft tokens to the token budget that is left, and a cut canvas would be
+        denoised as if it were complete. So one that does not fit is taken out for this step.
         """
         if self._overlaps_first_step:
             self._give_canvases_to_chunked_prompts()
@@ -136,10 +132,8 @@ class CanvasScheduler(SessionScheduler):
         """How much of ``num_new_tokens`` to schedule: what has to end a block is rounded down.
 
         That is a chunk of a prompt that is not the last: what follows the end of a block would be
-        computed once more with the next chunk. And behind the prompt whatever is scheduled without
-        a canvas: a tail alone leaves nothing.
-
-        vLLM has this hook for other models, whose chunks have to end at certain positions, too.
+        computed once more. And behind the prompt whatever is scheduled without a canvas: a tail
+        alone leaves nothing. vLLM has this hook for models whose chunks end at certain positions.
         """
         start = request.num_computed_tokens + num_new_local_computed_tokens
         start += num_external_computed_tokens
@@ -147,7 +141,7 @@ class CanvasScheduler(SessionScheduler):
         reads = request.status != RequestStatus.RUNNING or request.is_prefill_chunk
         if is_last and (reads or request.spec_token_ids):
             return num_new_tokens
-        return num_new_tokens - num_new_tokens % self._block_size
+        return num_new_tokens - num_new_tokens % self._block_length
 
     def _may_repeat(self, output: SchedulerOutput) -> bool:
         """No request waits for admission, or for room in the next step."""
@@ -160,10 +154,10 @@ class CanvasScheduler(SessionScheduler):
         Where every token sees all others, the canvas is what is left of the answer.
         """
         width = requested_canvas_width(request.sampling_params, self.num_spec_tokens)
-        if self._block_size == WHOLE_SEQUENCE:
+        if self._block_length == WHOLE_SEQUENCE:
             width = min(width, request.max_tokens - request.num_output_tokens)
-        elif self._block_size > 1:
-            width = self._block_size - request.num_tokens % self._block_size
+        elif self._block_length > 1:
+            width = self._block_length - request.num_tokens % self._block_length
         return max(min(width, self.max_model_len - request.num_tokens), 0)
 
     def _give_canvases_to_chunked_prompts(self) -> None:
@@ -173,10 +167,9 @@ class CanvasScheduler(SessionScheduler):
                 request.spec_token_ids = [NO_TOKEN] * self._canvas_width(request)
 
     def _give_canvases_to_new_requests(self, output: SchedulerOutput) -> None:
-        """Schedule a canvas behind every prompt that was admitted whole, if there is room.
+        """Behind every prompt that was admitted whole; vLLM gives those no draft tokens.
 
-        vLLM's scheduler gives no draft tokens to the requests that it admits. Without token budget
-        or KV pages for the canvas the prompt goes alone.
+        Without token budget or KV pages for the canvas the prompt goes alone.
         """
         cap = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
         for data in output.scheduled_new_reqs:
@@ -190,7 +183,7 @@ class CanvasScheduler(SessionScheduler):
                 continue
             # The prompt's whole blocks count as computed, so the new pages are those of the canvas
             # and the tail. The prompt counts as in flight, too, so no page of it is freed.
-            tail = request.num_tokens % self._block_size
+            tail = request.num_tokens % self._block_length
             if self.kv_cache_manager.allocate_slots(request, tail + width) is None:
                 continue
             data.block_ids = self.kv_cache_manager.get_block_ids(data.req_id)
@@ -219,14 +212,14 @@ class CanvasScheduler(SessionScheduler):
             needed = causal_len + len(canvas)
             # The causal span ends at least one block, or it is only the tail that precedes every
             # canvas.
-            is_block = causal_len >= self._block_size and not request.is_prefill_chunk
+            is_block = causal_len >= self._block_length and not request.is_prefill_chunk
             commits_alone = self._separate_commit and is_block
             is_beyond = num_known + len(canvas) > self.max_model_len
             if canvas and (needed > min(budget, cap) or commits_alone or is_beyond):
                 withheld.append((request, canvas))
                 canvas, needed = [], causal_len
                 if not request.is_prefill_chunk:
-                    needed -= needed % self._block_size  # a tail goes with its canvas
+                    needed -= needed % self._block_length  # a tail goes with its canvas
             request.spec_token_ids = canvas
             budget -= min(needed, budget, cap)
         return withheld
@@ -246,8 +239,7 @@ class CanvasScheduler(SessionScheduler):
     def _end_broken_requests(self, answer: ModelRunnerOutput) -> None:
         """Let vLLM end a request with an error, and without its canvas, if that is not finite.
 
-        ``num_nans_in_logits`` has rows of logits (``step_rows.denoise_rows``). vLLM ends the
-        requests of ``encoder_cache_mismatch_reqs`` with an error behind this step.
+        ``num_nans_in_logits`` has rows of logits (``step_rows.denoise_rows``).
         """
         for req_id, num_broken in (answer.num_nans_in_logits or {}).items():
             if num_broken and req_id in self.requests:
@@ -258,8 +250,8 @@ class CanvasScheduler(SessionScheduler):
     def _postpone_prompt_logprobs(self, answer: ModelRunnerOutput) -> None:
         """Replace a step's prompt logprobs by those of the requests that emit in it.
 
-        vLLM's worker returns them when it has read the last chunk of the prompt. An autoregressive
-        model emits its first token then, and vLLM's scheduler asserts that both come together.
+        vLLM's worker returns them behind a prompt's last chunk, and its scheduler asserts that the
+        first token comes with them.
         """
         for name, kept in self._prompt_logprobs.items():
             kept |= getattr(answer, name)
@@ -280,9 +272,8 @@ class CanvasScheduler(SessionScheduler):
         """Append an emitted block to its request without counting the block's KV as computed.
 
         vLLM counts all that it schedules as computed, and takes off rejected drafts: all of a
-        canvas that goes on. Those of one that is emitted are taken off here, because a
-        bidirectional pass wrote their KV. vLLM puts KV up to ``num_computed_tokens`` into the
-        prefix cache, so the block gets there after its causal pass, and not before.
+        canvas that goes on. Those of one that is emitted are taken off here: a bidirectional pass
+        wrote their KV, which the prefix cache must not get.
         """
         if not is_stale:
             request.num_computed_tokens -= len(new_token_ids)

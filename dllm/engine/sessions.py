@@ -12,11 +12,11 @@ class SessionScheduler(Scheduler):
     What the answer has in flight is taken from it, and leaves parts of blocks.
     """
 
-    _block_size = 1  # only whole blocks of so many tokens have KV
+    _block_length = 1  # only whole blocks of so many tokens have KV
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         kept = session.num_tokens - 1
         num_computed = min(session.num_computed_tokens, kept)
         session.num_computed_tokens = kept
         super()._update_request_as_session(session, update)
-        session.num_computed_tokens = num_computed - num_computed % self._block_size
+        session.num_computed_tokens = num_computed - num_computed % self._block_length

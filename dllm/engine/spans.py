@@ -38,10 +38,8 @@ class Sequences(NamedTuple):
     images: dict[int, list[tuple[int, int]]] | None = None
 
     def with_images(self, images: Sequence[Sequence[tuple[int, int]]]) -> "Sequences":
-        """Make every image of the causal sequences a bidirectional sequence of its own.
-
-        It ends with the image's last token, so the image sees what is in front of it and itself.
-        ``images``: for each request, (first, last) position of each, in order.
+        """Make every image of the causal sequences a bidirectional one, which ends with its last
+        token. ``images``: for each request, (first, last) position of each, in order.
         """
         parts: list[tuple[int, int, int, int]] = []  # row, query length, sequence length, causal
         found: dict[int, list[tuple[int, int]]] = {}

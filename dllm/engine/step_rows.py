@@ -26,10 +26,9 @@ def condition_rows(
     state: CanvasState,
     algorithm: DenoisingAlgorithm,
 ) -> None:
-    """Self-condition the canvas rows ``[N]`` among a model's inputs, and mark them.
+    """Write the canvas rows ``[N]`` of ``embeds`` ``[tokens, hidden]`` and ``is_canvas_row``.
 
-    A block whose commit is deferred is no canvas. ``embeds`` ``[tokens, hidden]`` and
-    ``is_canvas_row``, longer than any batch, are written to.
+    A block whose commit is deferred is no canvas.
     """
     is_canvas = ~state.commits[slots]
     if algorithm.soft_size is not None:
@@ -49,11 +48,10 @@ def denoise_rows(
     filters: RowFilters | None,
     cap: float | None = None,
 ) -> Denoised:
-    """What the algorithm decides in a step. A canvas ends where the model's output is not finite.
+    """A canvas ends where the model's output is not finite.
 
     A row is broken if a logit is NaN or infinite; not if it is -inf everywhere, because the request
-    allows no token there. Arguments as of ``DenoisingAlgorithm.denoise`` and ``Canvases``;
-    ``state`` is read only.
+    allows no token there. Arguments as of ``DenoisingAlgorithm.denoise`` and ``Canvases``.
     """
     step = algorithm.denoise(logits, rows, state.canvases(rows, ids, chosen), filters, cap)
     is_broken = (step.stats.log_z == torch.inf) & (step.stats.peak != -torch.inf) & rows.are_read
@@ -71,12 +69,9 @@ def store_rows(
     begins: bool,
     keeps_context: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Write what the next step reads, and make what vLLM gets.
-
-    The next canvas is the one that the algorithm has made, with its pins; behind emitted tokens
-    (``num_emitted`` ``[R]``) it is a fresh one, which is written here if ``begins``. Who knows that
-    no tokens are emitted saves that, and calls ``begin_rows`` where some are. With
-    ``keeps_context`` all KV in front of a canvas is kept until it emits.
+    """Behind emitted tokens (``num_emitted`` ``[R]``) the next canvas is a fresh one, written here
+    if ``begins``; else the caller does. With ``keeps_context`` all KV in front of a canvas is kept
+    until it emits.
 
     Returns:
         int32: emitted tokens ``[R, C]``, how many ``[R]``, and ``num_rejected`` ``[R]``.

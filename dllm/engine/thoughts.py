@@ -7,9 +7,8 @@ the last start on. Where a thought has as many tokens as its budget, the token t
 as a held pin is (``algorithm.Canvases.held``): the model sees it there, and it is emitted, whatever
 the model would write. A thought that ends earlier has no such place.
 
-Where a thought begins, and whether it ends by itself, may be decided on the very canvas on which
-its budget ends. So the places are found anew in each denoise step, from the tokens that would be
-emitted (``Thoughts.ends_at``).
+Where a thought begins, and whether it ends by itself, may be decided on the canvas on which its
+budget ends. So the places are found anew in each step (``Thoughts.ends_at``).
 
 Under a grammar all that stands in front of the answer is one thought, whether or not it begins with
 a start (``dllm.grammar.constraint``). It counts from the answer's first token on, unless it begins
@@ -108,10 +107,9 @@ class Thoughts(NamedTuple):
     is_asked: Tensor = ASKED
 
     def ends_at(self, tokens: Tensor) -> Tensor:
-        """Where the token that ends a thought is held: ``[R, C]`` bool.
+        """Where the token that ends a thought is held, whatever stands there: ``[R, C]`` bool.
 
         ``tokens`` ``[R, C]`` int64 would be emitted; NO_TOKEN or a mask where nothing is decided.
-        What stands at such a place itself does not matter.
         """
         found: Tensor = torch.ops.dllm.thought_ends(tokens, list(self))
         return found
@@ -147,10 +145,8 @@ class Thoughts(NamedTuple):
         return (tokens == self.end[:, None]) | (tokens == self.call[:, None])
 
     def moved(self, before: Tensor, after: Tensor, blank: Tensor | int) -> Tensor:
-        """``after`` with held ends where they belong, and ``blank`` where they no longer do.
-
-        It is ``before``, whose ends are held where they belong, with other tokens: ``[R, C]``
-        int64.
+        """``after`` ``[R, C]`` int64 with held ends where they belong, and ``blank`` where those of
+        ``before`` no longer do.
         """
         end = self.end[:, None]
         is_left = self.ends_at(before) & ~self.ends_at(after) & (after == end)

@@ -21,11 +21,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 
 def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-    """Serve made-up requests: two, one, a narrow canvas; with filters; a read; scored; a grammar.
-
-    Two requests come first. With one, the number of logit rows equals the canvas length, and
-    ``torch.compile`` would assume that the two sizes are always equal. ``runner`` has its KV cache
-    allocated.
+    """Two requests come first. With one, the number of logit rows equals the canvas length, and
+    ``torch.compile`` would assume that the two sizes are always equal.
     """
     longest = min(runner.num_speculative_steps, runner.max_model_len - 1)
     # With one denoise step per block each canvas is emitted at once. So three passes see all there
@@ -76,13 +73,12 @@ def serve_made_up(
     params: SamplingParams | None = None,
     adapter: LoRARequest | None = None,
 ) -> list[torch.Tensor]:
-    """Serve requests, the same each time: passes of their prompts, canvases, and emitted blocks.
+    """Passes of prompts, canvases, and emitted blocks, the same each time.
 
     Prompts are longer where there are few requests, so that their keys are computed in parts, and
     no multiples of a canvas, so that a CUDA graph of their tokens is padded. A canvas may become
-    one token alone, so that what follows does not depend on a rounding. Under asynchronous
-    scheduling a block is written in the place of its canvas; else it is the causal span of the next
-    one (``engine.spans``). With ``params`` canvases go on: the third pass denoises them once more.
+    one token alone, so that what follows does not depend on a rounding. With ``params`` canvases go
+    on: the third pass denoises them once more.
 
     Returns the hidden states ``[requests, tokens, hidden]`` of as many passes as there is room for.
     """
@@ -207,7 +203,6 @@ class _CanvasRequests:
 
     @property
     def req_ids(self) -> list[str]:
-        """Ids that no real request has."""
         return [f"_warmup_{i}_" for i in range(self.num_reqs)]
 
     def pages(self, runner: Any, length: int) -> list[int] | None:

@@ -45,9 +45,8 @@ def row_stats(
     the filtered, renormalized distribution (`filters`); no filter removes the argmax.
 
     A row that is -inf throughout, or holds a NaN, has no distribution. It gets entropy +inf and
-    probabilities 0. So its position is never accepted and its canvas never confident (a NaN entropy
-    has the same effect in the Hugging Face sampler), and no NaN reaches other positions through
-    self-conditioning. Its argmax and sample are valid ids without meaning.
+    probabilities 0: its position is never accepted, its canvas never confident, and no NaN reaches
+    other positions through self-conditioning. Its argmax and sample are ids without meaning.
 
     Args:
         logits: [N, V] fp32 or bf16, soft-capped; every entry finite or -inf. -inf excludes a token:
@@ -90,8 +89,8 @@ def _runs_definition(device: torch.device, vocab_size: int) -> bool:
 def uses_sparse_product(
     option: Literal["auto", "sparse", "exact"], vocab_size: int, is_batch_invariant: bool
 ) -> bool:
-    """``auto`` does not leave tokens out where a row may not depend on others
-    (VLLM_BATCH_INVARIANT): in which order a GPU adds tiles depends on the rows beside it.
+    """``auto`` does not where a row may not depend on others (VLLM_BATCH_INVARIANT): in which order
+    a GPU adds tiles depends on the rows beside it.
     """
     if option == "auto" and is_batch_invariant:
         return False
@@ -135,7 +134,6 @@ def _row_stats(
     cap: float | None,
     is_compiled: bool,
 ) -> list[Tensor]:
-    """As a custom operator: the fields of `RowStats`; `probs` is empty without `probs_dtype`."""
     filters = None
     if top_k is not None and top_p is not None and min_p is not None:
         filters = RowFilters(top_k, top_p, min_p)
@@ -155,10 +153,8 @@ def _cutoffs(
     min_p: Tensor,
     is_any: Tensor,
 ) -> Tensor:
-    """`filters.cutoffs` beside the definition, as a custom operator: [N] fp32.
-
-    is_any: [] bool. A compiled caller computes it beside other numbers, and where no row is
-    filtered, which is the rule, no operator is launched for each filter.
+    """`filters.cutoffs`: [N] fp32. is_any: [] bool, which a compiled caller computes beside other
+    numbers: where no row is filtered, which is the rule, no operator is launched for each filter.
     """
     if not bool(is_any):
         return torch.full_like(temperature, -torch.inf)

@@ -46,13 +46,8 @@ class RowFilters(NamedTuple):
 
 
 def cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int) -> Tensor:
-    """The smallest kept logit of each row: [N] fp32, -inf for a row without filters.
-
-    A row without a finite logit, or with a NaN, is treated as one without filters. The host reads
-    from the data which rows and tokens to search; the kernel of `row_stats_gpu` does not.
-
-    Args:
-        x: [N, V or more] fp32, finite or -inf; -inf after the vocabulary.
+    """The smallest kept logit of each row: [N] fp32, -inf for a row without filters, or without a
+    distribution. x: [N, V or more] fp32, finite or -inf; -inf after the vocabulary.
     """
     cutoff = torch.full_like(temperature, -torch.inf)
     on = filters.are_on(vocab_size).nonzero()[:, 0]  # indices of the rows with a filter
@@ -104,10 +99,8 @@ class _Histogram(NamedTuple):
     def largest_with(self, target: Tensor, is_count: bool) -> Tensor:
         """The largest t such that the tokens >= t reach the target: [F].
 
-        If no t does (through rounding, or because the target is too large), the smallest logit of
-        the last bin that was searched, or -inf if that bin is empty.
-
-        target: [F] fp32, a number of tokens if `is_count`, else a mass.
+        If no t does, the smallest logit of the last bin that was searched, or -inf if that is
+        empty. target: [F] fp32, a number of tokens if `is_count`, else a mass.
         """
         total = self.counts if is_count else self.masses
         # [F, 1]: the first bin in which the running total reaches the target, and the total before.

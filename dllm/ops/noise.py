@@ -51,7 +51,7 @@ class StepNoise(NamedTuple):
 
 
 def initial_canvas(seeds: Tensor, canvas_start: Tensor, width: int, vocab_size: int) -> Tensor:
-    """Uniform token ids, [R, width] int64; seeds, canvas_start: [R] int64."""
+    """[R, width] int64; seeds, canvas_start: [R] int64."""
     step = torch.zeros_like(canvas_start)
     return random_tokens(seeds, canvas_start, step, width, vocab_size, STREAM_INITIAL_CANVAS)
 
@@ -63,10 +63,9 @@ def step_noise(
     width: int,
     vocab_size: int,
 ) -> StepNoise:
-    """From one batched Philox call.
+    """`row_keys(..., STREAM_GUMBEL)` and `random_tokens(..., STREAM_RENOISE)` from one Philox call.
 
-    Equal to `row_keys(..., STREAM_GUMBEL)` and `random_tokens(..., STREAM_RENOISE)`, with half of
-    the operations. denoise_step: [R] int64, steps that the canvas has already taken.
+    denoise_step: [R] int64, steps that the canvas has already taken.
     """
     streams = STREAM_GUMBEL + torch.arange(2, device=seeds.device).view(2, 1, 1)
     words = _position_words(seeds, canvas_start, denoise_step, width, streams)  # [4, 2, R, width]
@@ -110,8 +109,7 @@ def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
     With v uniform on (0, 1), E = -log1p(-v) is a standard exponential and -log(E) a standard
     Gumbel. Large values, which decide an argmax, come from small v, where fp32 numbers are dense:
     the noise reaches 22.9 (= -log 2^-33) in fine steps. The usual form -log(-log(u)) with a 24-bit
-    uniform u ends at 16.6, in steps of up to 0.7. The smallest value is -2.8 (v = 1 - 2^-24);
-    tokens with less noise than that would hardly ever be sampled.
+    uniform u ends at 16.6, in steps of up to 0.7.
     """
     tokens = torch.arange(vocab_size, device=keys.device)
     return gumbel_from_bits(token_bits(keys, tokens))
@@ -129,22 +127,16 @@ def token_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
     For one key this is a permutation of the 32-bit words: triple32, with the key's two words xor-ed
     in before and after the first multiplication. A mixer with two multiplications (lowbias32) is
     not enough: tokens whose ids differ by powers of two are sampled up to 2% too often or too
-    rarely. With three, 4 million draws for each pattern show no bias (`tests/ops/test_noise.py` has
-    a shorter form of that measurement).
-
-    Args:
-        keys: [..., 2] int64 in [0, 2^32).
-        token_ids: [..., V] int in [0, 2^31).
+    rarely. keys: [..., 2] int64 in [0, 2^32); token_ids: [..., V] int in [0, 2^31).
     """
     return _token_words(keys, token_ids).long() & _MASK32
 
 
 def _token_words(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """`token_bits` as int32 words (the same bits, read as signed numbers): [..., V].
+    """`token_bits` as int32 words: [..., V]. On AVX-512 ten times as fast as int64.
 
-    int32 products wrap around modulo 2^32, as needed. On AVX-512 this is ten times as fast as with
-    int64: the words are half as wide, and their product is a vector instruction. Shifts of signed
-    numbers copy the sign bit; the masks remove these copies.
+    Products wrap around modulo 2^32, as needed. Shifts of signed numbers copy the sign bit; the
+    masks remove these copies.
     """
     key = keys.to(torch.int32)
     first, second, third = MIX_MULTIPLIERS

@@ -26,12 +26,11 @@ tokens has. But noise is computed for V / width + width ids, and not for V: of 2
 The width is a part of the definition: another one draws other tokens.
 
 `reference_row_stats` is this definition in plain torch operations; it also runs on a CPU if the
-vocabulary is small. Otherwise `row_stats_cpu` runs, or on a GPU the kernels of `row_stats_gpu`;
-`dispatch` chooses. Both read a row once from memory and write nothing of its size, unless the
-probabilities are asked for, which take a second pass and one write. vLLM's
-`diffusion_gemma_sampler.py` (0.32) computes the same numbers in one pass on a GPU; it differs in
-the noise (one seed for a whole batch, a number for each token), in the filters (applied to a copy
-of all the logits) and in a row without a finite logit, where its entropy is NaN.
+vocabulary is small. `row_stats_cpu` and the kernels of `row_stats_gpu` read a row once from memory
+and write nothing of its size, unless the probabilities are asked for, which take a second pass.
+vLLM's `diffusion_gemma_sampler.py` (0.32) computes the same numbers on a GPU; it differs in the
+noise (one seed for a whole batch, a number for each token), in the filters (applied to a copy of
+all the logits) and in a row without a finite logit, where its entropy is NaN.
 """
 
 from typing import NamedTuple
@@ -77,9 +76,8 @@ def reference_row_stats(
     cutoff: Tensor | None = None,
     cap: float | None = None,
 ) -> RowStats:
-    """The definition of `dispatch.row_stats`, with cutoffs [N] in the place of filters.
-
-    Needs memory for several tensors of [N, V].
+    """Arguments as of `dispatch.row_stats`, with cutoffs [N] in the place of filters. Needs memory
+    for several tensors of [N, V].
     """
     x = softcap(logits, cap)  # [N, V]
     cutoff = torch.full_like(temperature, -torch.inf) if cutoff is None else cutoff

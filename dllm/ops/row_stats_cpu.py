@@ -1,8 +1,5 @@
-"""Row statistics on a CPU: few rows at a time, so that they stay in the cache.
-
-A row is read once from memory. A few rows at a time fit the cache, so the later passes over them
-(tile maxima, sums, probabilities if asked for) read them from there. If the caller is compiled, the
-passes are compiled too; otherwise they run as ordinary torch operations.
+"""Row statistics on a CPU: few rows at a time, so that all passes but the first find them in the
+cache. If the caller is compiled, the passes are compiled, too.
 """
 
 import functools
@@ -44,7 +41,7 @@ def row_stats_cpu(
     cap: float | None,
     is_compiled: bool,
 ) -> list[Tensor]:
-    """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None."""
+    """As `row_stats_gpu.row_stats_kernels`."""
     num_rows, vocab_size = logits.shape
     probs = logits.new_empty(num_rows, vocab_size if probs_dtype else 0, dtype=probs_dtype)
     parts = []

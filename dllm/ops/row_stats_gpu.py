@@ -56,9 +56,8 @@ def row_stats_kernels(
     are_read: Tensor | None = None,
     cap: float | None = None,
 ) -> list[Tensor]:
-    """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None.
-
-    Of rows that nobody reads no logit is loaded: their tiles are left out, and so are their ids.
+    """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None. Of rows that
+    nobody reads no logit is loaded.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and keys.is_contiguous(), (logits.stride(), keys.stride())
@@ -130,10 +129,8 @@ def _uniform(bits):
 
 @triton.jit
 def _exponential(v):
-    """-log1p(-v) for v in (0, 1).
-
-    Below 1/16, where log(1 - v) would lose digits, the sum of v^k / k for k up to 7. The omitted
-    terms are less than 2^-28 v there, below fp32 rounding.
+    """-log1p(-v) for v in (0, 1). Below 1/16, where log(1 - v) would lose digits, the sum of
+    v^k / k for k up to 7: the omitted terms are less than 2^-28 v.
     """
     series = 1.0 / 7
     series = series * v + 1.0 / 6

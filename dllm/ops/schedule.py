@@ -46,10 +46,7 @@ def num_revealed(step: Tensor, num_steps: Tensor, size: int | Tensor, schedule: 
 
 
 def reveal_counts(schedule: str, size: int, num_steps: int) -> list[int]:
-    """How many masks each step reveals of a block of ``size``, which is their sum.
-
-    Shorter than ``num_steps`` where fewer steps reveal all.
-    """
+    """Their sum is ``size``; fewer than ``num_steps`` where fewer steps reveal all."""
     steps = torch.arange(num_steps)
     every = num_revealed(
         steps,

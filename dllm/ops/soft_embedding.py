@@ -72,10 +72,7 @@ def skipped_mass(dtype: torch.dtype) -> float:
 def sparse_product(
     logits: Tensor, temperature: Tensor, stats: RowStats, shard: Shard, budget: float
 ) -> Tensor:
-    """Without tokens of at most `budget` probability in total; `stats` are of these logits.
-
-    Returns [N, hidden] in the shard's dtype: the sum over the shard's tokens.
-    """
+    """The sum over the shard's tokens, [N, hidden] in its dtype; `stats` are of these logits."""
     kept = tokens_that_count(logits, temperature, stats, budget)
     num_tokens = torch.bincount(kept.row, minlength=len(logits))
     is_dense = num_tokens > LARGEST_SHARE * logits.shape[-1]
@@ -150,10 +147,7 @@ def heaviest_tiles(tile_mass: Tensor, budget: float) -> Tensor:
 
 
 def _bag(kept: Tokens, num_rows: int, shard: Shard) -> Tensor:
-    """The weighted sum of each row's kept tokens' embeddings: [num_rows, hidden].
-
-    Tokens of other shards are left out.
-    """
+    """[num_rows, hidden], without tokens of other shards."""
     is_ours = (kept.token >= shard.start) & (kept.token < shard.end)
     row, token, probability = (part[is_ours] for part in kept)
     counts = torch.bincount(row, minlength=num_rows)

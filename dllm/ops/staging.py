@@ -11,10 +11,6 @@ import torch
 
 
 def to_device(values: Any, device: torch.device) -> torch.Tensor:
-    """A numpy array, or what makes one, on the device; does not wait for it.
-
-    PyTorch keeps the pinned memory until the copy is done, and uses it again for later ones. On a
-    CPU the tensor shares the array's memory.
-    """
+    """``values``: a numpy array, or what makes one. On a CPU the tensor shares its memory."""
     on_host = torch.from_numpy(np.asarray(values))
     return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)

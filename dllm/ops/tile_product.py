@@ -33,9 +33,8 @@ TILE = 64
 def tile_product(
     logits: Tensor, temperature: Tensor, stats: RowStats, shard: Shard, budget: float
 ) -> Tensor:
-    """The definition: without tiles of at most `budget` of a row's probability in total.
-
-    Needs memory for several tensors of [N, V]. Arguments and result as of `sparse_product`.
+    """The definition. Arguments and result as of `sparse_product`; needs memory for several tensors
+    of [N, V].
     """
     rows = torch.arange(len(logits), device=logits.device)
     probs = all_probs(logits, temperature, stats, rows, torch.float32)
@@ -57,11 +56,8 @@ def least_mass(vocab_size: int, budget: float) -> float:
 
 
 def tiles_of_groups(is_used: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tiles each group of rows multiplies; is_used: [groups, tiles] int8, 0 or 1.
-
-    Returns:
-        The ids of the tiles, those in use first, ascending: [groups, tiles] int32; and how many are
-            in use: [groups] int32. Does not wait for the device.
+    """The ids of the tiles, those in use first, ascending: [groups, tiles] int32; and how many are
+    in use: [groups] int32. is_used: [groups, tiles] int8, 0 or 1. Does not wait for the device.
     """
     tiles = is_used.argsort(dim=1, descending=True, stable=True)
     return tiles.int(), is_used.sum(dim=1, dtype=torch.int32)

@@ -9,12 +9,9 @@
     product   a program for COLUMNS columns of a group and a part of the group's list; the sum over
               the parts is the result
 
-How many tiles a group has is read on the device: the host waits for nothing. Groups of little
-certainty, whose programs take longest, come first. Neighbouring programs are of different groups
-and the same columns, so that they read the same embeddings at the same time.
-
-Where every tile has mass, the product takes the same steps as a dense one with the same tiles. What
-is added is the lists, and the sums of the parts: less than 3 % of the bytes.
+How many tiles a group has is read on the device: the host waits for nothing. Neighbouring programs
+are of different groups and the same columns, so that they read the same embeddings at the same
+time. Where every tile has mass, less than 3 % of the bytes are added to those of a dense product.
 """
 
 from __future__ import annotations
@@ -59,10 +56,8 @@ def product_tiles(element_size: int, arch: int) -> ProductTiles:
 
 
 def num_parts(num_programs: int, num_sms: int) -> int:
-    """Into how many parts each group's list is cut; num_programs: with one part.
-
-    The fewest with which the last wave of programs fills nine tenths of the GPU, or `MOST_PARTS`. A
-    multiprocessor runs one program at a time.
+    """The fewest with which the last wave of programs, one on each multiprocessor, fills nine
+    tenths of the GPU, or `MOST_PARTS`. num_programs: with one part.
     """
     for parts in range(1, MOST_PARTS):
         waves = num_programs * parts / num_sms

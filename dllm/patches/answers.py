@@ -3,10 +3,9 @@
     a part of the answer -> tokens -> reasoning parser -> what is no thought -> tool parser
 
 vLLM's parsers expect a part for each token, and a canvas may hold thoughts, text and calls at
-once. So they get one token at a time. A whole answer is one part, and its last. The reasoning
-parser reads to the end, however many thoughts there are; vLLM leaves it behind the first.
-
-What they read of a part is one message to chats, and to Responses one for each item of the answer.
+once. So they get one token at a time. The reasoning parser reads to the end, however many thoughts
+there are; vLLM leaves it behind the first. What they read of a part is one message to chats, and to
+Responses one for each item of the answer.
 """
 
 from collections import deque
@@ -110,10 +109,8 @@ class OneTokenAtATime(DelegatingParser):
 
 @cache
 def show_in_order() -> None:
-    """Let Responses show what a canvas adds in the order of the answer.
-
-    And a response format beside tools is refused where its grammar is compiled: xgrammar, which
-    vLLM asks about it on the event loop, need not read it.
+    """Let Responses show what a canvas adds in the order of the answer. A response format beside
+    tools is refused where its grammar is compiled: xgrammar would read it on the event loop.
 
     Called in an API server of one of our models, so that others stay as they are.
     """

@@ -36,11 +36,9 @@ WAYS = (
 
 
 def drop_wrong_code(runner: Any) -> None:
-    """Serve made-up requests with compiled code and without; code that differs is not used.
-
-    Compiled code rounds to 16 bits in other places, in every layer, which may change a token or an
-    expert here and there, and with it a row. So a tenth of the size of hidden states is allowed
-    (``graph_check.MOST``), in the mean of a request's rows. Other tokens or keys are off by more.
+    """Compiled code rounds to 16 bits in other places, which may change a token or an expert, and
+    with it a row. So a tenth of the size of hidden states is allowed (``graph_check.MOST``), in the
+    mean of a request's rows. Other tokens or keys are off by more.
 
     Raises RuntimeError if a step failed; it says how to start without this comparison.
     """

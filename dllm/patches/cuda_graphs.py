@@ -19,6 +19,7 @@ canvases of 256; a batch that is larger than all sizes runs without a graph.
 
 from typing import Any
 
+from vllm import platforms
 from vllm.logger import init_logger
 
 from dllm import LOGGER
@@ -35,14 +36,13 @@ EACH_UP_TO = 16
 
 
 def choose_cuda_graphs(vllm_config: Any, canvas_length: int) -> None:
-    """Set the sizes of graphs unless the user gave some; call it when ``max_num_seqs`` is known.
+    """The sizes of graphs, unless the user gave some, and a mode in which no prompt is a full one.
 
-    A mode in which prompts run as full graphs becomes one in which they do not.
+    Call it when ``max_num_seqs`` is known.
     """
     from vllm.config import CUDAGraphMode
-    from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if platforms.current_platform.is_cpu():
         return
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     # What a user chose: vLLM sets its defaults after this.
@@ -79,9 +79,7 @@ def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens:
 
     They are the multiples of a canvas up to what ``max_num_seqs`` requests need that all have an
     emitted block in front of their canvas, but at most ``MOST_TOKENS`` (or one canvas) and the
-    largest batch; and halves of a canvas. With blocks a row is a whole block wide in every denoise
-    step, because the part of the block that is in front of the canvas is computed again: multiples
-    of a block, too.
+    largest batch; and halves of a canvas. With blocks a row is a whole block wide in every step.
     """
     most = min(2 * max_num_seqs * canvas_length, max(MOST_TOKENS, canvas_length))
     most = min(most, max_num_batched_tokens)

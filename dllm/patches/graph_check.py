@@ -88,7 +88,7 @@ def clear(caches: Iterable[torch.Tensor]) -> None:
 
 
 def numbers_of_requests(captured: set[int]) -> list[int]:
-    """Numbers of made-up requests, ascending: so that one step is padded, too.
+    """Of made-up requests, ascending: so that one step is padded, too.
 
     ``captured``: for how many requests there are full graphs. Others take the next larger one.
     """

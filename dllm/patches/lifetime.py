@@ -63,10 +63,7 @@ def _bind_processes() -> None:
 
 
 def engine_core_main(*args: Any, **options: Any) -> None:
-    """multiprocessing sends the main function to a spawned process as the names of a module and of
-    a function in it, and the process imports this module to find it. So a spawned process runs this
-    function, as a forked one does.
-    """
+    """A spawned process gets its main function by its name, and imports this module to find it."""
     # Signals of a forked process would wake up its parent's event loop, too. (An API server of
     # --api-server-count has an event loop of its own by now, so that only an engine core needs
     # this.)

@@ -12,10 +12,9 @@ from safetensors import safe_open
 
 
 def refuse_other_checkpoint(new: str, served: str) -> None:
-    """Check the headers of a folder's files before its weights are loaded.
+    """Raises ValueError if a folder has not the tensors of the checkpoint served, in their shapes.
 
     Without effect if either is no folder of safetensors files: vLLM then finds it, or an error.
-    Raises ValueError if it has not the tensors of the checkpoint that is served, in their shapes.
     """
     theirs, ours = _shapes(new), _shapes(served)
     if not theirs or not ours:
@@ -82,9 +81,7 @@ def refuse_new_int8_weights(model: Any) -> None:
 
 
 def pack_new_weights(model: Any) -> None:
-    """Bring what ``reload_weights`` leaves out into the layouts of vLLM's CPU kernels.
-
-    vLLM packs experts only when a model is loaded first, and a head that shares the embedding's
+    """vLLM packs experts only when a model is loaded first, and a head that shares the embedding's
     weights only if the checkpoint has weights of its own for it.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (

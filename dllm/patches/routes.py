@@ -58,9 +58,7 @@ async def handled(
 ) -> Any:
     """What a route answers. It waits for grammars, and counts what its request starts.
 
-    Args:
-        self: a serving object, ``theirs`` vLLM's method of it.
-        take: calls that method with what our fields ask for.
+    ``theirs``: vLLM's method of ``self``, which ``take`` calls with what our fields ask for.
     """
     if getattr(request, "use_beam_search", False):
         refuse(
@@ -95,7 +93,7 @@ async def handled(
 def _leave_out_transfers(self: Any, request: Any) -> None:
     """Drop what nobody reads: it may be as long as a body, and each prompt would carry a copy.
 
-    KV transfer is refused at start (``configure``). vLLM takes a prompt's tokens out of its fields.
+    vLLM takes a prompt's tokens out of its fields.
     """
     if isinstance(given := getattr(request, "kv_transfer_params", None), dict):
         tokens = given.get(PROMPT)
@@ -199,10 +197,7 @@ async def refuse_fields(body: Any, raw_request: Any, *held: str) -> None:
 
 
 async def write_untranslated(chat: Any, raw_request: Any) -> None:
-    """Into the chat that vLLM has made of Anthropic's request: the seed, and thoughts not shown.
-
-    Raises VLLMValidationError.
-    """
+    """Into the chat that vLLM has made of Anthropic's request: the seed, and thoughts not shown."""
     sent = await raw_request.json() if raw_request is not None else {}
     seed = sent.get("seed")
     if seed is not None and type(seed) is not int:
@@ -214,12 +209,8 @@ async def write_untranslated(chat: Any, raw_request: Any) -> None:
 def refuse_sent(body: Any, sent: dict[str, Any], *held: str) -> None:
     """Refuse our fields where nothing behind the route could, and what vLLM's route drops.
 
-    Responses start their stream before the request, and other routes drop the fields that they do
-    not know.
-
-    Args:
-        body: the class that vLLM reads the request as.
-        held: fields that are held, though that class has none of them.
+    ``body``: the class that vLLM reads the request as. ``held``: fields that are held, though that
+    class has none of them.
     """
     params = sent.get("sampling_params")  # of /inference/v1/generate
     of_tokens = params.get("extra_args") if isinstance(params, dict) else None
@@ -241,7 +232,7 @@ def refuse_sent(body: Any, sent: dict[str, Any], *held: str) -> None:
 
 @cache
 def _of_chats_alone(body: Any) -> dict[str, Any]:
-    """Fields of chats that change an answer and that ``body`` does not read; their defaults."""
+    """Fields that change an answer and that ``body`` does not read; their defaults."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     known = {*body.model_fields, *CHANGE_NO_ANSWER}

@@ -98,9 +98,8 @@ def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> Non
 
 
 def _run(trials: Any, replace: Callable[[str, str], str], device: torch.device) -> None:
-    """``replace`` replaces a kernel that is wrong on any rank, and returns a text that says how.
-
-    A kernel that only some ranks replaced would give them other tokens than the rest.
+    """``replace`` replaces a kernel that is wrong on any rank, and returns a text that says how: a
+    kernel that only some ranks replaced would give them other tokens than the rest.
     """
     from dllm.engine.kernel_checks import checks  # needs Triton
 

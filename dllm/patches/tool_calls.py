@@ -57,10 +57,8 @@ def tools_of(theirs: type[ToolParser]) -> type[ToolParser]:
 
 
 class HeldCalls(ToolParser):
-    """Leaves arguments of tools that are not strict free, in a table that is not too large.
-
-    vLLM's tags allow any JSON value there, also in parts of XML, which come to too many states. For
-    parsers without a tag it makes a JSON schema, with the schemas of all tools.
+    """Leaves arguments of tools that are not strict free, in a table that is not too large: vLLM's
+    tags allow any JSON value there, also in parts of XML, which come to too many states.
     """
 
     default_tool_strict_level = ToolStrictLevel.FUNCTION
@@ -137,10 +135,8 @@ def _tag_of_gemma_calls(tools: Any, builtin_tools: Any, tool_choice: str, *_: An
 
 
 class TypedGemma(gemma4.Gemma4Parser):
-    """Reads arguments of Gemma 4's calls with the types that they are written with.
-
-    vLLM reads strings and bare words alike and guesses their types from the tool's schema, of which
-    it does not know references and constants, and where ``"1"`` may be a string or a number.
+    """Reads arguments of Gemma 4's calls with the types that they are written with; vLLM guesses
+    them from the tool's schema, of which it does not know references and constants.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -165,10 +161,8 @@ class GemmaCalls(make_adapters(TypedGemma)[1]):  # type: ignore[misc]
 
 
 class HermesCalls(ToolParser):
-    """Lets a call in JSON end behind its arguments, and not inside of one of their strings.
-
-    vLLM's parser ends it at the first ``</tool_call>``. Of strings it gets ``<\\/tool_call>`` to
-    read, the same in JSON. It reads the whole text again for each piece of a stream.
+    """Lets a call in JSON end behind its arguments, and not inside of one of their strings: of
+    these vLLM's parser gets ``<\\/tool_call>`` to read, the same in JSON.
     """
 
     tool_call_start_token: str
