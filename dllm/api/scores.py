@@ -37,6 +37,7 @@ from vllm.utils.async_utils import make_async
 
 from dllm.api.engine_requests import at_once, options_of, read_params, reader
 from dllm.api.http_request import BODY
+from dllm.settings.admission import admit_prompt
 from dllm.settings.denoising import DenoiseSettings, unread_canvases
 from dllm.settings.pins import PIN_AT, PIN_IDS
 from dllm.settings.request import LOGITS_MODES, refuse, refuse_value
@@ -119,7 +120,7 @@ async def scored(
     prompt, text = await _ids(serving, request)
     check(prompt, text, settings, config.max_model_len)
     for name, ids in (("prompt", prompt), ("text", text)):
-        serving.renderer.validate_token_ids(ids, parameter=name)
+        admit_prompt(ids, config.get_vocab_size(), name)
     of_blocks = list(blocks(len(prompt), len(text), settings))
     if request.places is not None:
         reads = chosen(text, of_blocks, request.places)

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 FRAME = "dllm_frame"
 Message = TypeVar("Message")
@@ -45,6 +45,17 @@ class CanvasAnswer(ModelRunnerOutput):
     num_passes: int = 1
     # ``frames.StepFrames`` of each pass that has some
     frames: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class LateAnswer(AsyncModelRunnerOutput):
+    """vLLM's answer, which may still be on its way to the host; ``own``: what ours has beside."""
+
+    theirs: AsyncModelRunnerOutput
+    own: dict[str, Any]
+
+    def get_output(self) -> ModelRunnerOutput:
+        return extended(self.theirs.get_output(), CanvasAnswer, **self.own)
 
 
 def extended(message: Any, kind: type[Message], **more: Any) -> Message:

@@ -15,14 +15,14 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm.engine.adapters import manager_of_adapters
-from dllm.engine.channels import CanvasAnswer, RepeatableSchedule, extended
+from dllm.engine.channels import CanvasAnswer, LateAnswer, RepeatableSchedule, extended
 from dllm.engine.warm_up import canvas_batch
 
 Base: Any = GPUModelRunner if TYPE_CHECKING else object
@@ -42,6 +42,9 @@ class CanvasRunner(Base):
 
     def load_model(self, *args: Any, **options: Any) -> None:
         """The table of draft tokens is the tensor of canvases: vLLM copies it to input ids."""
+        # Experts take no adapter, and keep their kernels: with adapters vLLM would give them
+        # Triton's, which a CPU lacks.
+        self.vllm_config.lora_config = None
         super().load_model(*args, **options)
         self.req_states.draft_tokens = self.model_state.canvases.canvas
         # Our sampler applies grammars. vLLM's worker for them would take a bit for each token
@@ -54,6 +57,7 @@ class CanvasRunner(Base):
         self, model: nn.Module, vllm_config: VllmConfig, device: torch.device
     ) -> nn.Module:
         """Raises ValueError if ``--lora-target-modules`` names something else."""
+        vllm_config.lora_config = self.lora_config
         self.lora_manager = manager_of_adapters(model, vllm_config, device)
         served: nn.Module = self.lora_manager.create_lora_manager(model, vllm_config)
         return served
@@ -115,14 +119,12 @@ class CanvasRunner(Base):
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Passes and frames go into vLLM's answer; they may still be on their way to the host."""
+        """Passes and frames go into vLLM's answer."""
         step = self.execute_model_state
         if step is not None:
             self.model_state.before_logits(step.hidden_states, step.input_batch)
         answer = super().sample_tokens(grammar_output)
         own = {"num_passes": self.model_state.loop.num_passes, "frames": self.sampler.frames.take()}
-        if isinstance(answer, AsyncOutput):
-            answer.model_runner_output = extended(answer.model_runner_output, CanvasAnswer, **own)
-        elif answer is not None:
-            answer = extended(answer, CanvasAnswer, **own)
-        return answer
+        if isinstance(answer, AsyncModelRunnerOutput):
+            return LateAnswer(answer, own)
+        return None if answer is None else extended(answer, CanvasAnswer, **own)

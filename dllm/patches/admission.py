@@ -7,7 +7,6 @@ from typing import Any
 
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -19,7 +18,13 @@ from dllm.patches.drafts import draft_of
 from dllm.patches.replace import replaces
 from dllm.patches.served import has_canvases
 from dllm.patches.streaming import refuse_unseen_canvases
-from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
+from dllm.settings.admission import (
+    admit,
+    admit_ids,
+    admit_next_tokens,
+    admit_prompt,
+    check_sizes,
+)
 from dllm.settings.pins import without_noise
 from dllm.settings.request import has_structured_outputs, of_one_canvas, refuse, with_edits
 from dllm.settings.server import options_of
@@ -44,8 +49,7 @@ def prepare(processor: "TargetInputs", prompt: Any, params: Any) -> Any:
     """Check a request where it comes in, and complete its sampling parameters.
 
     Called when a route starts a request, before the first byte of a stream (``async_llm``), and by
-    ``LLMEngine.add_request`` (``grammars``). Nothing else checks a request of the engine. To
-    prepare the result again changes nothing.
+    ``LLMEngine.add_request`` (``grammars``). To prepare the result again changes nothing.
 
     Args:
         params: stay as they are, because one object may belong to several requests.
@@ -122,9 +126,9 @@ class CanvasInputs(TargetInputs):
         5. Our own arguments become vLLM's edits of logits.
         6. Ids that are too many, and edits that leave no token, are refused.
         """
-        if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None:
-            self.renderer.validate_token_ids(prompt["prompt_token_ids"])
         settings, vocab_size = settings_of(self.vllm_config), self.model_config.get_vocab_size()
+        if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None:
+            admit_prompt(prompt["prompt_token_ids"], vocab_size)
         options = admit(params, settings, vocab_size)
         admit_budget(params, self.vllm_config)
         refuse_unseen_canvases(params, self.vllm_config)
@@ -142,25 +146,6 @@ class CanvasInputs(TargetInputs):
             return super()._validate_params(params, supported_tasks)
         ids = without_noise(params.extra_args or {})
         return self._validate_rest(params, SERVED | {"extra_args": ids}, supported_tasks)
-
-
-class CanvasRenderer(BaseRenderer[Any]):
-    def validate_token_ids(self, token_ids: Any, *, parameter: str | None = None) -> None:
-        """Say the range, and that no token is none, as vLLM does not."""
-        if len(token_ids) == 0:
-            refuse(
-                parameter or "prompt",
-                "prompt has 0 tokens; allowed: 1 and more. Send a token or a text.",
-            )
-        vocab_size = self.model_config.get_vocab_size()
-        for token in (min(token_ids), max(token_ids)):
-            if not 0 <= token < vocab_size:
-                refuse(
-                    parameter or "prompt",
-                    f"prompt token id {token} is out of the vocabulary; allowed: 0 to "
-                    f"{vocab_size - 1}. Send ids of this model's tokenizer (POST /tokenize).",
-                )
-        super().validate_token_ids(token_ids, parameter=parameter)
 
 
 def _check_grammar(params: Any, tokenizer: Any) -> None:
@@ -183,9 +168,7 @@ def _check_length_of_words(processor: Any, params: Any) -> None:
 
 
 def _refuse_grammar_of_sampled_drafts(params: Any, vllm_config: Any) -> None:
-    """Raises VLLMValidationError for a grammar with rejection sampling of sampled drafts.
-
-    vLLM leaves out drafts that the grammar forbids before they are verified. The token in their
+    """vLLM leaves out drafts that the grammar forbids before they are verified. The token in their
     place is then drawn from p, where exact rejection sampling draws from max(p - q, 0).
     """
     speculative = vllm_config.speculative_config
@@ -214,10 +197,8 @@ def with_resolved_ids(processor: Any, params: Any) -> Any:
 
 
 def drop_impossible_ids(params: Any, vocab_size: int) -> None:
-    """Leave out ends and bad words that no output can hold, in place.
-
-    Their ids are outside of the vocabulary, and so of the worker's tables. They come from a
-    generation config or a tokenizer; vLLM checks only what a request itself names.
+    """Leave out ends and bad words outside of the vocabulary, in place: the worker's tables have no
+    place for them. They come from a generation config or a tokenizer, which vLLM does not check.
     """
 
     def is_possible(token: Any) -> bool:

@@ -19,14 +19,17 @@ from dllm.api.http_request import current
 from dllm.models import settings_of
 from dllm.patches.admission import prepare
 from dllm.patches.grammars import needs_table, serialized_grammar, wait_before_the_stream
-from dllm.patches.metrics import CountingEngine
-from dllm.patches.streaming import TracingEngine, start_watching
+from dllm.patches.metrics import CountingLoggers
+from dllm.patches.served import Part
+from dllm.patches.streaming import TracedOutputs, start_watching
 from dllm.settings.denoising import WHOLE_SEQUENCE, unread_canvases
 from dllm.settings.request import refuse, with_grammar
 
 
-class PreparingLLM(CountingEngine, AsyncLLM):
+class PreparingLLM(AsyncLLM):
     """Of any server of ours. Its parameters are checked before HTTP 200 of a stream is sent."""
+
+    logger_manager: Any = Part(CountingLoggers)
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
@@ -41,8 +44,10 @@ class PreparingLLM(CountingEngine, AsyncLLM):
         return super().generate(prompt, prepared, *args, **options)
 
 
-class CanvasLLM(TracingEngine, PreparingLLM):
+class CanvasLLM(PreparingLLM):
     """Of a diffusion model."""
+
+    output_processor: Any = Part(TracedOutputs)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._turn = asyncio.Lock()
@@ -63,9 +68,8 @@ class CanvasLLM(TracingEngine, PreparingLLM):
     async def add_request(
         self, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Let a request wait for its grammar, and the server answer others between two requests.
-
-        vLLM starts all prompts of a list in one turn of the event loop.
+        """Let a request wait for its grammar, and the server answer others between two prompts of
+        a list, which vLLM starts in one turn of the event loop.
         """
         if needs_table(params):
             table = await serialized_grammar(self, params, prompt, *_reasoning(kwargs))

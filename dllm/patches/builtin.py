@@ -2,17 +2,13 @@
 
 ``DLLM_DISABLE=1`` serves it on such a CPU, so that our model can be compared with it.
 
-All code in which a request spends its time is the built-in's, unchanged: the model's constructor,
-forward pass, logits and weight names; its ``DiffusionGemmaModelState`` (input preparation,
-self-conditioning and attention metadata of each denoise step); its ``DiffusionSampler`` with its
-compiled functions; its scheduler and its config hook.
+All code in which a request spends its time is the built-in's: model, model state, sampler,
+scheduler and config hook. Four things differ, because without torchvision or Triton it could not
+run at all:
 
-Three things differ, because without torchvision or Triton it could not run at all:
-
-- There is no vision tower, as for a checkpoint without ``vision_config``, and its weights are
-  skipped. vLLM takes the model for text-only, so an image request gets HTTP 400.
-- The built-in's module imports five classes from ``vllm.model_executor.models.gemma4_mm`` (Gemma4's
-  image processing). During that import they are replaced by five empty classes.
+- There is no vision tower, and its weights are skipped: an image request gets HTTP 400.
+- During its import the five classes of ``gemma4_mm``, Gemma4's image processing, are empty.
+- No logits are computed of no rows.
 - The kernels of Model Runner V2 are those of ``dllm.cpu.batch``, on which our model runs as well.
 """
 
@@ -22,6 +18,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -91,6 +88,17 @@ class TextOnlyDiffusionGemma(builtin.DiffusionGemmaForConditionalGeneration):  #
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=_without_vision(vllm_config), prefix=prefix)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Of a step that reads prompts only there are none.
+
+        With AMX vLLM's product divides by the number of rows, and no rows kill the process.
+        """
+        if len(hidden_states) == 0:
+            size = self.logits_processor.vocab_size
+            return hidden_states.new_empty(0, size, dtype=torch.float32)
+        logits: torch.Tensor | None = super().compute_logits(hidden_states)
+        return logits
 
 
 def _without_vision(vllm_config: VllmConfig) -> Any:

@@ -1,8 +1,7 @@
 """Compiling on a CPU: on every core; and a restart loads what was compiled, if it is whole.
 
-vLLM keeps what it compiles in ``~/.cache/vllm/torch_compile_cache``, and PyTorch loads the
-libraries there as they are: one that was cut short ends the process with a signal, at each start,
-without a word of what is wrong. So a server writes the checksums of its files when it is ready, and
+PyTorch loads the libraries of vLLM's cache as they are: one that was cut short ends the process
+with a signal, at each start. So a server writes the checksums of its files when it is ready, and
 the next one deletes what differs. PyTorch compiles a missing file again.
 """
 
@@ -20,7 +19,6 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.patches.replace import replaces
-from dllm.patches.served import has_canvases
 from dllm.settings.files import whole
 
 logger = init_logger(LOGGER)
@@ -31,10 +29,9 @@ CHECKSUMS = "SHA256SUMS"
 def prepare_compiler(vllm_config: Any) -> Callable[[], Any]:
     """Let Inductor run as many C++ compilers at once as this process may use cores (vLLM: one).
 
-    What every kernel needs first is made in a thread, while the model is loaded and traced: the
-    widest vector instructions that compile and run, and a precompiled header. The result waits for
-    the instructions. Call it before anything is compiled: two threads that look for them at once
-    find different ones.
+    What every kernel needs first is made in a thread, while the model is loaded: the widest vector
+    instructions that compile and run, for which the result waits, and a precompiled header. Call it
+    before anything is compiled: two threads that look for them at once find different ones.
     """
     import torch._inductor.config
     from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -63,10 +60,8 @@ def prepare_compiler(vllm_config: Any) -> Callable[[], Any]:
 def reload_compiled_backbone() -> None:
     """Let a restarted server load the compiled backbone that an earlier start saved.
 
-    On a CPU vLLM compiles with PyTorch's own Inductor backend. After loading a saved function vLLM
-    calls its ``finalize_loading``, but only functions of vLLM's own backend have that. vLLM takes
-    the AttributeError for a broken file, and traces the model again. Here loaded functions of our
-    architectures get a ``finalize_loading`` that does nothing. Called in the worker.
+    After loading it vLLM calls its ``finalize_loading``, which functions of PyTorch's own backend,
+    used on a CPU, do not have, and takes the error for a broken file. Called in the worker.
     """
     import torch
     from vllm.compilation import decorators
@@ -83,8 +78,6 @@ def reload_compiled_backbone() -> None:
     @replaces(decorators)
     def _try_load_aot_compiled_fn(theirs: Any, model: Any, aot_compilation_path: str) -> Any:
         delete_damaged_files(Path(aot_compilation_path).parent)
-        if not has_canvases(model.vllm_config.model_config):
-            return theirs(model, aot_compilation_path)
         torch.compiler.load_compiled_function = load
         try:
             return theirs(model, aot_compilation_path)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vllm import envs
+from vllm import envs, platforms
 from vllm.logger import init_logger
 
 from dllm import LOGGER
@@ -89,9 +89,8 @@ def _separate_passes(vllm_config: Any) -> None:
 def set_batch_defaults() -> None:
     """Choose how many requests run at a time, and the tokens of a step, unless the user does.
 
-    At most DEFAULT_CONCURRENCY requests run. On a GPU the canvases of all of them and PROMPT_CHUNK
-    tokens of a prompt fit into a step. On a CPU a few canvases keep all cores busy, and vLLM's
-    default stays. Here, because a configuration does not say whether the user gave the flags.
+    On a GPU the canvases of all of them and PROMPT_CHUNK tokens of a prompt fit into a step. On a
+    CPU a few canvases keep all cores busy, and vLLM's default stays.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -99,8 +98,6 @@ def set_batch_defaults() -> None:
     def _set_default_max_num_seqs_and_batched_tokens_args(
         theirs: Any, self: Any, usage_context: Any, model_config: Any, parallel_config: Any
     ) -> None:
-        from vllm.platforms import current_platform
-
         has_seqs, has_tokens = (
             self.max_num_seqs is not None,
             self.max_num_batched_tokens is not None,
@@ -118,16 +115,15 @@ def set_batch_defaults() -> None:
         if block_size_of(config) == WHOLE_SEQUENCE:
             longest = model_config.max_model_len
             self.max_num_batched_tokens = max(self.max_num_batched_tokens, longest)
-        elif not current_platform.is_cpu():
+        elif not platforms.current_platform.is_cpu():
             config.diffusion_config = self.create_diffusion_config()
             canvases = self.max_num_seqs * settings_of(config).canvas_length
             self.max_num_batched_tokens = max(self.max_num_batched_tokens, canvases + PROMPT_CHUNK)
 
 
 def refuse_missing_positions(model_config: Any) -> None:
-    """Raises ValueError if requests may be longer than the model's table of positions.
-
-    vLLM allows it where it is told to, and reads what is in memory behind the table.
+    """Raises ValueError if requests may be longer than the model's table of positions: vLLM would
+    read what is in memory behind it.
     """
     if not envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN:
         return
@@ -155,7 +151,7 @@ def _refuse_small_budgets(scheduler: Any, what: str, length: int) -> None:
 
 
 def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
-    """As vLLM does, unless something forbids it; models with short blocks only if the user asks.
+    """As vLLM does; models with short blocks only if the user asks.
 
     Raises ValueError if the user asks for it, and something forbids it.
     """
@@ -208,32 +204,26 @@ def canvas_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     yield processors, "--logits-processors", "the canvas sampler runs none"
 
 
-def _choose_pages(cache: Any, block_size: int) -> None:
+def _choose_pages(cache: Any, block_length: int) -> None:
     """Make every page of the KV cache hold whole blocks, and on a GPU a whole tile of keys.
 
     Our kernel looks up a page for each tile of 64 keys or less; in smaller pages, one for each key.
-    In models with two kinds of layers, vLLM gives the kind with the smaller keys larger pages.
-
-    A key depends on the whole block of its token, but the prefix cache recognizes a page by the
-    tokens up to the page's end. A page that ends within a block would be reused for another block.
-
-    Raises ValueError if the user asks for other pages.
+    The prefix cache recognizes a page by the tokens up to its end: one that ends within a block
+    would be reused for another block. Raises ValueError if the user asks for other pages.
     """
-    from vllm.platforms import current_platform
-
     for flag, size in (
         ("--block-size", cache.block_size if cache.user_specified_block_size else None),
         ("--prefix-match-unit", cache.prefix_match_unit),
     ):
-        if size is not None and size % block_size != 0:
+        if size is not None and size % block_length != 0:
             raise ValueError(
                 f"{flag} {size}: the prefix cache would reuse parts of the model's blocks of "
-                f"{block_size} tokens, behind which other tokens follow. Allowed: a multiple of "
-                f"{block_size}. Leave the flag out."
+                f"{block_length} tokens, behind which other tokens follow. Allowed: a multiple of "
+                f"{block_length}. Leave the flag out."
             )
-    default = 128 if current_platform.is_cpu() else GPU_PAGE_SIZE
+    default = 128 if platforms.current_platform.is_cpu() else GPU_PAGE_SIZE
     if not cache.user_specified_block_size:
-        cache.block_size = math.lcm(default, block_size)
+        cache.block_size = math.lcm(default, block_length)
         cache.user_specified_block_size = True  # or vLLM sets its default later
 
 
@@ -244,10 +234,9 @@ def canvas_attention(vllm_config: Any) -> None:
     has a use for it. Raises ValueError if the backend that the user asks for cannot serve this
     model.
     """
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if current_platform.is_cpu():
+    if platforms.current_platform.is_cpu():
         return
     from dllm.attention.choice import OURS
 
@@ -265,15 +254,13 @@ def flash_layers(
     vllm_config: Any, settings: DenoiseSettings, option: str | None
 ) -> "dict[str, Layer]":
     """By name, on this GPU. Raises ValueError if ``option``, the user's, cannot serve it."""
-    from vllm.platforms import current_platform
-
     from dllm.attention.choice import flash_kinds
     from dllm.attention.flash import has_flash_attention
     from dllm.engine.attention_layers import layers_of
 
     version = vllm_config.attention_config.flash_attn_version
     has_flash = version in (None, 4) and has_flash_attention()
-    arch = current_platform.get_device_capability().to_int()
+    arch = platforms.current_platform.get_device_capability().to_int()
     return {
         name: layer
         for name, layer in layers_of(vllm_config, settings).items()
@@ -283,14 +270,12 @@ def flash_layers(
 
 def _refuse_cache_dtype(cache_dtype: str) -> None:
     """It may be the checkpoint's: those of NVIDIA Model Optimizer often ask for FP8."""
-    from vllm.platforms import current_platform
-
     if cache_dtype in ("auto", "float16", "bfloat16", "fp8_e5m2"):
         return
     if cache_dtype not in ("fp8", "fp8_e4m3"):
         why = "the kernels of diffusion models read 16-bit and FP8 numbers"
-    elif not current_platform.has_device_capability(89):
-        has = current_platform.get_device_capability().as_version_str()
+    elif not platforms.current_platform.has_device_capability(89):
+        has = platforms.current_platform.get_device_capability().as_version_str()
         why = f"E4M3 needs a GPU of compute capability 8.9, and this one has {has}"
     else:
         return

@@ -76,14 +76,8 @@ PATCHES = {
         "structured outputs, places of a first canvas that stand for noise; of drafts, min_p and "
         "logit_bias. Ends and bad words outside of the vocabulary, which it adds, are left out"
     ),
-    "vllm.renderers.base.BaseRenderer": (
-        "token ids outside the model's vocabulary are refused with the range; so is no token"
-    ),
     "vllm.v1.engine.core_client.AsyncMPClient": (
         "frames of unfinished canvases go to their streams; vLLM would count them as first tokens"
-    ),
-    "vllm.v1.structured_output.StructuredOutputManager": (
-        "what is emitted is checked with the request's table; vLLM would compile its grammar again"
     ),
     "vllm.tool_parsers.structural_tag_registry.register_vllm_structural_tag": (
         "in the front end: the grammar of tool calls in Gemma 4's syntax"
@@ -124,9 +118,6 @@ PATCHES = {
     "vllm.v1.worker.gpu.model_runner.init_speculator": (
         "in the worker: makes our speculators, or our subclass of vLLM's where options ask for it"
     ),
-    "vllm.v1.worker.gpu_worker.warmup_kernels": (
-        "in the GPU worker of a diffusion model: not if its requests are longer than the model's"
-    ),
     "vllm.v1.core.kv_cache_planning.get_kv_cache_config_from_groups": (
         "on a CPU without Triton: pages are cleared before a request gets them"
     ),
@@ -138,12 +129,6 @@ PATCHES = {
     ),
     "vllm.triton_utils.dispatcher.register_kernels": (
         "in the CPU worker: vLLM's own extension point for replacing Triton kernels"
-    ),
-    "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.__post_init__": (
-        "while a worker with --enable-lora loads: experts take no adapter and keep their kernels"
-    ),
-    "vllm._custom_ops.weight_packed_linear_cpu": (
-        "in the CPU worker: a product of zero rows divides by zero and kills the process"
     ),
     "vllm.v1.engine.core.EngineCore": (
         "in the engine core's process: the denoise loop ends when a request arrives; drafting is "
@@ -179,10 +164,6 @@ OBJECTS = {
         "runner.cudagraph_manager._candidates",
         "at start: steps run with one kind of graphs and without, and a wrong kind is not used, "
         "nor pieces of a compiled model that is wrong",
-    ),
-    "vllm.v1.worker.gpu.async_utils.AsyncOutput.model_runner_output": (
-        "answer.model_runner_output",
-        "ours, with the passes and frames of the step (``engine.channels``)",
     ),
     "vllm.v1.worker.gpu.states.RequestState.draft_tokens": (
         "self.req_states.draft_tokens",

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from vllm import platforms
 from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.cpu.instructions import computes_bf16
 from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
 from dllm.patches.preflight import refuse_missing_parts
-from dllm.patches.replace import replaces
-from dllm.patches.served import has_canvases
+from dllm.patches.served import Server
 from dllm.settings import vllm_names
 
 logger = init_logger(LOGGER)
@@ -25,25 +25,20 @@ ONEDNN_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
 
 def keep_few_products(vllm_config: Any) -> None:
     """Of a diffusion model, before its worker's process starts, which inherits it."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
+    if platforms.current_platform.is_cpu():
         os.environ.setdefault(*ONEDNN_PRODUCTS)
 
 
 def is_cpu_without_triton() -> bool:
     """Where our worker and kernels are needed."""
-    from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    return current_platform.is_cpu() and not HAS_TRITON
+    return platforms.current_platform.is_cpu() and not HAS_TRITON
 
 
 def is_synchronous() -> bool:
     """Whether vLLM schedules no step ahead on this platform."""
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
+    return platforms.current_platform.is_cpu()
 
 
 def schedules_no_step_ahead(vllm_config: Any, why_steps_wait: str | None) -> bool:
@@ -55,9 +50,9 @@ def schedules_no_step_ahead(vllm_config: Any, why_steps_wait: str | None) -> boo
 def prepare_worker(vllm_config: Any) -> None:
     """The worker runs in the engine's process if OpenMP has one thread and no binding.
 
-    vLLM always gives a CPU worker a process of its own, because each worker may need other settings
-    of OpenMP. With one thread and no binding there is nothing to set, and two processes only cost
-    time: they poll for each other's messages several times a step, and take each other's core.
+    vLLM gives a CPU worker a process of its own, because each may need other settings of OpenMP.
+    Where there is nothing to set, two processes only cost time: they poll for each other's messages
+    several times a step, and take each other's core.
 
     Raises ValueError if the machine lacks what the worker needs, or the worker what is asked for.
     """
@@ -93,9 +88,7 @@ def choose_dtype(arguments: Any, model_config: Any, is_ours: bool) -> None:
     Matrix products are several times faster in float32 there. Quantized checkpoints keep their
     dtype, for which the kernels of their format are made.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or computes_bf16():
+    if not platforms.current_platform.is_cpu() or computes_bf16():
         return
     speculative = arguments.speculative_config or {}
     is_ours = (
@@ -110,39 +103,34 @@ def choose_dtype(arguments: Any, model_config: Any, is_ours: bool) -> None:
 
 
 def register_model(architecture: str, path: str) -> None:
-    """Register "module:Class" for ``architecture``, which is imported when it is needed.
+    """``path``: "module:Class", imported when it is needed.
 
     vLLM imports it in another process to learn what it can do, so that a GPU is opened by none but
     the engine. That process imports vLLM again, which takes 8 s. On a CPU it is imported here.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
-    from vllm.platforms import current_platform
 
     class ImportedHere(_LazyRegisteredModel):
         def inspect_model_cls(self) -> Any:
             return _ModelInfo.from_model_cls(self.load_model_cls())
 
     ModelRegistry.register_model(architecture, path)
-    if current_platform.is_cpu():
+    if platforms.current_platform.is_cpu():
         ModelRegistry.models[architecture] = ImportedHere(*path.split(":"))
 
 
 def make_replicas_independent(vllm_config: Any) -> None:
     """On a CPU, let each data parallel replica of a model with experts be an engine of its own.
 
-    In vLLM the replicas of such a model share its experts: each holds a part of them, and all
-    replicas exchange their tokens in every layer. vLLM's CPU communicator cannot exchange unequal
-    numbers of tokens. Told that the model has no experts, vLLM starts engines that know nothing of
-    each other. Each holds the whole model: model classes do not read this number, but the one in
-    config.json.
+    In vLLM the replicas of such a model share its experts, and its CPU communicator cannot exchange
+    unequal numbers of tokens. Told that the model has no experts, vLLM starts engines that know
+    nothing of each other; model classes read the number in config.json.
 
     Raises ValueError if a flag asks for shared experts, or leaves the balancing to others.
     """
-    from vllm.platforms import current_platform
-
     parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size == 1 or not current_platform.is_cpu():
+    if parallel.data_parallel_size == 1 or not platforms.current_platform.is_cpu():
         return
     for given, flag, why in (
         (
@@ -166,10 +154,8 @@ def make_replicas_independent(vllm_config: Any) -> None:
 
 def enable_cpu_runtime() -> None:
     """On a CPU without Triton, run Model Runner V2 for the models that our worker serves."""
-    from vllm.platforms import current_platform
-
     # Linux has to be asked for AMX, in each process, and vLLM's attention kernel does not.
-    if current_platform.is_cpu():
+    if platforms.current_platform.is_cpu():
         torch.cpu._init_amx()
     if not is_cpu_without_triton():
         return
@@ -185,8 +171,7 @@ def enable_cpu_runtime() -> None:
 def is_on_cpu_runtime(vllm_config: Any) -> bool:
     """Of our architectures, and of any model that is started with our ``--worker-cls``."""
     is_named = vllm_config.parallel_config.worker_cls == CPU_WORKER
-    is_ours = is_named or has_canvases(vllm_config.model_config)
-    return is_ours and is_cpu_without_triton()
+    return (is_named or vllm_config.served is Server.CANVASES) and is_cpu_without_triton()
 
 
 def needs_no_openmp_setup() -> bool:
@@ -194,23 +179,6 @@ def needs_no_openmp_setup() -> bool:
     # Not from vllm.envs, which may hold cached values of an engine that ran earlier.
     given = os.environ.get("OMP_NUM_THREADS"), os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
     return given == ("1", "nobind")
-
-
-@functools.cache
-def allow_product_of_no_rows() -> None:
-    """Let vLLM's matrix product with packed weights return an empty result for zero rows.
-
-    vLLM's C++ code divides by the number of rows, and zero rows kill the process. vLLM's built-in
-    DiffusionGemma computes logits of zero rows in each step that reads prompts only. vLLM uses this
-    product on processors with AMX.
-    """
-    from vllm import _custom_ops
-
-    @replaces(_custom_ops)
-    def weight_packed_linear_cpu(theirs: Any, x: Any, packed_weight: Any, n: int, bias: Any) -> Any:
-        if x.numel() == 0:
-            return x.new_empty(*x.shape[:-1], n)
-        return theirs(x, packed_weight, n, bias)
 
 
 @functools.cache  # vLLM looks for them in every module of the process

@@ -30,7 +30,7 @@ from dllm.drafter.runner import DraftingRunner
 from dllm.engine.runner import CanvasRunner
 from dllm.engine.warm_up import warm_up
 from dllm.patches.compile_cache import prepare_compiler, reload_compiled_backbone, write_checksums
-from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
+from dllm.patches.cpu import register_cpu_kernels
 from dllm.patches.new_weights import pack_new_weights, refuse_new_int8_weights
 from dllm.patches.worker import OurRunners
 
@@ -48,7 +48,6 @@ class CanvasCPUWorker(OurRunners, CPUWorker):
         register_cpu_kernels()
         register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION_BACKEND)
         reload_compiled_backbone()
-        allow_product_of_no_rows()
         self._trim_at = time.monotonic() + TRIM_SECONDS
         # vLLM 0.33 gives each data-parallel replica a memory node of its own, and a replica whose
         # node the machine lacks cannot start. Without these, it takes the node of its cores.
@@ -83,10 +82,8 @@ class CanvasCPUWorker(OurRunners, CPUWorker):
         return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Once a minute, return what is free in the heap to the system, which takes about 8 ms.
-
-        Tensors of changing sizes leave gaps between what oneDNN keeps. glibc returns the end of the
-        heap alone, and the heap grows for days.
+        """Once a minute, return what is free in the heap, which takes about 8 ms: glibc returns its
+        end alone, and it grows for days, with gaps between what oneDNN keeps.
         """
         if (now := time.monotonic()) >= self._trim_at:
             self._trim_at = now + TRIM_SECONDS
@@ -110,10 +107,7 @@ class CanvasCPUWorker(OurRunners, CPUWorker):
 
 
 def warn_of_large_cache(size: int, memory: int) -> None:
-    """Say how to bound a KV cache that takes most of the machine's memory, as vLLM's default does.
-
-    It is cleared before the server is ready, which takes a minute for 20 GiB.
-    """
+    """As vLLM's default does. It is cleared at start, which takes a minute for 20 GiB."""
     if size > memory / 2:
         logger.warning(
             "dllm: the KV cache takes %.1f of this machine's %.1f GiB of memory. Bound it with "

@@ -144,7 +144,7 @@ def _token_by_token(
             f"{WHERE}: decoding = {decoding!r}, and {config.architecture} has one way to "
             f"decode; allowed for {both}. Leave it out."
         )
-    if config.architecture == served.autoregressive:
+    if not config.is_diffusion:
         return config
     if callable(arguments.hf_overrides):
         raise ValueError(

@@ -2,14 +2,15 @@
 
 With the method "ngram" and ``prompt_lookup`` there is no network: drafts are looked up alone.
 
-On CUDA a ``drafter`` among our options asks for both, else vLLM's own serve as without these
-patches. On a CPU ours always serves DFlash drafters, because vLLM's do not run in Model Runner V2
-there, and steers what our worker serves.
+On CUDA a ``drafter`` among our options asks for both. On a CPU ours always serves DFlash drafters,
+because vLLM's do not run in Model Runner V2 there, and steers what our worker serves.
 """
 
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from vllm import platforms
 
 from dllm.patches.contract import (
     ASYNC_DRAFTING_SCHEDULER,
@@ -21,7 +22,7 @@ from dllm.patches.cpu import is_cpu_without_triton, schedules_no_step_ahead
 from dllm.patches.drafts import LOOKUP, NOISE_DRAFTER, Draft, draft_of, has_drafter
 from dllm.patches.neighbours import vllm_version
 from dllm.patches.replace import replaces
-from dllm.patches.served import Server, model_of
+from dllm.patches.served import Server
 from dllm.settings.drafting import (
     DRAFTER_ARCHITECTURE,
     OUR_DRAFTER,
@@ -44,9 +45,7 @@ def asks_for_our_drafter(vllm_config: Any) -> bool:
 
 def may_be_ours(given: Any) -> bool:
     """Whether our classes serve DFlash drafters with these arguments, or this configuration."""
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu() or _has_options(given)
+    return platforms.current_platform.is_cpu() or _has_options(given)
 
 
 def asks_for_steering(vllm_config: Any) -> bool:
@@ -58,9 +57,7 @@ def asks_for_steering(vllm_config: Any) -> bool:
 
 def always_has_our_worker(vllm_config: Any) -> bool:
     """A model that could have canvases, on a CPU."""
-    from vllm.platforms import current_platform
-
-    return model_of(vllm_config.model_config) is Server.TOKENS and current_platform.is_cpu()
+    return vllm_config.served is Server.TOKENS and platforms.current_platform.is_cpu()
 
 
 def _flags_for_ours(vllm_config: Any) -> list[str]:
@@ -257,13 +254,12 @@ def _write_resolved_fields(hf_config: Any, mask_token_id: int) -> None:
 
 def draft_attention(vllm_config: Any) -> None:
     """Ours, unless the user asks for another. Raises ValueError if that cannot serve it."""
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from dllm.drafter.pair import drafter_config
 
     is_fused = options_of(vllm_config).drafter.fused_context
-    if current_platform.is_cpu():
+    if platforms.current_platform.is_cpu():
         if is_fused:
             raise ValueError(
                 f"{WHERE}: fused_context on a CPU; allowed: on a GPU, because it is a Triton "

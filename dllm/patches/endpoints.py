@@ -9,7 +9,7 @@ from dllm.api.early_refusal import bound_bodies, bounded_type
 from dllm.api.page import CanvasPage, say_how
 from dllm.models import FAMILIES, settings_of
 from dllm.patches.replace import replaces
-from dllm.patches.served import has_canvases
+from dllm.patches.served import Server, has_canvases
 
 logger = init_logger(LOGGER)
 
@@ -43,7 +43,7 @@ class OurRoutes:
         from dllm.api.decisions import reads, route
         from dllm.settings.vllm_names import question_types
 
-        if not engine_client or not has_canvases(engine_client.model_config):
+        if not engine_client or engine_client.vllm_config.served is not Server.CANVASES:
             return
         question_types.QUESTION_TYPES["choice"] = reads.WideChoice()
         question_types.QUESTION_TYPES["score"] = reads.WideScore()

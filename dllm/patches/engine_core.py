@@ -9,9 +9,13 @@ from vllm.v1.engine.core import EngineCore
 
 from dllm.patches.contract import CPU_WORKER
 from dllm.patches.drafts import draft_of
+from dllm.patches.grammars import TableManager
+from dllm.patches.served import Part
 
 
 class CanvasCore(EngineCore):
+    structured_output_manager: Any = Part(TableManager)
+
     def run_busy_loop(self) -> None:
         """Let the denoise loop see that a request has arrived, if the worker is in this process.
 

@@ -11,9 +11,8 @@ from typing import Any
 from weakref import ref
 
 import torch
-from vllm.v1.worker import gpu_worker
+from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -30,6 +29,7 @@ from dllm.patches.worker import OurRunners
 
 class CanvasGPUWorker(OurRunners, Worker):
     loaded: "LoadedTensors | None" = None  # where sleep mode is enabled
+    warms_up = False
 
     def _make_model_runner(self) -> Any:
         """vLLM's where the server needs another one than V2."""
@@ -75,11 +75,26 @@ class CanvasGPUWorker(OurRunners, Worker):
         """
         if not self.serves_canvases:
             return super().compile_or_warm_up_model()
-        runner = self.model_runner
-        if self.vllm_config.kernel_config.enable_jit_warmup:
+        runner, kernels = self.model_runner, self.vllm_config.kernel_config
+        if kernels.enable_jit_warmup:
             warm_up(runner, self.execute_model)
-        gpu_worker.warmup_kernels = _made_up_requests_of_vllm
-        return super().compile_or_warm_up_model()
+        # vLLM's own made-up requests count each canvas as if it were emitted, and would read pages
+        # behind the longest request of a short model.
+        kernels.enable_jit_warmup &= runner.max_model_len > 6 * runner.decode_query_len
+        self.warms_up = True
+        times = super().compile_or_warm_up_model()
+        self.warms_up = False
+        return times
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """While vLLM warms up, wait for each pass.
+
+        vLLM would wait once, at the end. What a pass reads is written into two buffers in turn, so
+        that a third pass would overwrite what the first one may still have to read.
+        """
+        output: Any = super().sample_tokens(grammar_output)
+        is_late = self.warms_up and isinstance(output, AsyncModelRunnerOutput)
+        return output.get_output() if is_late else output
 
 
 class DraftingGPURunner(DraftingRunner, GPUModelRunner):
@@ -99,27 +114,6 @@ class CanvasGPURunner(CanvasRunner, GPUModelRunner):
         taken: int = super().capture_model()
         self.check_graphs(self)
         return taken
-
-
-def _made_up_requests_of_vllm(
-    model_runner: Any, worker_execute_model: Callable[..., Any], worker_sample_tokens: Any
-) -> None:
-    """Run vLLM's warm-up, unless the longest request of the model is too short for it.
-
-    vLLM counts each canvas as if it were emitted, and would read pages behind the longest request.
-    Our own warm-up runs all kinds of batches in any case.
-
-    vLLM sends all of its passes and waits once, at the end. What a pass reads is written into two
-    buffers in turn, so that a third pass would overwrite what the first one may still have to read.
-    Here each pass is waited for.
-    """
-
-    def sample_and_wait(grammar_output: Any) -> Any:
-        output = worker_sample_tokens(grammar_output)
-        return output.get_output() if hasattr(output, "get_output") else output
-
-    if model_runner.max_model_len > 6 * model_runner.decode_query_len:
-        warmup_kernels(model_runner, worker_execute_model, sample_and_wait)
 
 
 class LoadedTensors:

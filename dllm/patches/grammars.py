@@ -24,8 +24,9 @@ from dllm.api.structured_outputs import refusing, spec_of, thoughts_of
 from dllm.grammar.compile import Grammars, tokens_of
 from dllm.grammar.constraint import Constraint
 from dllm.patches.admission import prepare, with_resolved_ids
-from dllm.patches.metrics import CountingEngine
-from dllm.patches.streaming import TracingEngine
+from dllm.patches.metrics import CountingLoggers
+from dllm.patches.served import Part
+from dllm.patches.streaming import TracedOutputs
 from dllm.settings.request import has_structured_outputs, refuse, with_grammar
 
 
@@ -45,8 +46,10 @@ class TableManager(StructuredOutputManager):
             asked.grammar = error
 
 
-class PreparingEngine(CountingEngine, LLMEngine):
+class PreparingEngine(LLMEngine):
     """vLLM's Python classes: as ``async_llm``."""
+
+    logger_manager: Any = Part(CountingLoggers)
 
     def add_request(
         self, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
@@ -58,8 +61,10 @@ class PreparingEngine(CountingEngine, LLMEngine):
         return params
 
 
-class CanvasEngine(TracingEngine, PreparingEngine):
+class CanvasEngine(PreparingEngine):
     """Of a diffusion model: its grammars are compiled and sent with the requests."""
+
+    output_processor: Any = Part(TracedOutputs)
 
     def _completed(self, prompt: Any, params: Any) -> Any:
         if not needs_table(params):
@@ -73,10 +78,8 @@ class CanvasEngine(TracingEngine, PreparingEngine):
 def wait_before_the_stream(
     llm: Any, prompt: Any, params: Any, reasoning: tuple[bool | None, Mapping[str, Any]]
 ) -> None:
-    """Let the route that starts a request wait for its grammar, which may be refused.
-
-    vLLM adds a streaming request to the engine when the first item is taken from the stream; by
-    then it has sent HTTP 200.
+    """Let the route that starts a request wait for its grammar, which may be refused: when the
+    first item is taken from a stream, vLLM has sent HTTP 200.
     """
     one = current.get()
     if one is not None and needs_table(params):

@@ -8,6 +8,8 @@ touched, and why.
 import functools
 from typing import Any
 
+from vllm import platforms
+
 from dllm.models import FAMILIES, own_configs
 from dllm.patches.configure import set_batch_defaults
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, register_model
@@ -44,7 +46,6 @@ def _derive_configuration() -> None:
 
 def _serve_families() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-    from vllm.platforms import current_platform
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -53,7 +54,7 @@ def _serve_families() -> None:
     from dllm.patches.endpoints import add_endpoint_plugins
     from dllm.patches.serving import serve_with_ours
 
-    if not current_platform.is_cpu():
+    if not platforms.current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
     # vLLM registers these classes with transformers only when it reads a config.json of theirs.
     _CONFIG_REGISTRY.update(own_configs())
@@ -69,13 +70,11 @@ def _serve_families() -> None:
 
 
 def _derive_engines() -> None:
-    from vllm.renderers.base import BaseRenderer
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.structured_output import StructuredOutputManager
 
     from dllm.patches import admission, async_llm, engine_core, grammars, streaming
 
@@ -87,10 +86,8 @@ def _derive_engines() -> None:
     derives(LLMEngine, for_any(grammars.PreparingEngine, grammars.CanvasEngine))
     inputs = admission.TargetInputs, admission.CanvasInputs, admission.TokenInputs
     derives(InputProcessor, for_any(*inputs))
-    derives(BaseRenderer, {Server.CANVASES: admission.CanvasRenderer})
     derives(AsyncMPClient, {Server.CANVASES: streaming.CanvasClient})
     derives(EngineCore, for_any(engine_core.DraftingCore, engine_core.CanvasCore))
-    derives(StructuredOutputManager, {Server.CANVASES: grammars.TableManager})
 
 
 def _config_hook(config: type | None) -> Any:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm import platforms
+
 from dllm.patches import configure, contract, cpu, decoding, drafting, remote
 from dllm.patches.drafts import NOISE_DRAFTER, Draft, draft_of
 from dllm.patches.neighbours import is_disabled
-from dllm.patches.served import Server, has_canvases, model_of
+from dllm.patches.served import Server
 from dllm.settings.drafting import WHERE
 from dllm.settings.server import PluginOptions, options_of
 
@@ -52,7 +54,7 @@ class Kind:
 # our attention backend has its masks.
 CANVASES = Kind(
     "a diffusion model",
-    lambda config, options: has_canvases(config.model_config),
+    lambda config, options: config.served is Server.CANVASES,
     on_cpu=UNLESS_NAMED,
     on_cuda=UNLESS_NAMED,
     scheduler=contract.SCHEDULER,
@@ -144,7 +146,7 @@ RECORDED = Kind(
 # On a CPU, the runner that draws its numbers as drafts do: a seed gives the same text with both.
 TOKEN_BY_TOKEN = Kind(
     "decoding token by token",
-    lambda config, options: model_of(config.model_config) is Server.TOKENS,
+    lambda config, options: config.served is Server.TOKENS,
     on_cpu=OURS,
     refuses=decoding.adapter_limits,
 )
@@ -226,16 +228,15 @@ def _choose_scheduler(vllm_config: Any, kind: Kind) -> None:
 
 def _choose_worker(vllm_config: Any, kind: Kind) -> bool:
     """Whether it is one of ours. Raises ValueError if the user's does not work."""
-    from vllm.platforms import current_platform
-
     parallel = vllm_config.parallel_config
     whose, our_class = kind.on_cuda, contract.GPU_WORKER
-    if current_platform.is_cpu():
+    is_cpu = platforms.current_platform.is_cpu()
+    if is_cpu:
         whose, our_class = kind.on_cpu, contract.CPU_WORKER
     if whose == OURS:
         _refuse_another("--worker-cls", parallel.worker_cls, ("auto", our_class), kind)
     # On a CPU with Triton, vLLM's own worker can serve a kind that leaves it the choice.
-    is_default = whose == OURS or not current_platform.is_cpu() or cpu.is_cpu_without_triton()
+    is_default = whose == OURS or not is_cpu or cpu.is_cpu_without_triton()
     if parallel.worker_cls == "auto" and is_default and whose != VLLMS:
         parallel.worker_cls = our_class
     if parallel.worker_cls == contract.CPU_WORKER:

@@ -9,7 +9,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
 from dllm.drafter.metrics import record_drafting
 from dllm.engine.metrics import record_counts
-from dllm.patches.served import as_one_of
 
 
 class CountingLoggers(StatLoggerManager):
@@ -26,15 +25,3 @@ class CountingLoggers(StatLoggerManager):
                 record_drafting(scheduler_stats, labels)
                 record_counts(scheduler_stats, labels)
         super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-
-
-class CountingEngine:
-    """A base class in front of vLLM's engine, which makes its loggers itself."""
-
-    @property
-    def logger_manager(self) -> Any:
-        return self._loggers
-
-    @logger_manager.setter
-    def logger_manager(self, made: Any) -> None:
-        self._loggers = made and as_one_of(CountingLoggers, made)

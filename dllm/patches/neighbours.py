@@ -1,17 +1,16 @@
 """Keeps the plugin out of processes that it does not fit; other models are served as without it.
 
-It does not fit a version of vLLM that it was not tested with, whose private functions may differ,
-nor an environment in which another distribution is called ``dllm``, too. There nothing of vLLM is
-patched but one public method, which refuses a server that asks for something of ours.
-
-Only servers are refused. Whoever reads a config.json or loads a tokenizer in a process with the
-plugin gets what he would get without it.
+It does not fit a version of vLLM that it was not tested with, nor an environment in which another
+distribution is called ``dllm``, too. There nothing of vLLM is patched but one public method, which
+refuses a server that asks for something of ours. Whoever reads a config.json or loads a tokenizer
+gets what he would get without the plugin.
 """
 
 import functools
 import importlib.metadata
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from dllm import LOGGER
@@ -104,7 +103,7 @@ def refuse_when_asked(reason: str) -> None:
         try:
             config = theirs(self, *args, **kwargs)
         except Exception:  # vLLM does not know all architectures of ours
-            if FAMILIES.keys() & set(_read_config(self).get("architectures") or ()):
+            if _is_of_family(_read_config(self).get("architectures")):
                 raise ValueError(reason) from None
             raise
         if _serves_ours(config):
@@ -150,4 +149,8 @@ def _serves_ours(config: Any) -> bool:
     drafter = getattr(config.speculative_config, "draft_model_config", None)
     architectures = getattr(drafter, "architectures", None) or ()
     is_our_drafter = current_platform.is_cpu() and DRAFTER_ARCHITECTURE in architectures
-    return config.model_config.architecture in FAMILIES or is_our_drafter
+    return _is_of_family([config.model_config.architecture]) or is_our_drafter
+
+
+def _is_of_family(architectures: Sequence[str] | None) -> bool:
+    return not FAMILIES.keys().isdisjoint(architectures or ())

@@ -41,9 +41,9 @@ ByServer = Mapping[Server, type]  # a class of ours
 def derives(theirs: type, ours: ByServer | type) -> None:
     """Where vLLM makes an object of its class, a server of ours gets one of a class of ours.
 
-    That is derived from vLLM's, whose constructor takes the server's configuration first. Where a
-    class that is derived from vLLM's is asked for, the object is of both. A single class is for all
-    servers.
+    That is derived from vLLM's, whose constructor takes the server's configuration first
+    (``ServerConfig.served``). Where a class that is derived from vLLM's is asked for, the object is
+    of both. A single class is for all servers.
     """
 
     def __new__(asked: type, *args: Any, **options: Any) -> Any:
@@ -51,7 +51,7 @@ def derives(theirs: type, ours: ByServer | type) -> None:
             kind: type | None = ours
         else:
             config = args[0] if args else options.get("vllm_config", options.get("config"))
-            served = None if config is None else served_as(config)  # None: it is copied
+            served = getattr(config, "served", None)  # without a configuration it is copied
             kind = None if served is None else ours.get(served)
         is_plain = kind is None or issubclass(asked, kind)
         return object.__new__(asked if is_plain else _of_both(kind, asked, theirs))
@@ -71,3 +71,19 @@ def as_one_of(ours: type, theirs: Any) -> Any:
     one: Any = object.__new__(ours)
     vars(one).update(vars(theirs))
     return one
+
+
+class Part:
+    """An attribute that vLLM sets to an object which it makes itself: it becomes one of ours."""
+
+    def __init__(self, ours: type) -> None:
+        self._ours = ours
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_our_{name}"
+
+    def __get__(self, whole: Any, owner: type) -> Any:
+        return self if whole is None else getattr(whole, self._name)
+
+    def __set__(self, whole: Any, made: Any) -> None:
+        setattr(whole, self._name, None if made is None else as_one_of(self._ours, made))

@@ -12,17 +12,16 @@ from dllm.patches.cpu import is_on_cpu_runtime, needs_no_openmp_setup
 from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.kinds import complete
 from dllm.patches.neighbours import is_disabled
-from dllm.patches.served import as_one_of
+from dllm.patches.served import Server, as_one_of, served_as
 
 
 class ServerConfig(VllmConfig):
     def __post_init__(self) -> None:
         """Honour ``VLLM_WORKER_MULTIPROC_METHOD=fork``, which vLLM makes spawn on a CPU.
 
-        A forked process starts at once. A spawned one imports everything again, which takes 10 s of
-        CPU time for the engine core and again for the worker. vLLM has two reasons to spawn: OpenMP
-        reads its environment variables when it is loaded, and workers may have different ones; and
-        OpenMP's threads do not survive a fork. With one thread and no binding neither applies.
+        A spawned process imports everything again, which takes 10 s of CPU time each. vLLM has two
+        reasons: OpenMP reads its environment variables when it is loaded, and its threads do not
+        survive a fork. With one thread and no binding neither applies.
         """
         if self._draft() is Draft.ITSELF:
             given: Any = self.speculative_config  # type: ignore[has-type]
@@ -31,6 +30,11 @@ class ServerConfig(VllmConfig):
         super().__post_init__()
         if asked == "fork" and is_on_cpu_runtime(self) and needs_no_openmp_setup():
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked
+
+    @property
+    def served(self) -> Server | None:
+        """None: it is not ours."""
+        return served_as(self)
 
     def try_verify_and_update_config(self) -> None:
         """The server is configured where vLLM completes its flags."""

@@ -45,7 +45,7 @@ from dllm.patches.routes import (
     take_messages,
     write_untranslated,
 )
-from dllm.patches.served import Server, as_one_of, model_of
+from dllm.patches.served import Server, as_one_of
 from dllm.settings.checks import did_you_mean
 from dllm.settings.request import refuse
 
@@ -65,10 +65,10 @@ def serve_with_ours() -> None:
         async def init_endpoint_plugins_state(
             theirs: Any, engine: Any, state: Any, args: Any
         ) -> Any:
-            model = model_of(state.vllm_config.model_config)
-            if model is Server.CANVASES:
+            served = state.vllm_config.served
+            if served is Server.CANVASES:
                 serve_canvases(state)
-            elif model is Server.TOKENS:
+            elif served is Server.TOKENS:
                 refuse_canvases(state)
             await theirs(engine, state, args)
 
@@ -161,10 +161,8 @@ class Ours(BaseServing):
         return await super()._get_trace_headers(headers)
 
     async def _check_model(self, request: Any) -> Any:
-        """Say which models and adapters are served where a request names another one.
-
-        vLLM leaves out adapters, and writes ``<path>`` for a model that is called by its folder, as
-        it is without --served-model-name. ``/v1/models`` shows all of these names.
+        """Say which models and adapters are served where a request names another one; vLLM leaves
+        out adapters, and writes ``<path>`` for a model that is called by its folder.
         """
         if request.model and len(request.model) > LONGEST_NAME:
             # What is searched for in it, here and in vLLM, would hold the server for seconds.
@@ -193,10 +191,7 @@ class AnyChat(Ours, OpenAIServingChat):
     async def chat_completion_full_generator(
         self, request: Any, result_generator: Any, *args: Any, **options: Any
     ) -> Any:
-        """Name the end of a whole answer as a stream does.
-
-        vLLM says ``tool_calls`` of a call that was cut, and of a thought that was, too.
-        """
+        """Name the end as a stream does; vLLM says ``tool_calls`` of a call that was cut, too."""
         reasons: dict[int, str | None] = {}
 
         async def noted() -> Any:

@@ -98,18 +98,6 @@ class TracedOutputs(OutputProcessor):
         return super().process_outputs(engine_core_outputs, *args, **kwargs)
 
 
-class TracingEngine:
-    """A base class in front of vLLM's engine, which makes its output processor itself."""
-
-    @property
-    def output_processor(self) -> Any:
-        return self._outputs
-
-    @output_processor.setter
-    def output_processor(self, made: Any) -> None:
-        self._outputs = as_one_of(TracedOutputs, made)
-
-
 def refuse_route(asked: str) -> NoReturn:
     """Refuse one of our fields on a route whose answers have no place for it."""
     how = ', with "stream": true' if asked == STREAM else ""

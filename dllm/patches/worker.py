@@ -1,6 +1,5 @@
 """What our workers do beside vLLM's: they choose the model runner, and reload weights safely."""
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -8,7 +7,6 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.drafter.recording import layers_without_drafter, make_recorder
-from dllm.patches.adapters import experts_without_adapters
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.drafting import make_our_speculators
 from dllm.patches.drafts import draft_of
@@ -31,12 +29,6 @@ class OurRunners:
         if draft_of(vllm_config.speculative_config) is not None:
             make_our_speculators()
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Experts of a diffusion model take no adapter, and keep their kernels."""
-        has_adapters = self.serves_canvases and self.vllm_config.lora_config is not None
-        with experts_without_adapters() if has_adapters else nullcontext():
-            super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """The steps of the warm-up are not recorded; those after it are."""

@@ -9,6 +9,7 @@ A value that vLLM's worker cannot hold would raise there, and end the server; an
 check that a request leaves at least one token to emit.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from dllm.settings.denoising import NO_TOKEN, DenoiseSettings
@@ -101,6 +102,19 @@ def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: i
             "restriction.",
         )
     _refuse_pins_behind_the_end(params)
+
+
+def admit_prompt(tokens: Sequence[int], vocab_size: int, parameter: str = "prompt") -> None:
+    """Refuse no token, which vLLM does not, and with the range those outside of the vocabulary."""
+    if len(tokens) == 0:
+        refuse(parameter, "prompt has 0 tokens; allowed: 1 and more. Send a token or a text.")
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < vocab_size:
+            refuse(
+                parameter,
+                f"prompt token id {token} is out of the vocabulary; allowed: 0 to "
+                f"{vocab_size - 1}. Send ids of this model's tokenizer (POST /tokenize).",
+            )
 
 
 def check_sizes(params: "SamplingParams") -> None:

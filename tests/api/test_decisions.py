@@ -17,6 +17,7 @@ from dllm.grammar.viterbi import UNLIMITED, Canvas
 from dllm.models import FAMILIES
 from dllm.patches import endpoints
 from dllm.patches.endpoints import OurRoutes
+from dllm.patches.served import Server
 from dllm.settings.vllm_names import strategies
 from tests.support.grammars import STOP, WORDS
 from tests.support.grammars import table as grammar_table
@@ -173,17 +174,16 @@ def test_a_checkpoint_that_cannot_be_asked_says_why(monkeypatch, changes, mode, 
     assert why in route.why_not(app.state)
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", next(iter(FAMILIES))])
+@pytest.mark.parametrize("is_ours", [False, True])
 @pytest.mark.parametrize("has_theirs", [False, True], ids=["vLLM 0.32", "vLLM 0.33"])
-def test_the_route_is_ours_for_our_families_alone(architecture, has_theirs, monkeypatch):
+def test_the_route_is_ours_for_our_families_alone(is_ours, has_theirs, monkeypatch):
     plugin, app = OurRoutes(), FastAPI()
     router = APIRouter()
     router.post(route.PATH)(no_template)
     if has_theirs:
         app.include_router(router)
-    engine = SimpleNamespace(
-        model_config=SimpleNamespace(architecture=architecture), vllm_config=None
-    )
+    config = SimpleNamespace(served=Server.CANVASES if is_ours else None)
+    engine = SimpleNamespace(vllm_config=config)
     plugin.attach_router(app)
     monkeypatch.setattr(endpoints, "settings_of", lambda config: None)  # of scores
     app.state.engine_client = engine
@@ -194,6 +194,6 @@ def test_the_route_is_ours_for_our_families_alone(architecture, has_theirs, monk
     asyncio.run(plugin.init_state(engine, app.state, None))
     served = [one.endpoint.__module__ for one in app.routes if one.path == route.PATH]
     theirs = [__name__] * has_theirs
-    assert served == ([route.__name__] if architecture in FAMILIES else theirs)
+    assert served == ([route.__name__] if is_ours else theirs)
     # Nothing has made the handler that answers: the log says so.
-    assert any("501" in text for text in said) == (architecture in FAMILIES)
+    assert any("501" in text for text in said) == is_ours

@@ -197,15 +197,3 @@ def test_rank_of_an_impossible_token_is_the_vocabulary() -> None:
     logits = torch.tensor([[1.0, -torch.inf, 3.0]])
     KERNELS[name](rank, logits, 3, torch.tensor([1]), 3, BLOCK_SIZE=8192)
     assert rank.tolist() == [3]
-
-
-def test_a_product_of_no_rows_has_no_rows():
-    """vLLM's own kills the process where it is compiled in; here it must not be reached."""
-    from vllm import _custom_ops
-
-    from dllm.patches.cpu import allow_product_of_no_rows
-
-    allow_product_of_no_rows()
-    empty = torch.empty(0, 8)
-    product = _custom_ops.weight_packed_linear_cpu(empty, torch.empty(0), 5, None)
-    assert product.shape == (0, 5) and product.dtype == empty.dtype

@@ -13,10 +13,10 @@ import pytest
 import torch
 from vllm import SamplingParams, envs
 from vllm.v1.worker import gpu_worker as vllm_worker
-from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
+from dllm.engine.channels import LateAnswer
 from dllm.engine.grammars import Written
 from dllm.engine.warm_up import canvas_batch, serve_made_up, warm_up
 from dllm.patches import gpu_worker
@@ -92,7 +92,7 @@ class Warmed:
 def warmed(engine: Engine) -> Warmed:
     found, runner, running = Warmed(), engine.runner, []
     worker, sampler = engine.core.model_executor.driver_worker.worker, runner.sampler
-    sample, get_output = runner.sample_tokens, AsyncOutput.get_output
+    sample, get_output = runner.sample_tokens, LateAnswer.get_output
     of_blocks = sampler.logprobs.of_blocks
 
     def execute_model(scheduled: Any) -> Any:
@@ -118,7 +118,7 @@ def warmed(engine: Engine) -> Warmed:
     found.requests.append(dict(runner.req_states.req_id_to_index))
     with pytest.MonkeyPatch.context() as patch, sampled(engine) as found.batches:
         patch.setattr(runner, "sample_tokens", sample_tokens)
-        patch.setattr(AsyncOutput, "get_output", wait)
+        patch.setattr(LateAnswer, "get_output", wait)
         patch.setattr(sampler.logprobs, "of_blocks", spy_blocks)
         stored = record_calls(patch, sampler, "_store_rows")
         prompts = record_calls(patch, runner.prompt_logprobs_worker, "compute_prompt_logprobs")
@@ -230,58 +230,44 @@ def test_a_cpu_serves_a_model_as_short_as_a_canvas(name: str) -> None:
     assert len(tokens) == 20
 
 
-def test_vllms_made_up_passes_are_waited_for_one_by_one(monkeypatch) -> None:
-    """It would send the next one while a pass may still read what is written for it."""
-    events: list[str] = []
-
-    def requests(runner: Any, execute_model: Any, sample_tokens: Any) -> None:
-        for _ in range(2):
-            events.append("sent")
-            sample_tokens(None)
-
-    output = SimpleNamespace(get_output=lambda: events.append("there"))
-    monkeypatch.setattr(gpu_worker, "warmup_kernels", requests)
-    runner = SimpleNamespace(max_model_len=7, decode_query_len=1)
-    gpu_worker._made_up_requests_of_vllm(runner, None, lambda grammar: output)
-    assert events == ["sent", "there"] * 2
-
-
 @pytest.mark.parametrize(
     ("serves_canvases", "warms_kernels", "max_model_len", "runs"),
     [
-        (True, True, 1537, ["ours", "vllm's requests", "vllm"]),
+        (True, True, 1537, ["ours", "sent", "there", "vllm"]),
         (True, True, 1536, ["ours", "vllm"]),
-        (False, True, 1536, ["vllm's requests", "vllm"]),
+        (False, True, 1536, ["sent", "vllm"]),
         (True, False, 1537, ["vllm"]),
     ],
 )
 def test_a_gpu_worker_warms_up_before_graphs_are_captured(
     monkeypatch, serves_canvases, warms_kernels, max_model_len, runs
 ) -> None:
+    """Of canvases, vLLM's made-up passes are waited for: a later one may write what one reads."""
     ran: list[str] = []
 
+    class Output(LateAnswer):
+        def __init__(self) -> None:
+            ran.append("sent")
+
+        def get_output(self) -> Any:
+            ran.append("there")
+
     def of_vllm(worker: Any) -> None:
-        if warms_kernels:
-            vllm_worker.warmup_kernels(worker.model_runner, None, None)
+        if worker.vllm_config.kernel_config.enable_jit_warmup:
+            worker.sample_tokens(None)
         ran.append("vllm")
 
-    def requests(*given: Any) -> None:
-        ran.append("vllm's requests")
-
-    monkeypatch.setattr(vllm_worker, "warmup_kernels", requests)
-    monkeypatch.setattr(gpu_worker, "warmup_kernels", requests)
+    monkeypatch.setattr(vllm_worker.Worker, "sample_tokens", lambda *given: Output())
     monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: ran.append("ours"))
     monkeypatch.setattr(OurRunners, "compile_or_warm_up_model", of_vllm)
     worker = object.__new__(gpu_worker.CanvasGPUWorker)
     worker.serves_canvases = serves_canvases
-    worker.model_runner = SimpleNamespace(
-        max_model_len=max_model_len,
-        decode_query_len=256,
-    )
+    worker.model_runner = SimpleNamespace(max_model_len=max_model_len, decode_query_len=256)
     kernels = SimpleNamespace(enable_jit_warmup=warms_kernels)
     worker.vllm_config = SimpleNamespace(kernel_config=kernels)
     worker.compile_or_warm_up_model()
     assert ran == runs
+    assert isinstance(worker.sample_tokens(None), Output), "a server's steps are not waited for"
 
 
 # --- compiled -------------------------------------------------------------------------------------

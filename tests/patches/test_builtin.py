@@ -19,7 +19,7 @@ NUM_TOKENS = 40  # no multiple of the canvas of 32
 
 # Serves one request and prints what served it.
 SCRIPT = """
-import json, sys
+import json, sys, torch
 from vllm import LLM, SamplingParams, plugins
 from vllm.exceptions import VLLMValidationError
 
@@ -40,6 +40,9 @@ def name(cls):
     return f"{cls.__module__}.{cls.__qualname__}"
 
 runner = worker.model_runner
+parameters = [key for key, _ in runner.model.named_parameters()]
+runner.model.lm_head = None
+of_no_rows = runner.model.compute_logits(torch.empty(0, 8))
 print(json.dumps({
     "num_tokens": len(output.outputs[0].token_ids),
     "refusal": refusal,
@@ -47,7 +50,8 @@ print(json.dumps({
     "own_attributes": [key for key in vars(type(runner.model)) if not key.startswith("__")],
     "others": [name(type(it)) for it in (runner.model_state, runner.sampler, core.scheduler)],
     "routes": [type(it).__name__ for it in plugins.load_endpoint_plugins(("generate",))],
-    "parameters": [key for key, _ in runner.model.named_parameters()],
+    "parameters": parameters,
+    "no_rows": len(of_no_rows),
     "modules": [key for key in sys.modules if key.startswith("dllm")],
     "files": [str(getattr(it, "__file__", None)) for key, it in sys.modules.items()
               if key == "vllm.model_executor.models.gemma4_mm"],
@@ -81,6 +85,7 @@ def test_the_builtin_class_serves(served: dict[str, Any]) -> None:
 
 def test_what_a_denoise_step_runs_is_not_overridden(served: dict[str, Any]) -> None:
     allowed = {"supports_multimodal", "supports_multimodal_embeddings", "hf_to_vllm_mapper"}
+    allowed |= {"compute_logits"}  # of no rows
     assert set(served["own_attributes"]) - allowed <= {"_is_protocol", "_abc_impl"}
     assert served["others"] == [
         f"{BUILTIN}.DiffusionGemmaModelState",
@@ -100,6 +105,11 @@ def test_ours_is_not_loaded(served: dict[str, Any]) -> None:
     }
     assert not ours & set(served["modules"])
     assert "not yet supported with diffusion models" in served["refusal"]
+
+
+def test_of_no_rows_nothing_is_multiplied(served: dict[str, Any]) -> None:
+    """With AMX vLLM's product of no rows divides by their number, and kills the process."""
+    assert served["no_rows"] == 0
 
 
 def test_text_only(served: dict[str, Any]) -> None:

@@ -134,18 +134,16 @@ def test_what_we_put_in_the_place_of_a_function_takes_its_calls():
         seen += 1
         if reason := mismatch(each.function, theirs):
             wrong[each.name] = reason
-    assert seen > 15 and not wrong
+    assert seen > 10 and not wrong
 
 
 NO_FUNCTIONS = {
     "vllm.config.VllmConfig": type,
-    "vllm.renderers.base.BaseRenderer": type,
     "vllm.v1.engine.async_llm.AsyncLLM": type,
     "vllm.v1.engine.core.EngineCore": type,
     "vllm.v1.engine.core_client.AsyncMPClient": type,
     "vllm.v1.engine.input_processor.InputProcessor": type,
     "vllm.v1.engine.llm_engine.LLMEngine": type,
-    "vllm.v1.structured_output.StructuredOutputManager": type,
     "vllm.ModelRegistry.models": dict,
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
     "vllm.transformers_utils.config._CONFIG_REGISTRY": dict,
@@ -358,7 +356,6 @@ CALLED_BY_VLLM = {
     "get_mm_mapping": "vllm.lora.model_manager",
     "get_model_state_cls": "vllm.v1.worker.gpu.model_states",
     "input_quant_key": "vllm.model_executor.layers.fusion.quant_activation",
-    "logger_manager": "vllm.v1.engine.async_llm",
     "run_busy_loop": "vllm.v1.engine.core",
 }
 # Overrides with a name that our source uses for something else, too.
@@ -371,13 +368,13 @@ ALSO_USED = {
     "CanvasCPUImpl.forward",
     "CanvasCPUWorker.execute_model",
     "CanvasCPUWorker.reload_weights",
+    "CanvasGPUWorker.sample_tokens",
     "CanvasGPUWorker.sleep",
     "CanvasInputs._validate_params",
     "CanvasLLM.add_request",
     "CanvasReads._image_parts",
     "CanvasReads.num_requests",
     "CanvasReads.read",
-    "CanvasRenderer.validate_token_ids",
     "CanvasRunner.execute_model",
     "CanvasRunner.sample_tokens",
     "CanvasScheduler._update_request_with_output",
@@ -408,6 +405,7 @@ ALSO_USED = {
     "ImageProcessingInfo.get_supported_mm_limits",
     "Int8Linear.process_weights_after_loading",
     "LLaDAModelLM.load_weights",
+    "LateAnswer.get_output",
     "Messages.create_chat_completion",
     "NemotronLabsDiffusionForCausalLM.load_weights",
     "OneTokenAtATime.parse",

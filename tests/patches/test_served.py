@@ -11,10 +11,12 @@ from dllm.patches.served import Server, as_one_of, derives, served_as
 
 
 def config(architecture: str = "Qwen3ForCausalLM", worker: str = "theirs") -> Any:
-    return SimpleNamespace(
+    made = SimpleNamespace(
         model_config=SimpleNamespace(architecture=architecture),
         parallel_config=SimpleNamespace(worker_cls=worker),
     )
+    made.served = served_as(made)
+    return made
 
 
 CANVASES = config("SDARForCausalLM")

@@ -260,12 +260,17 @@ def members_of_machinery() -> set[str]:
 
 
 def set_on_self(cls: Class) -> set[str]:
-    """Attributes that a class's methods set on self."""
-    return {
+    """Attributes that a class's methods set on self, and those that become ours (``Part``)."""
+    set_in_methods = {
         target.attr
         for node in ast.walk(cls.node)
         for target in targets_of(node)
         if isinstance(target, ast.Attribute) and getattr(target.value, "id", None) == "self"
+    }
+    return set_in_methods | {
+        str(getattr(node.target, "id", ""))
+        for node in cls.node.body
+        if isinstance(node, ast.AnnAssign) and "Part(" in ast.unparse(node)
     }
 
 
