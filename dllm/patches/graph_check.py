@@ -65,7 +65,13 @@ def drop_wrong_graphs(runner: Any) -> None:
             for mode in (PIECES, FULL)
             if mode in right
         }
-        right = {mode for mode in right if _is_rounding(mode, errors[mode.name], bound)}
+        right = {
+            mode
+            for mode in right
+            if is_right(
+                f"{mode.name} CUDA graphs are", errors[mode.name], bound, "steps run without them"
+            )
+        }
     except Exception as error:  # a server that may be wrong does not start
         raise RuntimeError(
             f"CUDA graphs could not be compared with steps without ({error}). {OFF}"
@@ -99,16 +105,17 @@ def numbers_of_requests(captured: set[int]) -> list[int]:
     return sorted(counts)
 
 
-def _is_rounding(mode: CUDAGraphMode, error: float, bound: float) -> bool:
-    """Whether graphs of this kind serve on all ranks."""
+def is_right(what: str, error: float, bound: float, otherwise: str) -> bool:
+    """On all ranks; ``what``: a subject with its verb."""
     if all_engines_say_yes(error <= bound):
         return True
     logger.error(
-        "dllm: %s CUDA graphs are wrong on this GPU (hidden states are off by %.2g of their size; "
-        "%.2g is allowed): steps run without them. Please report it.",
-        mode.name,
+        "dllm: %s wrong on this GPU (hidden states are off by %.2g of their size; %.2g is "
+        "allowed): %s. Please report it.",
+        what,
         error,
         bound,
+        otherwise,
     )
     return False
 

@@ -10,7 +10,7 @@ from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationMode, CUDAGraphMode
 
 from dllm.engine import compilation
-from dllm.patches import compile_check
+from dllm.patches import compile_check, graph_check
 
 FULL = SimpleNamespace(cg_mode=CUDAGraphMode.FULL)
 IN_PIECES = SimpleNamespace(cg_mode=CUDAGraphMode.PIECEWISE)
@@ -59,7 +59,7 @@ def check(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(
             compile_check, "made_up_adapters", lambda runner: nullcontext([None, 1])
         )
-        monkeypatch.setattr(compile_check, "all_engines_say_yes", ranks)
+        monkeypatch.setattr(graph_check, "all_engines_say_yes", ranks)
         try:
             compile_check.drop_wrong_code(runner)
             is_step_plain = compilation._runs_plain
