@@ -105,12 +105,11 @@ def _same_shape(given: tuple[int, ...], expected: tuple[int, ...]) -> bool:
 def checked(
     weights: Iterable[tuple[str, torch.Tensor]], plan: Plan | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass a checkpoint's tensors on, and stop at the first that is wrong.
+    """Pass a checkpoint's tensors on; those of a quantized layer when all have come.
 
-    The tensors of a quantized layer are held back until all have come; then they are checked and
-    passed on together. Without a plan only the values of scales are checked. Raises ValueError
-    naming every tensor of a layer whose scales are not finite and positive, whose tensors are
-    incomplete or contradict each other, or that should not be quantized.
+    Without a plan only the values of scales are checked. Raises ValueError naming every tensor of a
+    layer whose scales are not finite and positive, whose tensors are incomplete or contradict each
+    other, or that should not be quantized.
     """
     waiting: dict[str, tuple[Scheme, dict[str, torch.Tensor]]] = {}
     for name, tensor in weights:

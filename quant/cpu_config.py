@@ -91,10 +91,9 @@ class EmulatingConfig(CompressedTensorsConfig):
 class Int8Linear(CompressedTensorsW8A8Int8):
     """vLLM's linear layer with int8 weights and inputs, where its kernels fail by other means.
 
-    On a CPU with AMX, vLLM's kernel chooses AMX by the shape of the weight alone, and AMX refuses
-    activations in fp32. They are given to oneDNN, as on CPUs without AMX. On an x86 CPU without
-    VNNI, oneDNN adds pairs of products in 16 bits, which saturate: sums of large weights were off
-    by 15 %. There the layer is emulated.
+    With AMX, vLLM's kernel chooses AMX by the shape of the weight alone, which refuses activations
+    in fp32: they are given to oneDNN. On an x86 CPU without VNNI, oneDNN adds pairs of products in
+    16 bits, which saturate: sums of large weights were off by 15 %. There the layer is emulated.
     """
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
@@ -199,11 +198,7 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
 def round_inputs(
     inputs: torch.Tensor, quant_dtype: str, divisor: torch.Tensor | None
 ) -> torch.Tensor:
-    """Round inputs ``[..., n]`` to a format and back, in their own dtype (``round_trip``).
-
-    One operation for torch.compile, which does not look inside: the bits are the same with and
-    without compilation, and there is nothing to compile.
-    """
+    """``round_trip`` of ``[..., n]``: one operation for torch.compile, with the same bits."""
     return round_trip(inputs, cast(QuantDtype, quant_dtype), divisor)
 
 

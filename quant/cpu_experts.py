@@ -81,11 +81,9 @@ class Experts:
 
 
 class EmulatedExperts(CompressedTensorsMoEMethod):
-    """vLLM's method for experts (how to create, load and apply them), emulated.
-
-    Subclasses name this class first and vLLM's method of their format second. So parameters are
-    created and loaded by vLLM's method and everything else is done here. vLLM's ``__init__`` is not
-    called: it looks for a kernel and fails on a CPU.
+    """vLLM's method for experts, emulated. Subclasses name this class first and vLLM's method of
+    their format second, which creates and loads the parameters. vLLM's ``__init__`` is not called:
+    it looks for a kernel and fails on a CPU.
     """
 
     def __init__(self, scheme: Scheme, weights: QuantizationArgs, moe: FusedMoEConfig) -> None:
@@ -139,11 +137,8 @@ class EmulatedExperts(CompressedTensorsMoEMethod):
 def run_experts(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
 ) -> torch.Tensor:
-    """Run the experts of a layer: ``[tokens, hidden]``, summed over each token's experts.
-
-    One operation for torch.compile, which cannot look inside: how many tokens an expert gets
-    depends on values, not on shapes. The layer is found by its name in the running model, as in
-    vLLM's own operations.
+    """``[tokens, hidden]``, summed over each token's experts. One operation for torch.compile: how
+    many tokens an expert gets depends on values. The layer is found by its name, as in vLLM's own.
     """
     runner = get_forward_context().no_compile_layers[layer_name]
     experts: Experts = runner.routed_experts.experts

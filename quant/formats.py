@@ -17,10 +17,9 @@ scale of a row is its largest magnitude divided by the format's largest value, b
 than the smallest scale in vLLM's kernels. The global scale is a divisor, as compressed-tensors
 stores it; it brings the group scales into the range of E4M3.
 
-Used to check checkpoints and to emulate their layers on a CPU. Written from the definitions (OCP
-8-bit floating point, OCP microscaling FP4, NVIDIA's NVFP4) and independent of compressed-tensors,
-so that an error there is found here. (Its dynamic per-token scale of a 2-D tensor, for example, is
-one scale for all rows.)
+Written from the definitions (OCP 8-bit floating point, OCP microscaling FP4, NVIDIA's NVFP4) and
+independent of compressed-tensors, so that an error there is found here: its dynamic per-token scale
+of a 2-D tensor, for example, is one scale for all rows.
 """
 
 from collections.abc import Mapping

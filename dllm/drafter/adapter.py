@@ -1,9 +1,8 @@
 """An adapter that only drafting rows have: a low-rank change of the target's linear layers.
 
-A model that drafts for itself may come with a LoRA adapter, which makes its drafts likelier to be
-kept. The rows that verify have the model's own weights, so the text is the model's. Requests do not
-ask for it: the change is added in the rows of a mask, a tensor of one size, which compiled code and
-CUDA graphs read like any other input.
+The rows that verify have the model's own weights, so the text is the model's. The change is added
+in the rows of a mask, a tensor of one size, which compiled code and CUDA graphs read like any other
+input.
 
 Source: ``linear_spec_lora`` of Nemotron-Labs-Diffusion (sgl-project/sglang #25802) and UNO (#37667
 there, vllm-project/vllm #55947).

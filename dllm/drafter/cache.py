@@ -1,14 +1,11 @@
 """The drafter's KV cache beside a target's whose dtype is another one.
 
 The drafter keeps keys and values in the model's dtype, whatever ``--kv-cache-dtype`` says about the
-target: its cache is small, and our kernels and its few layers have no use for packed formats.
-``kv_cache_dtype`` of ``--speculative-config`` is for those who want another one.
+target: its cache is small. ``kv_cache_dtype`` of ``--speculative-config`` may say another one.
 
-vLLM makes the pages of all layers go together. If all layers keep every token, pages may differ in
-size (bytes), and nothing is wasted. If some layers have a window, all pages get the size of the
-largest: a page that divides it holds more tokens, any other one is padded (vLLM's
-``unify_kv_cache_spec_page_size``). FP8 pages divide the drafter's; packed ones can become several
-times as large.
+If some layers have a window, all pages get the size of the largest in bytes: a page that divides it
+holds more tokens, any other one is padded (vLLM's ``unify_kv_cache_spec_page_size``). FP8 pages
+divide the drafter's; packed ones can become several times as large.
 """
 
 import copy

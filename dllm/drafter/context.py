@@ -4,10 +4,8 @@ One projection turns hidden states into keys and values of every drafter layer, 
 drafter's pages of the KV cache. No layer is run over context tokens. vLLM's ``DFlashQwen3Model``
 does that.
 
-While nothing is drafted, nobody reads the context. The hidden states of such steps are only copied
-(``DeferredContext``). They are projected in one matrix product when drafting starts again, or when
-many tokens have collected. A step without drafting then costs almost nothing more than plain
-decoding.
+While nothing is drafted, hidden states are only copied (``DeferredContext``), and projected in one
+product when drafting starts again, or when many tokens have collected.
 """
 
 from collections.abc import Sequence
@@ -65,9 +63,8 @@ class DeferredContext:
 def last_of_each_slot(slots: torch.Tensor) -> torch.Tensor:
     """``[groups, tokens]``, oldest first: a slot for its last token, ``NO_SLOT`` for the others.
 
-    When a request ends, its page may be given to another request in the next step. Then two kept
-    tokens have the same slot, and a kernel that writes both in one call may leave either there.
-    Sorting leaves all work on the device; ``unique`` would wait for the number of slots.
+    The page of a request that has ended may be another's, and a kernel that writes a slot twice in
+    one call may leave either there. ``unique`` would wait for the number of slots.
     """
     ascending, places = slots.sort(dim=1, stable=True)  # of equal slots the oldest token first
     is_followed = torch.zeros_like(slots, dtype=torch.bool)

@@ -1,7 +1,5 @@
-"""Prometheus metrics of drafting that vLLM's own (``vllm:spec_decode_*``) do not have.
-
-vLLM counts the drafts that were verified and accepted. These metrics add how much was drafted, how
-long that took, which widths the policy chose, and how draft workers answered. How a count travels:
+"""Prometheus metrics of drafting that vLLM's own (``vllm:spec_decode_*``) do not have: how much was
+drafted, how long that took, which widths were chosen, how draft workers answered. A count travels:
 
     worker        sends its ``Counts`` to the scheduler together with its drafts
     engine core   adds them to those of the scheduler until it makes its statistics, and puts the

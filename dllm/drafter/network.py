@@ -4,9 +4,8 @@
               -> keys and values of every layer in one product -> k_norm, RoPE -> KV cache pages
     queries   [last token, MASK x N] -> embedding -> layers -> norm -> the target's head
 
-The queries attend to the context's keys and to each other. No layer is run over context tokens,
-which have keys and values only. Embedding and head are the target's unless the checkpoint has its
-own.
+The queries attend to the context's keys and to each other. Embedding and head are the target's
+unless the checkpoint has its own.
 
 The classes are vLLM's, with four differences. A layer has the window and causality that
 ``checkpoint`` reads. With ``fused_context`` one kernel computes and writes the context. On a CPU

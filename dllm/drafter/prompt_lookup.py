@@ -1,10 +1,8 @@
 """Drafts from the request's own text: what stood behind the same tokens before.
 
-Text repeats itself: quotations, names, code, lists, and a small model that goes round in circles.
 The longest end of a text that also stands further in front is looked up, and what followed it there
-is drafted. If the latter reaches the end of the text, it goes on from its beginning.
-
-Known as prompt lookup (A. Saxena, 2023) or n-gram drafts.
+is drafted. If the latter reaches the end of the text, it goes on from its beginning. Known as
+prompt lookup (A. Saxena, 2023) or n-gram drafts.
 """
 
 from array import array

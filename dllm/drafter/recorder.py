@@ -89,11 +89,7 @@ class RecordedSample:
         self.num_bytes += hidden.nbytes
 
     def close(self) -> None:
-        """Add the last sampled token.
-
-        Its hidden state is not computed, and zero here: no draft block reads it, as nothing
-        follows.
-        """
+        """Add the last sampled token, with a hidden state of zeros, which no draft block reads."""
         if self.last_sampled >= 0:
             self.extend([self.last_sampled], torch.zeros_like(self.hidden[-1][:1]))
 

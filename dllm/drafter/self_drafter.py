@@ -4,10 +4,8 @@ The model reads text causally, and fills in masks on a canvas. So it drafts with
 [last token, MASK x N] in which all see each other, and the next causal pass verifies the drafts.
 The text is that of the model token by token (``verification``).
 
-The draft pass writes keys and values of the canvas to the slots of the tokens that come next. The
-causal pass that verifies them writes these slots again before it reads them.
-
-Source: linear speculation of Nemotron-Labs-Diffusion.
+The causal pass that verifies them writes the slots of the canvas's keys and values again before it
+reads them. Source: linear speculation of Nemotron-Labs-Diffusion.
 
 An autoregressive model does so with an adapter of its drafting rows (``adapter``): they are [last
 token, noise x (N - 1)], read causally, and each predicts the token behind it. The first row has no

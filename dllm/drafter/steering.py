@@ -79,11 +79,9 @@ class Steering:
         return self._follow(*following)
 
     def draft_late(self, states: RequestState, handler: DraftTokensHandler) -> None:
-        """On a CPU: draft for the last step, after its tokens have been sent to the clients.
-
-        A CPU does one thing at a time: drafting inside ``propose`` would delay the tokens. What
-        that returned stands in the runner's ``states`` and ``handler``; the drafts are written over
-        it.
+        """On a CPU: draft for the last step, after its tokens have been sent: drafting inside of
+        ``propose`` would delay them. What that returned, in the runner's ``states`` and
+        ``handler``, is written over.
         """
         if self._undrafted is None:
             return

@@ -13,10 +13,10 @@ mostly give the same token. Source: Daliri, Musco and Suresh, "Coupling without 
 Drafter-Invariant Speculative Decoding" (arXiv 2408.07978): a sampled draft is kept with probability
 (1 - d) / (1 + d) or more, d being the total variation between the two distributions.
 
-Rejection sampling keeps it with probability 1 - d: x, drawn from q with random numbers of its own,
-is kept with probability min(1, p(x) / q(x)), and in the place of a rejected draft stands a token
-drawn from max(p - q, 0), normalized. Every token has the target's distribution p, too, but the text
-depends on the drafts: a seed gives another text with another drafter, policy or width.
+Rejection sampling keeps it with probability 1 - d: x, drawn from q, is kept with probability min(1,
+p(x) / q(x)), and a rejected draft is replaced by a token drawn from max(p - q, 0), normalized.
+Every token has the target's distribution p, too, but a seed gives another text with another
+drafter, policy or width.
 """
 
 from typing import Any

@@ -6,9 +6,8 @@ A trainer beside the server (``dllm recalibrate``) publishes checkpoints in a fo
     FOLDER/rejected                     those that the server cannot use, one a line
 
 The server takes the last one that is not rejected. A thread reads it into host memory; then its
-weights are copied over those in use, between two steps. Nothing else changes: the text does not
-depend on drafts, so it does not depend on when this happens either. The drafter's KV pages of
-running requests are still those of the weights before. Their next drafts may be worse.
+weights are copied over those in use, between two steps. No text depends on it. The drafter's KV
+pages of running requests are still those of the weights before: their next drafts may be worse.
 """
 
 from collections.abc import Callable, Iterable

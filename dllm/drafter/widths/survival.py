@@ -1,9 +1,8 @@
 """Estimates how likely a draft survives verification, from what happened to earlier drafts.
 
-A draft survives if it is kept and does not end the answer (``VerifiedStep.accepted``). That needs
-all drafts before it to survive. So its survival is a product of acceptance
-probabilities, one for each place up to it. Minus the logarithm of such a probability is called a
-hazard; hazards add up. Each hazard is a product of three rates:
+A draft survives if it is kept and does not end the answer (``VerifiedStep.accepted``), and all
+drafts before it do. Minus the logarithm of the acceptance probability at a place is called a
+hazard; hazards add up. Each is a product of three rates:
 
     survival(request, j) = exp(-sum over i <= j of position[i] * request * confidence[bin(i)])
 
