@@ -8,7 +8,7 @@ sets are numbered, so that equal continuations have equal numbers. A rule may ca
 may be no end of states; they are made when they are asked for.
 """
 
-import itertools
+from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -60,9 +60,9 @@ class Automaton:
         self._stack_levels = [0]  # recursive calls on each stack
         self._states: list[frozenset[Item]] = []
         self._numbers: dict[frozenset[Item], int] = {}
-        # [states or more, 256]: the state behind each byte, once `row` has made it.
-        self.rows = np.zeros((0, 256), dtype=np.int32)
-        self._targets: list[list[int] | None] = []
+        # Ranges of bytes, those of a state side by side: their first bytes, the states behind them.
+        self._first, self._behind = array("B"), array("i")
+        self._ranges: dict[int, tuple[int, int]] = {}  # of a state that was asked for
         self._levels: list[int] = []
         if self._number(self._closure([(rules.root, 0)])) != START:
             raise Unsupported("The grammar allows no finite text. Give another one.")
@@ -79,15 +79,28 @@ class Automaton:
 
     def targets(self, state: int) -> list[int]:
         """The states behind one byte."""
-        if (targets := self._targets[state]) is None:
-            targets = self._targets[state] = self._make_row(state)
-        return targets
+        return sorted({*self._behind[slice(*self._range(state))]} - {DEAD})
 
     def row(self, state: int) -> np.ndarray:
-        """``[256]`` int32: the state behind each byte, DEAD where it is not allowed."""
-        self.targets(state)
-        row: np.ndarray = self.rows[state]
+        """``[256]``: the state behind each byte, DEAD where it is not allowed."""
+        self._range(state)
+        row: np.ndarray = self.rows([state], np.arange(-1, len(self), dtype=np.int32))[0]
         return row
+
+    def rows(self, states: Sequence[int], numbers: np.ndarray) -> np.ndarray:
+        """``[S, 256]``: behind each byte, what stands in ``numbers`` one behind a state's place.
+
+        ``numbers[0]`` is for DEAD.
+        """
+        bounds = np.array([self._range(state) for state in states])
+        sizes = bounds[:, 1] - bounds[:, 0]
+        ends = np.cumsum(sizes)
+        ranges = np.arange(ends[-1]) + np.repeat(bounds[:, 0] - ends + sizes, sizes)
+        first = np.frombuffer(self._first, dtype=np.uint8)[ranges].astype(np.int64)
+        widths = np.diff(first, append=0) % 256
+        widths[widths == 0] = 256
+        behind = np.frombuffer(self._behind, dtype=np.int32)[ranges]
+        return np.repeat(numbers[behind + 1], widths).reshape(-1, 256)
 
     def read(self, state: int, text: bytes) -> int:
         """The state behind a text, DEAD if it is not allowed."""
@@ -134,25 +147,27 @@ class Automaton:
         circle = np.array([number[root(one)] if one >= 0 else -1 for one in found], dtype=np.int64)
         return circle, is_head, [limit[one] for one in roots]
 
-    def _make_row(self, state: int) -> list[int]:
-        """Make a closure for each range of bytes that all edges treat alike; returns `targets`."""
-        moves = [
-            (low, high, (target, stack))
-            for at, stack in self._states[state]
-            if at >= 0
-            for low, high, target in self._edges[at]
-            if low >= 0
-        ]
-        cuts = sorted({0, 256} | {low for low, _, _ in moves} | {high + 1 for _, high, _ in moves})
-        known: dict[frozenset[Item], int] = {frozenset(): DEAD}
-        found = np.empty(256, dtype=np.int32)
-        for first, end in itertools.pairwise(cuts):
-            items = frozenset(item for low, high, item in moves if low <= first <= high)
-            if items not in known:
-                known[items] = self._number(self._closure(items))
-            found[first:end] = known[items]
-        self.rows[state] = found
-        return sorted({*known.values()} - {DEAD})
+    def _range(self, state: int) -> tuple[int, int]:
+        """Where the ranges of bytes that all edges of a state treat alike stand."""
+        if state not in self._ranges:
+            moves = [
+                (low, high, (target, stack))
+                for at, stack in self._states[state]
+                if at >= 0
+                for low, high, target in self._edges[at]
+                if low >= 0
+            ]
+            cuts = {0} | {low for low, _, _ in moves} | {high + 1 for _, high, _ in moves}
+            known: dict[frozenset[Item], int] = {frozenset(): DEAD}
+            start = len(self._first)
+            for first in sorted(cuts - {256}):
+                items = frozenset(item for low, high, item in moves if low <= first <= high)
+                if items not in known:
+                    known[items] = self._number(self._closure(items))
+                self._first.append(first)
+                self._behind.append(known[items])
+            self._ranges[state] = start, len(self._first)
+        return self._ranges[state]
 
     def _number(self, state: frozenset[Item]) -> int:
         """The number of a state; DEAD if no text ends behind it."""
@@ -172,10 +187,7 @@ class Automaton:
             )
         self._states.append(state)
         self._numbers[state] = number
-        self._targets.append(None)
         self._levels.append(max(self._stack_levels[stack] for _, stack in state))
-        if number == len(self.rows):
-            self.rows = np.resize(self.rows, (max(1024, 2 * number), 256))
         return number
 
     def _closure(self, items: Iterable[Item]) -> frozenset[Item]:

@@ -11,6 +11,7 @@ a child, which reads one request there, answers, and ends. A request is JSON: th
 An answer is a letter for its kind, and a table or a message.
 """
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -31,7 +32,7 @@ import dllm
 from dllm.grammar.automaton import Automaton
 from dllm.grammar.counts import nearest_counted
 from dllm.grammar.lowering import lower_text
-from dllm.grammar.reach import TooManyStates
+from dllm.grammar.reach import ByteTable, TooManyStates
 from dllm.grammar.rules import TooSlow, Unsupported
 from dllm.grammar.table import by_tokens
 from dllm.grammar.vocabulary import Vocabulary
@@ -218,12 +219,15 @@ def table_of(
         if "bad_alloc" in str(error):
             raise MemoryError from error
         raise Unsupported(f"xgrammar does not compile the grammar: {str(error)[:SHOWN]}") from error
-    given, is_merged = (serialized, spec["kind"]), not marks  # whose places their way there shows
-    try:
-        states = nearest_counted(Automaton(*given), most_states, is_merged)
-    except TooManyStates:
-        states = nearest_counted(Automaton(*given, is_merged=True), most_states, is_merged)
+    # States stay apart where there are marks: the way there shows their places.
+    states = _states(serialized, spec["kind"], most_states, is_merged=not marks)
     return by_tokens(states, vocabulary, marks, most_states).without(absent).to_bytes()
+
+
+def _states(serialized: str, kind: str, most_states: int, is_merged: bool) -> ByteTable:
+    with contextlib.suppress(TooManyStates):  # and frees what was made until then
+        return nearest_counted(Automaton(serialized, kind), most_states, is_merged)
+    return nearest_counted(Automaton(serialized, kind, is_merged=True), most_states, is_merged)
 
 
 def _compile(

@@ -97,9 +97,9 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
 
 
 def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
-    number = np.full(len(automaton) + 1, DEAD, dtype=np.int16)  # the last one is for DEAD
-    number[states] = np.arange(len(states))
-    rows = number[automaton.rows[states]]
+    number = np.full(len(automaton) + 1, DEAD, dtype=np.int16)  # the first one is for DEAD
+    number[np.array(states) + 1] = np.arange(len(states))
+    rows = automaton.rows(states, number)
     accepts = np.array([automaton.accepts(state) for state in states])
     columns: dict[bytes, int] = {}
     by_byte = np.ascontiguousarray(rows.T)
