@@ -6,7 +6,7 @@ from typing import Any
 
 from dllm.grammar.compile import Spec, check_length
 from dllm.grammar.constraint import Thoughts
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 from dllm.settings.request import refuse
 
 

@@ -52,6 +52,7 @@ BEYOND = {
 UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 MEMBERS = ("properties", "patternProperties", "required", "prefixItems", "enum")
+NOTES = {"title", "description", "default", "examples", "$comment"}
 MOST_ALTERNATIVES = 64
 DEEPEST = 64  # references, and alternatives of alternatives, one inside the other
 
@@ -62,6 +63,7 @@ class Alternatives:
     def __init__(self, document: Document) -> None:
         self.document = document
         self._negations: dict[int, Part] = {}
+        self._empty: dict[frozenset[Part], bool] = {}
 
     def of(self, conjunction: Conjunction, is_exact: bool = True) -> list[Flat]:
         """Alternatives of the values that are of all parts.
@@ -74,6 +76,28 @@ class Alternatives:
         for part in conjunction:
             found = self._product(found, self._of_part(part, (), is_exact), part)
         return found
+
+    def simplest(self, conjunction: Conjunction) -> Conjunction:
+        """The same values, without a part beside one of the alternatives that it consists of."""
+        parts: dict[Part, Part] = {}
+        for part in conjunction:
+            parts.setdefault(self._meant(part), part)
+        for part in [*parts]:
+            if isinstance(part.schema, dict) and {"anyOf"} == set(part.schema) - NOTES:
+                ways = (part.inner("anyOf", at) for at in range(len(part.schema["anyOf"])))
+                if {*map(self._meant, ways)} & set(parts) - {part}:
+                    del parts[part]
+        return tuple(parts.values())
+
+    def _meant(self, part: Part) -> Part:
+        """What a part refers to, if it says nothing else."""
+        seen = {part}
+        while isinstance(part.schema, dict) and {"$ref"} == set(part.schema) - NOTES:
+            part = self.document.referenced(part)
+            if part in seen:
+                break
+            seen.add(part)
+        return part
 
     def _of_part(self, part: Part, opened: tuple[Part, ...], is_exact: bool) -> list[Flat]:
         self.document.count()
@@ -152,8 +176,8 @@ class Alternatives:
             return []
         opened += (part,)
         found = self._other_kinds(part)
-        for name, inner in schema.get("properties", {}).items():
-            if inner is not True:
+        for name in schema.get("properties", ()):
+            if self._complement(part.inner("properties", name), opened):
                 never = (self._negated(part.inner("properties", name)),)
                 found.append({"type": {"object"}, "required": [name], "properties": {name: never}})
         for name in schema.get("required", ()):
@@ -198,7 +222,9 @@ class Alternatives:
                 found.append({"enum": [one for one in (True, False) if one not in values]})
             texts = [value for value in values if isinstance(value, str)]
             if texts:
-                found.append({"type": {"string"}, "pattern": other_names(texts)})
+                found.append({"type": {"string"}, "pattern": ((other_names(texts), True),)})
+        if "pattern" in schema:
+            found.append({"type": {"string"}, "pattern": ((schema["pattern"], False),)})
         return [one for one in found if one.get("type") != set() and one.get("enum") != []]
 
     def _values(self, part: Part) -> list[Flat]:
@@ -213,12 +239,23 @@ class Alternatives:
         return [{"enum": values, "path": part.path}] if values else []
 
     def _product(self, left: list[Flat], right: list[Flat], part: Part) -> list[Flat]:
-        if len(left) * len(right) > MOST_ALTERNATIVES:
-            refuse("anyOf", part.path, f"it comes to more than {MOST_ALTERNATIVES} alternatives")
         sizes = [[_num_members(flat) for flat in flats] for flats in (left, right)]
         self.document.count(sum(one + other for one in sizes[0] for other in sizes[1]))
         merged = (_merged(one, other) for one in left for other in right)
-        return [flat for flat in merged if flat is not None]
+        found = [flat for flat in merged if flat is not None]
+        if len(found) > MOST_ALTERNATIVES:
+            found = self._different(found)
+        if len(found) > MOST_ALTERNATIVES:
+            refuse("anyOf", part.path, f"it comes to more than {MOST_ALTERNATIVES} alternatives")
+        return found
+
+    def _different(self, flats: list[Flat]) -> list[Flat]:
+        """Those that have values, equal ones once."""
+        found: dict[str, Flat] = {}
+        for flat in flats:
+            if not self._is_empty(flat):
+                found.setdefault(_sense(flat), flat)
+        return list(found.values())
 
     def _set_apart(
         self, at: int, flats: list[Flat], given: list[list[Flat]], parts: list[Part]
@@ -231,35 +268,44 @@ class Alternatives:
         for place, others in enumerate(given):
             if place != at:
                 for other in others:
-                    flats = [self._without(flat, parts[at], other, parts[place]) for flat in flats]
+                    each = [self._without(flat, parts[at], other, parts[place]) for flat in flats]
+                    flats = [one for ones in each for one in ones]
         return [flat for flat in flats if flat.get("enum") != []]
 
-    def _without(self, flat: Flat, part: Part, other: Flat, other_part: Part) -> Flat:
+    def _without(self, flat: Flat, part: Part, other: Flat, other_part: Part) -> list[Flat]:
         """An alternative without the values of another, which is of ``other_part``."""
         allows = self.document.allows
         if "enum" in flat:
-            return flat | {"enum": [one for one in flat["enum"] if not allows(other_part, one)]}
+            return [flat | {"enum": [one for one in flat["enum"] if not allows(other_part, one)]}]
         if "enum" in other and not any(allows(part, value) for value in other["enum"]):
-            return flat
+            return [flat]
         both = _merged(flat, other)
         if both is None or self._is_empty(both):
-            return flat
+            return [flat]
         types = both.get("type", {TYPE_OF[key] for key in both if key in TYPE_OF})
         if types == {"object"}:
             flat = flat | {"type": {"object"}}
-            ours, theirs = flat.get("properties", {}), other.get("properties", {})
+            ours = flat.get("properties", {})
             for name in ours:
-                if name in theirs and self._have_none((*ours[name], *theirs[name])):
-                    return flat | {"required": [*flat.get("required", ()), name]}
+                is_ever = not self._have_none(ours[name])
+                if is_ever and self._have_none((*ours[name], *property_of(other, name))):
+                    return [flat | {"required": [*flat.get("required", ()), name]}]
             for name in other.get("required", ()):
                 if name not in flat.get("required", ()):
                     never = Part(False, other_part.path, other_part.resolver)
-                    return flat | {"properties": {**ours, name: (never,)}}
-        refuse("oneOf", part.path, "two of its schemas may hold for one value; write 'anyOf'")
+                    return [flat | {"properties": {**ours, name: (never,)}}]
+        found = self._product([flat], self._complement(other_part, ()), part)
+        found = [one for one in found if not self._is_empty(one)]
+        if not found:
+            refuse("oneOf", part.path, "two of its schemas may hold for one value; write 'anyOf'")
+        return found
 
     def _have_none(self, conjunction: Conjunction) -> bool:
-        flats = self.of(tuple(dict.fromkeys(conjunction)), is_exact=False)
-        return all(self._is_empty(flat, conjunction) for flat in flats)
+        key = frozenset(conjunction)
+        if key not in self._empty:
+            flats = self.of(tuple(dict.fromkeys(conjunction)), is_exact=False)
+            self._empty[key] = all(self._is_empty(flat, conjunction) for flat in flats)
+        return self._empty[key]
 
     def _is_empty(self, flat: Flat, conjunction: Conjunction = ()) -> bool:
         """Whether it is sure that an alternative has no value that is of all parts, too."""
@@ -272,6 +318,21 @@ class Alternatives:
             types == {"object"}
             and any(self._have_none(property_of(flat, name)) for name in flat.get("required", ()))
         )
+
+
+def _sense(flat: Flat) -> str:
+    """A text that alternatives with the same values share, wherever they stand."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(one) for name, one in value.items()}
+        if isinstance(value, set | tuple):
+            return sorted(map(plain, value))
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        return id(value.schema) if isinstance(value, Part) else value
+
+    return canonical({key: plain(value) for key, value in flat.items() if key != "path"})
 
 
 def _kind(value: Any) -> str:
@@ -320,7 +381,9 @@ def _flat(part: Part) -> Flat:
         elif keyword in UPPER + LOWER:
             if (bound := _bound(part, keyword)) is not None:
                 flat[keyword] = bound
-        elif keyword in ("pattern", "format"):
+        elif keyword == "pattern":
+            flat[keyword] = ((value, True),)  # or not found
+        elif keyword == "format":
             flat[keyword] = value
         elif keyword == "multipleOf" and _is_whole(value):
             flat[keyword] = int(value)
@@ -417,7 +480,7 @@ def _merged(one: Flat, other: Flat) -> Flat | None:
             merged[key] = math.lcm(x, y)
         elif key == "required":
             merged[key] = list(dict.fromkeys([*x, *y]))
-        elif key in ("items", "additionalProperties", "propertyNames"):
+        elif key in ("items", "additionalProperties", "propertyNames", "pattern"):
             merged[key] = tuple(dict.fromkeys(x + y))
         else:
             merged[key] = x

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dllm.grammar.rules import EPSILON, NO_END, REPEAT, RULE, Rules, Unsupported
+from dllm.grammar.refusals import Unsupported
+from dllm.grammar.rules import EPSILON, NO_END, REPEAT, RULE, Rules
 
 START, DEAD = 0, -1
 MOST_ITEMS = 200_000  # in one state, before it is called unbounded
@@ -31,16 +32,14 @@ class Automaton:
     """The states that were asked for so far.
 
     Args:
-        serialized, kind, is_merged: arguments of ``Rules``.
+        serialized, kind: arguments of ``Rules``.
 
     Raises:
         Unsupported: no finite text, left recursion, too many states, or tokens in the grammar.
     """
 
-    def __init__(
-        self, serialized: str, kind: str, most_states: int = 1 << 16, is_merged: bool = False
-    ) -> None:
-        rules = Rules(serialized, kind, is_merged)
+    def __init__(self, serialized: str, kind: str, most_states: int = 1 << 17) -> None:
+        rules = Rules(serialized, kind)
         self.most_states = most_states
         self._edges, self._repeats = rules.edges, rules.repeats
         self._rule_starts, self._rule_ends = rules.starts, rules.ends
@@ -81,34 +80,25 @@ class Automaton:
         """The states behind one byte."""
         return sorted({*self._behind[slice(*self._range(state))]} - {DEAD})
 
-    def row(self, state: int) -> np.ndarray:
-        """``[256]``: the state behind each byte, DEAD where it is not allowed."""
-        self._range(state)
-        row: np.ndarray = self.rows([state], np.arange(-1, len(self), dtype=np.int32))[0]
-        return row
+    def rows(self, states: Sequence[int], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(``[S, P]``: what ``numbers`` has for the state behind each part of the bytes).
 
-    def rows(self, states: Sequence[int], numbers: np.ndarray) -> np.ndarray:
-        """``[S, 256]``: behind each byte, what stands in ``numbers`` one behind a state's place.
+        Also ``[256]``, the part of each byte: all of these states treat its bytes alike.
 
-        ``numbers[0]`` is for DEAD.
+        Args:
+            numbers: of DEAD, and then of each state.
         """
         bounds = np.array([self._range(state) for state in states])
         sizes = bounds[:, 1] - bounds[:, 0]
         ends = np.cumsum(sizes)
         ranges = np.arange(ends[-1]) + np.repeat(bounds[:, 0] - ends + sizes, sizes)
-        first = np.frombuffer(self._first, dtype=np.uint8)[ranges].astype(np.int64)
-        widths = np.diff(first, append=0) % 256
-        widths[widths == 0] = 256
+        first = np.frombuffer(self._first, dtype=np.uint8)[ranges]
+        cuts, place = np.unique(first, return_inverse=True)
+        widths = np.diff(place, append=0) % len(cuts)
+        widths[widths == 0] = len(cuts)
         behind = np.frombuffer(self._behind, dtype=np.int32)[ranges]
-        return np.repeat(numbers[behind + 1], widths).reshape(-1, 256)
-
-    def read(self, state: int, text: bytes) -> int:
-        """The state behind a text, DEAD if it is not allowed."""
-        for byte in text:
-            if state == DEAD:
-                return DEAD
-            state = int(self.row(state)[byte])
-        return state
+        rows = np.repeat(numbers[behind + 1], widths).reshape(-1, len(cuts))
+        return rows, np.searchsorted(cuts, np.arange(256), side="right") - 1
 
     def circles(self, states: Sequence[int]) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Where rounds of long repetitions are counted (`counts`).

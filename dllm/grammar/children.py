@@ -1,7 +1,7 @@
 """Processes that compile grammars, so that one that takes too much time or memory can be ended.
 
-xgrammar's compiler cannot be interrupted, and grammars of a few kilobytes keep it, or our search
-for states, busy for minutes or take gigabytes. So each is compiled in a child of its own, with the
+Grammars of a few kilobytes keep xgrammar's parser, which cannot be interrupted, or our search for
+states busy for minutes, or take gigabytes. So each is compiled in a child of its own, with the
 lowest priority, which ends itself when it takes too long.
 
 Children are forked from one process, which this module is when it runs as a program. That one loads
@@ -11,7 +11,6 @@ a child, which reads one request there, answers, and ends. A request is JSON: th
 An answer is a letter for its kind, and a table or a message.
 """
 
-import contextlib
 import json
 import logging
 import multiprocessing
@@ -32,8 +31,7 @@ import dllm
 from dllm.grammar.automaton import Automaton
 from dllm.grammar.counts import nearest_counted
 from dllm.grammar.lowering import lower_text
-from dllm.grammar.reach import ByteTable, TooManyStates
-from dllm.grammar.rules import TooSlow, Unsupported
+from dllm.grammar.refusals import TooSlow, Unsupported
 from dllm.grammar.table import by_tokens
 from dllm.grammar.vocabulary import Vocabulary
 
@@ -41,7 +39,7 @@ logger = logging.getLogger(dllm.LOGGER)
 
 SECONDS = 10.0  # of a processor, for one grammar
 PATIENCE = 6  # times as long by the clock: the lowest priority gets little of a busy machine
-MOST_MEMORY = 1 << 30  # bytes for one grammar
+MOST_MEMORY = 1 << 28  # bytes for one grammar
 SHOWN = 300  # characters of a message of xgrammar
 TABLE, REFUSAL, OUT_OF_MEMORY = b"T", b"R", b"M"  # kinds of answers
 
@@ -158,16 +156,13 @@ def main(seconds: float, most_memory: int, patience: float) -> None:
         most_memory: bytes, in addition to those of this process.
         patience: times ``seconds`` by the clock, after which it ends as well.
     """
-    import xgrammar  # here: it imports PyTorch
+    import xgrammar  # noqa: F401  it imports PyTorch, once for all children
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=sys.stdin.fileno())
     vocabulary = Vocabulary.from_bytes(Connection(os.dup(control.fileno())).recv_bytes())
     _ = vocabulary.trie, vocabulary.is_text  # made once, and shared with all children
-    # Which tokens xgrammar knows does not matter: only its automaton over bytes is read.
-    info = xgrammar.TokenizerInfo([b"a", b""], vocab_size=2, stop_token_ids=[1])
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     # Behind the imports, for which the first request waits. Beside processes that keep every core
     # busy, a child still gets a quarter of one: its limit counts what it uses, not its waits.
     os.nice(5)
@@ -183,7 +178,7 @@ def main(seconds: float, most_memory: int, patience: float) -> None:
             most = used * os.sysconf("SC_PAGE_SIZE") + most_memory
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
             connection = Connection(sockets[0])
-            connection.send_bytes(_answer(compiler, vocabulary, connection.recv_bytes()))
+            connection.send_bytes(_answer(vocabulary, connection.recv_bytes()))
             os._exit(0)
         os.close(sockets[0])
 
@@ -194,9 +189,9 @@ def end_after(seconds: float, patience: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, patience * seconds)
 
 
-def _answer(compiler: Any, vocabulary: Vocabulary, request: bytes) -> bytes:
+def _answer(vocabulary: Vocabulary, request: bytes) -> bytes:
     try:
-        return TABLE + table_of(compiler, vocabulary, **json.loads(request))
+        return TABLE + table_of(vocabulary, **json.loads(request))
     except Unsupported as refusal:
         return REFUSAL + str(refusal).encode(errors="replace")
     except MemoryError:
@@ -204,7 +199,6 @@ def _answer(compiler: Any, vocabulary: Vocabulary, request: bytes) -> bytes:
 
 
 def table_of(
-    compiler: Any,
     vocabulary: Vocabulary,
     most_states: int,
     absent: list[int],
@@ -214,52 +208,45 @@ def table_of(
     """The table of a grammar (``Table.to_bytes``), without texts that have ``absent`` tokens."""
     spec["text"] = lower_text(spec["kind"], spec["text"])
     try:
-        serialized = _compile(compiler, **spec).serialize_json()
+        serialized = grammar_of(**spec).serialize_json()
     except RuntimeError as error:
         if "bad_alloc" in str(error):
             raise MemoryError from error
-        raise Unsupported(f"xgrammar does not compile the grammar: {str(error)[:SHOWN]}") from error
+        raise Unsupported(f"xgrammar does not read the grammar: {str(error)[:SHOWN]}") from error
     # States stay apart where there are marks: the way there shows their places.
-    states = _states(serialized, spec["kind"], most_states, is_merged=not marks)
+    states = nearest_counted(Automaton(serialized, spec["kind"]), most_states, is_merged=not marks)
     return by_tokens(states, vocabulary, marks, most_states).without(absent).to_bytes()
 
 
-def _states(serialized: str, kind: str, most_states: int, is_merged: bool) -> ByteTable:
-    with contextlib.suppress(TooManyStates):  # and frees what was made until then
-        return nearest_counted(Automaton(serialized, kind), most_states, is_merged)
-    return nearest_counted(Automaton(serialized, kind, is_merged=True), most_states, is_merged)
-
-
-def _compile(
-    compiler: Any, kind: str, text: str, any_whitespace: bool, separators: list[str] | None
+def grammar_of(
+    kind: str, text: str, any_whitespace: bool = True, separators: list[str] | None = None
 ) -> Any:
-    import xgrammar
+    """The grammar that xgrammar makes of a text; the arguments are those of `compile.Spec`."""
+    from xgrammar import Grammar, StructuralTagItem
 
     if kind == "json":
         between = (separators[0], separators[1]) if separators else None
-        return xgrammar.Grammar.from_json_schema(
-            text, any_whitespace=any_whitespace, separators=between
-        )
+        return Grammar.from_json_schema(text, any_whitespace=any_whitespace, separators=between)
     if kind == "structural_tag":
         given = json.loads(text)
         if not isinstance(given, dict) or "structures" not in given:
-            return compiler.compile_structural_tag(text)
+            return Grammar.from_structural_tag(text)
         try:
             tags = [
-                xgrammar.StructuralTagItem(
+                StructuralTagItem(
                     begin=tag["begin"], schema=json.dumps(tag["schema"]), end=tag["end"]
                 )
                 for tag in given["structures"]
             ]
-            return compiler.compile_structural_tag(tags, given["triggers"])
+            return Grammar.from_structural_tag(tags, given["triggers"])
         except (KeyError, TypeError, ValueError) as error:
             raise Unsupported(
                 "The structural tag has no 'triggers' (texts) and 'structures' (of 'begin', "
                 "'schema' and 'end'). Correct it."
             ) from error
     if kind == "regex":
-        return compiler.compile_regex(text)
-    return compiler.compile_lark(text) if kind == "lark" else compiler.compile_grammar(text)
+        return Grammar.from_regex(text)
+    return Grammar.from_lark(text) if kind == "lark" else Grammar.from_ebnf(text)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from cachetools import LRUCache
 
 from dllm.grammar.children import Children
 from dllm.grammar.lowering import read_json
-from dllm.grammar.rules import TooSlow, Unsupported
+from dllm.grammar.refusals import TooSlow, Unsupported
 from dllm.grammar.table import MOST_STATES
 from dllm.grammar.vocabulary import Vocabulary
 

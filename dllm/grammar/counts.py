@@ -7,7 +7,6 @@ limit on states. Otherwise numbers are rounded up behind each token, so that a s
 end before it has all the characters that it might have; it never has more.
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from dllm.grammar.automaton import DEAD, Automaton
 from dllm.grammar.reach import ByteTable, nearest
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 
 # How many numbers are told apart in a string: all of them, or so many.
 NUMBERS = (1 << 20, 2048, 1024, 512, 256, 128, 64, 32, 16)
@@ -111,23 +110,20 @@ class Moves:
 
 
 def told_apart(moves: np.ndarray, counts: Counts) -> np.ndarray:
-    """``[3, M]``: states with counts, the columns of moves, and the states behind these.
+    """``[3, M]``: states with counts, the kinds of moves, and the states behind these.
 
     Args:
-        moves: ``[5, N]``: a state, a column, and what it does there (`Moves`); sorted by states.
+        moves: ``[5, N]``: a state, a kind, and what it does there (`Moves`).
     """
-    first = np.cumsum(counts.size) - counts.size
-    bounds = np.searchsorted(moves[0], np.arange(len(counts.size) + 1))
-    found = []
-    for state, (low, high) in enumerate(itertools.pairwise(bounds.tolist())):
-        _, column, target, left, count = moves[:, low:high]
-        read = np.minimum(np.arange(counts.size[state]) * counts.step[state], counts.most[state])
-        read = read[:, None]
-        stays = left == STAYS
-        number = np.where(stays, read + count, count)
-        is_allowed = number <= counts.most[target]
-        is_allowed &= stays | (read + left <= counts.most[state]) | (counts.most[state] == 0)
-        which, place = np.nonzero(is_allowed)
-        behind = first[target] - (-number // counts.step[target])
-        found.append(np.stack([first[state] + which, column[place], behind[is_allowed]]))
-    return np.concatenate(found, axis=1)
+    size, first = counts.size[moves[0]], np.cumsum(counts.size) - counts.size
+    each = np.repeat(np.arange(len(size)), size)
+    which = np.arange(len(each)) - np.repeat(np.cumsum(size) - size, size)
+    source, kind, target, left, count = moves[:, each]
+    read, most = which * counts.step[source], counts.most[source]
+    read = np.minimum(read, most)
+    stays = left == STAYS
+    number = np.where(stays, read + count, count)
+    is_allowed = number <= counts.most[target]
+    is_allowed &= stays | (read + left <= most) | (most == 0)
+    behind = first[target] - (-number // counts.step[target])
+    return np.stack([first[source] + which, kind, behind])[:, is_allowed]

@@ -1,4 +1,4 @@
-"""The grammar that xgrammar writes for a JSON schema, read before xgrammar compiles it.
+"""The grammars that xgrammar writes, read before it compiles them.
 
 Compiled, each rule repeats the whole grammar: that takes memory by the square of its length.
 """
@@ -12,10 +12,13 @@ from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 from dllm.grammar.characters import BY_BYTES, Ranges, both, others, utf8
+from dllm.grammar.patterns import rewritten
+from dllm.grammar.refusals import Unsupported
 
 # Kinds of edges that read no byte, in the place of the lowest byte; kinds of expressions (0.2.8).
 EPSILON, RULE, REPEAT = -1, -2, -4
-TEXT, CLASS, STAR, EMPTY, CALL, SEQUENCE, CHOICES, REPEATED, PATTERN = 0, 1, 2, 3, 4, 5, 6, 8, 12
+TEXT, CLASS, STAR, EMPTY, CALL, SEQUENCE, CHOICES, DISPATCH, REPEATED, PATTERN = *range(9), 12
+FORM = "v16"  # of what xgrammar writes
 CONTROLS = (0, 31)  # are in no text of JSON, but for spaces between its tokens
 # One character of a string of bounded length. xgrammar writes none of JSON's escapes there; those
 # of one character are added. Of \uXXXX two may stand for one.
@@ -27,10 +30,25 @@ Build = Callable[[int, int], None]  # adds the edges that lead from a state to a
 
 
 class Expressions:
-    """Attributes are those of ``Rules``; a repetition is (rule, fewest, most)."""
+    """Attributes are those of ``Rules``; a repetition is (rule, fewest, most).
 
-    def __init__(self, serialized: str) -> None:
+    Args:
+        serialized: of xgrammar's ``Grammar.serialize_json()``.
+        kind: of the grammar (``compile.Kind``). Patterns in "json", and in the schemas of a
+            "structural_tag", are those of `patterns`.
+
+    Raises:
+        Unsupported: the grammar has tokens, which are no bytes, or is of another xgrammar.
+    """
+
+    def __init__(self, serialized: str, kind: str) -> None:
         grammar = json.loads(serialized)
+        if grammar["__VERSION__"] != FORM:
+            raise Unsupported(
+                f"xgrammar's grammars have the form {grammar['__VERSION__']}; read are those of "
+                f"{FORM}. Install the xgrammar that this version is tested with."
+            )
+        self._is_rewritten = kind in ("json", "structural_tag")
         data, firsts = grammar["grammar_expr_data"], grammar["grammar_expr_indptr"]
         ends = [*firsts[1:], len(data)]
         self._expressions = [
@@ -41,6 +59,7 @@ class Expressions:
         self.starts = [self._state() for _ in grammar["rules"]]
         self.ends: set[int] = set()
         self._tails: dict[tuple[int, int, int], int] = {}  # states inside of characters
+        self._texts: dict[str, Texts] = {}  # of patterns
         for start, (_, body, *_) in zip(list(self.starts), grammar["rules"], strict=True):
             self._build_rule(start, _partial(self._add, body))
         self.root = grammar["root_rule_id"]
@@ -83,12 +102,12 @@ class Expressions:
         kind, parts = self._expressions[number]
         if kind == TEXT:
             self._one_by_one(
-                [_partial(self._bytes, byte, byte) for byte in _unsigned(parts)], at, to
+                [_partial(self._bytes, *2 * [byte]) for byte in self._text(number)], at, to
             )
         elif kind in (CLASS, STAR):
             ranges = _pairs(parts[1:])
             if parts[0]:
-                ranges = others([CONTROLS, *ranges])
+                ranges = others([CONTROLS, *ranges] if parts == IN_STRING else ranges)
             build = _partial(self._characters, ranges)
             if kind == STAR:
                 return self._loop(build, at, to)
@@ -109,11 +128,15 @@ class Expressions:
                 self._add(part, at, to)
         elif kind == REPEATED:
             self._repeat(parts[0], parts[1], parts[2], at, to)
+        elif kind == DISPATCH:
+            self._dispatch(parts, at, to)
         elif kind == PATTERN:
-            text = CODE.sub(lambda code: f"\\U{code[1]:0>8}", bytes(_unsigned(parts[1:])).decode())
+            text = bytes(_unsigned(parts[1:])).decode()
+            text = text if self._is_rewritten else rewritten(text)
+            text = CODE.sub(lambda code: f"\\U{code[1]:0>8}", text)
             self._pattern(_parser.parse(text), at, to)
         else:
-            raise ValueError(f"xgrammar's expression of kind {kind}")
+            raise Unsupported("The grammar names tokens; allowed: text only.")
         return None
 
     def _characters(self, ranges: Ranges, at: int, to: int) -> None:
@@ -128,18 +151,54 @@ class Expressions:
                     target = self._tails[key]
                 self._bytes(*first, at, target)
 
+    def _dispatch(self, parts: Sequence[int], at: int, to: int) -> None:
+        """Any text in which rules follow their triggers, and some texts are not (Aho 1975).
+
+        Its states are beginnings of these texts: the longest one that the text ends with.
+        """
+        *tags, is_loop, excluded = parts
+        words = dict(zip(map(self._text, tags[::2]), tags[1::2], strict=True))
+        never = [*map(self._text, self._expressions[excluded][1])]
+        begun = {
+            word[:size]: self._state() for word in (*words, *never) for size in range(len(word))
+        }
+        begun.setdefault(b"", self._state())
+        self.edges[at].append([EPSILON, 0, begun[b""]])
+        letters = {byte for word in (*words, *never) for byte in word}
+        cuts = sorted({0, 256, *letters, *(byte + 1 for byte in letters)})
+        for before, state in begun.items():
+            self.edges[state].append([EPSILON, 0, to])
+            for low, high in itertools.pairwise(cuts):
+                text = before + bytes([low])
+                if any(map(text.endswith, never)):
+                    continue
+                rule = next((rule for word, rule in words.items() if text.endswith(word)), None)
+                target = next(
+                    begun[text[cut:]] for cut in range(len(text) + 1) if text[cut:] in begun
+                )
+                if rule is not None:
+                    target = self._state()
+                    self.edges[target].append([RULE, rule, begun[b""] if is_loop else to])
+                self._bytes(low, high - 1, state, target)
+
+    def _text(self, number: int) -> bytes:
+        return bytes(_unsigned(self._expressions[number][1]))
+
     def _pattern(self, tree: Sequence[Any], at: int, to: int) -> None:
         """The edges of a pattern, of which what is repeated no time holds as well (`patterns`).
 
-        That is first the length, and then maybe another pattern of the same texts.
+        That is first the length, and then maybe other patterns of the same texts; what is repeated
+        no time in such a one is a pattern of other texts.
         """
         items = [item for item in tree if not _held(item)]
         held = [_held(item) for item in tree if _held(item)]
         if not held:
             return self._sequence(items, at, to)
-        ((_, (fewest, most, _)),) = held[0]
-        lengths = int(fewest), -1 if most is op.MAXREPEAT else int(most)
-        texts = Texts([Written(one) for one in (items, *held[1:])], lengths)
+        if (key := repr(tree)) not in self._texts:
+            ((_, (fewest, most, _)),) = held[0]
+            lengths = int(fewest), -1 if most is op.MAXREPEAT else int(most)
+            self._texts[key] = Texts([Written(one) for one in (items, *held[1:])], lengths)
+        texts = self._texts[key]
         states = [self._state() for _ in texts.edges]
         self.edges[at].append([EPSILON, 0, states[0]])
         for state, edges in zip(states, texts.edges, strict=True):
@@ -190,10 +249,15 @@ class Expressions:
 
 
 class Written(Expressions):
-    """The edges of one pattern, with repetitions written out: from ``start`` to ``end``."""
+    """The edges of one pattern, with repetitions written out: from ``start`` to ``end``.
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    ``is_absent``: other texts are meant.
+    """
+
+    def __init__(self, items: Sequence[Any]) -> None:
         self.edges, self._tails = [], {}
+        self.is_absent = bool(absent := _held(items[0]) if len(items) == 1 else [])
+        items = absent or items
         self.start, self.end = self._state(), self._state()
         self._sequence(items, self.start, self.end)
         self._closures: dict[frozenset[int], frozenset[int]] = {}
@@ -209,6 +273,12 @@ class Written(Expressions):
             return self._loop(_partial(self._sequence, items), at, to)
         self.edges[at].append([EPSILON, 0, to])
         return None
+
+    def may_go_on(self, states: frozenset[int]) -> bool:
+        return self.is_absent or bool(states)
+
+    def may_end(self, states: frozenset[int]) -> bool:
+        return self.is_absent != (self.end in states)
 
     def closure(self, states: frozenset[int]) -> frozenset[int]:
         """The states that are reached without a byte."""
@@ -254,7 +324,7 @@ class Texts:
                     numbers[key] = len(numbers)
                     todo.append(key)
                 edges.append((low, high, numbers[key]))
-            if length >= self._fewest and all(map(_ends, self._patterns, state[0])):
+            if length >= self._fewest and all(map(Written.may_end, self._patterns, state[0])):
                 self.ends.append(len(self.edges))
             self.edges.append(edges)
 
@@ -273,7 +343,7 @@ class Texts:
                     one.closure(frozenset(to for a, b, to in some if a <= low <= b))
                     for one, some in zip(self._patterns, moves, strict=True)
                 )
-                if all(behind):
+                if all(map(Written.may_go_on, self._patterns, behind)):
                     is_new = mode == PLAIN and not 0x80 <= low < 0xC0
                     found.append((low, end - 1, (behind, _mode(mode, low)), is_new))
             self._following[state] = found
@@ -286,10 +356,6 @@ def _mode(mode: int, byte: int) -> int:
     if mode == ESCAPE:
         return ESCAPE - 1 if byte == 0x75 else PLAIN
     return PLAIN if mode == LAST_DIGIT else mode - 1
-
-
-def _ends(pattern: Written, states: frozenset[int]) -> bool:
-    return pattern.end in states
 
 
 def _held(item: tuple[Any, Any]) -> list[Any]:

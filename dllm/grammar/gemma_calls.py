@@ -33,7 +33,7 @@ from xgrammar.structural_tag import (
 from dllm.grammar.compile import MOST_TEXT
 from dllm.grammar.lowering import lower
 from dllm.grammar.patterns import IN_GEMMA
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 THOUGHT, ANSWER = "<|channel>", "<channel|>"  # around a thought

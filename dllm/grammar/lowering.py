@@ -17,9 +17,9 @@ from typing import Any
 
 from dllm.grammar.alternatives import TYPE_OF, TYPES, Alternatives, Conjunction, Flat, has_no_number
 from dllm.grammar.objects import lowered_object
-from dllm.grammar.patterns import IN_JSON, IN_TAG, Alphabet, rewritten
+from dllm.grammar.patterns import IN_JSON, Alphabet, rewritten
 from dllm.grammar.references import CANNOT, Document, Part, refuse
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 from dllm.grammar.strings import lowered_string
 
 Schema = dict[str, Any]
@@ -30,7 +30,7 @@ WHY = {
     "repeated items in the answer"
 }
 MOST_ITEMS = 1 << 20  # a larger number limits nothing: no answer is as long
-MOST_MULTIPLES = 256  # values that are listed between two bounds; without bounds, the largest step
+MOST_MULTIPLES = 256  # values that are listed from a bound on; without bounds, the largest step
 
 
 def lower(schema: Any, alphabet: Alphabet = IN_JSON) -> Schema:
@@ -71,7 +71,7 @@ class Lowering:
 
     def conjunction(self, asked: Conjunction) -> Schema | None:
         """The lowered schema of the values of all parts."""
-        asked = tuple(dict.fromkeys(asked))
+        asked = self.alternatives.simplest(asked)
         self.document.count()
         if asked in self._open:
             self._open[asked] = True
@@ -214,16 +214,16 @@ def _integer(_: Lowering, flat: Flat) -> Schema | None:
     step = flat.get("multipleOf", 1)
     if step == 1:
         return {"type": "integer"} | bounds
-    if len(bounds) == 2:
-        first = -(-bounds["minimum"] // step) * step
-        values = range(first, bounds["maximum"] + 1, step)
+    low, high = bounds.get("minimum"), bounds.get("maximum")
+    if low is None and high is None and step <= MOST_MULTIPLES:
+        return {"type": "integer", "multipleOf": step}
+    if low is not None or high is not None:
+        room = step * (MOST_MULTIPLES - 1)
+        first = (high // step) * step - room if low is None else -(-low // step) * step
+        values = range(first, (first + room if high is None else high) + 1, step)
         if len(values) <= MOST_MULTIPLES:
             return {"enum": list(values)} if values else None
-    elif not bounds and step <= MOST_MULTIPLES:
-        return {"type": "integer", "multipleOf": step}
-    why = (
-        f"answers can be held to it beside two bounds with at most {MOST_MULTIPLES} values between"
-    )
+    why = f"answers can be held to it beside one bound, or two with {MOST_MULTIPLES} values between"
     refuse("multipleOf", flat["path"], why)
 
 
@@ -309,7 +309,7 @@ def _lower_tag(tag: Any) -> Any:
     if not isinstance(tag, Mapping):
         return tag
     lowered = {
-        key: lower(value, IN_TAG) if key in ("json_schema", "schema") else _lower_tag(value)
+        key: lower(value) if key in ("json_schema", "schema") else _lower_tag(value)
         for key, value in tag.items()
     }
     if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):

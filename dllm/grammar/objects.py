@@ -98,25 +98,15 @@ def _others(
 ) -> Schema | None:
     """What a lowered schema says of names that are not declared; None: there are none.
 
-    Those that ``additionalProperties`` speaks of, or those of one pattern.
+    Those that ``additionalProperties`` speaks of, or those of patterns.
     """
-    patterns = flat.get("patternProperties", {})
+    patterns: dict[str, Conjunction] = flat.get("patternProperties", {})
+    if len(declared) > MOST_NAMES or (declared and patterns and not alphabet.is_json):
+        return None
     if patterns:
-        if declared and (len(patterns) > 1 or len(declared) > MOST_NAMES or not alphabet.is_ours):
-            return None
-        if len(patterns) > 1 or "propertyNames" in flat:
-            refuse("patternProperties", flat["path"], "answers can be held to one of them alone")
-        ((pattern, asked),) = patterns.items()
-        value = lower(asked)
-        if value is None or not declared:
-            return None if value is None else _of_pattern(in_string(pattern), value)
-        names = in_string(pattern, alphabet, also=other_names(declared))
-        return {
-            "additionalProperties": value,
-            "propertyNames": {"type": "string", "pattern": names},
-        }
+        return _of_patterns(flat, patterns, declared, lower)
     value = lower(flat.get("additionalProperties", ()))
-    if value is None or len(declared) > MOST_NAMES:
+    if value is None:
         return None
     node: Schema = {"additionalProperties": value}
     if "propertyNames" in flat:
@@ -126,6 +116,24 @@ def _others(
     if declared:
         node["propertyNames"] = {"type": "string", "pattern": other_names(declared)}
     return node
+
+
+def _of_patterns(
+    flat: Flat, patterns: dict[str, Conjunction], declared: dict[str, Any], lower: Lower
+) -> Schema | None:
+    """Names of one of the patterns alone, which are not declared."""
+    others = other_names(declared) if declared else None
+    found: dict[str | None, Schema] = {}
+    for pattern, asked in patterns.items():
+        asides = [(other, False) for other in patterns if other != pattern]
+        names = in_string([(pattern, True), *asides], whole=others, is_anywhere=True)
+        if names is None and declared:
+            return None
+        if names is None or "propertyNames" in flat:
+            refuse("patternProperties", flat["path"], "beside others answers cannot be held to it")
+        if (value := lower(asked)) is not None:
+            found[names] = value
+    return {"patternProperties": found, "additionalProperties": False} if found else None
 
 
 def _named(flat: Flat, value: Schema, alternatives: Alternatives) -> Schema | None:

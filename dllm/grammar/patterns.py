@@ -2,8 +2,7 @@
 
 They are JavaScript's, as JSON Schema asks: ``\\d`` and ``\\w`` are ASCII. Python's parser reads
 them, and what is no regular language is refused. Written again they have classes of characters,
-groups and repetitions alone: xgrammar 0.2.8 leaves out what looks around, reads some escapes in its
-own way, and lets bytes that are no UTF-8 into negated classes.
+groups and repetitions alone.
 """
 
 import functools
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import regex
 
 from dllm.grammar.characters import BY_BYTES, Ranges, both, others
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 
 DIGITS: Ranges = [(48, 57)]
 WORDS: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
@@ -28,9 +27,6 @@ SPACES: Ranges = [
 ]
 LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]
 SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
-# xgrammar 0.2.8 reads patterns of JSON strings that are ASCII in another way, which misreads what
-# is repeated inside of a repetition and drops backslashes. This part stands for no text.
-NOT_ASCII = "(?:é){0}"
 LENGTH = "!"  # stands for any character where a length is written
 BEGINNING, END = (op.AT, op.AT_BEGINNING), (op.AT, op.AT_END)
 CARET = r"\^"
@@ -52,22 +48,18 @@ class Alphabet(NamedTuple):
         plain: characters that stand for themselves.
         is_json: quotes, backslashes and control characters are written as JSON's escapes.
         has_anchors: ``^`` and ``$`` are kept; otherwise the whole text is meant.
-        is_ours: `expressions` reads what is written, not xgrammar: several patterns at once, too.
     """
 
     plain: Ranges
     is_json: bool = False
     has_anchors: bool = False
-    is_ours: bool = False
 
 
 TEXT = Alphabet(BY_BYTES)
 IN_JSON = Alphabet(
     [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F), *BY_BYTES[1:]],  # inside of a string's quotes
     is_json=True,
-    is_ours=True,
 )
-IN_TAG = IN_JSON._replace(is_ours=False)
 IN_GEMMA = Alphabet([(0, 0x3B), (0x3D, 0x7F), *BY_BYTES[1:]])  # its strings end with ``<|"|>``
 SEARCH = Alphabet(BY_BYTES, has_anchors=True)
 
@@ -91,50 +83,92 @@ def _written(pattern: str, tree: Any, alphabet: Alphabet) -> str:
 
 
 def in_string(
-    pattern: str,
+    patterns: str | Sequence[tuple[str, bool]],
     alphabet: Alphabet = IN_JSON,
     fewest: float = 0,
     most: float = math.inf,
-    also: str | None = None,
+    whole: str | None = None,
+    is_anywhere: bool = False,
 ) -> str | None:
-    """Rewrite (``rewritten``) a ``pattern`` of strings or a name in ``patternProperties``.
+    """Rewrite (``rewritten``) ``pattern`` of strings, or a name in ``patternProperties``.
 
     Args:
+        patterns: and whether they are found in the text, or not. A single one is of whole texts,
+            unless ``is_anywhere``; several are found anywhere.
         fewest, most: characters of the texts.
-        also: another pattern that the whole text has; ``pattern`` is then found anywhere in it.
+        whole: a pattern that the whole text has as well.
 
     Returns:
-        None if it is not known how to keep to the lengths.
+        None if it is not known how to keep to all of them.
     """
+    given = ((patterns, True),) if isinstance(patterns, str) else patterns
+    if given[1:] or is_anywhere or whole is not None or not all(is_there for _, is_there in given):
+        return _several(given, alphabet, fewest, most, whole)
+    ((pattern, _),) = given
     tree: Any = parsed(pattern)
     low, high = tree.getwidth()
-    if also is None and (high < fewest or low > most):
+    if high < fewest or low > most:
         return None
-    if also is None and (low < fewest or high > most):
+    if low < fewest or high > most:
         found = _with_lengths(tree, fewest, most)
-        if found is not None:
-            return f"^(?:{_written(pattern, found, alphabet)}{NOT_ASCII})$"
-    text = _written(pattern, tree, alphabet)
-    if low >= fewest and high <= most and also is None:
-        return f"^(?:{text}{NOT_ASCII})$"
-    if not alphabet.is_ours:
+        if found is None:
+            return _together([_written(pattern, tree, alphabet)], [], alphabet, fewest, most)
+        tree = found
+    return _whole(_written(pattern, tree, alphabet), alphabet)
+
+
+def _several(
+    patterns: Sequence[tuple[str, bool]],
+    alphabet: Alphabet,
+    fewest: float,
+    most: float,
+    whole: str | None,
+) -> str | None:
+    """One pattern of the texts in which some are found, and others are not."""
+    found = [rewritten(whole, alphabet)] if whole is not None else []
+    absent: list[str] = []
+    for pattern, is_there in patterns:
+        tree = parsed(pattern)
+        if not is_there and _has_anchors_inside(tree):
+            return None
+        text = _found_anywhere(_written(pattern, tree, alphabet), tree, alphabet)
+        (found if is_there else absent).append(text)
+    if absent:  # is known of texts in their only spelling
+        found.insert(0, rewritten("[^]*", alphabet))
+    return _together(found, absent, alphabet, fewest, most)
+
+
+def _together(
+    found: list[str], absent: list[str], alphabet: Alphabet, fewest: float, most: float
+) -> str | None:
+    """A pattern of what all written ones have, and no absent one; `expressions` reads it."""
+    if len(found) == 1 and not absent and (fewest, most) == (0, math.inf):
+        return _whole(found[0], alphabet)
+    if not alphabet.is_json:
         return None
-    # What is repeated no time holds as well, and is in ASCII, which xgrammar hands on as it is.
-    beside = f"(?:{LENGTH}{{{int(fewest)},{'' if most == math.inf else int(most)}}}){{0}}"
-    if also is not None:
-        text = _found_anywhere(text, tree, alphabet)
-        beside += f"(?:{rewritten(also, alphabet)}){{0}}"
-    return "".join(c if c < "\x7f" else f"\\u{{{ord(c):x}}}" for c in f"^(?:{text}{beside})$")
+    length = f"{LENGTH}{{{int(fewest)},{'' if most == math.inf else int(most)}}}"
+    held = [length, *found[1:], *(f"(?:{one}){{0}}" for one in absent)]
+    return _whole(found[0] + "".join(f"(?:{one}){{0}}" for one in held), alphabet)
+
+
+def _whole(text: str, alphabet: Alphabet) -> str:
+    """A pattern of whole texts; of JSON's in ASCII, which xgrammar hands on as it is."""
+    is_plain = not alphabet.is_json
+    return "".join(c if is_plain or c < "\x7f" else f"\\u{{{ord(c):x}}}" for c in f"^(?:{text})$")
+
+
+def _has_anchors_inside(tree: Any) -> bool:
+    items = list(tree)
+    inner = items[items[:1] == [BEGINNING] : len(items) - (items[-1:] == [END])]
+    return "AT_" in repr(inner)
 
 
 def _found_anywhere(text: str, tree: Any, alphabet: Alphabet) -> str:
     """A written pattern with any text around it where it has no anchors."""
-    items = list(tree)
-    inner = items[items[:1] == [BEGINNING] : len(items) - (items[-1:] == [END])]
-    if "AT_" in repr(inner):  # anchors inside: of whole texts
+    if _has_anchors_inside(tree):  # of whole texts
         return text
     anything = rewritten("[^]*", alphabet)
-    before, behind = (anything * (end not in items) for end in (BEGINNING, END))
+    before, behind = (anything * (end not in list(tree)) for end in (BEGINNING, END))
     return f"{before}(?:{text}){behind}"
 
 
@@ -189,7 +223,7 @@ def other_names(names: Collection[str]) -> str:
     plain = [name for name in names if _is_plain(name)]
     ways = [f"{_deviations(plain)}{_class_of(IN_JSON.plain)}*", _early_ends(plain)]
     ways = ways if plain else [f"{_class_of(IN_JSON.plain)}*"]
-    return f"^(?:{'|'.join(way for way in ways if way is not None)})$"
+    return _whole("|".join(way for way in ways if way is not None), IN_JSON)
 
 
 def _is_plain(text: str) -> bool:

@@ -11,6 +11,7 @@ read, and finds two to six times as many.
 """
 
 import bisect
+import functools
 import itertools
 from collections import deque
 from dataclasses import dataclass, replace
@@ -18,13 +19,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START, Automaton
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 
 LOOKED_AT = 4  # times as many states, of which equal ones become one,
-MOST_LOOKED_AT = 32_767  # at most
+MOST_LOOKED_AT = (1 << 16) - 1  # at most
 FEWEST_LEVELS = 2  # of recursion, the outer one counted
 UNROLLED = 2048  # states with which there may be more of them
-ROUNDS = 16  # between two counts of what they tell apart
+AT_ONCE = 4096  # states whose pairs are looked up
+ROUNDS, MOST_COUNTS = 16, 64  # between two counts of what they tell apart; of these counts
 MIXING, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 NEVER = 1 << 30  # steps to the end of the text from a state that has none
 
@@ -72,6 +74,7 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
     """
     levels, is_whole = _by_level(automaton, min(LOOKED_AT * most_states, MOST_LOOKED_AT))
 
+    @functools.cache
     def of_levels(number: int) -> ByteTable:
         found = _bytes_of(automaton, [*itertools.chain(*levels[:number])])
         return _merged(found) if is_merged else found
@@ -93,18 +96,18 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
     found = of_levels(number)
     if len(found.rows) > most_states:
         raise TooManyStates(most_states)
-    return found
+    return replace(found, rows=found.rows.astype(np.int16))
 
 
 def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
-    number = np.full(len(automaton) + 1, DEAD, dtype=np.int16)  # the first one is for DEAD
+    number = np.full(len(automaton) + 1, DEAD, dtype=np.int32)  # the first one is for DEAD
     number[np.array(states) + 1] = np.arange(len(states))
-    rows = automaton.rows(states, number)
+    rows, part_of = automaton.rows(states, number)
     accepts = np.array([automaton.accepts(state) for state in states])
     columns: dict[bytes, int] = {}
     by_byte = np.ascontiguousarray(rows.T)
-    class_of = np.array([columns.setdefault(row.tobytes(), len(columns)) for row in by_byte])
-    rows = rows[:, np.unique(class_of, return_index=True)[1]]
+    of_part = np.array([columns.setdefault(row.tobytes(), len(columns)) for row in by_byte])
+    rows, class_of = rows[:, np.unique(of_part, return_index=True)[1]], of_part[part_of]
     # What leads only to states that were left out is left out too.
     has_end = steps_to_end(rows, accepts) < NEVER
     if not has_end[0]:
@@ -130,18 +133,24 @@ def _merged(states: ByteTable) -> ByteTable:
     until the rounds tell no more states apart.
     """
     rows, num_states = states.rows, len(states.rows)
-    source, kind = np.nonzero(rows != DEAD)
-    pairs, which = np.unique(
-        source * num_states + rows[source, kind].astype(np.int64), return_inverse=True
-    )
     drawn = np.frombuffer(np.random.default_rng(0).bytes(8 * rows.shape[1]), dtype=np.uint64)
-    weight = np.zeros(len(pairs), dtype=np.uint64)  # of the set of bytes that lead along a pair
-    np.add.at(weight, which, drawn[kind])
+    found = []  # pairs of states, and a weight of the set of bytes that lead along each
+    for low in range(0, num_states, AT_ONCE):
+        source, kind = np.nonzero(rows[low : low + AT_ONCE] != DEAD)
+        source += low
+        each, which = np.unique(source * num_states + rows[source, kind], return_inverse=True)
+        found.append((each, np.zeros(len(each), dtype=np.uint64)))
+        np.add.at(found[-1][1], which, drawn[kind])
+    pairs, weight = map(np.concatenate, zip(*found, strict=True))
     source, first = np.unique(pairs // num_states, return_index=True)
     target = pairs % num_states
     own = (states.accepts + 2 * states.is_head + 4 * (states.circle + 1)).astype(np.uint64)
+    to_end = distances(pairs // num_states, target, states.accepts)  # which equal states share
+    own += to_end.astype(np.uint64) << SHIFT
     number, kept, num_classes = own.copy(), own[:0], -1
-    while len(kept) > num_classes:
+    for _ in range(MOST_COUNTS):  # then, in a chain of many states, they stay apart
+        if len(kept) == num_classes:
+            break
         num_classes = len(kept)
         for _ in range(ROUNDS):
             total = own.copy()
@@ -151,7 +160,7 @@ def _merged(states: ByteTable) -> ByteTable:
         _, kept, class_of = np.unique(number, return_index=True, return_inverse=True)
     order = np.sort(kept)
     class_of = np.searchsorted(order, kept)[class_of]
-    leads_to = np.append(class_of, DEAD).astype(np.int16)[rows]
+    leads_to = np.append(class_of, DEAD).astype(np.int32)[rows]
     is_same = (own == own[order][class_of]).all() and (leads_to == leads_to[order][class_of]).all()
     if not is_same:  # different states had one number
         return states

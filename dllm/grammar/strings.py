@@ -70,23 +70,26 @@ def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] |
     most = math.floor(most) if most < MOST_LENGTH else math.inf
     if fewest > most:
         return None
-    pattern, path = flat.get("pattern"), flat["path"]
-    form, also = flat.get("format"), None
+    patterns, path = flat.get("pattern", ()), flat["path"]
+    form, whole = flat.get("format"), None
     if form in NOT_HELD:
         refuse("format", path, f"answers cannot be held to {form!r}")
     if form in FORMATS or form in OF_XGRAMMAR:
-        is_free = pattern is None and (fewest, most) == (0, math.inf)
-        beside = FORMATS | ({} if is_free else {"uri": SHORT_URI if pattern is None else URI})
+        is_free = not patterns and (fewest, most) == (0, math.inf)
+        beside = FORMATS | ({} if is_free else {"uri": URI if patterns else SHORT_URI})
         if form not in beside and not is_free:
             refuse("format", path, "beside 'pattern' or a length answers cannot be held to it")
         if form not in beside:
             return node | {"format": form}
-        pattern, also = (beside[form], None) if pattern is None else (pattern, beside[form])
-    if pattern is None:
+        if patterns:
+            whole = beside[form]
+        else:
+            patterns = ((beside[form], True),)
+    if not patterns:
         node |= {"minLength": fewest} if fewest else {}
         return node | ({"maxLength": most} if most < math.inf else {})
-    written = in_string(pattern, alphabet, fewest, most, also)
+    written = in_string(patterns, alphabet, fewest, most, whole)
     if written is None:
         keyword = "format" if "format" in flat else "pattern"
-        refuse(keyword, path, "beside this length answers cannot be held to it")
+        refuse(keyword, path, "beside what else is asked answers cannot be held to it")
     return node | {"pattern": written}

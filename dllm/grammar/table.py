@@ -18,15 +18,16 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START
-from dllm.grammar.counts import Moves, told_apart, with_counts
+from dllm.grammar.counts import Counts, Moves, told_apart, with_counts
 from dllm.grammar.reach import NEVER, ByteTable, TooManyStates, distances
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 from dllm.grammar.vocabulary import Trie, Vocabulary, pack, unpack
 
-MOST_STATES = 24576
+MOST_STATES = (1 << 15) - 1
 # Entries of all maps together, int16 each.
 MOST_MAP_ENTRIES = 1 << 25
-MOST_EDGES = 1 << 17  # every denoise step follows all of them, at each position of a canvas
+AT_ONCE = 16  # maps between whose states pairs are looked up
+MOST_EDGES = 1 << 18  # every denoise step follows all of them, at each position of a canvas
 MOST_LABELS = 1 << 12
 MOST_MEMBERS = 1 << 18  # classes of all labels together
 MOST_CELLS = 1 << 23  # states times classes
@@ -186,28 +187,27 @@ def by_tokens(
     ]
     map_of[~vocabulary.is_text] = NOWHERE
     used, kind_of = np.unique(map_of, return_inverse=True)
-    source, kind, target, may_end = _all_moves(
-        moves, [maps[each] for each in used], states, most_states
-    )
+    counts = next(with_counts(states, most_states), None) if moves.has_circles else None
+    if moves.has_circles and counts is None:
+        raise TooManyStates(most_states)
+    may_end = states.accepts if counts is None else np.repeat(states.accepts, counts.size)
+    kinds, source, target = _of_kinds([maps[each] for each in used], counts, len(may_end))
+    del maps
     # Only states that tokens lead to, and from which tokens lead to an end.
     is_start = np.arange(len(may_end)) == START
     is_kept = distances(target, source, is_start) < NEVER
     is_kept &= distances(source, target, may_end) < NEVER
     if not is_kept[START]:
         raise Unsupported("No text of the grammar can be spelled by the tokens. Make it wider.")
-    renumbered, accepts = np.cumsum(is_kept) - 1, may_end[is_kept]
-    leads = is_kept[source] & is_kept[target]
-    source, kind, target = renumbered[source[leads]], kind[leads], renumbered[target[leads]]
-    bounds = np.searchsorted(kind, np.arange(len(used) + 1))
-    pairs = np.stack([source, target], axis=1).astype(np.int16)
+    renumbered, accepts = (np.cumsum(is_kept) - 1).astype(np.int16), may_end[is_kept]
     columns: dict[bytes, int] = {b"": -1}  # DEAD everywhere
-    kept: list[int] = []
+    kept: list[np.ndarray] = []
     class_of_kind = np.empty(len(used), dtype=np.int32)
-    for one, (low, high) in enumerate(itertools.pairwise(bounds.tolist())):
-        known = columns.setdefault(pairs[low:high].tobytes(), len(kept))
+    for one, pairs in enumerate(kinds):
+        column = renumbered[pairs[:, is_kept[pairs].all(axis=0)]]
+        class_of_kind[one] = known = columns.setdefault(column.tobytes(), len(kept))
         if known == len(kept):
-            kept.append(one)
-        class_of_kind[one] = known
+            kept.append(column)
     if len(kept) > MOST_CLASSES:
         raise Unsupported(
             f"The grammar tells {len(kept):,} kinds of tokens apart; allowed: {MOST_CLASSES:,}. "
@@ -219,13 +219,12 @@ def by_tokens(
             f"allowed: a product of {MOST_CELLS:,}. Make it smaller: fewer choices and patterns."
         )
     following: np.ndarray = np.full((len(accepts), len(kept)), DEAD, dtype=np.int32)
-    following[source, class_of_kind[kind]] = target
-    table = Table(
-        class_of=class_of_kind[kind_of],
-        next=following,
-        accepts=accepts,
-        left=distances(source, target, accepts),
-    )
+    for one, (before, behind) in enumerate(kept):
+        following[before, one] = behind
+    leads = is_kept[source] & is_kept[target]
+    source, target = (renumbered[at[leads]].astype(np.int64) for at in (source, target))
+    left = distances(source, target, accepts)
+    table = Table(class_of_kind[kind_of], following, accepts, left)
     edges = table.edges
     for what, number, most in (
         ("pairs of states, one behind the other", len(edges.source), MOST_EDGES),
@@ -278,26 +277,20 @@ def _move(states: ByteTable, word: bytes, is_there: np.ndarray) -> np.ndarray:
     return found
 
 
-def _all_moves(
-    moves: Moves, maps: list[np.ndarray], states: ByteTable, most_states: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(states, columns of ``maps``, states behind them, sorted by columns; ``[S]``, which accept).
-
-    Raises:
-        Unsupported: there are too many with counts.
-    """
-    column = np.repeat(np.arange(len(maps)), [one.shape[1] for one in maps])
-    all_moves = np.concatenate(maps, axis=1).astype(np.int64)
-    if not moves.has_circles:
-        source, target = all_moves
-        return source, column, target, states.accepts
-    counts = next(with_counts(states, most_states), None)
-    if counts is None:
-        raise TooManyStates(most_states)
-    order = np.argsort(all_moves[0], kind="stable")
-    found = told_apart(np.insert(all_moves, 1, column, axis=0)[:, order], counts)
-    source, column, target = found[:, np.argsort(found[1], kind="stable")]
-    return source, column, target, np.repeat(states.accepts, counts.size)
+def _of_kinds(
+    maps: list[np.ndarray], counts: Counts | None, num_states: int
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """(for each map ``[2, N]`` int16, states and those behind them; all these pairs, each once)."""
+    found, pairs = [], []
+    for first in range(0, len(maps), AT_ONCE):
+        some = maps[first : first + AT_ONCE]
+        kind = np.repeat(np.arange(len(some)), [one.shape[1] for one in some])
+        moves = np.insert(np.concatenate(some, axis=1).astype(np.int64), 1, kind, axis=0)
+        source, kind, target = moves[:3] if counts is None else told_apart(moves, counts)
+        pairs.append(np.unique(source * num_states + target))
+        both = np.stack([source, target]).astype(np.int16)
+        found += np.split(both, np.searchsorted(kind, np.arange(1, len(some))), axis=1)
+    return found, *np.divmod(np.unique(np.concatenate(pairs)), num_states)
 
 
 IDENTITY, NOWHERE = 0, 1  # the first maps: of the empty word, and of a word that is never allowed

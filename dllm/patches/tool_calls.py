@@ -30,7 +30,7 @@ from vllm.tool_parsers.utils import custom_tool_as_function_dict
 from xgrammar.structural_tag import JSONSchemaFormat
 
 from dllm.grammar.gemma_calls import QUOTE, structural_tag
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 from dllm.settings.request import refuse
 
 GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry

@@ -6,17 +6,22 @@ import random
 import pytest
 import xgrammar
 
-from dllm.grammar.automaton import DEAD, START, Automaton, Unsupported
-from tests.support.grammars import GRAMMARS, automaton, compiler, of_schema, random_schema
+from dllm.grammar.automaton import DEAD, START, Automaton
+from dllm.grammar.children import grammar_of
+from dllm.grammar.refusals import Unsupported
+from tests.support.grammars import GRAMMARS, Read, automaton, of_schema, random_schema
 
 
-def same_as_the_matcher(made: Automaton, compiled, rng: random.Random, length: int) -> bytes:
+def same_as_the_matcher(
+    made: Automaton, compiled, rng: random.Random, length: int, likely: str = ""
+) -> bytes:
     """Walk at random, mostly along what is allowed; compare at every byte. Returns the text."""
     matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
     state, text = START, b""
     for _ in range(length):
         allowed = [byte for byte, target in enumerate(made.row(state)) if target != DEAD]
         byte = rng.choice(allowed) if allowed and rng.random() < 0.95 else rng.randrange(256)
+        byte = ord(rng.choice(likely)) if likely and rng.random() < 0.8 else byte
         following = int(made.row(state)[byte])
         is_control = byte < 32  # refused by ours inside strings of JSON
         is_escape = byte == ord("\\")  # allowed by ours in strings of a bounded length
@@ -39,6 +44,21 @@ def test_random_texts(name):
     rng = random.Random(0)
     texts = {same_as_the_matcher(made, compiled, rng, 40) for _ in range(100)}
     assert max(map(len, texts)) > 1
+
+
+def test_free_text_around_tags():
+    content = {"type": "regex", "pattern": "[^a]{2,4}"}
+    tags = [
+        {"type": "tag", "begin": begin, "content": content, "end": "</a>"}
+        for begin in ("<a>b", "<ac")
+    ]
+    form = {"type": "triggered_tags", "triggers": ["<a"], "excludes": ["<<>", "b<"], "tags": tags}
+    made, compiled = automaton(
+        "structural_tag", json.dumps({"type": "structural_tag", "format": form})
+    )
+    rng = random.Random(2)
+    for _ in range(100):
+        same_as_the_matcher(made, compiled, rng, 60, "<ab>c/")
 
 
 def test_random_schemas():
@@ -86,8 +106,8 @@ def test_there_are_no_surrogates():
 
 
 def test_too_many_states_are_refused():
-    compiled = compiler().compile_regex("(a|b)*a(a|b){12}")
-    made = Automaton(compiled.serialize_json(), "regex", most_states=100)
+    grammar = grammar_of("regex", "(a|b)*a(a|b){12}")
+    made = Read(grammar.serialize_json(), "regex", most_states=100)
     with pytest.raises(Unsupported, match="more than 100 states"):
         for state in range(200):
             made.row(state)

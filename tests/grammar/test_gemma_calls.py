@@ -9,10 +9,10 @@ import pytest
 from vllm.parser.gemma4 import _parse_gemma4_args
 
 from dllm.grammar import gemma_calls
-from dllm.grammar.automaton import Unsupported
 from dllm.grammar.children import Children
 from dllm.grammar.compile import MOST_TEXT, Grammars, Spec, Tokens
 from dllm.grammar.gemma_calls import BEGIN, END, QUOTE, structural_tag
+from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import Table
 from tests.support.grammars import VOCABULARY, WORDS, accepts, spelled
 from tests.support.patience import HANG_S

@@ -7,9 +7,9 @@ import pytest
 from dllm.grammar import references
 from dllm.grammar.counts import nearest_counted
 from dllm.grammar.lowering import lower, lower_text
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import MOST_STATES, by_tokens
-from tests.support.grammars import GRAMMARS, automaton
+from tests.support.grammars import GRAMMARS, read
 from tests.support.schema_judge import BYTES, accepts
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
@@ -20,7 +20,7 @@ def object_of(*required, **properties):
 
 
 def are_accepted(schema, texts) -> list[bool]:
-    made, _ = automaton("json", json.dumps(lower(schema)))
+    made = read("json", json.dumps(lower(schema)))
     table = by_tokens(nearest_counted(made, MOST_STATES), BYTES)
     return [accepts(table, text) for text in texts]
 
@@ -129,6 +129,16 @@ def are_accepted(schema, texts) -> list[bool]:
             ['{"y": 1}'],
         ),
         (
+            object_of(ax=TEXT) | {"patternProperties": {"^a": TEXT, "b$": WHOLE}},
+            ['{"ax": "", "ac": "", "b": 1}', '{"cb": 1}', "{}"],
+            ['{"ab": 1}', '{"ab": ""}', '{"c": 1}', '{"a": 1}', '{"ax": 1}'],
+        ),
+        (  # found anywhere
+            {"type": "object", "patternProperties": {"^x-": WHOLE}, "additionalProperties": False},
+            ['{"x-a": 1, "x-": 2}'],
+            ['{"ax-": 1}', '{"x-a": ""}'],
+        ),
+        (
             {"type": "object", "patternProperties": {'^"q"$': WHOLE}},
             ['{"\\"q\\"": 1}'],
             ['{"q": 1}', '{"\\"q\\"": ""}'],
@@ -146,8 +156,16 @@ def are_accepted(schema, texts) -> list[bool]:
         # Numbers.
         ({"type": "integer", "multipleOf": 7}, ["14", "0", "-7"], ["15"]),
         ({"type": "integer", "multipleOf": 5, "minimum": 1, "maximum": 10}, ["5"], ["0", "7"]),
+        ({"type": "integer", "multipleOf": 12, "minimum": 1}, ["12", "3072"], ["0", "13", "-12"]),
+        ({"type": "integer", "multipleOf": 3, "maximum": 7}, ["6", "-759"], ["9", "7"]),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, ["0.5", "1"], ["0", "1.5"]),
-        # Strings of a pattern, and of a length or a format as well.
+        # Strings of several patterns, of none, and of a length or a format as well.
+        ({"allOf": [TEXT | {"pattern": "a"}, {"pattern": "b$"}]}, ['"ab"', '"xaxb"'], ['"ba"']),
+        (
+            TEXT | {"not": {"pattern": r"^[\s.]+$"}, "maxLength": 3},
+            ['"a"', '""', '" a."'],
+            ['" ."', r'"\n"', r'"\u0020"', '"abcd"'],
+        ),
         (
             {"type": "string", "pattern": "^(?:ab|é|\n)+$", "minLength": 3, "maxLength": 4},
             ['"abab"', '"ééé"', '"ab\\né"'],
@@ -225,6 +243,22 @@ def are_accepted(schema, texts) -> list[bool]:
             ['{"w": {}, "z": {"y": {}}}'],
             ['{"w": {"x": {}}}'],
         ),
+        # oneOf: what one of them has and the other one breaks.
+        (
+            {"oneOf": [{"type": "object", "minProperties": 1}, object_of(a=False)]},
+            ['{"a": 1}', "{}"],
+            ['{"b": 1}'],
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "patternProperties": {"^[a-z]+$": TEXT}},
+                    object_of(a=TEXT, b=WHOLE),
+                ]
+            },
+            ['{"b": 1}', '{"a": "", "b": 1}'],
+            ["{}", '{"a": ""}', '{"b": null}'],
+        ),
         # oneOf in oneOf: apart from all that the inner one allows.
         (
             {
@@ -251,12 +285,12 @@ def test_what_is_asked_is_held(schema, accepted, rejected):
 @pytest.mark.parametrize(
     ("schema", "keyword", "path"),
     [
-        ({"if": {"pattern": "a"}, "then": False}, "if", "#"),
-        (object_of(a={"items": {"not": {"pattern": "a"}}}), "not", "#/properties/a/items"),
+        ({"if": {"format": "date"}, "then": False}, "if", "#"),
+        (object_of(a={"items": {"not": {"format": "date"}}}), "not", "#/properties/a/items"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"contains": TEXT}}}, "contains", "#/$defs/a"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems", "#"),
         ({"type": "number", "multipleOf": 0.01}, "multipleOf", "#"),
-        ({"type": "integer", "multipleOf": 3, "minimum": 1}, "multipleOf", "#"),
+        ({"multipleOf": 3, "minimum": 1, "maximum": 9999, "type": "integer"}, "multipleOf", "#"),
         ({"oneOf": [WHOLE, {"type": "number"}]}, "oneOf", "#/oneOf/0"),
         *(
             (object_of(p={"type": "string", "format": form, "maxLength": 9}), "format", place)
@@ -266,20 +300,20 @@ def test_what_is_asked_is_held(schema, accepted, rejected):
         ({"$ref": "http://elsewhere/schema"}, "$ref", "#"),
         ({"allOf": [{"$ref": "#"}]}, "$ref", "#"),
         (
-            {"patternProperties": {"^a": TEXT, "^b": WHOLE}, "type": "object"},
+            {"patternProperties": {"^a": TEXT, "^b|c$": WHOLE}, "type": "object"},
             "patternProperties",
             "#",
         ),
         ({"type": "object", "minProperties": 3}, "minProperties", "#"),
         (
-            {"oneOf": [{"type": "object", "minProperties": 1}, object_of(a=False)]},
+            {"oneOf": [TEXT | {"format": "date"}, TEXT | {"format": "email"}]},
             "oneOf",
             "#/oneOf/0",
         ),
         (
             {
                 "oneOf": [
-                    object_of("k", k={"const": 1}, p={"not": {"pattern": "a"}}),
+                    object_of("k", k={"const": 1}, p={"not": {"format": "date"}}),
                     object_of("k", k={"const": 2}),
                 ]
             },

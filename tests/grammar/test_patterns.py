@@ -11,13 +11,12 @@ from dllm.grammar.automaton import DEAD, Automaton
 from dllm.grammar.patterns import (
     IN_GEMMA,
     IN_JSON,
-    IN_TAG,
     in_string,
     is_found,
     other_names,
     rewritten,
 )
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 from tests.support.grammars import automaton
 
 CHARACTERS = [chr(code) for code in range(1, 128)] + [*"é߿ࠀ퟿￿𐀀\u2028\ufeff"]
@@ -168,14 +167,14 @@ def test_lengths_beside_a_pattern_are_held(pattern, fewest, most, texts):
     ],
 )
 def test_two_patterns_are_held_at_once(pattern, also, texts):
-    written = in_string(pattern, IN_JSON, also=also)
+    written = in_string(pattern, whole=also)
     made, _ = automaton("json", json.dumps({"type": "string", "pattern": written}))
     assert accepted(made, ["", "a", "ab", "ac", "aba", "abab", "b"], json.dumps) == texts
 
 
 def test_lengths_that_cannot_be_held_are_told():
-    assert in_string("^ab|c$", IN_TAG, 2) is None
-    assert in_string("^(?:ab)+$", IN_TAG, 3) is None
+    assert in_string("^ab|c$", IN_GEMMA, 2) is None
+    assert in_string("^(?:ab)+$", IN_GEMMA, 3) is None
     assert in_string("^a{3}$", IN_JSON, 4) is None and in_string("^a{3}$", IN_JSON, 0, 2) is None
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from dllm.grammar import table as tables
-from dllm.grammar.automaton import DEAD, START, Unsupported
+from dllm.grammar.automaton import DEAD, START
 from dllm.grammar.reach import NEVER, nearest
+from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import Table
 from dllm.grammar.vocabulary import Vocabulary
 from tests.support.grammars import (

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import xgrammar
 
-from dllm.grammar.automaton import DEAD, Unsupported
+from dllm.grammar.automaton import DEAD
 from dllm.grammar.reach import NEVER
+from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import OTHER_THAN_FIXED, STOPPED, Canvas, Path, budget_of
 from tests.support.grammars import (

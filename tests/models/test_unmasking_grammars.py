@@ -22,8 +22,8 @@ import xgrammar
 from dllm.engine.algorithm import Denoised
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.grammars import HostGrammars, Written
-from dllm.grammar.automaton import Unsupported
 from dllm.grammar.constraint import Constraint, SlotGrammar, Thoughts
+from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas
 from dllm.models.llada2.settings import LLaDA2Settings

@@ -5,9 +5,11 @@ import random
 from functools import cache
 from typing import Any
 
+import numpy as np
 import xgrammar
 
-from dllm.grammar.automaton import Automaton
+from dllm.grammar.automaton import DEAD, Automaton
+from dllm.grammar.children import grammar_of
 from dllm.grammar.reach import nearest
 from dllm.grammar.table import MOST_STATES, Table, by_tokens
 from dllm.grammar.vocabulary import Vocabulary
@@ -34,19 +36,39 @@ def compiler() -> xgrammar.GrammarCompiler:
     return xgrammar.GrammarCompiler(info, max_threads=1)
 
 
-def automaton(kind: str, text: str) -> tuple[Automaton, Any]:
+class Read(Automaton):
+    """An automaton that reads texts."""
+
+    def row(self, state: int) -> np.ndarray:
+        """``[256]``: the state behind each byte, DEAD where it is not allowed."""
+        self.targets(state)
+        rows, part_of = self.rows([state], np.arange(-1, len(self)))
+        return rows[0, part_of]
+
+    def read(self, state: int, text: bytes) -> int:
+        """The state behind a text, DEAD if it is not allowed."""
+        for byte in text:
+            if state == DEAD:
+                return DEAD
+            state = int(self.row(state)[byte])
+        return state
+
+
+def read(kind: str, text: str) -> Read:
+    """Our automaton alone, without spaces in JSON."""
+    return Read(grammar_of(kind, text, any_whitespace=False).serialize_json(), kind)
+
+
+def automaton(kind: str, text: str) -> tuple[Read, Any]:
     """Our automaton, and xgrammar's compiled grammar."""
-    if kind == "json":
-        return of_schema(text)
-    compile_one = {"regex": compiler().compile_regex, "ebnf": compiler().compile_grammar}[kind]
-    compiled = compile_one(text)
-    return Automaton(compiled.serialize_json(), kind), compiled
+    grammar = grammar_of(kind, text, any_whitespace=False)
+    return Read(grammar.serialize_json(), kind), compiler().compile_grammar(grammar)
 
 
-def of_schema(text: str, any_whitespace: bool = False) -> tuple[Automaton, Any]:
+def of_schema(text: str, any_whitespace: bool = False) -> tuple[Read, Any]:
     """As ``automaton``, of a JSON schema."""
-    grammar = xgrammar.Grammar.from_json_schema(text, any_whitespace=any_whitespace)
-    return Automaton(grammar.serialize_json(), "json"), compiler().compile_grammar(grammar)
+    grammar = grammar_of("json", text, any_whitespace)
+    return Read(grammar.serialize_json(), "json"), compiler().compile_grammar(grammar)
 
 
 def build(

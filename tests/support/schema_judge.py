@@ -19,7 +19,7 @@ import jsonschema
 import regex
 
 from dllm.grammar.children import Children
-from dllm.grammar.rules import Unsupported
+from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import MOST_STATES, Table
 from dllm.grammar.vocabulary import Vocabulary
 

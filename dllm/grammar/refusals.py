@@ -1,0 +1,9 @@
+"""Why a grammar is refused."""
+
+
+class Unsupported(ValueError):
+    """A grammar that is refused; the message says why, and what to do."""
+
+
+class TooSlow(Unsupported):
+    """A grammar that took too long. It may not when the machine is less busy."""
