@@ -54,7 +54,7 @@ def test_memory_is_profiled_with_as_many_canvases_as_a_step_holds(
 ) -> None:
     loop = engine.runner.sampler.loop
     loop.begin_engine_step(allows_more_passes=True)  # as an engine step before may have
-    monkeypatch.setattr(loop, "goes_on", lambda emitted: pytest.fail("the step is repeated"))
+    monkeypatch.setattr(loop, "begin_next_pass", lambda _: pytest.fail("it is repeated"))
     logprobs, num_reqs = engine.runner.sampler.logprobs, engine.runner.max_num_reqs
     monkeypatch.setattr(logprobs, "_is_async", True)  # scores all canvases
     scored = record_calls(monkeypatch, logprobs, "of_blocks")
