@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dllm.grammar.patterns import is_found, other_names
+from dllm.grammar.patterns import exactly, is_found
 from dllm.grammar.references import Document, Part, canonical, refuse
 
 Flat = dict[str, Any]
@@ -222,7 +222,7 @@ class Alternatives:
                 found.append({"enum": [one for one in (True, False) if one not in values]})
             texts = [value for value in values if isinstance(value, str)]
             if texts:
-                found.append({"type": {"string"}, "pattern": ((other_names(texts), True),)})
+                found.append({"type": {"string"}, "pattern": ((exactly(texts), False),)})
         if "pattern" in schema:
             found.append({"type": {"string"}, "pattern": ((schema["pattern"], False),)})
         return [one for one in found if one.get("type") != set() and one.get("enum") != []]

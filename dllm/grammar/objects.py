@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dllm.grammar.alternatives import TYPES, Alternatives, Conjunction, Flat, property_of
-from dllm.grammar.patterns import IN_JSON, Alphabet, in_string, other_names
+from dllm.grammar.patterns import IN_JSON, Alphabet, exactly, in_string
 from dllm.grammar.references import refuse
 from dllm.grammar.strings import lowered_string
 
@@ -98,41 +98,33 @@ def _others(
 ) -> Schema | None:
     """What a lowered schema says of names that are not declared; None: there are none.
 
-    Those that ``additionalProperties`` speaks of, or those of patterns.
+    A name is of one of the patterns alone, or of none and of ``additionalProperties``.
     """
     patterns: dict[str, Conjunction] = flat.get("patternProperties", {})
-    if len(declared) > MOST_NAMES or (declared and patterns and not alphabet.is_json):
+    if len(declared) > MOST_NAMES or (declared and not alphabet.is_json):
         return None
-    if patterns:
-        return _of_patterns(flat, patterns, declared, lower)
-    value = lower(flat.get("additionalProperties", ()))
-    if value is None:
+    has_rest = not patterns or "additionalProperties" in flat
+    rest = lower(flat.get("additionalProperties", ())) if has_rest else None
+    if not patterns and not declared:
+        if rest is None or "propertyNames" not in flat:
+            return None if rest is None else {"additionalProperties": rest}
+        return _named(flat, rest, alternatives)
+    if "propertyNames" in flat and declared:
         return None
-    node: Schema = {"additionalProperties": value}
-    if "propertyNames" in flat:
-        if declared:
-            return None
-        return _named(flat, value, alternatives)
-    if declared:
-        node["propertyNames"] = {"type": "string", "pattern": other_names(declared)}
-    return node
-
-
-def _of_patterns(
-    flat: Flat, patterns: dict[str, Conjunction], declared: dict[str, Any], lower: Lower
-) -> Schema | None:
-    """Names of one of the patterns alone, which are not declared."""
-    others = other_names(declared) if declared else None
-    found: dict[str | None, Schema] = {}
+    asides = [(exactly(declared), False)] if declared else []
+    found: dict[str, Schema] = {}
     for pattern, asked in patterns.items():
-        asides = [(other, False) for other in patterns if other != pattern]
-        names = in_string([(pattern, True), *asides], whole=others, is_anywhere=True)
+        given = [(other, other == pattern) for other in patterns]
+        names = in_string([*given, *asides], is_anywhere=True)
         if names is None and declared:
             return None
         if names is None or "propertyNames" in flat:
             refuse("patternProperties", flat["path"], "beside others answers cannot be held to it")
         if (value := lower(asked)) is not None:
             found[names] = value
+    names = in_string([*((pattern, False) for pattern in patterns), *asides])
+    if rest is not None and names is not None:
+        found[names] = rest
     return {"patternProperties": found, "additionalProperties": False} if found else None
 
 

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
@@ -215,19 +215,9 @@ def _searched(pattern: str) -> Any:
     return None if written is None else regex.compile(written)
 
 
-def other_names(names: Collection[str]) -> str:
-    """A pattern of JSON strings that are none of some names, and have no escapes.
-
-    A name can then be spelled in one way only.
-    """
-    plain = [name for name in names if _is_plain(name)]
-    ways = [f"{_deviations(plain)}{_class_of(IN_JSON.plain)}*", _early_ends(plain)]
-    ways = ways if plain else [f"{_class_of(IN_JSON.plain)}*"]
-    return _whole("|".join(way for way in ways if way is not None), IN_JSON)
-
-
-def _is_plain(text: str) -> bool:
-    return all(any(low <= ord(c) <= high for low, high in IN_JSON.plain) for c in text)
+def exactly(texts: Iterable[str]) -> str:
+    """A pattern of some texts."""
+    return f"^(?:{'|'.join(map(re.escape, texts))})$"
 
 
 def parsed(pattern: str) -> Any:
@@ -337,31 +327,6 @@ class _Writer:
                 parts += [rf"\\u{c:04x}" for c in escaped if c not in SHORT_ESCAPES]
         parts = [part for part in parts if part]
         return (parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})") if parts else None
-
-
-def _deviations(names: Collection[str]) -> str:
-    """Beginnings that no name has, up to the first character that differs."""
-    rest = _by_first(names)
-    rest_of = _class_of(both(others([(ord(first),) * 2 for first in rest]), IN_JSON.plain))
-    inner = [_class_of([(ord(c),) * 2]) + _deviations(ends) for c, ends in rest.items()]
-    return f"(?:{'|'.join([rest_of, *inner])})"
-
-
-def _early_ends(names: Collection[str]) -> str | None:
-    """Beginnings of names that are no names themselves; None if there are none."""
-    inner = {c: _early_ends(ends) for c, ends in _by_first(names).items()}
-    ways = [""] * ("" not in names)
-    ways += [_class_of([(ord(c),) * 2]) + end for c, end in inner.items() if end is not None]
-    return f"(?:{'|'.join(ways)})" if ways else None
-
-
-def _by_first(names: Collection[str]) -> dict[str, list[str]]:
-    """Names by their first character, each without it."""
-    rest: dict[str, list[str]] = {}
-    for name in names:
-        if name:
-            rest.setdefault(name[0], []).append(name[1:])
-    return rest
 
 
 def _class_of(ranges: Iterable[tuple[int, int]]) -> str:

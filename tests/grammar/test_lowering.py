@@ -111,7 +111,7 @@ def are_accepted(schema, texts) -> list[bool]:
         ),
         (
             object_of(a=WHOLE) | {"additionalProperties": TEXT},
-            ['{"a": 1, "b": ""}', '{"ab": ""}', '{"": ""}'],
+            ['{"a": 1, "b": ""}', '{"ab": ""}', '{"": ""}', '{"a\\"": ""}'],
             ['{"a": ""}', '{"b": 1}', '{"\\u0061": ""}'],
         ),
         (
@@ -132,6 +132,11 @@ def are_accepted(schema, texts) -> list[bool]:
             object_of(ax=TEXT) | {"patternProperties": {"^a": TEXT, "b$": WHOLE}},
             ['{"ax": "", "ac": "", "b": 1}', '{"cb": 1}', "{}"],
             ['{"ab": 1}', '{"ab": ""}', '{"c": 1}', '{"a": 1}', '{"ax": 1}'],
+        ),
+        (
+            {"type": "object", "patternProperties": {"^x": WHOLE}, "additionalProperties": TEXT},
+            ['{"x": 1, "y": ""}', '{"": ""}'],
+            ['{"x": ""}', '{"y": 1}'],
         ),
         (  # found anywhere
             {"type": "object", "patternProperties": {"^x-": WHOLE}, "additionalProperties": False},
