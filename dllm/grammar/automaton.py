@@ -11,6 +11,7 @@ may be no end of states; they are made when they are asked for.
 from array import array
 from collections.abc import Iterable, Sequence
 
+import networkx
 import numpy as np
 
 from dllm.grammar.refusals import Unsupported
@@ -109,15 +110,9 @@ class Automaton:
             ``[S]`` the circle of each state, -1 without one; ``[S]`` whether a round begins there;
             the limit on rounds of each circle.
         """
-        of_frame: dict[int, int] = {}  # a circle that is joined to it, at last itself
-        limits: dict[int, int] = {}
-
-        def root(frame: int) -> int:
-            while of_frame[frame] != frame:
-                frame = of_frame[frame]
-            return frame
-
-        found, is_head = [], np.zeros(len(states), dtype=bool)
+        joined = networkx.Graph()
+        found, limits = [], {}
+        is_head = np.zeros(len(states), dtype=bool)
         for place, state in enumerate(states):
             frames = []
             for at, stack in self._states[state]:
@@ -126,16 +121,15 @@ class Automaton:
                     _, fewest, most = self._repeats[frame[2]]
                     if frame[3] > fewest:
                         frames.append(stack)
-                        limits[of_frame.setdefault(stack, stack)] = most - fewest
+                        limits[stack] = most - fewest
                         is_head[place] |= at in self._firsts[frame[2]]
-            for one in frames[1:]:
-                of_frame[root(one)] = root(frames[0])
+            if frames:
+                networkx.add_path(joined, frames)
             found.append(frames[0] if frames else -1)
-        roots = sorted({root(frame) for frame in of_frame})
-        limit = {one: min(limits[each] for each in limits if root(each) == one) for one in roots}
-        number = {one: place for place, one in enumerate(roots)}
-        circle = np.array([number[root(one)] if one >= 0 else -1 for one in found], dtype=np.int64)
-        return circle, is_head, [limit[one] for one in roots]
+        circles = sorted(map(sorted, networkx.connected_components(joined)))
+        number = {frame: which for which, circle in enumerate(circles) for frame in circle}
+        circle = np.array([number.get(frame, -1) for frame in found], dtype=np.int64)
+        return circle, is_head, [min(limits[frame] for frame in frames) for frames in circles]
 
     def _range(self, state: int) -> tuple[int, int]:
         """Where the ranges of bytes that all edges of a state treat alike stand."""

@@ -30,7 +30,7 @@ Build = Callable[[int, int], None]  # adds the edges that lead from a state to a
 
 
 class Expressions:
-    """Attributes are those of ``Rules``; a repetition is (rule, fewest, most).
+    """Attributes are those of ``Rules``.
 
     Args:
         serialized: of xgrammar's ``Grammar.serialize_json()``.

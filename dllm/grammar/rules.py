@@ -5,7 +5,6 @@ xgrammar writes JSON schemas, regular expressions, EBNF and structural tags in o
 """
 
 from collections import deque
-from typing import NamedTuple
 
 import networkx
 
@@ -13,14 +12,6 @@ from dllm.grammar.expressions import EPSILON, REPEAT, RULE, Expressions
 
 NO_END = 1 << 29  # bytes to the end of a rule that has none
 MOST_UNROLLED = 16  # characters that have states of their own
-
-
-class Repeat(NamedTuple):
-    """A rule that is repeated; ``most`` is -1 without a limit."""
-
-    rule: int
-    fewest: int
-    most: int
 
 
 class Rules:
@@ -32,6 +23,7 @@ class Rules:
     Attributes:
         edges: of each state, [low, high, target]: a range of bytes; or, with one of the kinds above
             as low, high is the rule (RULE) or the name of the repetition (REPEAT).
+        repeats: by its name, the rule, and how often it is repeated: fewest, most (-1: no limit).
         starts: the first state of each rule.
         ends: states in which a rule may end.
         bytes_to_end: for each state the fewest bytes to the end of its rule; at least NO_END if
@@ -46,7 +38,7 @@ class Rules:
     def __init__(self, serialized: str, kind: str) -> None:
         found = Expressions(serialized, kind)
         self.edges, self.starts, self.ends = found.edges, found.starts, found.ends
-        self.repeats = {name: Repeat(*repeat) for name, repeat in found.repeats.items()}
+        self.repeats = found.repeats
         self.root = self.starts[found.root]
         self.bytes_to_end = self._shortest_ends()
         self.recursive_returns = self._returns_of_recursion()
@@ -60,7 +52,7 @@ class Rules:
         return most - fewest > MOST_UNROLLED and is_simple
 
     def _first(self, name: int) -> set[int]:
-        return self._inside(self.starts[self.repeats[name].rule], EPSILON)
+        return self._inside(self.starts[self.repeats[name][0]], EPSILON)
 
     def _inside(self, start: int, most: int = 255) -> set[int]:
         """The states behind edges from ``start`` whose lowest byte is at most ``most``."""
@@ -103,7 +95,7 @@ class Rules:
         return to_end
 
     def _called(self, low: int, high: int) -> int | None:
-        return high if low == RULE else self.repeats[high].rule if low == REPEAT else None
+        return high if low == RULE else self.repeats[high][0] if low == REPEAT else None
 
     def _returns_of_recursion(self) -> set[tuple[int, int | None]]:
         """See ``recursive_returns``."""
