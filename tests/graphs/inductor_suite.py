@@ -185,7 +185,7 @@ def sdar(path: Path) -> Path:
 def test_backbones_are_the_same(write, tmp_path, monkeypatch):
     """Each pass of a server, prompts among them, once more with compiled code.
 
-    Two layers, as vLLM compiles them: with functions of PyTorch alone in the place of its kernels.
+    As vLLM compiles them: with functions of PyTorch alone in the place of its kernels.
     Attention is one operation, the same in both.
     """
     engine = get_engine(

@@ -32,7 +32,7 @@ from tests.support import tape
 from tests.support.engine_harness import Engine
 from tests.support.forced_async import asynchronous_platform
 from tests.support.interpreter import speed_up
-from tests.support.tape_engine import capture, graphs_of_cuda, run_as_on_cuda
+from tests.support.tape_engine import capture, drafts_of, graphs_of_cuda, run_as_on_cuda
 from tests.support.tape_modes import FULL
 
 BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
@@ -162,14 +162,6 @@ def run_drafts(
     with graphs_of_cuda(FULL, graphs) if graphs else nullcontext():
         engine = Engine(checkpoint, attention_config={"backend": "CUSTOM"}, **options, **drafter)
     replayed = capture(engine.runner)[0] if graphs else {}
-    speculator, drafts = engine.runner.speculator, []
-    follow = speculator.steering._follow
-
-    def spy(step: Any, draft: Any, is_wanted: bool) -> Any:
-        found = follow(step, draft, is_wanted)
-        drafts.extend([found.tolist()] * is_wanted)
-        return found
-
     tokenizer = engine.llm.get_tokenizer()
     chats = [
         [{"role": "user", "content": question(family, "heldout", 1).prompt}]
@@ -179,9 +171,9 @@ def run_drafts(
         tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         for chat in chats
     ]
-    with mock.patch.object(speculator.steering, "_follow", spy):
+    with drafts_of(engine.runner.speculator) as drafts:
         tokens = engine.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0))
-    staged = getattr(speculator, "_aux_staging", None)
+    staged = getattr(engine.runner.speculator, "_aux_staging", None)
     holds_context = staged is not None and bool(staged.any())
     return {
         "tokens": tokens,

@@ -140,6 +140,21 @@ def steps_of_canvases(runner: Any) -> Counter[str]:
     return steps
 
 
+@contextmanager
+def drafts_of(speculator: Any) -> Iterator[list[Any]]:
+    """The drafts of each step that is drafted for: token ids, of each of its requests."""
+    drafts: list[Any] = []
+    follow = speculator.steering._follow
+
+    def note(step: Any, draft: Any, is_wanted: bool) -> Any:
+        found = follow(step, draft, is_wanted)
+        drafts.extend([found.tolist()] * is_wanted)
+        return found
+
+    with mock.patch.object(speculator.steering, "_follow", note):
+        yield drafts
+
+
 def _watched_pieces(graphs: Any) -> list[tuple[int, int]]:
     replayed: list[tuple[int, int]] = []
     run = graphs.run_pw_graph

@@ -31,6 +31,7 @@ from tests.support.images import IMAGE_TOKEN, picture
 from tests.support.tape_adapters import adapt_as_on_gpu
 from tests.support.tape_engine import (
     capture,
+    drafts_of,
     graphs_of_cuda,
     run_as_on_cuda,
     steps_of_canvases,
@@ -172,7 +173,10 @@ def _compare(
 
 
 def _answers(engine: Engine, kinds: list[str], num_tokens: int, adapter: str | None) -> Any:
-    """Of each request its tokens, and log-probabilities; and logits of all passes of canvases."""
+    """Of each request its tokens, and log-probabilities; and logits of all passes of canvases.
+
+    With a drafter also the drafts of all steps: they change no token, as each is verified.
+    """
     prompts = [_prompt(n, with_image=kind == "image") for n, kind in enumerate(kinds)]
     common: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
     params = [SamplingParams(**common | {"seed": n} | KINDS[kind]) for n, kind in enumerate(kinds)]
@@ -183,8 +187,10 @@ def _answers(engine: Engine, kinds: list[str], num_tokens: int, adapter: str | N
     engine.reset_prefix_cache()
     asked: dict[str, Any] = {"lora_request": adapters, "use_tqdm": False}
     if engine.runner.speculator is not None:
-        outputs = engine.llm.generate(prompts, params, **asked)
-        return [(list(one.outputs[0].token_ids), _scores(one)) for one in outputs]
+        with drafts_of(engine.runner.speculator) as drafts:
+            outputs = engine.llm.generate(prompts, params, **asked)
+        found = [(list(one.outputs[0].token_ids), _scores(one)) for one in outputs]
+        return [*found, (drafts, [])]
     with engine.watch(keep_logits=True) as watched:
         outputs = engine.llm.generate(prompts, params, **asked)
     return [
