@@ -209,7 +209,7 @@ def in_a_child(engine: Any, schema: Any, tests: list[Any]) -> dict[str, Any]:
         status = Path("/proc/self/statm").read_text().split()
         most = int(status[0]) * os.sysconf("SC_PAGE_SIZE") + children.MOST_MEMORY
         if isinstance(engine, Ours):
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         begun = time.process_time()
         found: dict[str, Any] = {}
@@ -223,6 +223,7 @@ def in_a_child(engine: Any, schema: Any, tests: list[Any]) -> dict[str, Any]:
         found["memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         if found["cpu"] > children.SECONDS:
             found["refused"] = "time"
+        resource.setrlimit(resource.RLIMIT_AS, 2 * (resource.RLIM_INFINITY,))
         if "refused" not in found:
             found["tests"] = engine.judge(made, tests)
             if isinstance(engine, Ours):

@@ -82,7 +82,7 @@ class EmittedText(StructuredOutputGrammar):
 def capacity_for(num_requests: int, vocab_size: int) -> Sizes:
     """One table of the largest size, also with thoughts, and for each request one that few exceed.
 
-    Some 300 MB for 64 requests and 262,144 tokens.
+    Some 400 MB for 64 requests and 262,144 tokens.
     """
     chunks = vocab_size // CHUNK
     label_chunks = MOST_MEMBERS // LABEL_CHUNK + MOST_LABELS

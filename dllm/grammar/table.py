@@ -30,7 +30,7 @@ AT_ONCE = 16  # maps between whose states pairs are looked up
 MOST_EDGES = 1 << 18  # every denoise step follows all of them, at each position of a canvas
 MOST_LABELS = 1 << 12
 MOST_MEMBERS = 1 << 18  # classes of all labels together
-MOST_CELLS = 1 << 23  # states times classes
+MOST_CELLS = 1 << 24  # states times classes
 MOST_CLASSES = 1 << 12
 
 
