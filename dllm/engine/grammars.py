@@ -24,12 +24,14 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.emitted_blocks import capacity_for, most_searched
 from dllm.engine.thoughts import Thought
+from dllm.grammar.automaton import START
 from dllm.grammar.constraint import Constraint, Grammar, SlotGrammar
 from dllm.grammar.device import (
     NO_TABLE,
@@ -120,6 +122,8 @@ class CanvasGrammars(ABC):
             raise ValueError("what was emitted is not the beginning of an allowed text")
         most = params.max_tokens if params.max_tokens is not None else self._longest
         end = min(data.prompt_len + most, self._longest)
+        if _is_free(params, grammar):
+            end = UNLIMITED
         return SlotGrammar(grammar, states[-1], end, thought.end_by if thought else UNLIMITED)
 
     @contextmanager
@@ -339,6 +343,16 @@ class DeviceGrammars(CanvasGrammars):
         before = self._states[prepared.slots]
         is_emitted = num_emitted[: len(before)] > 0
         self._states[prepared.slots] = torch.where(is_emitted, paths.end, before)
+
+
+def _is_free(params: SamplingParams, grammar: Grammar) -> bool:
+    """Whether text is free around tags, as around calls of tools; ``max_tokens`` may cut it.
+
+    Else the end of sequence would stand in the last place of an answer that is not complete.
+    """
+    asked = params.structured_outputs
+    has_tags = asked is not None and asked.structural_tag is not None
+    return has_tags and bool(grammar.canvas.table.accepts[START])
 
 
 def _budget(prepared: PreparedTables, state: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class SlotGrammar:
 
     Attributes:
         state: of the text in front of the request's canvas.
-        end: the position in the sequence at which the answer ends at the latest.
+        end: the position in the sequence at which the answer is complete at the latest.
         thoughts_end: likewise, of the token that ends its thoughts.
     """
 

@@ -117,6 +117,15 @@ def test_on_its_own_the_model_calls_or_says_that_it_cannot(client, style):
         assert not choice.message.tool_calls
 
 
+def test_max_tokens_cuts_free_text_and_calls_in_it(client, style):
+    for item in asked(style, is_listed=True)[:1] + asked(style, is_listed=False)[:1]:
+        (choice,) = ask(client, item, tool_choice="auto", max_tokens=6).choices
+        assert choice.finish_reason == "length" and len(choice.token_ids) == 6
+        assert "call:" not in (choice.message.content or "")  # the mark stands in front of it
+        *_, last = ask(client, item, tool_choice="auto", max_tokens=6, stream=True)
+        assert last.choices[0].finish_reason == "length"
+
+
 SHORT = {"thinking": True, "budget": 5}
 
 
