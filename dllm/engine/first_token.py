@@ -60,4 +60,4 @@ class FirstTokens:
         after[:, 0] = torch.where(is_free, tokens.to(before.dtype), before[:, 0])
         if state.looks_for_ends(slots_np[begins]):
             after = state.thoughts(slots, starts).moved(before, after, self._mask)
-        state.write_canvases(slots, after)
+        state.canvas[slots] = after

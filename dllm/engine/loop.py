@@ -34,7 +34,7 @@ from dllm.engine.logit_rows import Logits
 from dllm.engine.ranks import answer_of_first_rank
 from dllm.engine.spans import Spans
 from dllm.ops.staging import to_device
-from dllm.settings.server import PluginOptions, options_of
+from dllm.settings.server import options_of
 
 CPU_LOOP_S = 0.05
 Forward = Callable[[], Logits]
@@ -59,7 +59,8 @@ class DenoiseLoop:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         parallel = vllm_config.parallel_config
-        self.bound = bound_s(options_of(vllm_config), is_on_cpu)
+        loop_ms, default = options_of(vllm_config).denoise_loop_ms, CPU_LOOP_S if is_on_cpu else 0.0
+        self.bound = default if loop_ms == "auto" else loop_ms / 1e3
         if parallel.data_parallel_size > 1:
             self.bound = 0.0
         self.clock = clock
@@ -96,12 +97,6 @@ class DenoiseLoop:
             goes_on = bool(answer_of_first_rank(goes_on))
         self.num_passes += goes_on
         return goes_on
-
-
-def bound_s(options: PluginOptions, is_on_cpu: bool) -> float:
-    if options.denoise_loop_ms == "auto":
-        return CPU_LOOP_S if is_on_cpu else 0.0
-    return options.denoise_loop_ms / 1e3
 
 
 class CanvasForward:

@@ -212,7 +212,7 @@ class DiffusionSampler:
         raw = logits if isinstance(logits, RawLogits) else RawLogits(logits, None)
         logits, cap = raw.values, raw.cap
         ids = self.state.canvas[tile.batch.expanded_idx_mapping, tile.rows.place]
-        unedited = self.traces.unedited_logits(logits, tile)
+        unedited = None if tile.traced is None else logits[tile.traced]  # a copy
 
         logits = self.edits.apply_(logits, tile.rows, self.state, tile.edits)
         logits, texts = self._constrain_(logits, ids, tile)
@@ -257,7 +257,8 @@ class DiffusionSampler:
         if tile.is_pinned is not None:
             soft = torch.where(tile.is_pinned, 0, soft)
         if self.state.has_thinking_budget[tile.batch.idx_mapping_np[: tile.batch.num_reqs]].any():
-            is_end = self.state.thoughts_of(rows).ends_at(denoised.argmax_canvas)
+            thoughts = self.state.thoughts(rows.slots, rows.starts)
+            is_end = thoughts.ends_at(denoised.argmax_canvas)
             soft = torch.where(is_end[rows.request_of, rows.place, None], 0, soft)
         return soft
 

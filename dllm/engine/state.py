@@ -111,14 +111,6 @@ class CanvasState:
         """The slot of no request."""
         return len(self.seeds) - 1
 
-    def written_slots(self, rows: CanvasRows) -> Tensor:
-        """``[R]``, where the state of each request is written: the spare slot without a canvas."""
-        return torch.where(rows.widths > 0, rows.slots, self.spare_slot)
-
-    def write_canvases(self, slots: Tensor, canvases: Tensor) -> None:
-        """Make ``[R, C]`` int64 the input of the next step of ``slots`` ``[R]``."""
-        self.canvas[slots] = canvases
-
     def canvases(self, rows: CanvasRows, ids: Tensor, chosen: Tensor) -> Canvases:
         """``ids``: ``[N]``, their tokens; ``chosen``: ``[N]``, what grammars have chosen."""
         slots, starts = rows.slots, rows.starts
@@ -142,9 +134,6 @@ class CanvasState:
         """Whether any of these requests has a thinking budget. If not, nothing is searched."""
         self.asked[...] = self.has_thinking_budget[slots].any()
         return bool(self.asked)
-
-    def thoughts_of(self, rows: CanvasRows) -> Thoughts:
-        return self.thoughts(rows.slots, rows.starts)
 
     def thoughts(self, slots: Tensor, starts: Tensor) -> Thoughts:
         """In front of canvases that start at ``starts`` ``[R]`` int64 in their sequences."""

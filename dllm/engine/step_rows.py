@@ -76,16 +76,18 @@ def store_rows(
     Returns:
         int32: emitted tokens ``[R, C]``, how many ``[R]``, and ``num_rejected`` ``[R]``.
     """
-    written = state.written_slots(rows)
+    # Without a canvas: the spare slot.
+    written = torch.where(rows.widths > 0, rows.slots, state.spare_slot)
     is_over = num_emitted > 0
-    behind = state.thoughts_of(rows).behind(step.argmax_canvas, num_emitted)
+    thoughts = state.thoughts(rows.slots, rows.starts)
+    behind = thoughts.behind(step.argmax_canvas, num_emitted)
     canvas = step.canvas
     if not algorithm.decides_for_good:  # else the algorithm keeps what stands on a canvas
         pins = state.pins(rows.slots, rows.starts)
         canvas = torch.where(pins != NO_TOKEN, pins, canvas)
     # What takes no part in the step stays.
     takes_part = torch.arange(canvas.shape[1], device=canvas.device) < rows.widths[:, None]
-    state.write_canvases(written, torch.where(takes_part, canvas, state.canvas[written]))
+    state.canvas[written] = torch.where(takes_part, canvas, state.canvas[written])
     for column, values in (
         (state.thought["begin"], behind.begin),
         (state.argmax_canvas, step.argmax_canvas),
@@ -119,7 +121,7 @@ def begin_rows(
     """The first contents of canvases; ``slots`` ``[R]`` int64: the spare one where none begins."""
     drawn = algorithm.fresh_canvas(state.seeds[slots], starts)
     thoughts = state.thoughts(slots, starts)
-    state.write_canvases(slots, state.with_given_tokens(slots, drawn, thoughts))
+    state.canvas[slots] = state.with_given_tokens(slots, drawn, thoughts)
 
 
 def _kept(column: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.state import CanvasState
-from dllm.engine.steps import StepRecord, Tile
+from dllm.engine.steps import StepRecord
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.staging import to_device
@@ -58,10 +58,6 @@ class BlockTraces:
         widths = np.diff(batch.cu_num_logits_np[: batch.num_reqs + 1])
         index = np.flatnonzero(np.repeat(self._is_traced[slots], widths))
         return to_device(index, self._records.device)
-
-    def unedited_logits(self, logits: torch.Tensor, tile: Tile) -> torch.Tensor | None:
-        """``[n, V]``; a copy, since edits change them."""
-        return None if tile.traced is None else logits[tile.traced]
 
     def read(self, record: StepRecord) -> torch.Tensor | None:
         """Trace the tokens that a step decides, ``[R, C, COLUMNS]``; does not wait for the device.

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.transformers_utils.config import get_config
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES, SERVED, Served
-from dllm.patches.cpu import choose_dtype, register_model
+from dllm.patches.cpu import choose_dtype
 from dllm.patches.drafting import always_has_our_worker, draft_limits, may_be_ours
 from dllm.patches.drafts import NOISE_DRAFTER, SELF_DRAFTER
 from dllm.patches.neighbours import explain_refusal
@@ -26,12 +26,6 @@ UNO = {
     "uno_mask_token_id": "uno_mask_token_id",
     "uno_noise_seed": "uno_noise_seed",
 }
-
-
-def serve_decodings() -> None:
-    for architecture, path in AUTOREGRESSIVE.items():
-        register_model(architecture, path)
-    _choose_model_config()
 
 
 def configure_self_drafting(vllm_config: Any) -> None:
@@ -110,7 +104,7 @@ def adapter_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
     yield is_given and always_has_our_worker(vllm_config), "--enable-lora", why
 
 
-def _choose_model_config() -> None:
+def choose_model_config() -> None:
     """Let our option choose the model class, and the CPU its dtype; say why a model is refused."""
     from vllm.engine.arg_utils import EngineArgs
 

@@ -14,17 +14,13 @@ LOOKUP = "ngram"  # with the option ``prompt_lookup``: ours in place of vLLM's
 
 
 class Draft(Enum):
-    """Who makes the drafts that ours verify. Of the first three a worker does."""
+    """Who makes the drafts that ours verify."""
 
     ITSELF = "the target, for itself"
     NETWORK = "our DFlash drafter"
     SOURCE = "a speculator of vLLM, which ours steers"
     TEXTS = "the requests' own texts"
     REMOTE = "draft workers"
-
-    @property
-    def is_of_worker(self) -> bool:
-        return self in (Draft.ITSELF, Draft.NETWORK, Draft.SOURCE)
 
 
 # Of the method "custom_class", by the class.

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 
 from dllm.patches.contract import CPU_WORKER
-from dllm.patches.drafts import draft_of
+from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.grammars import TableManager
 from dllm.patches.served import Part
 
@@ -39,7 +39,7 @@ class DraftingCore(EngineCore):
         """
         draft = draft_of(self.vllm_config.speculative_config)
         is_late = self.vllm_config.parallel_config.worker_cls == CPU_WORKER
-        is_late &= draft is not None and draft.is_of_worker
+        is_late &= draft in (Draft.ITSELF, Draft.NETWORK, Draft.SOURCE)  # of the worker
         if is_late and model_executed and not self.scheduler.running:
             self.model_executor.collective_rpc("save_context_only")
         else:

@@ -10,10 +10,10 @@ from typing import Any
 
 from vllm import platforms
 
-from dllm.models import FAMILIES, own_configs
+from dllm.models import AUTOREGRESSIVE, FAMILIES, own_configs
 from dllm.patches.configure import set_batch_defaults
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, register_model
-from dllm.patches.decoding import serve_decodings
+from dllm.patches.decoding import choose_model_config
 from dllm.patches.drafting import DRAFTER_MODEL
 from dllm.patches.neighbours import is_disabled
 from dllm.patches.served import ByServer, Server, as_one_of, derives
@@ -27,21 +27,17 @@ ATTENTION_BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
 @functools.cache  # calling it again changes nothing
 def install() -> None:
     """With DLLM_DISABLE=1 the CPU runtime alone: vLLM's DiffusionGemma and DFlash drafter stay."""
+    from vllm.config import VllmConfig
+
+    from dllm.patches.server_config import ServerConfig
+
     enable_cpu_runtime()
-    _derive_configuration()
+    derives(VllmConfig, ServerConfig)
     if not is_disabled():
         _serve_families()
         register_model(OUR_DRAFTER, DRAFTER_MODEL)
     elif is_cpu_without_triton():
         register_model(BUILTIN_ARCHITECTURE, BUILTIN)
-
-
-def _derive_configuration() -> None:
-    from vllm.config import VllmConfig
-
-    from dllm.patches.server_config import ServerConfig
-
-    derives(VllmConfig, ServerConfig)
 
 
 def _serve_families() -> None:
@@ -62,7 +58,9 @@ def _serve_families() -> None:
         register_model(architecture, served.model_path())
         MODELS_CONFIG_MAP[architecture] = _config_hook(served.config_class())
     set_batch_defaults()
-    serve_decodings()
+    for architecture, path in AUTOREGRESSIVE.items():
+        register_model(architecture, path)
+    choose_model_config()
     explain_missing_images()
     _derive_engines()
     serve_with_ours()
