@@ -176,8 +176,6 @@ def test_the_type_of_a_patched_object(target):
         "setattr(Scheduler, 'schedule', made())",
         "for owner, name in ((Scheduler, 'schedule'),): setattr(owner, name, ours)",
         "@replaces(Scheduler)\ndef schedule(theirs, self): pass",
-        "for n in ['schedule']:\n    @replaces(Scheduler, n)\n    def ours(theirs, self): pass",
-        "replaces(Scheduler, 'schedule')(made())",
         "Scheduler.schedule[0] = ours",
         "type.__setattr__(Scheduler, 'schedule', ours)",
     ],

@@ -26,7 +26,6 @@ OF_NOBODY = {
     "choice.?": "a field of an answer in JSON",
     "layer.?": "weights of a layer, which our method of quantization has converted",
     "output.?": "a new attribute of an answer",
-    "owner.?": "what `replaces` replaces, and listed; adapters put it back",
     "rest.?": "a copy of a request's parameters",
     "theirs.__new__": "what `derives` derives, and listed",
     "state.?": "of Starlette's app: which object answers a route",

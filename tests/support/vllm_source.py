@@ -192,10 +192,8 @@ def setting(node: ast.AST) -> Sequence[ast.expr | Function | None] | None:
     """Owner, name and value of a call of setattr, or of our decorator; no value is deleted."""
     if isinstance(node, Function):
         ours = next(filter(is_replacing, node.decorator_list), None)
-        return ours and [*[*ours.args, ast.Constant(node.name)][:2], node]
+        return ours and [*ours.args, ast.Constant(node.name), node]
     called = getattr(node, "func", None)
-    if is_replacing(called):
-        return [*called.args, node.args[0]]
     name = getattr(called, "id", getattr(called, "attr", None))
     is_set = name in ("setattr", "delattr", "__setattr__", "__delattr__") and len(node.args) > 1
     return [*node.args, None][:3] if is_set else None
