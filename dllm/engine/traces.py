@@ -51,13 +51,11 @@ class BlockTraces:
         return bool(self._is_traced[slots].any())
 
     def rows_of(self, batch: InputBatch) -> torch.Tensor | None:
-        """The rows of logits of traced requests, ``[n]``."""
+        """The rows of logits of traced requests, ``[n]``; None if there is none."""
         slots = batch.idx_mapping_np[: batch.num_reqs]
-        if not self.are_wanted(slots):
-            return None
         widths = np.diff(batch.cu_num_logits_np[: batch.num_reqs + 1])
         index = np.flatnonzero(np.repeat(self._is_traced[slots], widths))
-        return to_device(index, self._records.device)
+        return to_device(index, self._records.device) if len(index) else None
 
     def read(self, record: StepRecord) -> torch.Tensor | None:
         """Trace the tokens that a step decides, ``[R, C, COLUMNS]``; does not wait for the device.

@@ -4,13 +4,16 @@ With masks from tokens and steps alone. With uniform noise the seed is needed, t
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm.engine.traces import BlockTraces
 from dllm.models.gemma.rule import accept_mask
 from dllm.models.unmasking.reference import DecodingRule, load_model
 from tests.engine.test_sampling_engine import schedule
@@ -194,6 +197,21 @@ def test_preemption_cache_and_schedule_change_no_trace(engine_of, checkpoint, ki
     pages = {} if kind == "uniform" else {"num_gpu_blocks_override": 14}
     tight = get_engine(path, **TIGHT | pages)
     assert_same(traces_of(tight), expected)
+
+
+def test_beside_a_canvas_a_prompt_that_is_read_has_no_rows_to_trace():
+    """Of no rows a CPU computes no statistics."""
+    state: Any = SimpleNamespace(
+        canvas=torch.zeros(4, 8, dtype=torch.int64), holds_pins=torch.zeros(4, dtype=torch.bool)
+    )
+    traces = BlockTraces(state, stays=True)
+    traces.add_request(1, params())
+    batch: Any = SimpleNamespace(idx_mapping_np=np.array([0, 1]), num_reqs=2)
+    batch.cu_num_logits_np = np.array([0, 8, 8])
+    assert traces.rows_of(batch) is None
+    batch.cu_num_logits_np = np.array([0, 8, 16])
+    rows = traces.rows_of(batch)
+    assert rows is not None and rows.tolist() == list(range(8, 16))
 
 
 def test_given_tokens_have_step_0_and_no_numbers(engine_of, checkpoint):
