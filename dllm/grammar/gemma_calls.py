@@ -304,11 +304,6 @@ def _anything(rule: str) -> Format:
 
 def _string(schema: Mapping[str, Any]) -> Format:
     pattern = STRING
-    if "format" in schema:
-        raise Unsupported(
-            f"its schema uses 'format' ({schema['format']!r}), which Gemma's calls are not held "
-            "to. Leave it out."
-        )
     if "pattern" in schema:
         pattern = schema["pattern"]
     elif "minLength" in schema or "maxLength" in schema:

@@ -129,25 +129,19 @@ def _others(
 
 
 def _named(flat: Flat, value: Schema, alternatives: Alternatives) -> Schema | None:
-    found: list[Schema] = []
+    """Names that ``propertyNames`` allows; each alternative is a pattern."""
+    found: list[str | None] = []
     for one in alternatives.of(flat["propertyNames"]):
         for kind, keyword, path in one.get("unheld", ()):
             if kind in ("string", None):
                 refuse(keyword, path)
         if "enum" in one:
-            refuse("propertyNames", flat["path"], "answers can be held to values, or to a pattern")
-        names = lowered_string(one, IN_JSON) if "string" in one.get("type", TYPES) else None
-        found += [names] if names is not None else []
+            texts = [text for text in one["enum"] if isinstance(text, str)]
+            texts = [text for text in texts if _is_name(flat, text, alternatives)]
+            found += [in_string(exactly(texts))] if texts else []
+        elif "string" in one.get("type", TYPES) and (names := lowered_string(one, IN_JSON)):
+            lengths = names.get("minLength", 0), names.get("maxLength", math.inf)
+            found.append(names.get("pattern") or in_string("[^]*", IN_JSON, *lengths))
     if not found:
         return None
-    if len(found) > 1:
-        refuse("propertyNames", flat["path"], "answers can be held to one alternative alone")
-    (names,) = found
-    if "format" in names:
-        refuse("propertyNames", flat["path"], "answers can only be held to names of a pattern")
-    lengths = names.get("minLength", 0), names.get("maxLength", math.inf)
-    return _of_pattern(names.get("pattern") or in_string("[^]*", IN_JSON, *lengths), value)
-
-
-def _of_pattern(pattern: str | None, value: Schema) -> Schema:
-    return {"patternProperties": {pattern: value}, "additionalProperties": False}
+    return {"patternProperties": dict.fromkeys(found, value), "additionalProperties": False}

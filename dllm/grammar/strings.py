@@ -21,6 +21,16 @@ HEX = "[0-9a-fA-F]"
 GROUP = f"{HEX}{{1,4}}"
 POINTER = r"(?:/(?:[!#-.0-\[\]-}]|~[01])*)*"
 UNRESERVED = "[A-Za-z0-9._~-]"
+# RFC 3986, without users, literals of addresses, and parts that may be empty.
+NO_COLON = r"(?:[A-Za-z0-9._~!$&'()*+,;=@-]|%[0-9A-Fa-f]{2})"
+PCHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+HOST_PORT = r"[A-Za-z0-9.-]+(?::[0-9]{1,4})?"
+BEHIND = rf"(?:\?(?:{PCHAR}|[/?])*)?(?:#(?:{PCHAR}|[/?])*)?"
+URI = rf"[A-Za-z][A-Za-z0-9+.-]*:(?://{HOST_PORT}|{PCHAR}+|/{PCHAR}+)(?:/{PCHAR}*)*{BEHIND}"
+REFERENCE = rf"(?:(?:{NO_COLON}+|/{PCHAR}+)(?:/{PCHAR}*)*|/)?{BEHIND}"
+# RFC 3339, appendix A.
+CLOCK = "T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
+DAYS = "(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
 # Some of the texts of each format: those that everybody calls valid.
 FORMATS = {
     "date": DATE,
@@ -36,6 +46,9 @@ FORMATS = {
     "uuid": f"{HEX}{{8}}(?:-{HEX}{{4}}){{3}}-{HEX}{{12}}",
     "json-pointer": POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{POINTER})",
+    "duration": f"P(?:[0-9]+W|{DAYS}(?:{CLOCK})?|{CLOCK})",
+    "uri": URI,
+    "uri-reference": f"(?:{URI}|{REFERENCE})",
     "uri-template": rf"https?://{LABEL}(?:\.{LABEL})*(?:/(?:{UNRESERVED}|\{{[A-Za-z0-9_]+\}})*)*",
 }
 UUIDS = {
@@ -45,14 +58,8 @@ UUIDS = {
 # pydantic's, of which no standard says more: any text without control characters.
 PATHS = dict.fromkeys(("path", "file-path", "directory-path"), r"[^\x00-\x1f\x7f]+")
 FORMATS |= UUIDS | PATHS
-# Beside a length, because xgrammar's form has none: an address of at most 337 characters.
+# Beside a length: an address of at most 337 characters.
 SHORT_URI = r"https?://(?:[a-z0-9]{1,20}\.){1,3}[a-z]{2,10}(?:/[A-Za-z0-9._~/-]{0,255})?"
-# Beside a pattern.
-URI = (
-    rf"[a-z][a-z0-9]*(?:\+[a-z0-9]+)?://{LABEL}(?:\.{LABEL})*(?::[1-9][0-9]{{1,3}})?"
-    r"(?:/[A-Za-z0-9._~/-]*)?(?:\?[A-Za-z0-9._~=&-]*)?(?:#[A-Za-z0-9._~-]*)?"
-)
-OF_XGRAMMAR = ("duration", "uri", "uri-reference")
 # JSON Schema's that answers are not held to. Other names are notes, which limit no text.
 NOT_HELD = ("idn-email", "idn-hostname", "iri", "iri-reference", "regex")
 MOST_LENGTH = 1 << 20  # a larger one limits nothing: no answer is as long
@@ -74,17 +81,10 @@ def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] |
     form, whole = flat.get("format"), None
     if form in NOT_HELD:
         refuse("format", path, f"answers cannot be held to {form!r}")
-    if form in FORMATS or form in OF_XGRAMMAR:
-        is_free = not patterns and (fewest, most) == (0, math.inf)
-        beside = FORMATS | ({} if is_free else {"uri": URI if patterns else SHORT_URI})
-        if form not in beside and not is_free:
-            refuse("format", path, "beside 'pattern' or a length answers cannot be held to it")
-        if form not in beside:
-            return node | {"format": form}
-        if patterns:
-            whole = beside[form]
-        else:
-            patterns = ((beside[form], True),)
+    if form in FORMATS:
+        is_short = form == "uri" and not patterns and (fewest, most) != (0, math.inf)
+        own = SHORT_URI if is_short else FORMATS[form]
+        patterns, whole = (patterns, own) if patterns else (((own, True),), None)
     if not patterns:
         node |= {"minLength": fewest} if fewest else {}
         return node | ({"maxLength": most} if most < math.inf else {})
