@@ -13,7 +13,7 @@ from referencing.jsonschema import DRAFT202012
 from dllm.grammar.patterns import is_found
 from dllm.grammar.refusals import Unsupported
 
-MOST_STEPS = 200_000  # to read one schema; a schema of a few kilobytes could take hours
+MOST_STEPS = 50_000  # to read one schema; a schema of a few kilobytes could take hours
 
 
 @dataclass(frozen=True)
