@@ -90,6 +90,14 @@ class Canvas:
         self._segment_of = np.full(len(table.accepts), -1)
         self._segment_of[self._reached] = np.arange(len(self._reached))
         self._accepting = np.flatnonzero(table.accepts)
+        # The tokens of all classes but the one that has most: in strings, nearly all of them.
+        order, starts = table.members
+        sizes = np.diff(starts, append=len(order))
+        self._largest = max(range(len(sizes)), key=sizes.__getitem__, default=-2)
+        is_other = np.arange(len(sizes)) != self._largest
+        self._others, others = order[np.repeat(is_other, sizes)], sizes[is_other]
+        self._other_starts = np.cumsum(others) - others
+        self._other_classes = np.flatnonzero(is_other)
         self._longest = int(table.left.max(initial=0, where=table.left < NEVER))
         self._following: dict[int, list[int]] = {}
         self._masks: dict[int, np.ndarray] = {}
@@ -183,10 +191,7 @@ class Canvas:
     ) -> Path:
         num_places, edges = len(scores), self.table.edges
         best = np.take_along_axis(scores, likeliest[:, None], axis=1)
-        order, starts = self.table.members
-        # [C, K]; row by row, because a copy of all rows in the order of classes is much slower.
-        by_class = np.stack([np.maximum.reduceat(np.take(row, order), starts) for row in scores])
-        by_class -= best
+        by_class = self._class_maxima(scores, likeliest) - best
         by_class[np.isnan(by_class)] = -np.inf
         of_members = np.take(by_class, edges.members, axis=1)
         by_label = _finite(np.maximum.reduceat(of_members, edges.bounds[:-1], axis=1))  # [C, L]
@@ -208,8 +213,21 @@ class Canvas:
         else:
             place, score = num_places, at[num_places, last]
         labels = self._trace(by_label, at, place, last, states)
-        tokens[:place] = [*self._tokens_of(labels, by_class, scores)]
+        tokens[:place] = [*self._tokens_of(labels, by_class, scores, likeliest)]
         return Path(tokens, states, float(score))
+
+    def _class_maxima(self, scores: np.ndarray, likeliest: np.ndarray) -> np.ndarray:
+        """``[C, K]``; row by row, because a copy of all rows in the order of classes is slower."""
+        order, starts = self.table.members
+        found = np.empty((len(scores), len(starts)), dtype=scores.dtype)
+        for place, (row, token) in enumerate(zip(scores, likeliest.tolist(), strict=True)):
+            if self.table.class_of[token] == self._largest:
+                others = np.maximum.reduceat(np.take(row, self._others), self._other_starts)
+                found[place, self._other_classes] = others
+                found[place, self._largest] = row[token]
+            else:
+                found[place] = np.maximum.reduceat(np.take(row, order), starts)
+        return found
 
     def _forward(
         self, by_label: np.ndarray, state: int, budget: int, thoughts_end: int
@@ -244,7 +262,7 @@ class Canvas:
         return labels[::-1]
 
     def _tokens_of(
-        self, labels: list[int], by_class: np.ndarray, scores: np.ndarray
+        self, labels: list[int], by_class: np.ndarray, scores: np.ndarray, likeliest: np.ndarray
     ) -> Iterator[int]:
         """The best token of the best class of each label."""
         order, starts = self.table.members
@@ -252,8 +270,11 @@ class Canvas:
         for place, label in enumerate(labels):
             classes = self.table.edges.classes(label)
             best = classes[by_class[place, classes].argmax()]
-            some = order[starts[best] : ends[best]]
-            yield int(some[scores[place, some].argmax()])
+            token = likeliest[place]
+            if self.table.class_of[token] != best:
+                some = order[starts[best] : ends[best]]
+                token = some[scores[place, some].argmax()]
+            yield int(token)
 
 
 def _finite(scores: np.ndarray) -> np.ndarray:
