@@ -13,8 +13,8 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 
-from dllm.models import FAMILIES
 from dllm.patches import install, routes, serving
+from dllm.patches.served import Server
 from dllm.patches.serving import Chat, Completion, Messages, Render, Tokens, Translating, taken_over
 from tests.support.denoise_cases import CONFIG
 
@@ -171,15 +171,13 @@ def test_anthropics_route_chooses_no_tool_where_there_is_none(choice):
     assert refused.value.parameter == "tool_choice"
 
 
-@pytest.mark.parametrize(("architecture", "kind"), [(next(iter(FAMILIES)), Chat), ("Other", None)])
-def test_objects_of_other_models_stay_vllms(architecture, kind):
+@pytest.mark.parametrize(("served", "kind"), [(Server.CANVASES, Chat), (None, None)])
+def test_objects_of_other_models_stay_vllms(served, kind):
     """Also where vLLM has no endpoint plugins, as in ``vllm run-batch``."""
     from vllm.entrypoints.launchers.api_server.app_state import init_endpoint_plugins_state
 
     theirs, state = object.__new__(OpenAIServingChat), State()
-    model = SimpleNamespace(architecture=architecture)
-    parallel = SimpleNamespace(worker_cls="auto")
-    state.vllm_config = SimpleNamespace(model_config=model, parallel_config=parallel)
+    state.vllm_config = SimpleNamespace(served=served)
     state.online_renderer = object.__new__(serving.OnlineRenderer)
     state.online_derenderer = object.__new__(serving.OnlineDerenderer)
     state.openai_serving_models, state.openai_serving_chat = None, theirs
