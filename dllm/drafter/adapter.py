@@ -28,7 +28,7 @@ from vllm.lora.utils import get_adapter_absolute_path
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.utils import set_weight_attrs
 
-from dllm.engine.adapters import Adapter, is_whole, place_of, refuse_other_shape
+from dllm.engine.adapters import Adapter, is_whole, places_of, refuse_other_shape
 from dllm.settings.drafting import WHERE
 from dllm.settings.server import options_of
 
@@ -50,10 +50,10 @@ class DraftAdapter:
         """Raises ValueError as ``read_adapter``."""
         self.has, self.rows, self.is_on = has, torch.zeros_like(has), False
         layers = linear_layers(model)
-        packed = packed_layers(model, layers)
+        places = places_of(packed_layers(model, layers))
         of_layer: dict[str, dict[int | None, LoRALayerWeights]] = {}
         for name, lora in read_adapter(folder, model, layers, dtype).items():
-            whole, place = place_of(name, packed)
+            whole, place = places.get(name, (name, None))
             of_layer.setdefault(whole, {})[place] = lora
         for name, parts in of_layer.items():
             self._change(layers[name], parts)
@@ -204,10 +204,11 @@ def read_adapter(
             f"it changes {', '.join(unknown[:3])} (of {len(unknown)} such), which this model does "
             "not have."
         )
+    places = places_of(packed)
     for name, lora in found.items():
         if not is_whole(lora):
             raise ValueError(f"{name} has lora_A or lora_B alone.")
-        whole, place = place_of(name, packed)
+        whole, place = places.get(name, (name, None))
         refuse_other_shape(name, lora, layers[whole], place)
     changed = {name.rpartition(".")[2] for name in found}
     alike = {name for name in changeable if name.rpartition(".")[2] in changed}

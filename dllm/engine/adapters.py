@@ -1,9 +1,10 @@
 """LoRA adapters, by vLLM's own manager: which weights they may change, and which rows have which.
 
 vLLM adds an adapter's change to a linear layer's output, row by row. Heads and canvases of a
-request have the same adapter. The layers are the projections of attention and of MLPs. Everything
-else is refused by name when an adapter is loaded: heads, embeddings, experts, routers of some
-families, and the MLP of self-conditioning, which is computed for canvases only.
+request have the same adapter. The layers are the projections of attention, of MLPs and of experts
+that are not quantized. Everything else is refused by name when an adapter is loaded: heads,
+embeddings, routers of some families, and the MLP of self-conditioning, which is computed for
+canvases only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
@@ -19,6 +21,8 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import is_in_target_modules, parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase
+
+from dllm.engine.expert_adapters import is_on_cpu, sizes_of, take_apart, takes_adapters
 
 
 class Adapter(LoRAModel):
@@ -54,6 +58,16 @@ class AdaptedLayers(LRUCacheLoRAModelManager):
                     max_num_batched_tokens, self.max_num_seqs, self.device
                 )
 
+    def _create_lora_modules(self) -> None:
+        """A router that a mixture holds, too, is replaced in the mixture; vLLM's layer gets it."""
+        super()._create_lora_modules()
+        for layer in self.modules.values():
+            if isinstance(layer, FusedMoEWithLoRA) and "gate" in layer._modules:
+                layer.base_layer.gate = layer._modules.pop("gate")
+
+    def _validate_moe_lora_format(self, lora_model: LoRAModel) -> None:
+        """Matrices of all experts are taken, too (``take_apart``)."""
+
 
 class Adapters(LRUCacheWorkerLoRAManager):
     """vLLM's, which leaves out silently what the model served has no layer for."""
@@ -75,8 +89,11 @@ class Adapters(LRUCacheWorkerLoRAManager):
         complete = getattr(manager.model, "complete_adapter", None)
         if complete is not None:
             complete(adapter.loras)
-        parts = (part for parts in manager.packed_modules.values() for part in parts)
-        unknown = sorted(adapter.loras.keys() - manager.modules.keys() - set(parts))
+        for name, layer in manager.modules.items():
+            if isinstance(layer, FusedMoEWithLoRA):
+                take_apart(name, layer, manager.packed_modules[name], adapter.loras)
+        places = places_of(manager.packed_modules)
+        unknown = sorted(adapter.loras.keys() - manager.modules.keys() - places.keys())
         if unknown:
             layers = sorted({name.rsplit(".", 1)[-1] for name in manager.modules})
             raise ValueError(
@@ -85,7 +102,7 @@ class Adapters(LRUCacheWorkerLoRAManager):
                 f"{', '.join(layers)}. Train it without the others."
             )
         for name, lora in adapter.loras.items():
-            whole, place = place_of(name, manager.packed_modules)
+            whole, place = places.get(name, (name, None))
             refuse_other_shape(name, lora, manager.modules[whole].base_layer, place)
         return adapter
 
@@ -94,20 +111,20 @@ def is_whole(lora: Any) -> bool:
     return lora.lora_a is not None and lora.lora_b is not None
 
 
-def place_of(name: str, packed: Mapping[str, Sequence[str]]) -> tuple[str, int | None]:
-    """The layer served that a layer of the checkpoint is a part of, and which; None: the whole."""
-    stem = name.rpartition(".")[0]
-    for whole, parts in packed.items():
-        if whole.startswith(f"{stem}.") and name in parts:
-            return whole, parts.index(name)
-    return name, None
+def places_of(packed: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, int | None]]:
+    """Of each layer of the checkpoint: the layer served that it is a part of, and which."""
+    return {
+        name: (whole, place) for whole, parts in packed.items() for place, name in enumerate(parts)
+    }
 
 
 def refuse_other_shape(name: str, lora: Any, layer: Any, place: int | None) -> None:
     """Raises ValueError. Smaller matrices would be served as if the rest were 0."""
-    columns, rows = layer.input_size, layer.output_size
-    if place is not None:
-        rows = layer.output_sizes[place]
+    if not isinstance(layer, LinearBase):
+        columns, rows = sizes_of(layer, place or 0)
+    else:
+        columns = layer.input_size
+        rows = layer.output_size if place is None else layer.output_sizes[place]
     found = tuple(lora.lora_a.shape), tuple(lora.lora_b.shape)
     wanted = (lora.rank, columns), (rows, lora.rank)
     if found != wanted:
@@ -125,8 +142,10 @@ def manager_of_adapters(
     packed: Any = model.packed_modules_mapping
     # A layer may have two names; vLLM replaces it under each of them.
     modules = model.named_modules(remove_duplicate=False)
-    linear = {name for name, layer in modules if isinstance(layer, LinearBase)}
-    kinds = {name.rsplit(".", 1)[-1] for name in linear}
+    taking = {
+        name for name, layer in modules if isinstance(layer, LinearBase) or takes_adapters(layer)
+    }
+    kinds = {name.rsplit(".", 1)[-1] for name in taking}
     kinds |= {part for kind in kinds for part in packed.get(kind, ())}
     wrong = set(config.target_modules or ()) - kinds
     if wrong:
@@ -135,8 +154,13 @@ def manager_of_adapters(
             f"{', '.join(sorted(kinds))}."
         )
     config.target_modules = sorted(
-        name for name in linear if is_in_target_modules(name, config.target_modules, packed)
+        name for name in taking if is_in_target_modules(name, config.target_modules, packed)
     )
+    for layer in map(model.get_submodule, config.target_modules):
+        if is_on_cpu(layer):
+            from dllm.engine.adapted_experts import adapt  # imports vLLM's quantized experts
+
+            adapt(layer.routed_experts)
     return Adapters(vllm_config, device, {}, lora_model_cls=Adapter)
 
 

@@ -42,8 +42,8 @@ class CanvasRunner(Base):
 
     def load_model(self, *args: Any, **options: Any) -> None:
         """The table of draft tokens is the tensor of canvases: vLLM copies it to input ids."""
-        # Experts take no adapter, and keep their kernels: with adapters vLLM would give them
-        # Triton's, which a CPU lacks.
+        # Experts keep their kernels, also if these take no adapter: with adapters vLLM would give
+        # them Triton's, which a CPU lacks.
         self.vllm_config.lora_config = None
         super().load_model(*args, **options)
         self.req_states.draft_tokens = self.model_state.canvases.canvas

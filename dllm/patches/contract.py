@@ -160,6 +160,14 @@ ROUTES = {
 # Of objects. By vLLM's name: the expression of ours that is assigned to, and why. vLLM has no hook
 # for any of them.
 OBJECTS = {
+    "vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEKernelModularImpl.fused_experts": (
+        "kernel.fused_experts",
+        "on a CPU with --enable-lora: ours in front of vLLM's, which take no adapter",
+    ),
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner.gate": (
+        "layer.base_layer.gate",
+        "with --enable-lora: the router that takes adapters, which vLLM gives to its wrapper alone",
+    ),
     "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._candidates": (
         "runner.cudagraph_manager._candidates",
         "at start: steps run with one kind of graphs and without, and a wrong kind is not used, "

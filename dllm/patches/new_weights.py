@@ -91,6 +91,7 @@ def pack_new_weights(model: Any) -> None:
 
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
+        method = getattr(method, "old_quant_method", method)  # behind one that takes adapters
         if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
             method.moe_kernel.fused_experts.process_weights_after_loading(layer)
         elif isinstance(layer, ParallelLMHead):

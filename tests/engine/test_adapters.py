@@ -4,15 +4,19 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from vllm import SamplingParams
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm.engine.expert_adapters import take_apart
 from dllm.engine.warm_up import made_up_adapters, serve_made_up
 from dllm.patches.cpu_worker import padded_size
 from dllm.patches.graph_check import MOST, largest_error
@@ -149,7 +153,8 @@ def test_a_grammar_and_an_adapter(family: str, case: Callable[[str], Case]) -> N
 
 HEAD = {"lm_head": (832, 64)}
 EMBEDDING = {"model.embed_tokens": (832, 64)}
-EXPERT = {"model.layers.0.mlp.experts.0.gate_proj": (32, 64)}
+EXPERT = {"model.layers.0.mlp.experts.0.gate_proj": (32, 32)}
+STACKED = {"model.decoder.layers.0.experts.down_proj": (3, 128, 64)}  # of other experts
 CONDITIONING = {"model.decoder.self_conditioning.gate_proj": (128, 128)}
 SMALLER = {"model.layers.0.self_attn.q_proj": (32, 32)}  # of another model
 QUERY = ("layers.0.self_attn.q_proj", (128, 128))
@@ -165,6 +170,7 @@ HALVES = {
         ("sdar", EMBEDDING, "embed_tokens"),
         ("sdar", SMALLER, "q_proj"),
         ("sdar-moe", EXPERT, "experts.0.gate_proj"),
+        ("gemma", STACKED, "layers.0.experts"),
         ("gemma", CONDITIONING, "self_conditioning.gate_proj"),
         ("gemma", HALVES, "encoder.language_model.layers.0.self_attn.q_proj"),
     ],
@@ -180,12 +186,41 @@ def test_what_takes_no_adapter_is_refused_by_name(
 def test_a_quantized_model_takes_adapters(
     checkpoint: Callable[..., Path], case: Callable[[str], Case], tmp_path: Path
 ) -> None:
-    """An adapter that changes nothing, and one that does, on FP8 weights."""
+    """An adapter that changes nothing, and one that does, on FP8 weights; but of no experts."""
     base = write_quantized(checkpoint(), tmp_path / "fp8", "fp8-dynamic")
-    shapes = projections(checkpoint())
+    shapes = projections(checkpoint(), with_experts=False)
     nothing = asked(write_adapter(tmp_path / "nothing", shapes, scale=0.0), 1)
     something = asked(write_adapter(tmp_path / "something", shapes), 2)
     plain = get_engine(base).generate(CONTEXTS, GREEDY)
     engine = get_engine(base, **WITH_ADAPTERS)
     found = engine.generate(CONTEXTS, GREEDY, [nothing, None, something, nothing])
     assert [ours == theirs for ours, theirs in zip(found, plain, strict=True)] == [1, 1, 0, 1]
+    experts = asked(write_adapter(tmp_path / "experts", projections(checkpoint())), 3)
+    with pytest.raises(ValueError, match=r"layers\.0\.experts"):
+        engine.runner.add_lora(experts)
+
+
+@pytest.mark.parametrize("peft", ["0.19.0", "0.19.1"])
+def test_matrices_of_all_experts_are_taken_apart(peft: str) -> None:
+    """Before PEFT 0.19.1 they are those of the transposed weights. What is left out is 0."""
+    count, rank, hidden, inner = 2, 3, 8, 5
+    sizes = SimpleNamespace(
+        hidden_dim_unpadded=hidden,
+        intermediate_size_per_partition_unpadded=inner,
+        moe_parallel_config=SimpleNamespace(tp_size=1),
+    )
+    layer = SimpleNamespace(base_layer=SimpleNamespace(moe_config=sizes), global_num_experts=count)
+    names = [f"{one}.{part}" for one in range(count) for part in ("gate", "down", "up")]
+    a, b = torch.randn(count, rank, hidden), torch.randn(count, 2 * inner, rank)
+    first, second = (b.mT, a.mT) if peft == "0.19.0" else (a, b)
+    matrices = first.reshape(count * rank, -1), second.permute(1, 2, 0).reshape(-1, rank * count)
+    loras = {"experts.base_layer": LoRALayerWeights("", rank, 6, *matrices)}
+    take_apart("experts", layer, names, loras)  # type: ignore[arg-type]
+    assert sorted(loras) == sorted(names)
+    for one in range(count):
+        for name, rows in (("gate", b[one, :inner]), ("up", b[one, inner:])):
+            found = loras[f"{one}.{name}"]
+            assert torch.equal(found.lora_a, a[one]) and torch.equal(found.lora_b, rows)
+            assert found.scaling == 2
+        assert not loras[f"{one}.down"].lora_b.any()
+        assert loras[f"{one}.down"].lora_b.shape == (hidden, rank)

@@ -1,6 +1,7 @@
 """Random LoRA adapters in PEFT's format, and the same checkpoints with them merged."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,28 +18,41 @@ RANK, ALPHA = 4, 8
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 
-def projections(base: Path) -> dict[str, torch.Size]:
+# PEFT's names for the stacked matrices of a layer's experts.
+STACKED = {".experts.gate_up_proj": ".experts.base_layer", ".experts.down_proj": ".experts"}
+
+
+def projections(base: Path, with_experts: bool = True) -> dict[str, torch.Size]:
     """The matrices of a checkpoint's layers that take an adapter, by name without ``.weight``."""
     return {
         name.removesuffix(".weight"): tensor.shape
         for name, tensor in load_file(base / WEIGHTS).items()
-        if tensor.ndim == 2 and re.search(r"(layers|blocks)\.", name) and ".experts." not in name
-        if "vision" not in name
+        if tensor.ndim > 1 and re.search(r"(layers|blocks)\.", name) and "vision" not in name
+        if with_experts or ".experts." not in name
     }
+
+
+def layer_of(name: str) -> str:
+    """As an adapter names the layer of a matrix."""
+    for ours, theirs in STACKED.items():
+        name = re.sub(f"{re.escape(ours)}$", theirs, name)
+    return f"base_model.model.{name}"
 
 
 def write_adapter(
     path: Path, shapes: Mapping[str, Iterable[int]], seed: int = 0, scale: float = 0.1
 ) -> Path:
-    """Write an adapter that changes these matrices ``[rows, columns]``."""
+    """Write an adapter that changes these matrices ``[rows, columns]``, or ``[experts, ...]``."""
     path.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, (rows, columns) in shapes.items():
-        a = torch.randn(RANK, columns, generator=random) * columns**-0.5
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a
-        tensors[f"base_model.model.{name}.lora_B.weight"] = scale * torch.randn(
-            rows, RANK, generator=random
+    for name, shape in shapes.items():
+        *experts, rows, columns = shape
+        rank = RANK * math.prod(experts)
+        a = torch.randn(rank, columns, generator=random) * columns**-0.5
+        tensors[f"{layer_of(name)}.lora_A.weight"] = a
+        tensors[f"{layer_of(name)}.lora_B.weight"] = scale * torch.randn(
+            rows, rank, generator=random
         )
     save_file(tensors, path / ADAPTER)
     targets = sorted({name.rsplit(".", 1)[-1] for name in shapes})
@@ -52,9 +66,12 @@ def merged(base: Path, adapter: Path, out: Path) -> Path:
     shutil.copytree(base, out)
     weights, parts = load_file(base / WEIGHTS), load_file(adapter / ADAPTER)
     for name in list(weights):
-        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        layer = layer_of(name.removesuffix(".weight"))
         if f"{layer}.lora_A.weight" in parts:
             a, b = (parts[f"{layer}.lora_{part}.weight"] for part in "AB")
+            if weights[name].ndim == 3:  # as PEFT's ``ParamWrapper`` merges
+                a = a.reshape(len(weights[name]), RANK, -1)
+                b = b.reshape(len(b), RANK, -1).permute(2, 0, 1)
             weights[name] = weights[name] + ALPHA / RANK * b @ a
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
     return out
