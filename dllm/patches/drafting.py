@@ -210,9 +210,6 @@ def why_steps_wait(vllm_config: Any) -> str | None:
     executor = Executor.get_class(vllm_config)
     # vLLM has a check of its own for the last two, but runs it when the scheduler has been chosen.
     whys = {
-        "a model that drafts for itself chooses widths behind each step": (
-            draft_of(speculative) is Draft.ITSELF
-        ),
         'a pilot chooses widths behind a prompt ("policy")': options.policy == "pilot",
         'drafts are looked up behind each step ("prompt_lookup")': options.prompt_lookup,
         'whether the drafter is a new one is known behind each step ("renew")': (

@@ -71,6 +71,7 @@ SELF_DRAFTS = Kind(
     on_cpu=OURS,
     on_cuda=OURS,
     scheduler=contract.DRAFTING_SCHEDULER,
+    async_scheduler=contract.ASYNC_DRAFTING_SCHEDULER,
     attention=decoding.self_drafting_attention,
     takes=WIDTHS | BLOCKS | {"adapter"},
     refuses=decoding.self_drafting_limits,
@@ -87,6 +88,7 @@ NOISE_DRAFTS = Kind(
     on_cpu=OURS,
     on_cuda=OURS,
     scheduler=contract.DRAFTING_SCHEDULER,
+    async_scheduler=contract.ASYNC_DRAFTING_SCHEDULER,
     takes=WIDTHS | {"adapter", "uno_mask_token_id", "uno_noise_seed", "verification"},
     refuses=decoding.noise_drafting_limits,
     why_synchronous=drafting.why_steps_wait,
@@ -224,6 +226,9 @@ def _choose_scheduler(vllm_config: Any, kind: Kind) -> None:
     scheduler.scheduler_cls = scheduler.scheduler_cls or (
         kind.scheduler if is_one_by_one else kind.async_scheduler
     )
+    if draft_of(vllm_config.speculative_config) is Draft.ITSELF:
+        # vLLM refuses it for drafts of a class; `server_config` turns it on behind that check.
+        scheduler.async_scheduling = False
 
 
 def _choose_worker(vllm_config: Any, kind: Kind) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.config import SpeculativeConfig, VllmConfig
 
+from dllm.patches.contract import ASYNC_DRAFTING_SCHEDULER
 from dllm.patches.cpu import is_on_cpu_runtime, needs_no_openmp_setup
 from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.kinds import complete
@@ -28,6 +29,9 @@ class ServerConfig(VllmConfig):
             self.speculative_config = as_one_of(SelfDraftConfig, given)
         asked = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         super().__post_init__()
+        if self._draft() is Draft.ITSELF:
+            scheduler = self.scheduler_config
+            scheduler.async_scheduling = scheduler.scheduler_cls == ASYNC_DRAFTING_SCHEDULER
         if asked == "fork" and is_on_cpu_runtime(self) and needs_no_openmp_setup():
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked
 

@@ -12,7 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dllm.drafter.adapter import linear_layers, read_adapter
+from dllm.drafter.scheduler import AsyncDraftingScheduler
+from dllm.drafter.widths.policy import FixedWidth
 from dllm.models.unmasking.reference import load_model
+from tests.drafter.test_draft_sources import chosen_ahead, widths_of
 from tests.drafter.test_self_speculation import CANVAS, LIMITS, NUM_DRAFTS, SAMPLED, prompts
 from tests.support.adapters import (
     ADAPTER,
@@ -23,6 +26,7 @@ from tests.support.adapters import (
     write_adapter,
 )
 from tests.support.drafter_harness import (
+    RandomWidth,
     greedy,
     make_policy,
     plain_engine,
@@ -33,6 +37,7 @@ from tests.support.drafter_harness import (
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK
+from tests.support.forced_async import asynchronous_platform
 from tests.support.masked_pass import logits_of
 from tests.support.recorded_calls import record_calls
 
@@ -148,6 +153,25 @@ def test_the_text_is_the_one_without_drafts(pair, kind: str, monkeypatch) -> Non
                 assert ours.outputs[0].finish_reason == theirs.outputs[0].finish_reason
     assert preempted, "the cache was large enough for everybody"
     assert not drafting.runner.speculator._adapter.rows.any()
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_steps_are_scheduled_ahead(kind: str, tmp_path: Path, monkeypatch) -> None:
+    """Widths are chosen with the schedule: random ones, none, and all drafts."""
+    base, serve = TINY / PLAIN[kind], self_drafting if kind == "masks" else noise_drafting
+    adapter = write_adapter(tmp_path, projections(base), scale=0.01)
+    with asynchronous_platform():
+        engine = serve(base, adapter, num_gpu_blocks_override=14, async_scheduling=True)
+    assert type(engine.scheduler) is AsyncDraftingScheduler
+    given, most = questions(base), engine.runner.speculator.num_speculative_steps
+    expected = _plain(kind).generate(given, SAMPLED)
+    preempted = record_calls(monkeypatch, engine.scheduler, "_preempt_request")
+    for policy in (RandomWidth(most, reads_confidence=False), FixedWidth(most)):
+        with chosen_ahead(engine, policy) as steps:
+            assert engine.generate(given, SAMPLED) == expected
+        widths = widths_of(steps)
+        assert widths <= {0, most} if isinstance(policy, FixedWidth) else len(widths) > most // 2
+    assert preempted, "the cache was large enough for everybody"
 
 
 def other(adapter: Path, out: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
