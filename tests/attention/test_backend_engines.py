@@ -4,15 +4,13 @@ The engines run in a process of their own (``tests/support/attention_backend_wor
 """
 
 import json
-from typing import Any
 
 import pytest
 import torch
 
-from dllm.settings import vllm_names
 from tests.support import hf_reference
 from tests.support.engine_harness import Run, SamplingParams, assert_same_runs, get_engine
-from tests.support.process import ROOT, run_python
+from tests.support.process import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -21,24 +19,6 @@ ASYNC = {"is_async": True}
 # Numbers of tokens with a full graph. Two canvases of these are padded to three.
 GRAPHS = {"graphs": [CANVAS, 3 * CANVAS]}
 FAMILIES = {"sdar": [4, 12], "llada2": [32, 64], "nemotron": [32, 64]}
-
-DFLASH = {
-    "method": "dflash",
-    "model": str(ROOT / "checkpoints/tiny-drafter"),
-    "num_speculative_tokens": 7,
-}
-DRAFTERS: dict[str, Any] = {
-    "a drafter": (
-        "checkpoints/tiny-ar",
-        {"speculative_config": DFLASH, "additional_config": {"dllm": {"drafter": {}}}},
-        [8, 24],
-    ),
-    "a model of its own": (
-        "checkpoints/tiny-nemotron",
-        {"additional_config": {"dllm": {"decoding": "self_speculation"}}},
-        [32, 96],
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +37,6 @@ def runs(checkpoint, family, tmp_path_factory):
     for name, sizes in FAMILIES.items():
         of_family = {"checkpoint": str(family(name)), "page_size": 32, "num_tokens": 12}
         jobs[name] = of_family | ASYNC | {"graphs": sizes}
-    for name, (target, options, graphs) in DRAFTERS.items():
-        jobs[name] = {"checkpoint": str(ROOT / target), "drafter": options, "num_tokens": 16}
-        jobs[f"{name}, graphs"] = jobs[name] | {"graphs": graphs}
     output = tmp_path_factory.mktemp("backend") / "runs.pt"
     worker = ("-m", "tests.support.attention_backend_worker", json.dumps(jobs), str(output))
     run_python(*worker)
@@ -186,17 +163,3 @@ def test_tapes_of_families_do_the_same_as_on_vllms_cpu_kernel(name, runs):
     params = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True) for seed in (1, 2)]
     assert_same_runs(found(runs[name]), engine.runs(runs[name]["prompts"], params))
     assert runs[name]["replayed"] and not runs[name]["faults"]
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_drafts_of_tapes(name, runs):
-    """Those of a trained drafter: what it has read decides them."""
-    eager, graphs = runs[name], runs[f"{name}, graphs"]
-    assert graphs["tokens"] == eager["tokens"] and graphs["drafts"] == eager["drafts"]
-    assert len(graphs["drafts"]) > 1 and not graphs["faults"]
-    assert {name for name, found in graphs["replayed"].items() if found} == {
-        "model",
-        "query_cudagraph_manager",
-    }
-    # vLLM 0.32 projects them in front of the graph, and a model of its own has no context.
-    assert graphs["holds_context"] == (name == "a drafter" and not vllm_names.is_0_32())

@@ -2,8 +2,7 @@
 
     python -m tests.support.attention_backend_worker JOBS OUTPUT
 
-JOBS is JSON: for each engine a name, and the arguments of ``run``, or of ``run_drafts`` where a
-drafter is named. OUTPUT gets what they return.
+JOBS is JSON: for each engine a name, and the arguments of ``run``. OUTPUT gets what it returns.
 
 ``test_backend_engines.py`` starts it as a process of its own, because ``TRITON_INTERPRET=1`` has
 to be set before triton is imported. vLLM's CPU platform knows one backend only; here it returns
@@ -25,14 +24,13 @@ from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from bench.toys.suite import FAMILIES, question
 from dllm.attention import backend
 from dllm.patches.graph_check import drop_wrong_graphs
 from tests.support import tape
 from tests.support.engine_harness import Engine
 from tests.support.forced_async import asynchronous_platform
 from tests.support.interpreter import speed_up
-from tests.support.tape_engine import capture, drafts_of, graphs_of_cuda, run_as_on_cuda
+from tests.support.tape_engine import capture, graphs_of_cuda, run_as_on_cuda
 from tests.support.tape_modes import FULL
 
 BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
@@ -148,44 +146,8 @@ def run_requests(
     }
 
 
-def run_drafts(
-    checkpoint: str, drafter: dict[str, Any], num_tokens: int, graphs: list[int] | None = None
-) -> dict[str, Any]:
-    """The tokens, and the drafts of every step, of three held-out questions.
-
-    ``holds_context``: a graph has projected the target's hidden states.
-
-    Args:
-        graphs: as of ``run``.
-    """
-    options = {"max_model_len": 256, "max_num_batched_tokens": 128, "block_size": 32}
-    with graphs_of_cuda(FULL, graphs) if graphs else nullcontext():
-        engine = Engine(checkpoint, attention_config={"backend": "CUSTOM"}, **options, **drafter)
-    replayed = capture(engine.runner)[0] if graphs else {}
-    tokenizer = engine.llm.get_tokenizer()
-    chats = [
-        [{"role": "user", "content": question(family, "heldout", 1).prompt}]
-        for family in list(FAMILIES)[:3]
-    ]
-    prompts = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        for chat in chats
-    ]
-    with drafts_of(engine.runner.speculator) as drafts:
-        tokens = engine.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0))
-    staged = getattr(engine.runner.speculator, "_aux_staging", None)
-    holds_context = staged is not None and bool(staged.any())
-    return {
-        "tokens": tokens,
-        "drafts": drafts,
-        "replayed": replayed,
-        "holds_context": holds_context,
-        "faults": dict(tape.FAULTS),
-    }
-
-
 if __name__ == "__main__":
     serve_with_triton_kernel()
     jobs = json.loads(sys.argv[1])
-    results = {name: (run_drafts if "drafter" in job else run)(**job) for name, job in jobs.items()}
+    results = {name: run(**job) for name, job in jobs.items()}
     torch.save(results, sys.argv[2])

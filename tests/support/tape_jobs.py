@@ -46,7 +46,9 @@ def speculative(method: str, drafter: str, num_drafts: int) -> dict[str, Any]:
     return {"speculative_config": config, "additional_config": {"dllm": {"drafter": {}}}}
 
 
-TINY_AR, TINY_DRAFTER = (str(ROOT / "checkpoints" / name) for name in ("tiny-ar", "tiny-drafter"))
+TINY_AR, TINY_DRAFTER, TINY_NEMOTRON = (
+    str(ROOT / "checkpoints" / name) for name in ("tiny-ar", "tiny-drafter", "tiny-nemotron")
+)
 OURS = speculative("dflash", TINY_DRAFTER, 7)
 FEW = {"override_generation_config": {"max_denoising_steps": 8}}
 FAMILIES = ("llada2", "nemotron", "fast-dllm", "sdar-moe", "stable-diffcoder", "a2d-qwen3")
@@ -68,7 +70,7 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
     "drafts": {
         "eagle3": drafts("target", 6, speculative("eagle3", "eagle3", 5), sizes=[4, 6, 24]),
         "draft_model": drafts("target", 6, speculative("draft_model", "target", 5)),
-        "self-speculation": drafts("nemotron", 32, SELF, num_tokens=4),
+        "self-speculation": drafts(TINY_NEMOTRON, 32, SELF, num_tokens=8),
     },
     "requests": {
         "adapter": canvases("sdar", *ADAPTED, **ADAPTERS, max_num_seqs=8, checks=True),
