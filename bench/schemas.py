@@ -141,6 +141,7 @@ class Ours:
 class Llguidance:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         import llguidance.hf
+        import vllm.v1.structured_output.backend_guidance  # noqa: F401  before time is counted
 
         self.tokens = llguidance.hf.from_tokenizer(tokenizer)
 
@@ -166,6 +167,7 @@ class Llguidance:
 
 class Xgrammar:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        import vllm.v1.structured_output.backend_xgrammar  # noqa: F401  before time is counted
         import xgrammar
 
         self.info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
