@@ -29,4 +29,4 @@ def test_whatever_happens_answers_are_those_of_a_quiet_engine(
             wrong.append(f"{model.name}, seed {seed}: {error!r:.300}")
     assert not wrong, "\n".join(wrong)
     assert met["aborted"] and met["cached"], met
-    assert sum(what.endswith("preempted") for what in met) > 3, met  # kinds of requests
+    assert sum(what.endswith("preempted") for what in met) > 2, met  # kinds of requests

@@ -89,7 +89,7 @@ def draw(seed: int, model: Model) -> Scenario:
         # Equal tokens alone prove little: a random model repeats itself.
         if dice.random() < 0.7:
             given["extra"] = given["extra"] | {"diffusion_trace": True}
-        else:
+        elif "logprob_token_ids" not in given:
             given = {"logprobs": dice.choice([0, 2])} | given
         bad_words, extra = given.pop("bad_word_ids", None), given.pop("extra")
         params = SamplingParams(extra_args=extra, **given)
@@ -244,7 +244,8 @@ def served(engine: Engine, made: Scenario, met: Counter[str]) -> list[Any]:
         met[f"{made.asks[names.index(name)].kind}, preempted"] += 1
         preempt(request, *given, **more)
 
-    engine.llm.llm_engine.abort_request(list(scheduler.requests))  # of a scenario that failed
+    left_over = list(scheduler.requests)  # of a scenario that failed
+    engine.llm.llm_engine.abort_request(left_over, internal=True)
     engine.reset_prefix_cache()
     passes = nullcontext() if made.has_loop else engine.one_pass_a_step()
     with passes, mock.patch.object(scheduler, "_preempt_request", count):
