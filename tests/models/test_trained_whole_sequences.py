@@ -1,4 +1,4 @@
-"""Small models of LLaDA and Fast-dLLM v2: right answers, and the tokens of the plain loop."""
+"""Small models of LLaDA, Dream and Fast-dLLM v2: right answers, and the plain loop's tokens."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 EACH = 4  # questions of a family
 
 
-@pytest.mark.parametrize("name", ["tiny-fast-dllm", "tiny-llada"])
+@pytest.mark.parametrize("name", ["tiny-dream", "tiny-fast-dllm", "tiny-llada"])
 def test_held_out_questions_are_answered_as_by_the_plain_loop(name: str) -> None:
     """Greedily, by the family's defaults; the loop answers one question of each kind."""
     path = CHECKPOINTS / name
