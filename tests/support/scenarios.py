@@ -5,6 +5,7 @@ which come in chunks, wait for room, find each other's prompts in the cache, are
 aborted, and lose their pages. Whatever happens to a request, it is answered as it is alone.
 """
 
+import math
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -272,7 +273,12 @@ def served(engine: Engine, made: Scenario, met: Counter[str]) -> list[Any]:
 
 
 def scores_of(rows: Any) -> list[dict[int, float]]:
-    return [{token: one.logprob for token, one in row.items()} for row in rows or () if row]
+    """Of tokens that are possible: all others are alike, and which are shown is open."""
+    return [
+        {token: one.logprob for token, one in row.items() if one.logprob > -math.inf}
+        for row in rows or ()
+        if row
+    ]
 
 
 def assert_same(ours: Any, expected: Any) -> None:
