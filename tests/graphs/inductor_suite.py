@@ -143,7 +143,7 @@ class Steps:
             yield denoised
             emitted = denoised.converged * rows.widths
             lengths = rows.seq_lens.clone()
-            yield self.store(emitted, denoised, rows, state, algorithm, lengths, True)
+            yield self.store(emitted, denoised, rows, state, algorithm, lengths, True, False)
             if state.soft_embeds.shape[-1]:
                 state.soft_embeds[at] = torch.randn(num_rows, HIDDEN, generator=random)
             columns = state.canvas, state.argmax_canvas, state.steps_done, *state.thought.values()
