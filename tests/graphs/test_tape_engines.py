@@ -43,7 +43,7 @@ def path_of(
             return {"target": write_target, "eagle3": write_eagle_3}[name](folder / name)
         family_name, _, kind = name.partition(", ")
         if kind == "adapter":
-            return write_adapter(folder / name, projections(family(family_name)))
+            return write_adapter(folder / name, projections(write(family_name)))
         if kind == "images":  # their processor knows them by the tokens' own names
             return checkpoint(canvas_length=CANVAS["gemma"], **WITH_TOWER)
         if family_name == "gemma":

@@ -55,6 +55,8 @@ FAMILIES = ("llada2", "nemotron", "fast-dllm", "sdar-moe", "stable-diffcoder", "
 SPLIT = ("sdar", "llada2", "nemotron", "fast-dllm")
 ALONE = {"additional_config": {"dllm": {"first_step": "separate"}}}
 SELF = {"additional_config": {"dllm": {"decoding": "self_speculation"}}}
+SELF_ADAPTED = {"decoding": "self_speculation", "drafter": {"adapter": "nemotron, adapter"}}
+NOISE = {"method": "uno", "uno_lora_path": "target, adapter", "num_speculative_tokens": 5}
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "adapter": "sdar, adapter"}
 
 # By the process in which they run: none long, as it is one test that waits for it.
@@ -71,6 +73,10 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         "eagle3": drafts("target", 6, speculative("eagle3", "eagle3", 5), sizes=[4, 6, 24]),
         "draft_model": drafts("target", 6, speculative("draft_model", "target", 5)),
         "self-speculation": drafts(TINY_NEMOTRON, 32, SELF, num_tokens=8),
+        "self-speculation, adapter": drafts(
+            "nemotron", 32, {"additional_config": {"dllm": SELF_ADAPTED}}, num_tokens=4
+        ),
+        "noise": drafts("target", 6, {"speculative_config": NOISE}, is_async=True),
     },
     "requests": {
         "adapter": canvases("sdar", *ADAPTED, **ADAPTERS, max_num_seqs=8, checks=True),
@@ -147,7 +153,8 @@ def run_jobs(jobs: Mapping[str, Any], path_of: Callable[[str], Path], output: Pa
     def of_paths(key: str, value: Any) -> Any:
         if key == "weights":
             return [str(path_of(name)) for name in value]
-        return str(path_of(value)) if key in ("model", "adapter") else real(value)
+        is_path = key in ("model", "adapter", "uno_lora_path")
+        return str(path_of(value)) if is_path else real(value)
 
     given = json.dumps({name: real(job) for name, job in jobs.items()})
     is_split = any(job.get("mode") == IN_PIECES for job in jobs.values())
