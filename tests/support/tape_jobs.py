@@ -98,6 +98,16 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
             for name in ("llada", "dream")
         },
         "drafter, in pieces": drafts(TINY_AR, 8, OURS, mode=IN_PIECES),
+        "eagle3, in pieces": drafts(
+            "target", 6, speculative("eagle3", "eagle3", 5), sizes=[4, 6, 24], mode=IN_PIECES
+        ),
+        "draft_model, in pieces": drafts(
+            "target", 6, speculative("draft_model", "target", 5), mode=IN_PIECES
+        ),
+        "self-speculation, in pieces": drafts(
+            TINY_NEMOTRON, 32, SELF, num_tokens=8, mode=IN_PIECES
+        ),
+        "decisions, in pieces": canvases("gemma", ["decision"] * 3, mode=IN_PIECES),
     },
 }
 
