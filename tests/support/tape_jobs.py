@@ -107,7 +107,7 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         "self-speculation, in pieces": drafts(
             TINY_NEMOTRON, 32, SELF, num_tokens=8, mode=IN_PIECES
         ),
-        "decisions, in pieces": canvases("gemma", ["decision"] * 3, mode=IN_PIECES),
+        "decisions, in pieces": canvases("gemma", ["decision"] * 3, **ALONE, mode=IN_PIECES),
     },
 }
 
