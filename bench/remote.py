@@ -9,6 +9,7 @@ Servers of tiny-ar, for which others draft:
                        smaller model would; N drafts in every step
     known, ahead, ...  likewise, running ahead while the target verifies; and with the policy
                        ``adaptive``, which is the default
+    tiny-dllm, K = N   ``dllm draft-worker`` with this model, whose canvas is a block of drafts
 
 They take turns on the same held-out questions, greedily, while the others stand still. The known
 answers are those of the server without drafts; one with fewer right answers than the others has no
@@ -41,7 +42,7 @@ from bench.race import (
     undisturbed,
 )
 from bench.runs import NO_CANVAS, Client
-from bench.servers import Server, child_environment, tail
+from bench.servers import SERVE_FLAGS, Server, child_environment, tail
 from bench.tables import Section, grouped, markdown, middle, of, problems, ratios
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
 from dllm.patches.drafts import REMOTE_DRAFTS
@@ -52,7 +53,8 @@ from dllm.remote.worker import DraftWorker
 FAMILIES = ("schema", "extract", "report")
 PLAIN = "no drafts"
 KNOWN_AHEAD = "known, ahead"
-WORKERS = ("known", KNOWN_AHEAD)
+MODEL = ROOT / "checkpoints/tiny-dllm"
+WORKERS = ("known", KNOWN_AHEAD, MODEL.name)
 
 
 @reporting_failures
@@ -172,6 +174,9 @@ def socket(worker: str, folder: Path) -> Path:
 
 def worker_command(worker: str, num_drafts: int, folder: Path) -> list[str]:
     """Starts a worker; one that runs ahead does so as far as the drafts of one more step."""
+    if worker == MODEL.name:
+        where = "--model", str(MODEL), "--listen", str(socket(worker, folder))
+        return [sys.executable, "-m", "dllm.cli", "draft-worker", *where, *SERVE_FLAGS]
     begin = "import sys; from bench.remote import serve_known; serve_known(*sys.argv[1:])"
     ahead = num_drafts + 1 if worker == KNOWN_AHEAD else 0
     given = [str(socket(worker, folder)), str(folder / "texts.json"), str(ahead)]
