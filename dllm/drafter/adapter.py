@@ -10,7 +10,7 @@ there, vllm-project/vllm #55947).
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -49,14 +49,8 @@ class DraftAdapter:
     def __init__(self, folder: Path, model: Any, has: Tensor, dtype: torch.dtype) -> None:
         """Raises ValueError as ``read_adapter``."""
         self.has, self.rows, self.is_on = has, torch.zeros_like(has), False
-        layers = linear_layers(model)
-        places = places_of(packed_layers(model, layers))
-        of_layer: dict[str, dict[int | None, LoRALayerWeights]] = {}
-        for name, lora in read_adapter(folder, model, layers, dtype).items():
-            whole, place = places.get(name, (name, None))
-            of_layer.setdefault(whole, {})[place] = lora
-        for name, parts in of_layer.items():
-            self._change(layers[name], parts)
+        for name, parts in read_adapter(folder, model, dtype).items():
+            self._change(model.get_submodule(name), parts)
 
     @contextmanager
     def drafting(self, num_rows: int) -> Iterator[None]:
@@ -158,12 +152,51 @@ def adapter_folder(vllm_config: VllmConfig) -> Path:
     )
 
 
-def linear_layers(model: nn.Module) -> dict[str, Any]:
-    """vLLM's layers that an adapter may change, by name."""
-    return {name: one for name, one in model.named_modules() if isinstance(one, LinearBase)}
+def read_adapter(folder: Path, model: Any, dtype: torch.dtype) -> Mapping[str, Parts]:
+    """By the layers that are changed, which have other names in the checkpoint.
+
+    Raises ValueError: it is no LoRA, holds NaN, is of another model or rank, changes a layer that
+    takes no adapter, or leaves out some layers of a kind that it changes.
+    """
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, LinearBase)}
+    packed = packed_layers(model, layers)
+    places = {name: (name, None) for name in layers if name not in packed} | places_of(packed)
+    try:
+        helper = PEFTHelper.from_local_dir(str(folder), None)
+        helper.validate_legal(SimpleNamespace(max_lora_rank=float("inf")))
+    except TypeError as error:  # a field is missing
+        raise ValueError(f"{folder / CONFIG}: {error}") from None
+    names = getattr(model, "hf_to_vllm_mapper", None)
+    loras: dict[str, LoRALayerWeights] = Adapter.from_local_checkpoint(
+        str(folder),
+        {_kind(name) for name in places},
+        helper,
+        device="cpu",
+        dtype=dtype,
+        weights_mapper=None if names is None else names.get_rename_mapper(),
+    ).loras
+    if unknown := sorted(loras.keys() - places.keys()):
+        raise ValueError(
+            f"it changes {', '.join(unknown[:3])} (of {len(unknown)} such), which this model does "
+            "not have."
+        )
+    found: dict[str, dict[int | None, LoRALayerWeights]] = {}
+    for name, lora in loras.items():
+        if not is_whole(lora):
+            raise ValueError(f"{name} has lora_A or lora_B alone.")
+        whole, place = places[name]
+        refuse_other_shape(name, lora, layers[whole], place)
+        found.setdefault(whole, {})[place] = lora
+    changed = {_kind(name) for name in loras}
+    if missing := sorted(name for name in places.keys() - loras.keys() if _kind(name) in changed):
+        raise ValueError(
+            f"it leaves out {', '.join(missing[:3])} (of {len(missing)} such), and changes others "
+            "of this name."
+        )
+    return found
 
 
-def packed_layers(model: Any, layers: Mapping[str, Any]) -> dict[str, list[str]]:
+def packed_layers(model: Any, layers: Iterable[str]) -> dict[str, list[str]]:
     """The names that the checkpoint has for the parts of each packed layer."""
     mapping = getattr(model, "packed_modules_mapping", {})
     split = {name: name.rpartition(".") for name in layers}
@@ -174,50 +207,8 @@ def packed_layers(model: Any, layers: Mapping[str, Any]) -> dict[str, list[str]]
     }
 
 
-def read_adapter(
-    folder: Path, model: Any, layers: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, LoRALayerWeights]:
-    """By the layers that they change, as the checkpoint names these.
-
-    Raises ValueError: it is no LoRA, holds NaN, is of another model or rank, changes a layer that
-    takes no adapter, or leaves out some layers of a kind that it changes.
-    """
-    packed = packed_layers(model, layers)
-    changeable = {part for name in layers for part in packed.get(name, [name])}
-    kinds = {name.rpartition(".")[2] for name in changeable}
-    try:
-        helper = PEFTHelper.from_local_dir(str(folder), None)
-        helper.validate_legal(SimpleNamespace(max_lora_rank=float("inf")))
-    except TypeError as error:  # a field is missing
-        raise ValueError(f"{folder / CONFIG}: {error}") from None
-    names = getattr(model, "hf_to_vllm_mapper", None)
-    found: dict[str, LoRALayerWeights] = Adapter.from_local_checkpoint(
-        str(folder),
-        kinds,
-        helper,
-        device="cpu",
-        dtype=dtype,
-        weights_mapper=None if names is None else names.get_rename_mapper(),
-    ).loras
-    if unknown := sorted(found.keys() - changeable):
-        raise ValueError(
-            f"it changes {', '.join(unknown[:3])} (of {len(unknown)} such), which this model does "
-            "not have."
-        )
-    places = places_of(packed)
-    for name, lora in found.items():
-        if not is_whole(lora):
-            raise ValueError(f"{name} has lora_A or lora_B alone.")
-        whole, place = places.get(name, (name, None))
-        refuse_other_shape(name, lora, layers[whole], place)
-    changed = {name.rpartition(".")[2] for name in found}
-    alike = {name for name in changeable if name.rpartition(".")[2] in changed}
-    if missing := sorted(alike - found.keys()):
-        raise ValueError(
-            f"it leaves out {', '.join(missing[:3])} (of {len(missing)} such), and changes others "
-            "of this name."
-        )
-    return found
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _parameter(rows: int, columns: int, attributes: dict[str, int], like: Tensor) -> nn.Parameter:

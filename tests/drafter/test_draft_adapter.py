@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dllm.drafter.adapter import linear_layers, read_adapter
+from dllm.drafter.adapter import read_adapter
 from dllm.drafter.scheduler import AsyncDraftingScheduler
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.models.unmasking.reference import load_model
@@ -216,9 +216,6 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_an_adapter_that_does_not_fit_is_refused_by_name(path, folder, tmp_path, kind) -> None:
     change, message = BAD[kind]
-    engine = self_drafting(path, folder)
-    layers = linear_layers(engine.runner.model)
+    model, bad = self_drafting(path, folder).runner.model, other(folder, tmp_path / "bad", change)
     with pytest.raises(ValueError, match=message):
-        read_adapter(
-            other(folder, tmp_path / "bad", change), engine.runner.model, layers, torch.float32
-        )
+        read_adapter(bad, model, torch.float32)
