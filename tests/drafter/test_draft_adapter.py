@@ -157,7 +157,7 @@ def test_the_text_is_the_one_without_drafts(pair, kind: str, monkeypatch) -> Non
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_steps_are_scheduled_ahead(kind: str, tmp_path: Path, monkeypatch) -> None:
-    """Widths are chosen with the schedule: random ones, none, and all drafts."""
+    """Widths are chosen with the schedule: random ones, all drafts, and what promises most."""
     base, serve = TINY / PLAIN[kind], self_drafting if kind == "masks" else noise_drafting
     adapter = write_adapter(tmp_path, projections(base), scale=0.01)
     with asynchronous_platform():
@@ -166,11 +166,15 @@ def test_steps_are_scheduled_ahead(kind: str, tmp_path: Path, monkeypatch) -> No
     given, most = questions(base), engine.runner.speculator.num_speculative_steps
     expected = _plain(kind).generate(given, SAMPLED)
     preempted = record_calls(monkeypatch, engine.scheduler, "_preempt_request")
-    for policy in (RandomWidth(most, reads_confidence=False), FixedWidth(most)):
+    adaptive = make_policy("adaptive", engine)
+    adaptive.reads_confidence = False
+    for policy in (RandomWidth(most, reads_confidence=False), FixedWidth(most), adaptive):
         with chosen_ahead(engine, policy) as steps:
             assert engine.generate(given, SAMPLED) == expected
         widths = widths_of(steps)
-        assert widths <= {0, most} if isinstance(policy, FixedWidth) else len(widths) > most // 2
+        if policy is not adaptive:
+            is_fixed = isinstance(policy, FixedWidth)
+            assert widths <= {0, most} if is_fixed else len(widths) > most // 2
     assert preempted, "the cache was large enough for everybody"
 
 
