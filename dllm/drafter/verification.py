@@ -40,32 +40,6 @@ class OwnRule(RejectionSampler):
         super().__init__(sampler, spec_config, *others, **options)
         refuse_other_rules(spec_config, self.watermark_key is not None)
 
-    def _draw(
-        self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, pos: torch.Tensor
-    ) -> torch.Tensor:
-        """``[num_logits]``: a token of each row, with the random numbers of plain decoding."""
-        sampler: Any = self.sampler
-        states = sampler.sampling_states
-        return gumbel_sample(
-            logits,
-            expanded_idx_mapping,
-            states.temperature.gpu,
-            states.seeds.gpu,
-            pos,
-            apply_temperature=False,  # done by apply_sampling_params
-            is_drafting=False,
-            use_fp64=sampler.use_fp64_gumbel,
-        )
-
-
-class DrafterInvariantSampler(OwnRule):
-    """A draft is kept if it is the target's own token."""
-
-    def __init__(self, sampler: Any, *others: Any, **options: Any) -> None:
-        super().__init__(sampler, *others, **options)
-        # FlashInfer would draw with other random numbers in steps without drafts.
-        sampler.use_flashinfer = False
-
     def _verify(
         self,
         logits: torch.Tensor,
@@ -84,6 +58,8 @@ class DrafterInvariantSampler(OwnRule):
 
         Args:
             logits: ``[num_logits, vocab]``.
+            draft_logits: ``[slots, N, vocab]``, the drafter's, not divided by the temperature;
+                None if each draft is the only token that could have been drafted.
             draft_sampled: ``[num_logits]``, the input token of each row; behind the first: drafts.
             pos: ``[num_logits]``, position of that input token.
             cu_num_logits: ``[requests + 1]``, first row of each request.
@@ -93,21 +69,50 @@ class DrafterInvariantSampler(OwnRule):
             Processed logits; tokens ``[requests, N + 1]``; how many are emitted, ``[requests]``.
         """
         sampler: Any = self.sampler
+        rows = expanded_idx_mapping, expanded_local_pos
         processed = sampler.apply_sampling_params(
-            logits,
-            expanded_idx_mapping,
-            idx_mapping,
-            idx_mapping_np,
-            pos,
-            draft_sampled,
-            expanded_local_pos,
+            logits, rows[0], idx_mapping, idx_mapping_np, pos, draft_sampled, rows[1],
             seq_lens_upper_bound_np,
+        )  # fmt: skip
+        given = verify_draft_sampled, cu_num_logits
+        own = self._own(processed, draft_logits, *given, pos, *rows)
+        return processed, *keep_own_tokens(own, *given, self.num_speculative_steps)
+
+    def _own(
+        self,
+        processed: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        inputs: torch.Tensor,
+        starts: torch.Tensor,
+        pos: torch.Tensor,
+        slots: torch.Tensor,
+        places: torch.Tensor,
+    ) -> torch.Tensor:
+        """``[num_logits]``: what each row emits if it is reached. A draft that equals it is kept.
+
+        Drawn with the random numbers of plain decoding. ``slots``, ``places``: ``[num_logits]``, of
+        each row's request, and in its block.
+        """
+        states: Any = self.sampler.sampling_states
+        return gumbel_sample(
+            processed,
+            slots,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            pos,
+            apply_temperature=False,  # done by apply_sampling_params
+            is_drafting=False,
+            use_fp64=self.sampler.use_fp64_gumbel,
         )
-        own = self._draw(processed, expanded_idx_mapping, pos)
-        tokens, num_emitted = keep_own_tokens(
-            own, verify_draft_sampled, cu_num_logits, self.num_speculative_steps
-        )
-        return processed, tokens, num_emitted
+
+
+class DrafterInvariantSampler(OwnRule):
+    """A draft is kept if it is the target's own token."""
+
+    def __init__(self, sampler: Any, *others: Any, **options: Any) -> None:
+        super().__init__(sampler, *others, **options)
+        # FlashInfer would draw with other random numbers in steps without drafts.
+        sampler.use_flashinfer = False
 
 
 UNIFORM = 0x5EED0000  # domain of the hash whose bits decide about drafts
@@ -117,60 +122,43 @@ AT_ONCE = 1 << 25  # probabilities of one kind that exist at once
 class RatioSampler(OwnRule):
     """vLLM's rejection sampling; on a CPU, where its kernels do not run, in torch."""
 
-    def _verify(
-        self,
-        logits: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        draft_sampled: torch.Tensor,
-        pos: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        expanded_idx_mapping: torch.Tensor,
-        expanded_local_pos: torch.Tensor,
-        seq_lens_upper_bound_np: np.ndarray,
-        verify_draft_sampled: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As ``DrafterInvariantSampler._verify``.
+    def _verify(self, logits: torch.Tensor, *others: Any, **options: Any) -> Any:
+        rule = OwnRule if logits.device.type == "cpu" else RejectionSampler
+        return rule._verify(self, logits, *others, **options)
 
-        ``draft_logits``: ``[slots, N, vocab]``, the drafter's, not divided by the temperature; None
-        if each draft is the only token that could have been drafted.
-        """
-        rows = expanded_idx_mapping, expanded_local_pos
-        if logits.device.type != "cpu":
-            return super()._verify(
-                logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping,
-                idx_mapping_np, *rows, seq_lens_upper_bound_np, verify_draft_sampled,
-            )  # fmt: skip
-        sampler: Any = self.sampler
-        processed = sampler.apply_sampling_params(
-            logits, rows[0], idx_mapping, idx_mapping_np, pos, draft_sampled, rows[1],
-            seq_lens_upper_bound_np,
-        )  # fmt: skip
-        slots, steps = (each.long() for each in rows)
-        temperature = sampler.sampling_states.temperature.gpu[slots].float()[:, None]
-        seeds = sampler.sampling_states.seeds.gpu[slots].numpy()
-        bits = murmur3(seeds, pos.numpy(), np.zeros(1, np.uint32), UNIFORM)
+    def _own(
+        self,
+        processed: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        inputs: torch.Tensor,
+        starts: torch.Tensor,
+        pos: torch.Tensor,
+        slots: torch.Tensor,
+        places: torch.Tensor,
+    ) -> torch.Tensor:
+        states: Any = self.sampler.sampling_states
+        of_rows, steps = slots.long(), places.long()
+        temperature = states.temperature.gpu[of_rows].float()[:, None]
+        bits = murmur3(
+            states.seeds.gpu[of_rows].numpy(), pos.numpy(), np.zeros(1, np.uint32), UNIFORM
+        )
         uniform = (torch.from_numpy(bits.astype(np.float64))[:, 0] + 0.5) / 2**32
-        drafts = behind(verify_draft_sampled, cu_num_logits)
+        drafts = behind(inputs, starts)
         is_kept, resampled = torch.zeros_like(drafts, dtype=torch.bool), processed.clone()
         for part in torch.arange(len(drafts)).split(max(1, AT_ONCE // processed.shape[1])):
             part = part[drafts[part] >= 0]
             target = probabilities(processed[part], temperature[part] == 0)
             proposed = None
             if draft_logits is not None:
-                of_draft = draft_logits[slots[part], steps[part]].float()
+                of_draft = draft_logits[of_rows[part], steps[part]].float()
                 heat = temperature[part]
                 proposed = probabilities(of_draft / heat.where(heat > 0, 1), heat == 0)
             ratio, residual = ratio_test(target, proposed, drafts[part])
             is_kept[part] = uniform[part] < ratio
             has_rest = (residual > 0).any(1, keepdim=True)  # else rounding alone rejects
             resampled[part] = residual.log().where(has_rest, processed[part])
-        drawn = self._draw(resampled, expanded_idx_mapping, pos)
-        own = torch.where(is_kept, drafts, drawn)
-        return processed, *keep_own_tokens(
-            own, verify_draft_sampled, cu_num_logits, self.num_speculative_steps
-        )
+        drawn = super()._own(resampled, draft_logits, inputs, starts, pos, slots, places)
+        return torch.where(is_kept, drafts, drawn)
 
 
 def behind(inputs: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
