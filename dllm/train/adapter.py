@@ -132,10 +132,13 @@ class AdapterLearner:
         count = torch.tensor([sample.num_anchors for sample in chosen])
         anchors = batch.starts[:, None] + (drawn * count[:, None]).long().to(batch.tokens.device)
         blocks = self._blocks(batch, anchors, noise)
+        there = blocks.exists
+        if self.mask is None:
+            there[..., 0] = False  # the target's own token
         with autocast(self.target.device):
-            hidden = self.drafted(self.model, batch, blocks, anchors)[blocks.exists]
-            each = losses(hidden, self.target.head.to(hidden.dtype), blocks.labels[blocks.exists])
-        weights = self.weights.expand(blocks.exists.shape)[blocks.exists]
+            hidden = self.drafted(self.model, batch, blocks, anchors)[there]
+            each = losses(hidden, self.target.head.to(hidden.dtype), blocks.labels[there])
+        weights = self.weights.expand(there.shape)[there]
         return (each * weights).sum() / weights.sum()
 
     def _batch(self, samples: Sequence[Sample]) -> Batch:
@@ -162,8 +165,9 @@ class AdapterLearner:
             every = torch.arange(first, first + sample.num_anchors, device=batch.tokens.device)
             for anchors in every[None].split(ANCHORS_AT_ONCE, 1):
                 blocks = self._blocks(batch, anchors, noise)
-                hidden = self.drafted(average, batch, blocks, anchors)
-                likeliest = F.linear(hidden, self.target.head.to(hidden.dtype)).argmax(-1)
+                with autocast(self.target.device):
+                    hidden = self.drafted(average, batch, blocks, anchors)
+                    likeliest = F.linear(hidden, self.target.head.to(hidden.dtype)).argmax(-1)
                 agrees = (likeliest == blocks.labels) & blocks.exists
                 agreeing += agrees[0].int().cumprod(-1).sum(-1).tolist()
             found[sample.group].add(agreeing, self.num_drafts)
