@@ -70,7 +70,7 @@ FAMILIES = {
         Served(
             "StableDiffcoderForCausalLM", "sdar", "StableDiffcoderSettings", "StableDiffcoderConfig"
         ),
-        Served("Fast_dLLM_QwenForCausalLM", "fast_dllm", "FastDLLMSettings", "FastDLLMConfig"),
+        Served("Fast_dLLM_QwenForCausalLM", "sdar", "FastDLLMSettings", "FastDLLMConfig"),
         Served(
             "NemotronLabsDiffusionModel",
             "nemotron",
@@ -80,7 +80,7 @@ FAMILIES = {
         ),
         Served("LLaDA2MoeModelLM", "llada2", "LLaDA2Settings", "LLaDA2MoeConfig"),
         Served("LLaDAModelLM", "llada", "LLaDASettings", "LLaDAConfig"),
-        Served("DreamModel", "dream", "DreamSettings", "DreamConfig"),
+        Served("DreamModel", "llada", "DreamSettings", "DreamConfig"),
     )
 }
 

@@ -6,6 +6,7 @@ encoder's own ``layer_scalar`` of every layer, and the vision tower.
 """
 
 from dllm.models.gemma.weights import DECODER, ENCODER
+from dllm.models.sdar.shapes import gated_mlp
 
 Config = dict[str, object]
 
@@ -19,11 +20,11 @@ def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         f"{DECODER}norm.weight": (hidden,),
         f"{DECODER}self_conditioning.pre_norm.weight": (hidden,),
     }
-    shapes |= _gated_mlp(f"{DECODER}self_conditioning.", hidden, inner)
+    shapes |= gated_mlp(f"{DECODER}self_conditioning.", hidden, inner)
     for index, layer_type in enumerate(text["layer_types"]):
         layer = f"{DECODER}layers.{index}."
         shapes |= _attention(f"{layer}self_attn.", text, is_full=layer_type == "full_attention")
-        shapes |= _gated_mlp(f"{layer}mlp.", hidden, inner)
+        shapes |= gated_mlp(f"{layer}mlp.", hidden, inner)
         for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             shapes[f"{layer}{norm}_layernorm.weight"] = (hidden,)
         if text["num_experts"] is not None:
@@ -33,14 +34,6 @@ def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     if config["vision_config"] is not None:
         shapes |= _vision_tower(config["vision_config"], hidden)  # type: ignore[arg-type]
     return shapes
-
-
-def _gated_mlp(prefix: str, hidden: int, inner: int, leaf: str = "weight") -> dict:
-    return {
-        f"{prefix}gate_proj.{leaf}": (inner, hidden),
-        f"{prefix}up_proj.{leaf}": (inner, hidden),
-        f"{prefix}down_proj.{leaf}": (hidden, inner),
-    }
 
 
 def _attention(prefix: str, text: dict, *, is_full: bool) -> dict:
@@ -88,7 +81,7 @@ def _vision_tower(vision: dict, text_hidden: int) -> dict:
     }
     for index in range(vision["num_hidden_layers"]):
         layer = f"{tower}encoder.layers.{index}."
-        shapes |= _gated_mlp(f"{layer}mlp.", hidden, vision["intermediate_size"], "linear.weight")
+        shapes |= gated_mlp(f"{layer}mlp.", hidden, vision["intermediate_size"], "linear.weight")
         for name in ("q", "k", "v"):
             shapes[f"{layer}self_attn.{name}_proj.linear.weight"] = (width, hidden)
         shapes[f"{layer}self_attn.o_proj.linear.weight"] = (hidden, width)

@@ -1,10 +1,11 @@
-"""vLLM's Llama under the names of LLaDA-8B, without a causal mask."""
+"""vLLM's Llama, under the names of LLaDA-8B, and Qwen2, without a causal mask."""
 
 import re
 from collections.abc import Iterable
 
 import torch
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from dllm.models.llada.shapes import IN_BLOCK, OF_MODEL
@@ -27,3 +28,7 @@ class LLaDAModelLM(UnmaskingModel, LlamaForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         return super().load_weights(RENAMES.apply(weights))
+
+
+class DreamModel(UnmaskingModel, Qwen2ForCausalLM):
+    """Dream-7B and DiffuCoder."""

@@ -1,12 +1,12 @@
-"""config.json of LLaDA-8B, whose names are OLMo's, under the names of Llama.
+"""config.json of LLaDA-8B, whose names are OLMo's, under those of Llama, and of Dream: Qwen2's.
 
-Source: the config.json of GSAI-ML/LLaDA-8B-Instruct. The released checkpoints bring a class like
-this as remote code, which is not needed here.
+Sources: the config.json of GSAI-ML/LLaDA-8B-Instruct and Dream-org/Dream-v0-Instruct-7B. The
+released checkpoints bring classes like these as remote code, which is not needed here.
 """
 
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config
 
 from dllm.models import is_ours
 from dllm.settings.denoising import WHOLE_SEQUENCE
@@ -50,3 +50,9 @@ class LLaDAConfig(WholeSequence, LlamaConfig):
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**{NAMES.get(name, name): value for name, value in fields.items()})
+
+
+class DreamConfig(WholeSequence, Qwen2Config):
+    model_type = "Dream"
+    mask_token_id: int = 151666  # <|mask|>
+    gen_length: int = 256

@@ -1,7 +1,8 @@
-"""How LLaDA-8B fills in masks: values of the checkpoint and of the command line, checked."""
+"""How LLaDA and Dream fill in masks: values of checkpoint and command line, checked."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -64,3 +65,24 @@ class LLaDASettings(SDARSettings):
             if (given := getattr(config, name, value)) != value:
                 refuse_value(f"config.json: {name}", given, repr(value))
         return super().from_vllm(vllm_config)
+
+
+@dataclass(frozen=True, config=CHECKED)
+class DreamSettings(LLaDASettings):
+    """The answer is one block, unless a shorter ``block_length`` is asked for.
+
+    Source: ``diffusion_generate`` of the checkpoints' remote code. Its ``alg`` "entropy" is
+    ``least_entropy`` here, "maskgit_plus" is ``low_confidence_static``, others are called alike.
+    """
+
+    is_shifted: ClassVar[bool] = True
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **LLaDASettings.defaults,
+        "remasking_strategy": "least_entropy",
+        "noise_schedule": "reverse",
+        "block_length": 256,
+    }
+
+    noise_schedule: Literal["linear", "cosine", "sqrt", "reverse"] = field(  # type: ignore[assignment]
+        default="reverse", kw_only=True
+    )

@@ -1,4 +1,4 @@
-"""Name and shape of every tensor of a LLaDA-8B, from its config.json."""
+"""Name and shape of every tensor of a LLaDA-8B or a Dream, from its config.json."""
 
 from typing import Any
 
@@ -26,6 +26,8 @@ IN_BLOCK = {
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """With ``weight_tying`` there is no ``ff_out`` of the model."""
+    if config["model_type"] in sdar.QWEN2:
+        return sdar.tensor_shapes(config)
     fields = {NAMES.get(name, name): value for name, value in config.items()}
     fields |= {"model_type": sdar.LLAMA}
     fields["num_key_value_heads"] = (

@@ -1,1 +1,4 @@
-"""SDAR and SDAR-MoE, TraDo, Tiny-A2D, Stable-DiffCoder: Llama, Qwen2 or Qwen3, decoded alike."""
+"""SDAR and its relatives, which are decoded alike: SDAR-MoE, TraDo, Tiny-A2D, Stable-DiffCoder.
+
+Fast-dLLM v2 (arXiv 2509.26328) is decoded so, too, in one sub-block after the other.
+"""

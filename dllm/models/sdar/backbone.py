@@ -26,3 +26,7 @@ class A2DQwen2LMHeadModel(UnmaskingModel, Qwen2ForCausalLM):
 
 class StableDiffcoderForCausalLM(UnmaskingModel, LlamaForCausalLM):
     """Stable-DiffCoder 8B."""
+
+
+class Fast_dLLM_QwenForCausalLM(UnmaskingModel, Qwen2ForCausalLM):
+    """Fast-dLLM v2 1.5B and 7B."""

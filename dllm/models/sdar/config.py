@@ -4,6 +4,8 @@ The released checkpoints bring classes like these as remote code, which is not n
 their config.json leave out has the value that all of them were trained with.
 """
 
+from typing import ClassVar
+
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from dllm.models.unmasking.config import Blocks
@@ -44,3 +46,13 @@ class StableDiffcoderConfig(_Blocks, LlamaConfig):
     model_type = "llama"
     block_size = 4
     mask_token_id = 5  # <[MASK_TOKEN]>
+
+
+class FastDLLMConfig(Blocks, Qwen2Config):
+    """The released remote code has the mask's id as a default of its functions."""
+
+    model_type = "Fast_dLLM_Qwen"
+    attribute_map: ClassVar[dict[str, str]] = {"block_size": "bd_size"}
+
+    bd_size: int = 32
+    mask_token_id: int = 151665  # |<MASK>|, behind the last token of Qwen2.5's own tokenizers

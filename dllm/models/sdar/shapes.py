@@ -6,7 +6,8 @@ released checkpoints have them.
 
 from typing import Any
 
-LLAMA, QWEN2 = "llama", "a2d-qwen2"  # of Stable-DiffCoder and Tiny-A2D 0.5B; others are Qwen3
+# Values of model_type; others are Qwen3.
+LLAMA, QWEN2 = "llama", ("a2d-qwen2", "Fast_dLLM_Qwen", "Dream")
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -14,7 +15,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head = config.get("head_dim") or hidden // heads
-    has_norms = config["model_type"] not in (LLAMA, QWEN2)
+    has_norms = config["model_type"] not in (LLAMA, *QWEN2)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
@@ -33,7 +34,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         }
         if has_norms:
             shapes |= {f"{layer}self_attn.{part}_norm.weight": (head,) for part in "qk"}
-        if config["model_type"] == QWEN2:
+        if config["model_type"] in QWEN2:
             shapes[f"{layer}self_attn.q_proj.bias"] = (heads * head,)
             shapes |= {f"{layer}self_attn.{part}_proj.bias": (kv_heads * head,) for part in "kv"}
         if "num_experts" in config:
@@ -46,10 +47,12 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def gated_mlp(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+def gated_mlp(
+    prefix: str, hidden: int, inner: int, leaf: str = "weight"
+) -> dict[str, tuple[int, ...]]:
     """Shapes ``[out, in]`` of an MLP's three matrices, by name."""
     return {
-        f"{prefix}gate_proj.weight": (inner, hidden),
-        f"{prefix}up_proj.weight": (inner, hidden),
-        f"{prefix}down_proj.weight": (hidden, inner),
+        f"{prefix}gate_proj.{leaf}": (inner, hidden),
+        f"{prefix}up_proj.{leaf}": (inner, hidden),
+        f"{prefix}down_proj.{leaf}": (hidden, inner),
     }
