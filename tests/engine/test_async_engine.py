@@ -18,7 +18,7 @@ from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.model_state import DiffusionModelState
 from dllm.engine.warm_up import warm_up
-from dllm.models.gemma import step
+from dllm.models.gemma import algorithm
 from tests.engine.test_loop import REQUESTS, params, passes_of_steps, switched
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine, rows_taken
@@ -53,7 +53,7 @@ def test_tokens_and_logits_are_those_of_the_synchronous_twin(engine, ours):
 
 def test_nobody_reads_the_rows_of_deferred_commits(ours, monkeypatch):
     """And those of all canvases are read."""
-    calls = record_calls(monkeypatch, step, "row_stats")
+    calls = record_calls(monkeypatch, algorithm, "row_stats")
     contexts = [prompt(40), prompt(9, salt=3)]
     of_whole_canvases = SamplingParams(max_tokens=3 * CANVAS, seed=1, ignore_eos=True)
     with rows_taken() as taken:

@@ -1,15 +1,20 @@
-"""DiffusionGemma's ``engine.algorithm.DenoisingAlgorithm``: entropy-bound denoising."""
+"""DiffusionGemma's ``engine.algorithm.DenoisingAlgorithm``: entropy-bound denoising.
+
+noise -> temperature -> row statistics -> which tokens are kept, and whether to stop (``rule``)
+"""
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from dllm.engine.algorithm import Canvases, Denoised, DenoisingAlgorithm
+from dllm.engine.algorithm import Canvases, Column, Denoised, DenoisingAlgorithm
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.models.gemma import step
+from dllm.models.gemma import rule
 from dllm.models.gemma.self_conditioning import SelfConditioning, soft_embeddings
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops import noise
+from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
+from dllm.settings.denoising import NO_TOKEN
 
 
 class EntropyBound(DenoisingAlgorithm):
@@ -28,7 +33,8 @@ class EntropyBound(DenoisingAlgorithm):
         normalizer: torch.Tensor,
     ) -> None:
         self.settings: GemmaSettings = settings
-        self.step_state = step.step_state(settings.canvas_length)
+        # For how many steps each argmax token is the same.
+        self.step_state = (Column("stable_count", (settings.canvas_length,), torch.int32),)
         self.soft_size = embedding.embedding_dim
         self.vocab_size = vocab_size
         self.probs_dtype = probs_dtype
@@ -47,7 +53,24 @@ class EntropyBound(DenoisingAlgorithm):
         filters: RowFilters | None,
         cap: float | None = None,
     ) -> Denoised:
-        return step.denoise(logits, rows, canvases, self.settings, self.probs_dtype, filters, cap)
+        parameters, steps_done = canvases.parameters, canvases.steps_done
+        length, vocab_size = self.settings.canvas_length, logits.shape[-1]
+        drawn = noise.step_noise(canvases.seeds, rows.starts, steps_done, length, vocab_size)
+        # A request may change its number of steps, but not the model's temperature schedule.
+        temperature = rule.temperature(
+            steps_done, self.settings.max_denoising_steps, parameters["t_min"], parameters["t_max"]
+        )[rows.request_of]  # [R] -> [N]
+        is_greedy = canvases.is_greedy[rows.request_of]  # [N]
+        keys = drawn.keys[rows.request_of, rows.place]
+        keys = torch.where(is_greedy[:, None], noise.NO_KEY, keys)
+        stats = row_stats(logits, temperature, keys, self.probs_dtype, filters, rows.are_read, cap)
+        is_free = canvases.chosen == NO_TOKEN
+        stats = stats._replace(argmax=torch.where(is_free, stats.argmax, canvases.chosen))
+        canvases = canvases.holding_ends(stats.argmax[rows.padded])
+        stats = canvases.with_held_tokens(stats, rows)
+        stats = stats._replace(sample=torch.where(is_greedy, stats.argmax, stats.sample))
+        window = self.settings.stability_threshold + 1
+        return rule.denoise_step(canvases, rows, stats, drawn, temperature, window)
 
     def soft_embeddings(
         self, logits: torch.Tensor, denoised: Denoised, cap: float | None = None
