@@ -16,14 +16,14 @@ from dllm.ops.schedule import SCHEDULES
 from dllm.settings.thoughts import NO_MARK
 from tests.support import llada2_pipeline as pipeline
 
-BLOCK, MASK, STOP, VOCAB = 8, 99, 7, 100
+BLOCK, SUB_BLOCK, MASK, STOP, VOCAB = 8, 3, 99, 7, 100
 
 
 def parameters(rows: int, **given: float) -> dict[str, torch.Tensor]:
     values = {
         "max_steps": BLOCK, "threshold": 0.5, "strategy": rule.DYNAMIC, "entropy_bound": 0.4,
         "schedule": 0, "editing": 0, "editing_threshold": 0.5, "max_post_steps": 2,
-        "block_length": BLOCK, "alg_temp": 0,
+        "block_length": BLOCK, "alg_temp": 0, "sub_block": SUB_BLOCK, "block_add_threshold": 0.5,
     } | given  # fmt: skip
     return {name: torch.full((rows,), value) for name, value in values.items()}
 
@@ -45,6 +45,7 @@ def random_step(seed: int, rows: int = 16, **given: float) -> dict:
             entropy=torch.tensor(draw.random((rows, BLOCK)), dtype=torch.float32),
             margin=torch.tensor(draw.random((rows, BLOCK)), dtype=torch.float32),
             bits=torch.tensor(draw.integers(0, 2**32, (rows, BLOCK))),
+            sub_block=(torch.arange(BLOCK) // SUB_BLOCK).expand(rows, -1),
         ),
         steps_done=torch.tensor(steps),
         post_steps=torch.zeros(rows, dtype=torch.int64),
@@ -78,13 +79,15 @@ def naive_transfers(step: dict, row: int) -> set[int]:
         return set(masks)
     count = counts_of(SCHEDULES[own["schedule"]], BLOCK, total)[done]
     name = WHOLE_STRATEGIES[own["strategy"]]
+    if name == "entropy_threshold":
+        masks = masks_of_open_sub_blocks(masks, own["block_add_threshold"])
     bits = step["proposal"].bits[row]
     if name == "origin":
         return {at for at in masks if bits[at] < count / len(masks) * 2**32}
     score = confidence
     if name in ("sequential", "leftmost"):
         score = -torch.arange(BLOCK)
-    if name in ("least_entropy", "entropy_bounded"):
+    if name in ("least_entropy", "entropy_bounded", "entropy_threshold"):
         score = -entropy
     if name == "topk_margin":
         score = step["proposal"].margin[row]
@@ -97,6 +100,10 @@ def naive_transfers(step: dict, row: int) -> set[int]:
     if name == "low_confidence_dynamic":
         sure = {at for at in masks if confidence[at] > own["threshold"]}
         return sure if len(sure) >= count else set(ordered[:count])
+    if name == "entropy_threshold":
+        first = next((at for at in ordered if at // SUB_BLOCK == masks[0] // SUB_BLOCK), None)
+        below = {at for at in masks if entropy[at] < own["entropy_bound"]}
+        return below | set(ordered[:count]) | ({first} - {None})
     if name != "entropy_bounded":
         return set(ordered[:count])
     taken: set[int] = set()
@@ -107,6 +114,16 @@ def naive_transfers(step: dict, row: int) -> set[int]:
             break
         taken.add(at)
     return taken
+
+
+def masks_of_open_sub_blocks(masks: list[int], add_threshold: float) -> list[int]:
+    end = SUB_BLOCK
+    while end < BLOCK:
+        left = sum(end - SUB_BLOCK <= at < end for at in masks)
+        if 1 - left / SUB_BLOCK < add_threshold:
+            break
+        end += SUB_BLOCK
+    return [at for at in masks if at < end]
 
 
 @pytest.mark.parametrize("max_steps", [1, 3, 4, 8, 20])
@@ -135,6 +152,7 @@ def test_a_family_without_strategies_has_the_dynamic_one() -> None:
         step = random_step(seed, strategy=rule.DYNAMIC)
         expected = rule.unmask_step(**step)
         del step["parameters"]["strategy"], step["parameters"]["entropy_bound"]
+        step["proposal"] = step["proposal"]._replace(sub_block=None)
         assert torch.equal(rule.unmask_step(**step).canvas, expected.canvas)
 
 

@@ -255,6 +255,59 @@ def test_tokens_are_those_of_the_loop(engine: Engine, loop: Loop, number: int) -
     assert number > 0 or found == engine.generate(prompts(), params())
 
 
+def several_blocks(
+    loop: Loop, prompt: list[int], size: int, bound: float, add_threshold: float
+) -> list[int]:
+    """After ``generate_multi_block`` of hao-ai-lab/d3LLM, without an early stop."""
+    ids, num_open = prompt + [MASK] * GEN_LENGTH, 1
+    starts = range(len(prompt), len(ids), size)
+    blocks = [range(start, min(start + size, len(ids))) for start in starts]
+    while MASK in ids:
+        left = [[at for at in block if ids[at] == MASK] for block in blocks]
+        progress = 1 - len(left[num_open - 1]) / len(blocks[num_open - 1])
+        num_open += num_open < len(blocks) and progress >= add_threshold
+        p = loop.logits(ids).softmax(-1)
+        nats = entropies(p)
+        masks = [at for block in left[:num_open] for at in block]
+        taken = {at for at in masks if nats[at] < bound}
+        if not loop.is_dream:
+            taken.add(min(masks, key=lambda at: nats[at]))
+        first = next(block for block in left if block)
+        if not taken & set(first):
+            taken.add(min(first, key=lambda at: nats[at]))
+        for at in taken:
+            ids[at] = int(p[at].argmax())
+    return ids[len(prompt) :]
+
+
+def entropies(p: torch.Tensor) -> list[float]:
+    nats: list[float] = torch.special.entr(p).sum(-1).tolist()
+    return nats
+
+
+@pytest.mark.parametrize(
+    ("size", "part", "add_threshold"), [(16, 0.5, 0.1), (24, 0.3, 0.5), (8, 0.7, 0.05)]
+)
+def test_several_blocks_are_decided_at_once(
+    engine: Engine, loop: Loop, size: int, part: float, add_threshold: float
+) -> None:
+    """``part``: of the first prompt's masks, those whose entropies are below the bound."""
+    first = prompts()[0]
+    nats = entropies(loop.logits(first + [MASK] * GEN_LENGTH)[len(first) :].softmax(-1))
+    bound = sum(sorted(nats)[int(part * GEN_LENGTH) :][:2]) / 2
+    asked = {
+        "diffusion_strategy": "entropy_threshold",
+        "diffusion_block_length": GEN_LENGTH,
+        "diffusion_sub_block": size,
+        "diffusion_entropy_bound": bound,
+        "diffusion_block_add_threshold": add_threshold,
+    }
+    with engine.watch() as watched:
+        found = engine.generate(prompts(), params(**asked))
+    assert found == [several_blocks(loop, each, size, bound, add_threshold) for each in prompts()]
+    assert all(len(steps) < GEN_LENGTH for steps in watched.values())
+
+
 @pytest.mark.parametrize("passes", ["one a step", "many a step"])
 def test_context_of_a_block_may_be_cached(path: Path, loop: Loop, passes: str) -> None:
     """More prompts than run at a time, and more than the cache holds."""

@@ -11,7 +11,7 @@ from dllm.models.sdar.settings import SDARSettings
 from dllm.models.unmasking.rule import OfWholeSequences
 from dllm.settings.checks import refuse_value
 from dllm.settings.denoising import WHOLE_SEQUENCE, Parameter
-from dllm.settings.options import CHECKED, Count32
+from dllm.settings.options import CHECKED, Count32, Share
 
 # What config.json may say of a backbone that is no Llama; the values of the released models.
 LLAMA = {
@@ -40,12 +40,16 @@ class LLaDASettings(SDARSettings):
         *SDARSettings.parameters,
         Parameter("block_length", "block_length", "int32"),
         Parameter("alg_temp", "alg_temp", "float32"),
+        Parameter("sub_block", "small_block_size", "int32"),
+        Parameter("block_add_threshold", "block_add_threshold", "float32"),
     )
     defaults: ClassVar[Mapping[str, Any]] = {
         **SDARSettings.defaults,
         "remasking_strategy": "low_confidence_static",
         "block_length": 32,
         "alg_temp": 0.0,
+        "small_block_size": 32,
+        "block_add_threshold": 0.1,
     }
 
     remasking_strategy: OfWholeSequences  # type: ignore[assignment]
@@ -53,6 +57,10 @@ class LLaDASettings(SDARSettings):
     alg_temp: Annotated[float, Field(ge=0, le=1e6)]
     # Tokens of the answer that are decided, and emitted, before those behind them.
     block_length: Count32
+    # For ``entropy_threshold``: tokens of a sub-block, and the share of one that is decided before
+    # masks of the next one are.
+    small_block_size: Count32
+    block_add_threshold: Share
 
     @property
     def block_size(self) -> int:

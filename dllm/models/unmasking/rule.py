@@ -5,7 +5,8 @@ served canvas length. Canvas r uses its first `width[r]` positions; padding is n
 never edited, and ends no canvas. A row of width 0 has no canvas and never converges.
 
 References: `BlockRefinementScheduler.step` of diffusers 0.42.1 (LLaDA2), `generate.py` of
-JetAstra/SDAR and, for `entropy_bounded`, JetEngine of the same authors. Three differences:
+JetAstra/SDAR and, for `entropy_bounded`, JetEngine of the same authors; for `entropy_threshold`,
+`generate_multi_block` of hao-ai-lab/d3LLM (arXiv 2601.07568). Three differences:
 
 - The best masks are replaced, never more positions than there are masks. `generate.py` may take
   positions that are no masks, and overwrite the end of a prompt.
@@ -41,9 +42,10 @@ OfWholeSequences = Literal[
     "topk_margin",  # the k whose token is likelier than the second one by the most
     "random",  # any k
     "origin",  # each mask with the probability of the reverse process
+    "entropy_threshold",  # in several sub-blocks, all below the bound, at least one of the first
 ]
 WHOLE_STRATEGIES: tuple[str, ...] = get_args(OfWholeSequences)
-MARGIN, RANDOM, ORIGIN = range(len(STRATEGIES), len(WHOLE_STRATEGIES))
+MARGIN, RANDOM, ORIGIN, BELOW = range(len(STRATEGIES), len(WHOLE_STRATEGIES))
 
 
 class Proposal(NamedTuple):
@@ -54,7 +56,7 @@ class Proposal(NamedTuple):
     was_stop: Tensor  # bool: the canvas token that entered the model does
     confidence: Tensor  # fp32: its probability
     entropy: Tensor  # fp32, nats: of the distribution that it is from
-    sub_block: Tensor | None = None  # int64: a number; one sub-block is filled in after the other
+    sub_block: Tensor | None = None  # int64: a number; sub-blocks are filled in from left to right
     # Of whole sequences: probability of the likeliest token, less that of the second one; fp32.
     margin: Tensor | None = None
     bits: Tensor | None = None  # of the same: random 32-bit words, int64
@@ -81,8 +83,10 @@ def masks_to_replace(
     count: [R] int, how many at least; share: [R], with which probability each of them (``origin``).
     """
     place = torch.arange(is_mask.shape[-1], device=is_mask.device).expand_as(is_mask)
-    above = is_mask & (proposal.confidence > parameters["threshold"][:, None])
     strategy = parameters.get("strategy", torch.full_like(count, DYNAMIC))[:, None]
+    if proposal.sub_block is not None:
+        is_mask = _open_masks(is_mask, proposal.sub_block, strategy, parameters)
+    above = is_mask & (proposal.confidence > parameters["threshold"][:, None])
     score = torch.where(is_mask, _score(proposal, strategy, place, parameters), -torch.inf)
     order = torch.sort(score, dim=-1, descending=True, stable=True).indices
     taken = place < count[:, None]
@@ -94,6 +98,11 @@ def masks_to_replace(
     if proposal.bits is not None and share is not None:
         is_drawn = proposal.bits < share[:, None] * 2**32
         taken = torch.where(strategy == ORIGIN, is_drawn, taken)
+    if proposal.sub_block is not None and "block_add_threshold" in parameters:
+        in_first = in_first_sub_block(is_mask, proposal.sub_block)
+        first = torch.where(in_first, score, -torch.inf).argmax(dim=-1, keepdim=True)
+        is_below = proposal.entropy < parameters["entropy_bound"][:, None]
+        taken |= (strategy == BELOW) & is_below.scatter(-1, first, True)
     is_dynamic = (strategy == DYNAMIC) & (above.sum(dim=-1) >= count)[:, None]
     return is_mask & torch.where(is_dynamic, above, taken)
 
@@ -106,7 +115,7 @@ def _score(
     Drawing masks one after the other in proportion to exp(score / alg_temp) is taking those of
     which this and Gumbel noise are the most (Kool et al. 2019, arXiv 1903.06059).
     """
-    by_entropy = (strategy == ENTROPY) | (strategy == LEAST_ENTROPY)
+    by_entropy = (strategy == ENTROPY) | (strategy == LEAST_ENTROPY) | (strategy == BELOW)
     score = torch.where(by_entropy, -proposal.entropy, proposal.confidence)
     by_place = (strategy == SEQUENTIAL) | (strategy == LEFTMOST)
     score = torch.where(by_place, -place.to(score.dtype), score)
@@ -116,6 +125,24 @@ def _score(
     drawn, spread = gumbel_from_bits(proposal.bits), parameters["alg_temp"][:, None]
     score = torch.where(spread > 0, score / spread + drawn, score)
     return torch.where(strategy == RANDOM, drawn, score)
+
+
+def _open_masks(
+    is_mask: Tensor, sub_block: Tensor, strategy: Tensor, parameters: Mapping[str, Tensor]
+) -> Tensor:
+    """Which masks a step may replace: [R, C] bool. strategy: [R, 1].
+
+    Those of the first sub-block that has any. Of whole sequences all, or by ``entropy_threshold``
+    those of the sub-blocks up to the first one of which too few tokens are decided.
+    """
+    if "block_add_threshold" not in parameters:
+        return in_first_sub_block(is_mask, sub_block)
+    size = parameters["sub_block"][:, None]
+    masks = torch.zeros_like(sub_block).scatter_add(-1, sub_block, is_mask.long())
+    is_slow = size - masks < parameters["block_add_threshold"][:, None] * size
+    slow_before = is_slow.long().cumsum(dim=-1) - is_slow.long()
+    is_open = slow_before.gather(-1, sub_block) == 0
+    return is_mask & ((strategy != BELOW) | is_open)
 
 
 def in_first_sub_block(is_mask: Tensor, sub_block: Tensor) -> Tensor:
@@ -163,10 +190,7 @@ def unmask_step(
         # As many as are expected, rounded down.
         count = torch.where(is_reverse, (left * share).floor().to(count.dtype), count)
         share = torch.where(is_reverse, share, count / left.clamp(min=1))
-    is_open = is_mask
-    if proposal.sub_block is not None:
-        is_open = in_first_sub_block(is_mask, proposal.sub_block)
-    replaced = masks_to_replace(is_open, proposal, count, parameters, share)
+    replaced = masks_to_replace(is_mask, proposal, count, parameters, share)
     is_last = step + 1 >= max_steps
     replaced |= is_mask & is_last[:, None]
     edited = torch.zeros_like(is_mask)

@@ -138,16 +138,20 @@ class Unmasking(DenoisingAlgorithm):
     def _sub_blocks(self, rows: CanvasRows, canvases: Canvases) -> torch.Tensor | None:
         """Of every position, ``[R, C]`` int64; None in a family that has none.
 
-        The first token of a block is one by itself where logits are shifted: it is decided by the
-        causal pass over the context, and the others see it.
+        Of whole sequences they are counted from the start of the canvas. Otherwise the first token
+        of a block is one by itself where logits are shifted: it is decided by the causal pass over
+        the context, and the others see it.
         """
         length = canvases.parameters.get("sub_block")
         if length is None:
             return None
         place = torch.arange(self.settings.canvas_length, device=length.device)
-        place = rows.starts[:, None] % self.settings.block_size + place
         # 0 in the empty row of `CanvasRows.of_batch`.
-        number = place // length.clamp(min=1)[:, None]
+        length = length.clamp(min=1)[:, None]
+        if "block_length" in canvases.parameters:
+            return place // length
+        place = rows.starts[:, None] % self.settings.block_size + place
+        number = place // length
         return torch.where(place == 0, -1, number) if self.is_shifted else number
 
     def scores_of_texts(
