@@ -38,7 +38,7 @@ from typing import Any
 
 from bench.context import ROOT, Row, Rows, command_line, publish, read_csv, reporting_failures
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
-from bench.runs import NO_CANVAS, Client
+from bench.runs import NO_CANVAS
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios
 from bench.toys.suite import FAMILIES, knows_questions
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         racing = [one for one in everybody if one.name not in options.without]
         start_all(racing, partial(admit, shape=SHAPE, at_once=max(options.concurrency)), stack)
         turns = rounds(options.rounds, 60 * options.minutes)
-        for found in race_workloads(Client(folder), racing, loads(options), turns):
+        for found in race_workloads(racing, loads(options), turns):
             rows = [{"target": options.target.name} | row for row in found]
             publish(path, rows)
     print(f"{tables(read_csv(path))}\n\n{path}")

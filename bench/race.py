@@ -1,10 +1,9 @@
 """Contestants on the same workloads, taking turns, so that machine drift hits all alike."""
 
 import argparse
-import functools
 import os
-import re
 import shlex
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.context import GateError, Row, progress
-from bench.runs import SPEEDS, Client, answer_questions, figures
-from bench.servers import SERVE_FLAGS, Engine, Server
+from bench.runs import SPEEDS, bench_serve, figures
+from bench.servers import SERVE_FLAGS, Engine, Server, with_engine
 from bench.toys.evaluate import wilson_interval
 from bench.workloads import ANSWER_TOKENS, FIXED, Shape, Workload
 
@@ -115,36 +114,34 @@ def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator
 
 
 def race_workloads(
-    client: Client,
     contestants: Sequence[Contestant],
     workloads: Sequence[Workload],
     rounds: Iterable[int],
 ) -> Iterator[list[Row]]:
     """``race`` on workloads; whoever is right too rarely has no speed (``withhold``)."""
-    run = functools.partial(run_workload, client)
-    return map(withhold, race(contestants, workloads, rounds, run))
+    return map(withhold, race(contestants, workloads, rounds, run_workload))
 
 
-def run_workload(client: Client, contestant: Contestant, workload: Workload, seed: int) -> Row:
+def run_workload(contestant: Contestant, workload: Workload, seed: int) -> Row:
     """No two workloads or rounds share a ``seed``, which is of prompts and arrival times.
 
     Answers to a repeated question would not be independent, and might be found in a cache.
     """
     asked = workload.asked(seed)
-    name = f"{re.sub(r'[^a-z]+', '_', contestant.name)}-{seed}"
     server = contestant.server
     if server is None:
+        from bench.local import answer_questions  # imports torch
+
         assert contestant.local is not None
-        given = *contestant.local, asked, ANSWER_TOKENS, client.folder / f"{name}.json"
-        saved = client.call(name, answer_questions, *given)
+        saved = with_engine(answer_questions, *contestant.local, asked, ANSWER_TOKENS)
     elif isinstance(server, Engine):
         at_once = workload.concurrency or 1
         saved = server.answer([one.prompt for one in asked], at_once, ANSWER_TOKENS)
     else:
-        flags = workload.client_flags(seed, client.folder / "questions.json")
-        flags += contestant.client_flags
         before = server.counters()
-        saved = client.bench_serve(name, server.url, server.model, flags)
+        with tempfile.TemporaryDirectory(prefix="dllm-bench-") as folder:
+            flags = workload.client_flags(seed, Path(folder) / "questions.json")
+            saved = bench_serve(server.url, server.model, [*flags, *contestant.client_flags])
         after = server.counters()
         saved |= {key: value - before.get(key, 0) for key, value in after.items()}
     return {

@@ -41,7 +41,7 @@ from bench.race import (
     start_all,
     undisturbed,
 )
-from bench.runs import NO_CANVAS, Client
+from bench.runs import NO_CANVAS
 from bench.servers import SERVE_FLAGS, Server, child_environment, tail
 from bench.tables import Section, grouped, markdown, middle, of, problems, ratios
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with undisturbed(None, [plain]):
             start_all(others, ready, stack)
         turns = rounds(given.rounds, 60 * given.minutes)
-        for rows in race_workloads(Client(folder), racing, workloads, turns):
+        for rows in race_workloads(racing, workloads, turns):
             publish(path, rows)
     print(SECTION(given.results))
     return 0

@@ -21,151 +21,48 @@ Definitions:
 removes a denoise step; its ``diffusion_steps_per_canvas`` is therefore not used.
 """
 
-import json
+import asyncio
+import contextlib
+import io
 import math
-import multiprocessing
-import os
+import shlex
 import statistics
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import aiohttp
 import numpy as np
 
 from bench.context import Row
-from bench.servers import child_environment, tail
 from bench.toys.suite import Question
 from bench.workloads import ANSWER_TOKENS, FIXED, Workload
 
 TIMEOUT_S = 600
-# What `vllm bench serve` imports, lazily, from main().
-PRELOADED = (
-    "vllm.entrypoints.cli.main",
-    "vllm.entrypoints.cli.benchmark.main",
-    "vllm.entrypoints.cli.serve",
-    "vllm.entrypoints.cli.launch",
-    "vllm.entrypoints.cli.openai",
-    "vllm.entrypoints.cli.run_batch",
-    "vllm.entrypoints.cli.collect_env",
-    "vllm.benchmarks.serve",
-)
 # How a server commits blocks, which decides how its passes are counted: in passes of canvases, or
 # in passes that its counter takes for canvases'. Uncounted: engines without HTTP; and canvases that
 # are the rest of a block, of whose many widths the counters say only the sum.
 OVERLAPPED, BUILTIN_PASSES, NO_CANVAS, UNCOUNTED = "overlapped", "built-in", "none", "uncounted"
-TRANSFORMERS, PIPELINE = "transformers", "diffusers"  # whose answers, without a server
 SPEEDS = ("tokens_per_s", "ttft_ms", "latency_ms", "latency_p99_ms", "ms_per_denoise_step")
 FIGURES = (*SPEEDS, "steps_per_block", "passes_per_block", "tokens_per_pass", "acceptance_length")
 
 
-# --- driving -------------------------------------------------------------------------------------
+def bench_serve(url: str, model: str, flags: Sequence[str]) -> dict[str, Any]:
+    """What ``vllm bench serve`` saves in detail; it runs in this process, which imports it once.
 
-
-class Client:
-    """Runs one thing at a time; ``folder`` gets a log and a result of each.
-
-    ``vllm bench serve`` takes longer to import vLLM than most runs here take. So a process imports
-    it once and is forked for every run (multiprocessing's forkserver); what runs in the fork is the
-    ``vllm`` command's own main function with the arguments of a command line.
+    Raises RuntimeError: it failed, or took more than ``TIMEOUT_S``.
     """
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        os.environ.update(child_environment())  # the fork server inherits it once, when it starts
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADED))
-
-    def bench_serve(self, name: str, url: str, model: str, flags: Sequence[str]) -> dict[str, Any]:
-        """What it saved (``--save-detailed``). Raises RuntimeError, with the end of its log."""
-        line = ["vllm", "bench", "serve", "--base-url", url, "--model", model, *flags]
-        line += ["--disable-tqdm", "--save-result", "--save-detailed"]
-        line += ["--result-dir", str(self.folder), "--result-filename", f"{name}.json"]
-        return self.call(name, run_vllm, line)
-
-    def call(self, name: str, function: Callable[..., None], *arguments: object) -> dict[str, Any]:
-        """Run ``function(*arguments)`` in a fork and read the ``<name>.json`` that it wrote.
-
-        Raises RuntimeError: it failed, took more than ``TIMEOUT_S``, or wrote nothing.
-        """
-        log, result = self.folder / f"{name}.log", self.folder / f"{name}.json"
-        log.touch()
-        result.unlink(missing_ok=True)  # of another contestant, whose name is nearly the same
-        process = self._context.Process(target=_logged, args=(log, function, arguments))
-        process.start()
-        process.join(TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            raise RuntimeError(f"{name} took more than {TIMEOUT_S} s:\n{tail(log)}")
-        if process.exitcode or not result.exists():
-            raise RuntimeError(f"{name} failed with code {process.exitcode}:\n{tail(log)}")
-        saved: dict[str, Any] = json.loads(result.read_text())
-        return saved
-
-
-def run_vllm(line: list[str]) -> None:
-    sys.argv = line
-    from vllm.entrypoints.cli.main import main
-
-    main()
-
-
-def _logged(log: Path, function: Callable[..., None], arguments: Sequence[object]) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    function(*arguments)
-
-
-def answer_questions(
-    whose: str, model: Path, asked: Sequence[Question], max_tokens: int, result: Path
-) -> None:
-    """Answer one question after the other, and write what ``vllm bench serve`` would have saved.
-
-    Of that, what ``figures`` reads; beside it ``denoise_steps`` and ``blocks``. The first
-    question is asked once more before the clock starts.
-    """
-    from bench import llada2_pipeline
-    from bench.toys.reference import Generated, MaskedReference, open_reference
-
-    class Pipeline(MaskedReference):
-        def generate(self, ids: list[int], index: int) -> Generated:
-            config = json.loads((model / "config.json").read_text())
-            masked = llada2_pipeline.BlockMasked(
-                self.model, config["block_size"], config["mask_token_id"]
-            )
-            stop, editing = config["eos_token_id"], self.rule.editing_threshold
-            options = {"eos_token_id": stop, "threshold": self.rule.threshold}
-            tokens = llada2_pipeline.generate(masked, ids, max_tokens, editing, **options)
-            last = len(ids) + (tokens.index(stop) if stop in tokens else max_tokens - 1)
-            num_blocks = last // masked.block_size - len(ids) // masked.block_size + 1
-            return Generated(tokens, masked.num_passes, num_blocks)
-
-    if whose == PIPELINE:
-        reference: Any = Pipeline(model, max_tokens, None)
-    else:
-        reference = open_reference(model, max_tokens)
-    reference.answer(asked[:1])
-    ends = [time.perf_counter()]
-    run = reference.answer(asked, lambda: ends.append(time.perf_counter()))
-    lengths = [answer.num_tokens for answer in run.answers]
-    saved = {
-        "completed": len(asked),
-        "failed": 0,
-        "output_throughput": sum(lengths) / (ends[-1] - ends[0]),
-        "output_lens": lengths,
-        "generated_texts": [answer.text for answer in run.answers],
-        "latencies": [end - start for start, end in pairwise(ends)],
-        "denoise_steps": run.denoise_steps,
-        "blocks": run.blocks,
-    }
-    result.write_text(json.dumps(saved))
-
-
-# --- numbers -------------------------------------------------------------------------------------
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    line = ["--base-url", url, "--model", model, *flags, "--disable-tqdm", "--save-detailed"]
+    running = asyncio.wait_for(serve.main_async(parser.parse_args(line)), TIMEOUT_S)
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return asyncio.run(running)
+        except (OSError, ValueError, aiohttp.ClientError) as error:
+            raise RuntimeError(f"vllm bench serve {shlex.join(flags)}: {error!r}") from error
 
 
 def figures(

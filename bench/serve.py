@@ -44,9 +44,9 @@ from pathlib import Path
 
 from bench import llada2_pipeline
 from bench.context import ROOT, Row, command_line, progress, publish, read_csv, reporting_failures
+from bench.local import PIPELINE, REFERENCE
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
-from bench.runs import BUILTIN_PASSES, NO_CANVAS, OVERLAPPED, PIPELINE, UNCOUNTED, Client
-from bench.runs import TRANSFORMERS as REFERENCE
+from bench.runs import BUILTIN_PASSES, NO_CANVAS, OVERLAPPED, UNCOUNTED
 from bench.servers import BUILTIN_ENVIRONMENT, Engine, Server
 from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload
@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace, save: Callable[[list[Row]], None]) -> N
             loads = workloads(options, schedule)
             turns = rounds(options.rounds, end - time.monotonic())
             found: list[Row] = []
-            for found in race_workloads(Client(folder), racing, loads, turns):
+            for found in race_workloads(racing, loads, turns):
                 save([*rows, *found])
             rows += found
     if not rows:

@@ -1,11 +1,10 @@
-"""How many questions a server, or a checkpoint in this process, answers exactly.
+"""How many questions a server answers exactly.
 
     python -m bench.toys.evaluate --base-url http://127.0.0.1:8000
-    python -m bench.toys.evaluate --reference checkpoints/tiny-dllm
 
-The second through Hugging Face transformers. Typed decisions are scored by ``dllm eval``. accuracy
-has its Wilson score interval at 95%; tokens, of a question, include the end-of-sequence token;
-steps are those of a block, "-" where the model has none or does not report them.
+Typed decisions are scored by ``dllm eval``. accuracy has its Wilson score interval at 95%; tokens,
+of a question, include the end-of-sequence token; steps are those of a block, "-" where the model
+has none or does not report them.
 """
 
 import argparse
@@ -13,8 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bench.context import command_line, progress, reporting_failures
 from bench.tables import markdown
@@ -30,18 +28,14 @@ Answered = tuple[Sequence[Question], Run]
 KNOWN = [family for group in GROUPS.values() for family in group]
 
 
-class Model(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    def answer(self, questions: Sequence[Question]) -> Run: ...
-
-
 @reporting_failures
 def main(argv: Sequence[str] | None = None) -> int:
     given = parse(argv)
     asked = {family: _questions(family, given) for family in chosen_families(given.tasks)}
-    model = open_model(given)
+    connection = client.connect(given.base_url, given.model, given.api_key)
+    model = ServedModel(
+        connection, given.max_tokens, given.concurrency, given.temperature, given.seed
+    )
     # One family after the other, because a server counts its steps for all requests together.
     answered: dict[str, Answered] = {}
     for family, drawn in asked.items():
@@ -64,10 +58,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__, writes=False)
     client.add_arguments(parser)
     add, groups = parser.add_argument, (f"{k}: {', '.join(group)}" for k, group in GROUPS.items())
-    reference = (
-        "instead of a server: a checkpoint, through Hugging Face transformers in this process"
-    )
-    add("--reference", type=Path, metavar="DIR", help=reference)
     add("--tasks", default=ALL, help="; ".join((*groups, "or names (all)")))
     add("--num", type=positive, default=200, help="questions a family (200)")
     add("--split", choices=SPLITS, default="heldout", help="(heldout)")
@@ -98,19 +88,6 @@ def chosen_families(tasks: str) -> list[str]:
     if not names:
         raise CommandError(f"--tasks {tasks!r} names no family; allowed: {', '.join(KNOWN)}.")
     return [name for name in KNOWN if name in names]
-
-
-def open_model(given: argparse.Namespace) -> Model:
-    """Raises CommandError if the server does not answer, or there is no such checkpoint."""
-    if given.reference is None:
-        connection = client.connect(given.base_url, given.model, given.api_key)
-        return ServedModel(
-            connection, given.max_tokens, given.concurrency, given.temperature, given.seed
-        )
-    from bench.toys.reference import open_reference  # imports torch: seconds
-
-    options = given.max_tokens, given.temperature, given.seed or 0
-    return open_reference(given.reference, *options)
 
 
 def _questions(family: str, given: argparse.Namespace) -> list[Question]:

@@ -11,7 +11,15 @@ import pytest
 from bench import race, serve
 from bench.context import GateError, Row, Rows, read_csv, write_csv
 from bench.race import Contestant, admit, rounds, undisturbed, withhold
-from bench.runs import BUILTIN_PASSES, NO_CANVAS, OVERLAPPED, SPEEDS, UNCOUNTED, Client, figures
+from bench.runs import (
+    BUILTIN_PASSES,
+    NO_CANVAS,
+    OVERLAPPED,
+    SPEEDS,
+    UNCOUNTED,
+    bench_serve,
+    figures,
+)
 from bench.serve import BUILTIN, OURS, Spec
 from bench.servers import Engine, Server
 from bench.tables import load_tables, ratios, spread
@@ -150,11 +158,11 @@ class FakeServer(Server):
     """Answers without a process, and can stand still; ``sloppy`` ignores the seed."""
 
     port = 1
-    model = "model"
     is_paused = False
 
     def __init__(self, name: str, num_tokens: int = 64, sloppy: bool = False) -> None:
-        self.name, self.sloppy, self.num_tokens = name, sloppy, num_tokens
+        self.name = self.model = name
+        self.sloppy, self.num_tokens = sloppy, num_tokens
         self.bodies: list[dict[str, Any]] = []
 
     def wait_until_ready(self) -> None:
@@ -267,42 +275,38 @@ def test_the_others_stand_still() -> None:
     assert not any(server.is_paused for server in servers)
 
 
-class FakeClient:
-    """Notes who is driven, in order."""
+@pytest.fixture
+def driven(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Who is driven, with which seed, in order."""
+    found: list[tuple[str, str]] = []
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.driven: list[str] = []
-        self.seeds: list[str] = []
-
-    def bench_serve(self, name: str, url: str, model: str, flags: list[str]) -> dict[str, Any]:
-        self.driven.append(name.split("-")[0])
-        self.seeds.append(flags[flags.index("--seed") + 1])
+    def bench_serve(url: str, model: str, flags: list[str]) -> dict[str, Any]:
+        found.append((model, flags[flags.index("--seed") + 1]))
         return saved()
 
+    monkeypatch.setattr(race, "bench_serve", bench_serve)
+    return found
 
-def raced(
-    client: FakeClient, names: str, num_rounds: int, loads: tuple[Workload, ...] = (WORKLOAD,)
-) -> tuple[list[Row], list[int]]:
-    """The rows of a race, and how many were saved after each load."""
+
+def raced(names: str, num_rounds: int, *loads: Workload) -> list[list[Row]]:
+    """The rows of a race behind each of its loads."""
     racing = [contestant(name) for name in names]
-    turns = race.race_workloads(client, racing, loads, range(num_rounds))  # type: ignore[arg-type]
-    saves = list(turns)
-    return saves[-1], [len(rows) for rows in saves]
+    return list(race.race_workloads(racing, loads, range(num_rounds)))
 
 
-def test_each_round_begins_with_another_contestant(tmp_path: Path) -> None:
-    client = FakeClient(tmp_path)
-    rows, _ = raced(client, "abc", 3)
-    assert client.driven == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+def test_each_round_begins_with_another_contestant(driven: list[tuple[str, str]]) -> None:
+    *_, rows = raced("abc", 3, WORKLOAD)
+    assert "".join(name for name, _ in driven) == "abcbcacab"
     assert [row["pair"] for row in rows] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_no_two_workloads_or_rounds_share_prompts_and_all_is_saved(tmp_path: Path) -> None:
+def test_no_two_workloads_or_rounds_share_prompts_and_all_is_saved(
+    driven: list[tuple[str, str]],
+) -> None:
     """Their answers are judged together, as independent ones."""
-    client = FakeClient(tmp_path)
-    _, saves = raced(client, "ab", 2, (WORKLOAD, replace(WORKLOAD, concurrency=8)))
-    assert client.seeds == ["0", "0", "1", "1", "2", "2", "3", "3"] and saves == [2, 4, 6, 8]
+    saves = raced("ab", 2, WORKLOAD, replace(WORKLOAD, concurrency=8))
+    assert "".join(seed for _, seed in driven) == "00112233"
+    assert [len(rows) for rows in saves] == [2, 4, 6, 8]
 
 
 def test_a_load_that_nobody_takes_is_left_out(
@@ -349,15 +353,16 @@ def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:
     assert Spec.parse(as_json).commits == NO_CANVAS
 
 
-def test_the_client_sends_no_sampling_parameter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = Client(tmp_path)
-    monkeypatch.setattr(client, "call", lambda name, function, line: line)
+def test_no_sampling_parameter_is_sent(tmp_path: Path) -> None:
     for workload in (WORKLOAD, Workload(ADAPTIVE, 2, SHAPE, rate=4.0)):
         flags = workload.client_flags(3, tmp_path / "questions.json")
-        line = client.bench_serve("r", "http://x", "model", flags)
-        assert not {"--temperature", "--min-p", "--top-p", "--top-k"} & set(line)
+        assert not {"--temperature", "--min-p", "--top-p", "--top-k"} & set(flags)
+
+
+def test_a_client_that_fails_says_why() -> None:
+    flags = ["--dataset-name", "random", "--max-concurrency", "0"]
+    with pytest.raises(RuntimeError, match="--max-concurrency must be greater than 0"):
+        bench_serve("http://127.0.0.1:1", str(MODEL), flags)
 
 
 def test_questions_are_mixed_and_differ_between_rounds() -> None:

@@ -1,29 +1,21 @@
 """Known shares of right answers give known scores; the reference counts its steps."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-import torch
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from bench.servers import counters
 from bench.toys import evaluate, prompts
 from bench.toys.evaluate import chosen_families, wilson_interval
-from bench.toys.reference import open_reference
 from bench.toys.served import PASSES, Answer, denoise_counts
-from bench.toys.suite import DECISION_FAMILIES, FAMILIES, TOKEN_ID, TOOL_FAMILIES, questions
-from dllm.models.unmasking.reference import Generated, generate_blocks
+from bench.toys.suite import DECISION_FAMILIES, FAMILIES, TOOL_FAMILIES, questions
 from dllm.settings.command import CommandError
 from dllm.tools import decisions
 from dllm.train.responses import Prompt, load_prompts
 from dllm.train.settings import DrafterTraining
 from tests.support.chat_stub import Stub, serve
-from tests.support.family_checkpoints import LLADA2, NEMOTRON, SDAR, write
 from tests.support.toy_prompts import encode_prompt
 
 TOKENIZER = Tokenizer.from_file("checkpoints/tiny-ar/tokenizer.json")
@@ -223,127 +215,3 @@ def test_a_file_of_decisions_is_one_of_typed_questions(tmp_path: Path) -> None:
             assert ("no", "yes")[line["answer"]] == one.answer
         else:
             assert decision.labels[decision.options.index(line["answer"])] == one.answer
-
-
-# --------------------------------------------------------------------------------------------------
-# In process
-
-
-def test_the_reference_counts_its_denoise_steps_and_blocks(checkpoint) -> None:
-    model = open_reference(checkpoint(), max_tokens=40, seed=3)
-    asked = questions(["extract"], "heldout", 3)
-    seen = []
-    forward, encoder = model.model.forward, model.model.model.encoder.forward
-    with (
-        patch.object(model.model, "forward", side_effect=forward) as decoded,
-        patch.object(model.model.model.encoder, "forward", side_effect=encoder) as encoded,
-    ):
-        run = model.answer(asked, lambda: seen.append(1))
-    # The encoder runs once a block: first over the prompt, then over the block before.
-    assert (run.denoise_steps, run.blocks) == (decoded.call_count, encoded.call_count)
-    assert run.blocks is not None and run.blocks >= 3
-    assert len(seen) == 3
-    assert model.answer(asked).answers == run.answers
-    other = open_reference(checkpoint(), max_tokens=40, seed=4)
-    assert other.answer(asked).answers != run.answers
-
-
-def test_the_temperature_multiplies_the_schedule_of_the_reference(checkpoint) -> None:
-    model = open_reference(checkpoint(), max_tokens=40, temperature=0.5)
-    assert model.options == {"max_new_tokens": 40, "t_min": 0.2, "t_max": 0.4}
-
-
-def test_an_autoregressive_reference_has_no_denoise_steps(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=TOKENIZER.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        eos_token_id=TOKEN_ID["<eos>"],
-        pad_token_id=TOKEN_ID["<pad>"],
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained("checkpoints/tiny-ar").save_pretrained(tmp_path)
-    asked = questions(["add"], "heldout", 2)
-    runs = [
-        open_reference(tmp_path, max_tokens=8, temperature=0.0, seed=seed).answer(asked)
-        for seed in (0, 1)
-    ]
-    assert runs[0].answers == runs[1].answers, "temperature 0 is greedy"
-    assert all(1 <= answer.num_tokens <= 8 for answer in runs[0].answers)
-    assert (runs[0].denoise_steps, runs[0].blocks) == (None, None)
-
-
-@pytest.mark.parametrize("config", [SDAR, LLADA2, NEMOTRON])
-def test_the_reference_of_masked_blocks(config: dict, tmp_path: Path) -> None:
-    """Its answers are those of the plain loop, cut behind the first stop token; steps count."""
-    path = write(tmp_path / "model", config)
-    (path / "generation_config.json").write_text('{"eos_token_id": [1, 6]}')
-    model = open_reference(path, 40)
-    asked = questions(["add"], "heldout", 3)
-    seen = []
-    run = model.answer(asked, lambda: seen.append(1))
-    assert len(seen) == 3 and run.blocks is not None and run.denoise_steps is not None
-    assert 3 <= run.blocks <= run.denoise_steps
-    ids = encode_prompt(TOKENIZER, asked[0].prompt)
-    generated = generate_blocks(model.model, [ids], model.rule, 40).answers[0]
-    stops = [i for i, token in enumerate(generated) if token in (1, 6)] + [len(generated) - 1]
-    assert run.answers[0].num_tokens == stops[0] + 1
-    assert run.answers[0].text == model.tokenizer.decode(
-        generated[: stops[0] + 1], skip_special_tokens=True
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "generation", "temperature", "why"),
-    [
-        ("none", {}, None, "no config.json; give a checkpoint's folder"),
-        ("gemma", {}, 0.0, "no greedy mode"),
-        ("masks", {}, 0.5, "allowed: 0, or leave it out"),
-        # A server obeys these: the comparison would be of two rules.
-        ("masks", {"remasking_strategy": "sequential"}, None, "remasking_strategy = 'sequential'"),
-        ("masks", {"max_denoising_steps": 3}, None, "max_denoising_steps = 3"),  # blocks of 4
-        ("masks", {"remasking_strategy": "low_confidence_dynamic"}, None, None),
-        ("masks", {"max_denoising_steps": 4}, None, None),
-    ],
-)
-def test_what_a_reference_does_not_know_is_refused(
-    checkpoint, tmp_path: Path, kind: str, generation: dict, temperature: float, why: str | None
-) -> None:
-    path = {"none": tmp_path, "gemma": checkpoint()}.get(kind) or write(tmp_path / "model", SDAR)
-    if generation:
-        (path / "generation_config.json").write_text(json.dumps(generation))
-    with pytest.raises(CommandError, match=why) if why else nullcontext():
-        open_reference(path, 40, temperature)
-
-
-def test_the_reference_of_masked_blocks_lists_tools_and_keeps_marks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = open_reference(write(tmp_path / "model", SDAR), 40)
-    model.tokenizer = AutoTokenizer.from_pretrained("checkpoints/tiny-tools")
-    (asked,) = questions(["weather"], "heldout", 1)
-    said = model.tokenizer.encode("<|channel>thought", add_special_tokens=False)
-    answer = [*said, 1, 7]
-    seen = []
-
-    def generate(_: object, prompts: list[list[int]], *__: object) -> Generated:
-        seen.extend(prompts)
-        return Generated([answer], 1, 1)
-
-    monkeypatch.setattr("bench.toys.reference.generate_blocks", generate)
-    run = model.answer([asked])
-    rendered, _ = render_jinja_template(
-        conversations=[[{"role": "user", "content": asked.prompt}]],
-        tools=asked.chat.schemas,
-        chat_template=Path("checkpoints/tiny-tools/chat_template.jinja").read_text(),
-        add_generation_prompt=True,
-        bos_token="<bos>",
-        **asked.chat.template_kwargs,
-    )
-    assert seen == [model.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
-    assert run.answers == [Answer("<|channel>thought", len(answer) - 1)]
