@@ -29,15 +29,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from bench.context import ROOT, command_line, progress
+from bench.context import ROOT, command_line, progress, publish
+from bench.gpu import answers
 from bench.gpu.engine import PASSES
-from bench.servers import BUILTIN_ENVIRONMENT, ENVIRONMENT
+from bench.servers import BUILTIN_ENVIRONMENT, child_environment
 
 CALLS = (1, 2, 3)
 READY, DONE = ("warm", "done"), ("done",)
@@ -51,7 +54,6 @@ FULL_ALONE = "--compilation-config.mode 0 --compilation-config.cudagraph_mode FU
 # Drafts of our drafter are on our kernel all the same.
 DRAFTER = "--attention-backend TRITON_ATTN"
 LARGE = 130 << 30  # bytes of a GPU that holds three engines
-STOPPING_S = 45  # a server that is not ready says why, and is stopped
 # Passes of their own for prompts and emitted blocks: the loop replays the first pass of its engine
 # step only if that is a full graph, of canvases alone (``engine.loop``). Else it has no graph.
 LOOP = {
@@ -84,10 +86,11 @@ class Lease:
         self.folder, self.out, self.is_toy = folder, out, is_toy
         self.is_wrong = False
         self._patience = 5 if is_toy else 1  # a CPU may be busy with other things
-        self._environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         # vLLM would end without it.
-        if importlib.util.find_spec("flashinfer") is None:
-            self._environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        has_sampler = importlib.util.find_spec("flashinfer") is not None
+        self._sampler = {} if has_sampler else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        self._environment = child_environment() | self._sampler
+        self._environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
     def start(self, *engines: Engine) -> None:
         """Start what is not done and not running, each in a session of its own."""
@@ -125,29 +128,18 @@ class Lease:
         (self.folder / "go").touch()
         self.wait(seconds, DONE, *engines)
 
-    def answers(self, seconds: float, *asked: Answers) -> list[bool]:
+    def ask(self, seconds: float, *asked: Answers) -> list[bool]:
         """Whether all servers of each answer rightly; they start at once."""
-        end = time.monotonic() + seconds * self._patience
-        started = [self._ask(one, seconds * self._patience - STOPPING_S) for one in asked]
-        return [self._is_right(*pair, end) for pair in zip(asked, started, strict=True)]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            return list(pool.map(partial(self._are_right, seconds * self._patience), asked))
 
-    def _ask(self, asked: Answers, seconds: float) -> "subprocess.Popen[bytes]":
+    def _are_right(self, seconds: float, asked: Answers) -> bool:
         name, flags, servers = asked
         if self.is_toy:
             flags, servers = EAGER, servers[:1]
-        command = [sys.executable, "-m", "bench.gpu.answers", "--results", str(self.folder / name)]
-        command += ["--within", str(seconds), *shlex.split(flags), "--servers", *servers]
-        with (self.out / f"{name}.log").open("w") as file:
-            return subprocess.Popen(
-                command, cwd=ROOT, env=self._environment, stdout=file, stderr=subprocess.STDOUT
-            )
-
-    def _is_right(self, asked: Answers, process: "subprocess.Popen[bytes]", end: float) -> bool:
-        code = _end_of(process, max(end - time.monotonic(), 0.0))
-        progress(f"answers, {asked.name}: exit status {code}")
-        log = self.out / f"{asked.name}.log"
-        print(*log.read_text(errors="replace").splitlines()[-40:], sep="\n", flush=True)
-        return code == 0
+        rows = answers.answers(servers, shlex.split(flags), seconds, self._sampler)
+        publish(self.out / f"{name}.csv", rows)
+        return all(map(answers.is_right, rows))
 
     def finish(self) -> None:
         states = {path.stem: path for path in sorted(self.folder.glob("*.json"))}
@@ -182,28 +174,16 @@ class Lease:
         return bool(psutil.Process(int(path.read_text())).status() != psutil.STATUS_ZOMBIE)
 
 
-def _end_of(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
-    """The exit status; None if it had to be ended, with all that it started."""
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        started = psutil.Process(process.pid).children(recursive=True)
-        for one in (psutil.Process(process.pid), *started):
-            one.kill()
-        process.wait()
-        return None
-
-
 def first_call(lease: Lease) -> None:
     """Do graphs answer rightly, and does the large shape start?"""
     large = Engine("ours-triton", {"attention_backend": "CUSTOM"})
     lease.start(large)
-    right, drafts = lease.answers(
+    right, drafts = lease.ask(
         240, Answers("compiled", "", MODELS), Answers("drafting", DRAFTER, DRAFTING)
     )
     lease.is_wrong |= not (right and drafts)
-    if not right and not all(lease.answers(90, Answers("full-graphs", FULL_ALONE, FEW))):
-        lease.answers(75, Answers("eager", EAGER, FEW))
+    if not right and not all(lease.ask(90, Answers("full-graphs", FULL_ALONE, FEW))):
+        lease.ask(75, Answers("eager", EAGER, FEW))
     lease.wait(60, READY, large)
     lease.measure(45, large)
 

@@ -12,10 +12,12 @@ Written to --results: answers.csv, one row a server.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,16 +31,13 @@ from dllm.tools.client import connect
 
 MODELS = ROOT / "checkpoints"
 # A server takes this share of a GPU whatever it needs, and does not start where less is free.
-FLAGS = [
-    "--max-model-len",
-    "512",
-    "--kv-cache-memory-bytes",
-    "64M",
-    "--gpu-memory-utilization",
-    "0.1",
-]
+FLAGS = (
+    *("--max-model-len", "512", "--kv-cache-memory-bytes", "64M"),
+    *("--gpu-memory-utilization", "0.1"),
+)
 LEAST = 0.9
 EACH = 4  # questions of a family
+ASKING_S = 45  # of the time of a server; the rest is for its start
 DRAFTER = {"method": "dflash", "model": f"{MODELS}/tiny-drafter", "num_speculative_tokens": 15}
 # The model of each server, and its flags beside those of all.
 SERVERS: dict[str, tuple[str, ...]] = {
@@ -48,11 +47,9 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "tiny-nemotron": ("tiny-nemotron",),
     "self-speculation": ("tiny-nemotron", "--additional-config.dllm.decoding", "self_speculation"),
     "tiny-drafter": (
-        "tiny-ar",
-        "--speculative-config",
-        json.dumps(DRAFTER),
-        "--additional-config.dllm.drafter.policy",  # on CUDA vLLM's own drafts unless one is given
-        "fixed",
+        *("tiny-ar", "--speculative-config", json.dumps(DRAFTER)),
+        # On CUDA vLLM's own drafts unless one is given.
+        *("--additional-config.dllm.drafter.policy", "fixed"),
     ),
 }
 
@@ -60,55 +57,69 @@ SERVERS: dict[str, tuple[str, ...]] = {
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     options, flags = parse(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        servers = []
-        for name in options.servers:
-            model, *own = SERVERS[name]
-            given = [*FLAGS, *own, *flags]
-            server = Server(name, f"{MODELS}/{model}", Path(folder) / f"{name}.log", given)
-            server.ready_s = options.within
-            servers.append(server)
-        with ThreadPoolExecutor(len(servers)) as pool:
-            rows = list(pool.map(run, servers))
+    rows = answers(options.servers, flags, options.within)
     publish(options.results / "answers.csv", rows)
-    return int(any(row["log"] or row["right"] < LEAST * row["asked"] for row in rows))
+    return int(not all(map(is_right, rows)))
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = command_line(__doc__)
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
-    parser.add_argument(
-        "--within", type=float, default=READY_TIMEOUT_S, help="seconds until a server is ready"
-    )
+    within = "seconds in which a server starts and answers"
+    parser.add_argument("--within", type=float, default=READY_TIMEOUT_S, help=within)
     return parser.parse_known_args(arguments)
 
 
-def run(server: Server) -> Row:
-    with server as running:
-        row = ask(running)
-        print(f"{row['server']:18} {row['right']} of {row['asked']} right", flush=True)
+def answers(
+    names: Sequence[str],
+    flags: Sequence[str],
+    within: float,
+    environment: Mapping[str, str] | None = None,
+) -> list[Row]:
+    """Start all servers at once, and ask each when it is ready; what each said is printed."""
+    end = time.monotonic() + within
+
+    def run(name: str) -> Row:
+        model, *own = SERVERS[name]
+        log, given = Path(folder) / f"{name}.log", (*FLAGS, *own, *flags)
+        server = Server(name, f"{MODELS}/{model}", log, given, environment)
+        server.ready_s = max(within - ASKING_S, 1.0)
+        with server:
+            row = ask(server, end)
+        print(f"{name:18} {row['right']} of {row['asked']} right", flush=True)
         if row["log"]:
             print(row["log"], flush=True)
-    return row
+        return row
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(run, names))
 
 
-def ask(server: Server) -> Row:
-    """Ask one server when it is ready; ``log``: what it found wrong, or why there is no answer."""
+def ask(server: Server, end: float) -> Row:
+    """``log``: what it found wrong, or why there is no answer by ``end``."""
     asked = questions(FAMILIES, "heldout", EACH)
     row: Row = {"server": server.name, "right": 0, "asked": len(asked), "log": ""}
     try:
         server.wait_until_ready()
         progress(f"{server.name} is ready")
-        model = ServedModel(connect(server.url, None), ANSWER_TOKENS, len(asked), temperature=0)
-        answers = model.answer(asked).answers
+        connection = connect(server.url, None)
+        left = max(end - time.monotonic(), 1e-3)
+        client = connection.client.with_options(timeout=left, max_retries=0)
+        bounded = dataclasses.replace(connection, client=client)
+        model = ServedModel(bounded, ANSWER_TOKENS, len(asked), temperature=0)
+        found = model.answer(asked).answers
     except (CommandError, RuntimeError) as error:
         return row | {"log": str(error)}
-    row["right"] = sum(one.is_correct(got.text) for one, got in zip(asked, answers, strict=True))
+    row["right"] = sum(one.is_correct(got.text) for one, got in zip(asked, found, strict=True))
     said = server.log.read_text(errors="replace").splitlines()
     for line in said:
         if "graphs were compared" in line:
             progress(f"{server.name}: {line}")
     return row | {"log": "\n".join(line for line in said if "wrong on this GPU" in line)}
+
+
+def is_right(row: Row) -> bool:
+    return bool(not row["log"] and row["right"] >= LEAST * row["asked"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Packs vLLM and what it needs for a GPU machine without a network (README.md).
 
     python -m bench.gpu.pack --out .lease             # .lease/1/*.tar.xz, .lease/2/*.tar.xz
-    python -m bench.gpu.pack --out .lease --hide      # before the calls; --show after them
 
 1 holds vLLM, the packages of pins.txt and checkpoints, 2 FlashAttention 4. The plugin is not
 packed: the checkout itself travels with every call. An archive whose contents are as before is not
@@ -16,11 +15,11 @@ import hashlib
 import io
 import lzma
 import re
+import shutil
 import struct
 import subprocess
 import sys
 import tarfile
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -31,16 +30,12 @@ HERE = Path(__file__).parent
 PYTHON = "3.12"
 GLIBC_MINORS = range(39, 4, -1)  # pip takes each platform tag literally
 
-FLASH = {
-    "nvidia-cutlass-dsl": "4.8.0",
-    "nvidia-cutlass-dsl-libs-base": "4.8.0",
-    "nvidia-cutlass-dsl-libs-core": "4.8.0",
-    "nvidia-cutlass-dsl-libs-cu13": "4.8.0",
-    "quack-kernels": "0.6.5",
-    "torch-c-dlpack-ext": "0.1.5",
-}
+CUTLASS = ("", "-libs-base", "-libs-core", "-libs-cu13")
+FLASH = (
+    *(f"nvidia-cutlass-dsl{part}==4.8.0" for part in CUTLASS),
+    *("quack-kernels==0.6.5", "torch-c-dlpack-ext==0.1.5"),
+)
 MODELS = ("tiny-dllm", "tiny-nemotron", "tiny-sdar", "tiny-llada2", "tiny-ar", "tiny-drafter")
-NOT_READ = ("checkpoints", "tests", "docs")  # checkpoints travel packed
 
 # Files of vLLM's wheel that are left out: a front end that must be asked for, FlashAttention 2 and
 # 3, kernels of other models and other GPUs. 4 is packed apart.
@@ -50,10 +45,11 @@ LEFT_OUT = re.compile(
     rf"vllm/vllm-rs|vllm/vllm_flash_attn/_vllm_fa[23]_C.*|{FLASH_4}.*"
     r"|vllm/third_party/(deep_gemm|fmha_sm100|tml_fa4)/.*|vllm/_qutlass_C.*"
 )
-# Data that no server reads: translations, tokenizers of others, profilers, static libraries.
+# What no server reads: commands, translations, tokenizers of others, profilers, static libraries.
 UNREAD = re.compile(
-    r"pycountry/locales/.*|mistral_common/data/.*|.*\.dist-info/(sboms/.*|RECORD)|.*/stubs/.*"
-    r"|.*\.a|nvidia_cutlass_dsl/dsl_packages/iket/profiler/.*"
+    r"(bin|etc|include|share)/.*|.*\.dist-info/(sboms/.*|RECORD|INSTALLER|REQUESTED)|.*/stubs/.*"
+    r"|pycountry/locales/.*|mistral_common/data/.*|.*\.a"
+    r"|nvidia_cutlass_dsl/dsl_packages/iket/profiler/.*"
 )
 # vllm_flash_attn, which vLLM imports on every CUDA machine, refuses to be without its libraries.
 FLASH_ATTENTION = "vllm/vllm_flash_attn/__init__.py"
@@ -76,47 +72,24 @@ MAGIC = 0xBA55ED50
 Files = dict[str, bytes]
 
 
-def read_pins(path: Path) -> dict[str, str]:
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
-    return dict(line.split("==") for line in lines if line)
+def installed(folder: Path, *asked: str) -> Files:
+    """What pip installs there of the requirements that it is asked for, on the GPU's machine."""
+    shutil.rmtree(folder, ignore_errors=True)
+    tags = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS]
+    tags += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    pip += ["--no-deps", "--no-compile", "--only-binary=:all:", "--implementation=cp"]
+    pip += [f"--python-version={PYTHON}", *(f"--platform={tag}" for tag in tags)]
+    subprocess.run([*pip, f"--target={folder}", *asked], check=True)
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in paths.items() if not UNREAD.fullmatch(name)}
 
 
-def download(pins: Mapping[str, str], cache: Path) -> list[Path]:
-    cache.mkdir(parents=True, exist_ok=True)
+def engine_pieces(files: Files) -> tuple[dict[str, Files], Files]:
+    """Pieces of vLLM that are unpacked at once, and FlashAttention 4.
 
-    def cached(name: str, version: str) -> Path | None:
-        stem = re.sub(r"[-_.]+", "_", name)
-        fitting = re.compile(rf"{stem}-{re.escape(version)}(\+[^-]+)?-.*\.whl", re.IGNORECASE)
-        return next((p for p in cache.glob("*.whl") if fitting.fullmatch(p.name)), None)
-
-    missing = [f"{name}=={version}" for name, version in pins.items() if not cached(name, version)]
-    if missing:
-        tags = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS]
-        tags += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
-        pip += ["--no-deps", "--only-binary=:all:", "--implementation=cp", f"--dest={cache}"]
-        pip += [f"--python-version={PYTHON}", *(f"--platform={tag}" for tag in tags)]
-        subprocess.run([*pip, *missing], check=True)
-    found = [cached(name, version) for name, version in pins.items()]
-    assert all(found), f"pip wrote other files than were asked for: {dict(pins)}"
-    return [wheel for wheel in found if wheel is not None]
-
-
-def wheel_files(wheel: Path) -> Files:
-    """Installed files of a wheel: its scripts, headers and data are not."""
-    files: Files = {}
-    with zipfile.ZipFile(wheel) as archive:
-        for info in archive.infolist():
-            name = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", info.filename)
-            is_data = re.match(r"[^/]+\.data/", name)
-            if not (info.is_dir() or is_data or UNREAD.fullmatch(name)):
-                files[name] = archive.read(info)
-    return files
-
-
-def engine_pieces(wheel: Path) -> tuple[dict[str, Files], Files]:
-    """Pieces that are unpacked at once, and FlashAttention 4. ValueError: not the pinned vLLM."""
-    files = wheel_files(wheel)
+    Raises ValueError: not the pinned vLLM.
+    """
     flash = {name: data for name, data in files.items() if name.startswith(FLASH_4)}
     kept = {name: data for name, data in files.items() if not LEFT_OUT.fullmatch(name)}
     for name in kept:
@@ -168,30 +141,24 @@ def write(pieces: Mapping[tuple[str, str], Files], out: Path) -> None:
             path.with_suffix(".sha256").write_text(key)
 
 
-def move(root: Path, out: Path, shows: bool) -> None:
-    (out / "hidden").mkdir(exist_ok=True)
-    for name in NOT_READ:
-        here, there = root / name, out / "hidden" / name
-        source, target = (there, here) if shows else (here, there)
-        if source.exists() and not target.exists():
-            source.rename(target)
-
-
 def checkpoint_files(root: Path, models: Iterable[str] = MODELS) -> Files:
-    found = (path for model in models for path in sorted((root / "checkpoints" / model).iterdir()))
-    return {str(path.relative_to(root)): path.read_bytes() for path in found}
+    """As committed: they are not in the tree that travels."""
+    git = ["git", "-C", str(root), "archive", "HEAD", *(f"checkpoints/{one}" for one in models)]
+    packed = subprocess.run(git, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        found = {one.name: archive.extractfile(one) for one in archive}
+        return {name: file.read() for name, file in found.items() if file is not None}
 
 
 def travels(root: Path, out: Path) -> dict[str, int]:
-    """Bytes of the archives of each call, and of the tree without what is hidden."""
+    """Bytes that each call carries: its archives, and the tree."""
     git = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split("\0")
-    read = [name for name in listed if name and name.split("/")[0] not in NOT_READ]
-    paths = (root / name for name in read)
-    sizes = {"tree": sum(path.stat().st_size for path in paths if path.is_file())}
-    for call in ("1", "2"):
-        sizes[call] = sum(path.stat().st_size for path in (out / call).glob("*.tar.xz"))
-    return sizes
+    tree = [path for name in listed if name and (path := root / name).is_file()]
+    return {
+        call: sum(path.stat().st_size for path in (*tree, *(out / call).glob("*.tar.xz")))
+        for call in ("1", "2")
+    }
 
 
 # --- GPU code of other generations ----------------------------------------------------------------
@@ -271,32 +238,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="a folder in the checkout")
-    parser.add_argument("--only-checkpoints", action="store_true", help="as a rehearsal needs")
-    parser.add_argument("--hide", action="store_true", help="move what no call reads out, and end")
-    parser.add_argument("--show", action="store_true", help="move it back, and end")
-    given = parser.parse_args(arguments)
-    out = given.out.resolve()
-    root = out.parent
-    if given.hide or given.show:
-        move(root, out, given.show)
-        return 0
-    here = out / "hidden" if (out / "hidden" / "checkpoints").exists() else root
-    pieces = {("1", "checkpoints"): checkpoint_files(here)}
-    if not given.only_checkpoints:
-        wheels = download(read_pins(HERE / "pins.txt"), out / "wheels")
-        (vllm,) = (wheel for wheel in wheels if wheel.name.startswith("vllm-"))
-        others = (wheel for wheel in wheels if wheel != vllm)
-        of_vllm, flash = engine_pieces(vllm)
-        pieces |= {("1", name): files for name, files in of_vllm.items()}
-        pieces["1", "packages"] = {n: d for one in others for n, d in wheel_files(one).items()}
-        for wheel in download(FLASH, out / "wheels"):
-            flash |= wheel_files(wheel)
-        pieces["2", "flash"] = flash
-    write(pieces, out)
-    sizes = travels(root, out)
-    totals = {call: sizes[call] + sizes["tree"] for call in ("1", "2")}
+    out = parser.parse_args(arguments).out.resolve()
+    files = installed(out / "site", f"--requirement={HERE / 'pins.txt'}")
+    of_vllm = {name: data for name, data in files.items() if re.match("vllm[/-]", name)}
+    pieces, flash = engine_pieces(of_vllm)
+    pieces["packages"] = {name: files[name] for name in files.keys() - of_vllm}
+    pieces["checkpoints"] = checkpoint_files(out.parent)
+    archives = {("1", name): files for name, files in pieces.items()}
+    write(archives | {("2", "flash"): flash | installed(out / "flash", *FLASH)}, out)
+    totals = travels(out.parent, out)
     for call, total in totals.items():
-        print(f"call {call}: {total / 2**20:.1f} of {LIMIT >> 20} MiB, when hidden")
+        print(f"call {call}: {total / 2**20:.1f} of {LIMIT >> 20} MiB")
     return int(max(totals.values()) > LIMIT)
 
 

@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -87,6 +88,8 @@ def test_answers(
     assert f"{row['right']} of {row['asked']} right" in capsys.readouterr().out
     monkeypatch.setattr(answers, "LEAST", 1.1)
     assert answers.main(options) == 1
+    monkeypatch.undo()
+    assert "did not answer" in answers.ask(server, time.monotonic() + 1e-3)["log"]
 
 
 def test_answers_of_a_server_that_does_not_start(

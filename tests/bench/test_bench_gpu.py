@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -13,6 +14,7 @@ from torch import nn
 from vllm import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from bench.context import Row, read_csv
 from bench.gpu import __main__ as calls
 from bench.gpu import answers
 from bench.gpu.__main__ import DRAFTER, EAGER, FULL_ALONE, Answers, Engine, Lease, report
@@ -161,52 +163,34 @@ def test_wrong_answers_of_canvases_are_asked_again_with_fewer_graphs(
 
     for name in ("start", "wait", "measure"):
         monkeypatch.setattr(Lease, name, lambda *given: None)
-    monkeypatch.setattr(Lease, "answers", answered)
+    monkeypatch.setattr(Lease, "ask", answered)
     calls.first_call(lease)
     assert found == asked and lease.is_wrong is bool(wrong)
 
 
-def test_answers_start_at_once_and_have_one_end(
+def test_answers_start_at_once_and_are_written(
     lease: Lease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[list[str]] = []
-    left: list[float] = []
+    together = Barrier(2)
 
-    def end_of(process: Any, seconds: float) -> int | None:
-        assert len(started) == 2
-        left.append(seconds)
-        return None if len(left) == 2 else 0
+    def found(servers: list[str], flags: list[str], within: float, _: object) -> list[Row]:
+        together.wait(HANG_S)
+        assert (flags, within) == ([EAGER], 5 * 200)
+        return [
+            {"server": servers[0], "right": 9, "asked": 10, "log": "a" * ("dllm" in servers[0])}
+        ]
 
-    monkeypatch.setattr(calls.subprocess, "Popen", lambda command, **_: started.append(command))
-    monkeypatch.setattr(calls, "_end_of", end_of)
+    monkeypatch.setattr(answers, "answers", found)
     both = Answers("one", DRAFTER, calls.DRAFTING), Answers("other", "", calls.MODELS)
-    assert lease.answers(200, *both) == [True, False]
-    first, second = left
-    assert second <= first <= 5 * 200 and "--within" in started[0]
-    assert (lease.out / "other.log").exists()
+    assert lease.ask(200, *both) == [True, False]
+    (row,) = read_csv(lease.out / "other.csv")
+    assert (row["server"], row["log"]) == (calls.MODELS[0], "a")
 
 
 def test_what_has_vllms_own_attention_does_not_get_flash_attention() -> None:
     """vLLM would take it without its libraries, and end in the first pass."""
     own = {name for name, flags in answers.SERVERS.items() if flags[1:]}
     assert own == set(calls.DRAFTING) and not own & {*calls.MODELS}
-
-
-def test_answers_that_take_too_long_end_with_their_servers(tmp_path: Path) -> None:
-    """A server is in a session of its own."""
-    code = (
-        "import subprocess, sys\n"
-        "server = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1, "
-        "start_new_session=True)\n"
-        "print(server.pid, flush=True)\n"
-        "server.wait()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    server = psutil.Process(int(process.stdout.readline()))
-    assert calls._end_of(process, 0.0) is None
-    psutil.wait_procs([server], timeout=HANG_S)
-    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
 
 
 def test_without_a_gpu_it_has_to_be_a_toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -232,7 +216,7 @@ def test_arguments_of_engines_are_vllms(monkeypatch: pytest.MonkeyPatch, lease: 
     monkeypatch.setattr(Lease, "start", lambda self, *given: engines.extend(given))
     for name in ("wait", "measure"):
         monkeypatch.setattr(Lease, name, lambda *given: None)
-    monkeypatch.setattr(Lease, "answers", lambda self, seconds, *given: [True for _ in given])
+    monkeypatch.setattr(Lease, "ask", lambda self, seconds, *given: [True for _ in given])
     for call in (calls.first_call, calls.second_call, calls.third_call):
         call(lease)
     assert len({one.name for one in engines}) == len(engines) == 5

@@ -1,12 +1,11 @@
 """bench/gpu's kit for a machine without a network: what is packed."""
 
-import io
 import struct
 import tarfile
-import zipfile
 
 import pytest
 
+from bench.context import ROOT
 from bench.gpu import pack
 from bench.gpu.pack import MAGIC, strip_cubins
 
@@ -44,21 +43,17 @@ def test_gpu_code_of_other_generations_is_taken_out():
     assert strip_cubins(b"\x7fELF".ljust(64, b"\0")) == b"\x7fELF".ljust(64, b"\0")
 
 
-def test_what_is_packed_of_a_wheel(tmp_path):
-    wheel = tmp_path / "vllm-0.32.0-cp312-abi3-manylinux_2_28_x86_64.whl"
+def test_what_is_packed_of_vllm(tmp_path):
     refusal = b'if not found:\n    raise ImportError(\n        "no library"\n    )\nrest = 1\n'
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name, data in {
+    pieces, flash = pack.engine_pieces(
+        {
             pack.FLASH_ATTENTION: refusal,
             f"{pack.FLASH_4}interface.py": b"4",
             "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": b"2",
             pack.EXTENSION: b"\x7fELF".ljust(64, b"\0"),
             "vllm/envs.py": b"",
-            "vllm-0.32.0.data/scripts/vllm": b"",
-            "vllm-0.32.0.dist-info/RECORD": b"",
-        }.items():
-            archive.writestr(name, data)
-    pieces, flash = pack.engine_pieces(wheel)
+        }
+    )
     assert {name: set(files) for name, files in pieces.items()} == {
         "extension": {pack.EXTENSION},
         "kernels": set(),
@@ -66,6 +61,8 @@ def test_what_is_packed_of_a_wheel(tmp_path):
     }
     assert pieces["engine"][pack.FLASH_ATTENTION] == b"if not found:\n    pass\nrest = 1\n"
     assert flash == {f"{pack.FLASH_4}interface.py": b"4"}
+    with pytest.raises(ValueError, match="not the one"):
+        pack.engine_pieces({pack.FLASH_ATTENTION: b""})
     pack.write({("1", "engine"): pieces["engine"]}, tmp_path)
     with tarfile.open(tmp_path / "1/engine.tar.xz") as archive:
         assert set(archive.getnames()) == set(pieces["engine"])
@@ -75,16 +72,14 @@ def test_what_is_packed_of_a_wheel(tmp_path):
     assert (tmp_path / "1/engine.tar.xz").stat().st_mtime_ns == packed, "compressed once more"
 
 
-def test_a_wheel_of_another_vllm_is_refused(tmp_path):
-    wheel = tmp_path / "vllm-0.33.0-py3-none-any.whl"
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(pack.FLASH_ATTENTION, "")
-    wheel.write_bytes(buffer.getvalue())
-    with pytest.raises(ValueError, match="not the one"):
-        pack.engine_pieces(wheel)
+def test_checkpoints_are_packed_as_committed():
+    names = pack.checkpoint_files(ROOT, ["tiny-drafter"]).keys()
+    assert {"checkpoints/tiny-drafter/config.json"} < names
+    assert all((ROOT / name).is_file() for name in names)
 
 
 def test_pins_name_one_version_of_each_package():
-    pins = pack.read_pins(pack.HERE / "pins.txt")
-    assert pins["vllm"] == "0.32.0" and all(pins.values())
+    lines = (pack.HERE / "pins.txt").read_text().splitlines()
+    pins = [line.partition("#")[0].strip() for line in lines]
+    assert "vllm==0.32.0" in pins
+    assert all(pin.count("==") == 1 for pin in (*filter(None, pins), *pack.FLASH))
