@@ -1,8 +1,10 @@
-"""Contestants without a server: Hugging Face's ``generate``, and diffusers' pipeline of blocks."""
+"""Contestants without a server: ``LLM.chat``, Hugging Face's ``generate``, diffusers' pipeline."""
 
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +13,9 @@ import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from bench import llada2_pipeline
+from bench.servers import ALONE, child_environment
 from bench.toys.suite import Question
+from bench.workloads import ANSWER_TOKENS
 from dllm.models.unmasking.reference import DecodingRule, load_model
 
 REFERENCE, PIPELINE = "transformers", "diffusers"
@@ -26,15 +30,49 @@ class Generated(NamedTuple):
 Generate = Callable[[list[int]], Generated]  # the answer to a prompt, whole blocks of it
 
 
-def answer_questions(
-    whose: str, path: Path, asked: Sequence[Question], max_tokens: int
+def chat(
+    model: str,
+    flags: Sequence[str],
+    environment: Mapping[str, str],
+    asked: Sequence[Question],
+    at_once: int,
 ) -> dict[str, Any]:
-    """Answer one question after the other; returns what ``vllm bench serve`` would have found.
+    """Answer questions, ``at_once`` in each call of ``LLM.chat``; the first are asked twice.
 
-    Of that, what ``runs.figures`` reads; beside it ``denoise_steps`` and ``blocks``. The first
-    question is asked once more before the clock starts.
+    In a new process (``bench/engine.py``), which starts before the clock does. Returns what
+    ``vllm bench serve`` would have found, as far as ``runs.figures`` reads it. Raises RuntimeError
+    with the end of what it said.
     """
-    generate, stops = {REFERENCE: hugging_face, PIPELINE: pipeline}[whose](path, max_tokens)
+    chats = [[{"role": "user", "content": one.prompt}] for one in asked]
+    batches = [chats[at : at + at_once] for at in range(0, len(chats), at_once)]
+    ran = subprocess.run(
+        [sys.executable, "-P", str(Path(__file__).with_name("engine.py")), model, *flags],
+        input=json.dumps({"batches": [batches[0], *batches], "max_tokens": ANSWER_TOKENS}),
+        env=child_environment() | ALONE | dict(environment),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        raise RuntimeError(f"LLM.chat of {model} ended:\n{ran.stderr[-2000:]}")
+    _, *replies = json.loads(ran.stdout)
+    lengths = [length for reply in replies for length in reply["lengths"]]
+    return {
+        "completed": len(lengths),
+        "failed": 0,
+        "output_throughput": sum(lengths) / sum(reply["seconds"] for reply in replies),
+        "output_lens": lengths,
+        "generated_texts": [text for reply in replies for text in reply["texts"]],
+        "latencies": [reply["seconds"] for reply in replies for _ in reply["texts"]],
+    }
+
+
+def answer_questions(
+    whose: str, path: Path, asked: Sequence[Question], at_once: int
+) -> dict[str, Any]:
+    """As ``chat``, one question after the other; with ``denoise_steps`` and ``blocks``."""
+    assert at_once == 1
+    generate, stops = {REFERENCE: hugging_face, PIPELINE: pipeline}[whose](path, ANSWER_TOKENS)
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts, lengths, found, times = [], [], [], []
     for one in (asked[0], *asked):

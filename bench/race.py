@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 from bench.context import GateError, Row, progress
 from bench.runs import SPEEDS, bench_serve, figures
-from bench.servers import SERVE_FLAGS, Engine, Server, with_engine
+from bench.servers import SERVE_FLAGS, Server
 from bench.toys.evaluate import wilson_interval
-from bench.workloads import ANSWER_TOKENS, FIXED, Shape, Workload
+from bench.toys.suite import Question
+from bench.workloads import FIXED, Shape, Workload
 
 T = TypeVar("T")
 LEEWAY = 0.02  # share of right answers by which models of the same questions may differ
@@ -28,11 +29,12 @@ class Contestant:
     commits: str = ""  # how its passes are counted (``runs``)
     client_flags: tuple[str, ...] = ()  # of ``vllm bench serve``, beside those of the workload
     takes_seeds: bool = True
-    local: tuple[str, Path] | None = None  # without a server: whose answers; the model's folder
+    # Without a server: answers questions, so many at once; what ``runs.figures`` reads.
+    answer: Callable[[Sequence[Question], int], dict[str, Any]] | None = None
+    one_by_one: bool = False  # it takes no more at once
 
     def takes(self, load: Any) -> bool:
-        """A contestant without a server answers one question after the other."""
-        return not self.local or load.concurrency == 1
+        return not self.one_by_one or load.concurrency == 1
 
 
 def add_options(
@@ -130,13 +132,8 @@ def run_workload(contestant: Contestant, workload: Workload, seed: int) -> Row:
     asked = workload.asked(seed)
     server = contestant.server
     if server is None:
-        from bench.local import answer_questions  # imports torch
-
-        assert contestant.local is not None
-        saved = with_engine(answer_questions, *contestant.local, asked, ANSWER_TOKENS)
-    elif isinstance(server, Engine):
-        at_once = workload.concurrency or 1
-        saved = server.answer([one.prompt for one in asked], at_once, ANSWER_TOKENS)
+        assert contestant.answer is not None
+        saved = contestant.answer(asked, workload.concurrency or 1)
     else:
         before = server.counters()
         with tempfile.TemporaryDirectory(prefix="dllm-bench-") as folder:

@@ -23,9 +23,10 @@ and two equal seeded requests equally (the built-in refuses a seed). A run that 
 another length or of another number of steps has no speed, nor has a contestant with fewer right
 answers than the others. Written to --results: --file, one row a run.
 
---no-http: each contestant is an ``LLM`` with its scheduler and worker in one process. The questions
-are given to ``LLM.chat``, --concurrency of them in each call, of which the next one follows when
-all are answered. Denoise steps are not counted, and there are neither request rates nor ``fixed``.
+--no-http: each run of a contestant is an ``LLM`` with its scheduler and worker in one process. The
+questions are given to ``LLM.chat``, --concurrency of them in each call, of which the next one
+follows when all are answered. Denoise steps are not counted, equal seeds are not compared, and
+there are neither request rates nor ``fixed``.
 """
 
 import argparse
@@ -44,10 +45,10 @@ from pathlib import Path
 
 from bench import llada2_pipeline
 from bench.context import ROOT, Row, command_line, progress, publish, read_csv, reporting_failures
-from bench.local import PIPELINE, REFERENCE
+from bench.local import PIPELINE, REFERENCE, answer_questions, chat
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
 from bench.runs import BUILTIN_PASSES, NO_CANVAS, OVERLAPPED, UNCOUNTED
-from bench.servers import BUILTIN_ENVIRONMENT, Engine, Server
+from bench.servers import BUILTIN_ENVIRONMENT, Server, with_engine
 from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload
 from dllm.settings.command import CommandError
@@ -151,17 +152,24 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
         environment = dict(BUILTIN_ENVIRONMENT) if spec.kind == BUILTIN else {}
         if spec.source is not None:
             environment["PYTHONPATH"] = str(spec.source)
-        kind = Engine if options.no_http else Server
-        server = kind(spec.name, str(model), folder / f"{index}.log", flags, environment)
+        server = answer = None
+        if is_local:
+            answer = partial(with_engine, answer_questions, spec.kind, model)
+        elif options.no_http:
+            answer = partial(chat, str(model), flags, environment)
+        else:
+            log = folder / f"{index}.log"
+            server = Server(spec.name, str(model), log, flags, environment)
         is_uncounted = options.no_http or (has_many and spec.commits == OVERLAPPED)
         found.append(
             Contestant(
                 spec.name,
-                None if is_local else server,
+                server,
                 UNCOUNTED if is_uncounted else spec.commits,
                 client_flags=("--temperature", "0") if is_twin else (),
                 takes_seeds=spec.kind != BUILTIN,
-                local=(spec.kind, model) if is_local else None,
+                answer=answer,
+                one_by_one=is_local,
             )
         )
     return found

@@ -1,14 +1,10 @@
-"""The processes that a benchmark measures: started, asked, paused, stopped.
-
-``Server`` is a ``vllm serve`` on a free port, ``Engine`` an ``LLM`` without HTTP.
-"""
+"""The processes that a benchmark measures: started, asked, paused, stopped."""
 
 import contextlib
 import json
 import multiprocessing
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -55,7 +51,6 @@ class ServerProcess:
     """A ``vllm serve MODEL`` on a free port: started, waited for, stopped."""
 
     process: "subprocess.Popen[bytes]"
-    pipe: int | None = None  # of its input and output; None: it has no input, and its log is both
     ready_s: float = READY_TIMEOUT_S  # it is ready after so long, or never
     stop_s: float = STOP_TIMEOUT_S
 
@@ -92,9 +87,7 @@ class ServerProcess:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self.command,
-                bufsize=0,
-                stdin=self.pipe,
-                stdout=self.pipe or log,
+                stdout=log,
                 stderr=log,
                 env=self.environment,
                 start_new_session=True,
@@ -141,8 +134,6 @@ class Server(ServerProcess):
     Several may load at the same time: only ``wait_until_ready`` waits.
     """
 
-    always: Mapping[str, str] = {}  # in its environment, unless the caller says otherwise
-
     def __init__(
         self,
         name: str,
@@ -151,7 +142,7 @@ class Server(ServerProcess):
         flags: Sequence[str] = SERVE_FLAGS,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        given = {**child_environment(), **self.always, **(environment or {})}
+        given = child_environment() | dict(environment or {})
         super().__init__(name, model, log, flags, given)
 
     def __enter__(self) -> "Server":
@@ -200,65 +191,6 @@ class Server(ServerProcess):
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
-
-
-class Engine(Server):
-    """An ``LLM`` in a process of its own, with its scheduler and worker (``bench/engine.py``).
-
-    Errors of what is asked are RuntimeErrors with the end of its log.
-    """
-
-    pipe = subprocess.PIPE
-    always = ALONE
-
-    @property
-    def command(self) -> list[str]:
-        program = Path(__file__).with_name("engine.py")
-        return [sys.executable, "-P", str(program), self.model, *self.flags]
-
-    def wait_until_ready(self) -> None:
-        self._answer()
-
-    def ask(self, **asked: Any) -> dict[str, Any]:
-        """What ``bench/engine.py`` answers."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its log says why
-            self.process.stdin.write(json.dumps(asked).encode() + b"\n")
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        output = self.process.stdout
-        assert output is not None
-        is_there, *_ = select.select([output], [], [], READY_TIMEOUT_S)
-        if line := output.readline() if is_there else b"":
-            return dict(json.loads(line))
-        raise RuntimeError(f"{self.name} does not answer:\n{tail(self.log)}")
-
-    def complete(
-        self, prompt: list[int], num_tokens: int, count: int = 1, **more: Any
-    ) -> list[list[int]]:
-        params = {"max_tokens": num_tokens, "ignore_eos": True} | more
-        found: list[list[int]] = self.ask(prompts=[prompt] * count, params=params)["token_ids"]
-        return found
-
-    def answer(self, prompts: Sequence[str], at_once: int, max_tokens: int) -> dict[str, Any]:
-        """Answer prompts, ``at_once`` in each call of ``LLM.chat``; the first are asked twice.
-
-        Returns what ``vllm bench serve`` would have saved, as far as ``runs.figures`` reads it.
-        """
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        batches = [chats[i : i + at_once] for i in range(0, len(chats), at_once)]
-        params = {"max_tokens": max_tokens}
-        _, *replies = [self.ask(chat=chat, params=params) for chat in (batches[0], *batches)]
-        lengths = [len(ids) for reply in replies for ids in reply["token_ids"]]
-        return {
-            "completed": len(lengths),
-            "failed": 0,
-            "output_throughput": sum(lengths) / sum(reply["seconds"] for reply in replies),
-            "output_lens": lengths,
-            "generated_texts": [text for reply in replies for text in reply["texts"]],
-            "latencies": [reply["seconds"] for reply in replies for _ in reply["texts"]],
-        }
 
 
 def counters(metrics: str) -> Counter[str]:

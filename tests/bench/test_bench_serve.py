@@ -1,14 +1,14 @@
 """What the serving benchmark makes of a run: numbers, refusals, turns, tables. No servers."""
 
-import sys
+import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import race, serve
+from bench import local, race, serve
 from bench.context import GateError, Row, Rows, read_csv, write_csv
 from bench.race import Contestant, admit, rounds, undisturbed, withhold
 from bench.runs import (
@@ -21,7 +21,7 @@ from bench.runs import (
     figures,
 )
 from bench.serve import BUILTIN, OURS, Spec
-from bench.servers import Engine, Server
+from bench.servers import Server
 from bench.tables import load_tables, ratios, spread
 from bench.toys.suite import FAMILIES, Question
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, draw_questions
@@ -220,39 +220,32 @@ def test_no_table_and_no_file_when_the_gate_fails(
 # --- engines without HTTP ------------------------------------------------------------------------
 
 
-class FakeEngine(Engine):
-    """Answers in a second with as many tokens as there are letters."""
-
-    def ask(self, **asked: Any) -> dict[str, Any]:
-        texts = [chat[0]["content"] for chat in asked["chat"]]
-        return {"seconds": 1.0, "texts": texts, "token_ids": [list(range(len(t))) for t in texts]}
-
-
-def test_an_engine_answers_batch_after_batch(tmp_path: Path) -> None:
+def test_an_engine_answers_batch_after_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request waits for its batch. What is asked before the clock starts does not count."""
-    found = FakeEngine(OURS, "model", tmp_path / "log").answer(["a", "bb", "ccc", "dd"], 2, 9)
-    assert found["generated_texts"] == ["a", "bb", "ccc", "dd"]
-    assert found["output_throughput"] == (1 + 2 + 3 + 2) / 2 and found["latencies"] == [1.0] * 4
-    workload = Workload(ADAPTIVE, 4, SHAPE, concurrency=2)
-    row = figures(UNCOUNTED, found, workload)
+
+    def run(command: list[str], input: str, **_: Any) -> SimpleNamespace:
+        batches = [[chat["content"] for (chat,) in one] for one in json.loads(input)["batches"]]
+        found = [{"seconds": 1, "texts": one, "lengths": [*map(len, one)]} for one in batches]
+        return SimpleNamespace(returncode=0, stdout=json.dumps(found))
+
+    monkeypatch.setattr(local.subprocess, "run", run)
+    asked = [Question("add", text, text, frozenset({text})) for text in ("a", "bb", "ccc", "dd")]
+    found = local.chat("model", [], {}, asked, 2)
+    assert found["output_throughput"] == (1 + 2 + 3 + 2) / 2 and found["latencies"] == [1] * 4
+    row = figures(UNCOUNTED, found, Workload(ADAPTIVE, 4, SHAPE, concurrency=2), asked)
     assert not row["problem"] and row["tokens_per_s"] == 4.0 and row["steps_per_block"] is None
+    assert row["num_correct"] == 4
 
 
-class EndingEngine(Engine):
-    command = (sys.executable, "-c", "raise ValueError('no such flag')")  # type: ignore[assignment]
-
-
-def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
-    with EndingEngine(OURS, "model", tmp_path / "log") as engine:
-        for ask in (engine.wait_until_ready, partial(engine.ask, chat=[])):
-            with pytest.raises(RuntimeError, match="not answer:\nValueError: no such flag"):
-                ask()
+def test_an_engine_that_ends_says_why() -> None:
+    with pytest.raises(RuntimeError, match="no/such/folder"):
+        local.chat("no/such/folder", [], {}, [Question("add", "a", "a", frozenset("a"))], 1)
 
 
 def test_without_http_engines_take_questions_in_whole_batches(tmp_path: Path) -> None:
     options = serve.parse(["--model", str(MODEL), "--no-http"])
     racing = serve.contestants(options, ADAPTIVE, tmp_path)
-    assert all(isinstance(one.server, Engine) for one in racing if not one.local)
+    assert all(one.answer and not one.server for one in racing)
     assert (options.schedule, options.file) == ([ADAPTIVE], serve.ENGINE)
     sizes = [(load.concurrency, load.num_requests) for load in serve.workloads(options, ADAPTIVE)]
     assert sizes == [(1, 100), (8, 104), (32, 128)]
@@ -265,7 +258,7 @@ def test_the_others_stand_still() -> None:
     servers = [FakeServer(name) for name in "abc"]
     racing = [
         *(contestant(one.name, one) for one in servers),
-        Contestant("hf", local=("hf", MODEL)),
+        Contestant("hf", one_by_one=True),
     ]
     with undisturbed(servers[1], racing):
         assert [server.is_paused for server in servers] == [True, False, True]
@@ -313,9 +306,9 @@ def test_a_load_that_nobody_takes_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The tables of an earlier run are not shown in place of what was not measured."""
-    local = Contestant("transformers", local=("transformers", MODEL))
+    alone = Contestant("transformers", one_by_one=True)
     one, eight = (replace(WORKLOAD, concurrency=n) for n in (1, 8))
-    found = race.race([local], (eight, one), range(1), lambda _, load, __: {"load": load})
+    found = race.race([alone], (eight, one), range(1), lambda _, load, __: {"load": load})
     assert [row["load"] for (row,) in found] == [one]
     assert f"nobody takes {eight.name}; it is left out" in capsys.readouterr().err
     options = ["--model", str(MODEL), "--contestants", "transformers", "--results", str(tmp_path)]
