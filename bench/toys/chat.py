@@ -5,7 +5,6 @@ that vLLM's parsers for Gemma 4 and Hermes look for (checkpoints/tiny-tools/chat
 """
 
 import json
-import string
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,29 +98,6 @@ class Decision:
             asked["levels"] = [{"label": text} for text in self.options]
         return asked
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """What the model says for each option, yes first."""
-        if self.type == "predicate":
-            return ("yes", "no")
-        codes = string.digits if self.type == "score" else string.ascii_uppercase
-        return (
-            tuple(codes[: len(self.options)]) if len(self.options) <= len(codes) else self.options
-        )
-
-    @property
-    def prompt(self) -> str:
-        labels = self.labels
-        if labels == self.options:
-            lines, reply = list(labels), "one option"
-        elif self.type == "predicate":
-            lines, reply = list(labels), "yes or no"
-        else:
-            pairs = zip(labels, self.options, strict=True)
-            lines, reply = [f"{label}: {text}" for label, text in pairs], "one label"
-        head = f"{self.input}\n\nQuestion: {self.instructions}"
-        return "\n".join((head, *lines, f"Answer with {reply} only."))
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -130,7 +106,7 @@ class Asked:
     prompt: str
     accepted: list[str]
     chat: Chat | None = None  # what it is asked with, of a family of ``tools``
-    decision: Decision | None = None  # the prompt in parts, of a family of ``decisions``
+    decision: Decision | None = None  # of a family of ``decisions``
 
 
 def call_text(name: str, arguments: dict[str, str | int], style: Style) -> str:

@@ -1,8 +1,7 @@
 """Families of typed decisions: yes or no, a choice, a level, many options, and known odds.
 
-A problem is an input and a question on it, in the shape of OpenAI's ``/v1/decisions``. The prompt
-is what a server writes for them (dllm/api/decisions/reads.py). A model and a tokenizer of their own
-are made for these families.
+A problem is an input and a question on it, in the shape of OpenAI's ``/v1/decisions``. A model and
+a tokenizer of their own are made for these families.
 """
 
 from collections.abc import Hashable, Iterator
@@ -18,8 +17,9 @@ THINGS = (*NOUNS, *FOODS)
 
 
 def asked(decision: Decision, *right: str) -> Asked:
-    """``right``: labels; one that is there more than once is drawn more often."""
-    return Asked(decision.prompt, [*right], decision=decision)
+    """``right``: "yes", "no" or options; what is there more than once is drawn more often."""
+    said = "\n".join((decision.input, decision.instructions, *decision.options))
+    return Asked(said, [*right], decision=decision)
 
 
 def yesno(rng: Random) -> Iterator[Hashable]:
@@ -33,23 +33,23 @@ def yesno(rng: Random) -> Iterator[Hashable]:
 
 
 def choice(rng: Random, count: int | None = None) -> Iterator[Hashable]:
-    """Which of two to six things somebody has, as a letter: the option has to be found."""
+    """Which of two to six things somebody has: the option has to be found."""
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     yield name, thing
     others = [other for other in THINGS if other != thing]
     options = [thing, *rng.sample(others, rng.randint(1, 5) if count is None else count - 1)]
     rng.shuffle(options)
     decision = Decision(f"{name} has a {thing}.", "choice", f"What has {name}?", tuple(options))
-    yield asked(decision, decision.labels[options.index(thing)])
+    yield asked(decision, thing)
 
 
 def wide(rng: Random) -> Iterator[Hashable]:
-    """What somebody has, of more options than there are letters: the option is written out."""
+    """What somebody has, of more options than there are letters."""
     return choice(rng, 28)
 
 
 def level(rng: Random) -> Iterator[Hashable]:
-    """On which of two to ten levels a two-digit number is, as a digit."""
+    """On which of two to ten levels a two-digit number is."""
     name, number, place = rng.choice(NAMES), rng.randint(1, 99), rng.randrange(len(ENDS))
     yield name, number, place
     ends = ENDS[place]
@@ -57,7 +57,7 @@ def level(rng: Random) -> Iterator[Hashable]:
     options = tuple(f"{start} to {end}" for start, end in zip(starts, ends, strict=False))
     right = next(index for index, end in enumerate(ends) if number <= end)
     decision = Decision(f"{name} has {number}.", "score", f"How many has {name}?", options)
-    yield asked(decision, decision.labels[right])
+    yield asked(decision, options[right])
 
 
 def odds(rng: Random) -> Iterator[Hashable]:

@@ -62,10 +62,8 @@ def decision_line(asked: Question) -> dict[str, Any]:
     }
     if decision.odds is not None:
         line["odds"] = decision.odds
-    elif decision.type == "predicate":
-        line["answer"] = asked.answer == "yes"
     else:
-        line["answer"] = decision.options[decision.labels.index(asked.answer)]
+        line["answer"] = asked.answer if decision.options else asked.answer == "yes"
     return line
 
 

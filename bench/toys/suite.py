@@ -47,8 +47,8 @@ class Question:
     """A prompt and its answers: ``answer`` is one of them, ``accepted`` has all that are right.
 
     In the families of ``TOOL_FAMILIES``, ``chat`` says how to ask, and the answers have the marks
-    of calls and thoughts in them. In those of ``DECISION_FAMILIES``, ``decision`` has the parts of
-    the prompt. Elsewhere both are None.
+    of calls and thoughts in them. In those of ``DECISION_FAMILIES``, ``decision`` is what is asked.
+    Elsewhere both are None.
     """
 
     family: str
