@@ -42,7 +42,7 @@ from bench.runs import NO_CANVAS
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios
 from bench.toys.suite import FAMILIES, knows_questions
-from bench.workloads import ADAPTIVE, Shape, Workload, prompt_texts
+from bench.workloads import ADAPTIVE, Shape, Workload
 from dllm.drafter.widths.pilot import PilotConfig
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.prompts.files import BUNDLED
@@ -77,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def loads(options: argparse.Namespace) -> list[Workload]:
     file = options.prompts or (None if knows_questions(options.target) else BUNDLED)
-    known = tuple(FAMILIES if file is None else prompt_texts(file))
-    asked = [(known, n) for n in options.concurrency]
+    asked = [(tuple(FAMILIES), n) for n in options.concurrency]
     if file is None:
         asked.append((LONG, options.concurrency[0]))
     make = partial(Workload, ADAPTIVE, shape=SHAPE, prompts=file)
@@ -108,7 +107,7 @@ def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
     adaptive: dict[str, Any] = {"policy": "adaptive"}
     for steps in options.passes:
         name = f"fixed {most}, {steps} passes"
-        policies.append((name, most, {"denoise_steps": steps, "noise_schedule": options.schedule}))
+        policies.append((name, most, {"denoise_steps": steps}))
     if options.pilot is not None:
         widest = PilotConfig.read(options.pilot).widths[-1]
         policies.append(("pilot", widest, {"policy": "pilot", "pilot": str(options.pilot)}))
@@ -143,10 +142,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, default=DRAFTER, help="likewise, made for it")
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--passes", type=int, nargs="*", default=[], help="over a block: see above")
-    parser.add_argument("--schedule", default="cosine", help="of these passes")
     parser.add_argument("--pilot", type=Path, help="a file of `dllm train pilot`")
     parser.add_argument("--draft-model", type=Path, help="a checkpoint's folder, for draft_model")
-    parser.add_argument("--prompts", type=Path, help="JSONL, with domains; default: see above")
+    parser.add_argument("--prompts", type=Path, help="a .jsonl file; default: see above")
     parser.add_argument("--without", nargs="*", default=[], help="names of servers to leave out")
     parser.add_argument("--file", default=FILE, help="name of the CSV file")
     add_options(parser, rounds=3, minutes=14, num_requests=32, concurrency=[1, 8, 32])

@@ -137,7 +137,7 @@ def run_workload(contestant: Contestant, workload: Workload, seed: int) -> Row:
     else:
         before = server.counters()
         with tempfile.TemporaryDirectory(prefix="dllm-bench-") as folder:
-            flags = workload.client_flags(seed, Path(folder) / "questions.json")
+            flags = workload.client_flags(seed, Path(folder) / "questions.jsonl")
             saved = bench_serve(server.url, server.model, [*flags, *contestant.client_flags])
         after = server.counters()
         saved |= {key: value - before.get(key, 0) for key, value in after.items()}

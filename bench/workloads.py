@@ -8,19 +8,17 @@ Two schedules, each with the prompts that it makes sense for:
     fixed       random tokens, answered with exactly as many tokens as asked for. Every block takes
                 the same number of denoise steps, so this measures what a pass costs.
 
-A workload's prompts are new in every round, those of another workload are others, and all
-contestants of a round get the same.
+Questions are new in every round, those of another workload are others, and all contestants of a
+round get the same.
 """
 
 import functools
-import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.toys.prompts import write_lines
 from bench.toys.suite import FAMILIES, Question, questions
-from dllm.prompts.files import read_conversations
 
 ADAPTIVE, FIXED = "adaptive", "fixed"
 ANSWER_TOKENS = 128  # at most, of an answer to a question; right ones are shorter
@@ -30,7 +28,6 @@ NUM_WARMUPS = 2
 # another way than the reference, gets a third of them wrong, and would have no speed at all.
 ONE_BLOCK = tuple(family for family in FAMILIES if family != "report")
 MIXED = "mixed"
-ANY_ANSWER = "-"  # to a prompt whose answer is not known; `vllm bench serve` wants some text
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,8 @@ class Workload:
     concurrency: int | None = None  # requests in flight; each answer is followed by the next one
     rate: float | None = None  # instead, requests a second, at random (Poisson)
     steps_per_block: int | None = None  # what every block must take; None leaves it to the model
-    families: tuple[str, ...] = ONE_BLOCK  # of the questions; with a file, domains of its prompts
-    prompts: Path | None = None  # a file of prompts, instead of questions
+    families: tuple[str, ...] = ONE_BLOCK  # of the questions
+    prompts: Path | None = None  # instead of questions, a file from which a round draws its prompts
 
     @property
     def family(self) -> str:
@@ -82,20 +79,11 @@ class Workload:
             return ()
         return draw_questions(self.num_requests, seed, self.families)
 
-    def _texts(self, seed: int) -> list[str]:
-        """The prompts of a round, domain after domain in turn; other ones in the next round."""
-        assert self.prompts is not None
-        texts = prompt_texts(self.prompts)
-        each, num = math.ceil(self.num_requests / len(self.families)), len(self.families)
-        places = [(index % num, seed * each + index // num) for index in range(self.num_requests)]
-        chosen = [(texts[self.families[domain]], at) for domain, at in places]
-        return [of_domain[at % len(of_domain)] for of_domain, at in chosen]
-
     def client_flags(self, seed: int, dataset: Path) -> list[str]:
         """Flags of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.
 
-        ``seed``: of random tokens and of arrival times. ``dataset``: is written if there are
-        questions.
+        ``seed``: of what is drawn, and of arrival times. ``dataset``: is written if there are
+        questions; its name ends in .jsonl.
         """
         shape = self.shape
         flags: dict[str, object] = {"--num-prompts": self.num_requests, "--seed": seed}
@@ -105,12 +93,12 @@ class Workload:
         else:
             flags |= {"--max-concurrency": self.concurrency}
         if self.schedule != FIXED:
-            asked = [(one.prompt, one.answer) for one in self.asked(seed)]
-            write_turns(asked or [(one, ANY_ANSWER) for one in self._texts(seed)], dataset)
+            if self.prompts is None:
+                write_lines(dataset, [{"prompt": one.prompt} for one in self.asked(seed)])
             flags |= {"--backend": "openai-chat", "--endpoint": "/v1/chat/completions"}
-            flags |= {"--dataset-name": "sharegpt", "--dataset-path": dataset}
-            flags |= {"--sharegpt-output-len": ANSWER_TOKENS}
-            switches = ["--disable-shuffle"]
+            flags |= {"--dataset-name": "custom", "--dataset-path": self.prompts or dataset}
+            flags |= {"--custom-output-len": ANSWER_TOKENS}
+            switches = ["--skip-chat-template", *["--disable-shuffle"] * (self.prompts is None)]
         else:
             flags |= {"--backend": "openai", "--endpoint": "/v1/completions"}
             flags |= {"--dataset-name": "random", "--random-input-len": shape.input_len}
@@ -126,18 +114,3 @@ def draw_questions(
     each, num = math.ceil(count / len(families)), len(families)
     drawn = questions(families, "heldout", each, seed)
     return tuple(drawn[index % num * each + index // num] for index in range(count))
-
-
-def prompt_texts(file: Path) -> dict[str, list[str]]:
-    """The prompts of a JSONL file that are one message, by domain."""
-    found: dict[str, list[str]] = {}
-    for messages, domain in read_conversations(file, is_json=True):
-        if len(messages) == 1:
-            found.setdefault(domain or MIXED, []).append(str(messages[0]["content"]))
-    return found
-
-
-def write_turns(turns: Sequence[tuple[str, str]], path: Path) -> None:
-    """As the file of ``vllm bench serve --dataset-name sharegpt`` (its ``custom`` needs pandas)."""
-    pairs = [({"value": prompt}, {"value": answer}) for prompt, answer in turns]
-    path.write_text(json.dumps([{"conversations": pair} for pair in pairs]))

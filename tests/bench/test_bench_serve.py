@@ -348,7 +348,7 @@ def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:
 
 def test_no_sampling_parameter_is_sent(tmp_path: Path) -> None:
     for workload in (WORKLOAD, Workload(ADAPTIVE, 2, SHAPE, rate=4.0)):
-        flags = workload.client_flags(3, tmp_path / "questions.json")
+        flags = workload.client_flags(3, tmp_path / "questions.jsonl")
         assert not {"--temperature", "--min-p", "--top-p", "--top-k"} & set(flags)
 
 
