@@ -77,7 +77,7 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.locked
 	$(PIP) -r requirements/dev.txt
 	@touch $@
 
-checkpoints/tiny-random/model.safetensors: bench/toys/tiny.py | $(VENV)/.installed
+checkpoints/tiny-random/model.safetensors: bench/toys/tiny.py checkpoints/tiny-random/config.json | $(VENV)/.installed
 	$(BIN)/python -m bench.toys.tiny
 	@touch $@
 

@@ -1,7 +1,9 @@
 """A DiffusionGemma checkpoint with random weights, in the format of the released one.
 
-``python -m bench.toys.tiny`` writes ``checkpoints/tiny-random``, as `make setup-dev` does; its
-tokenizer is in the repository, and checkpoints elsewhere get a copy of it. Tests write variants::
+``python -m bench.toys.tiny`` writes the weights of ``checkpoints/tiny-random``, as `make setup-dev`
+does; its other files are in the repository, and checkpoints elsewhere get copies. As in the 26B
+model, full layers have twice the head size, half the key heads, and k = v; the vision tower is
+there because the reference cannot be constructed without one. Tests write variants::
 
     config = tiny_config(canvas_length=16, sliding_window=40)
     write_checkpoint(tmp_path, config, seed=3)
@@ -22,72 +24,10 @@ import torch
 from safetensors.torch import save_file
 
 from bench.context import ROOT
-from bench.toys.suite import TOKEN_ID
 from dllm.models.gemma.shapes import Config, tensor_shapes
 from dllm.models.gemma.weights import DECODER
 
 BUNDLED = ROOT / "checkpoints/tiny-random"  # whose tokenizer all of them have
-VOCAB_SIZE = 512
-
-# --------------------------------------------------------------------------------------------------
-# config.json and generation_config.json
-
-
-TEXT: Config = {
-    "model_type": "diffusion_gemma_text",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    # As in the 26B model: full layers have twice the head size, half the key heads, and k = v.
-    "num_global_key_value_heads": 1,
-    "global_head_dim": 64,
-    "attention_k_eq_v": True,
-    "sliding_window": 64,
-    "max_position_embeddings": 4096,
-    "num_experts": 4,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 32,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "final_logit_softcapping": 30.0,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "use_bidirectional_attention": None,
-    "tie_word_embeddings": True,
-    "pad_token_id": TOKEN_ID["<pad>"],
-    "eos_token_id": TOKEN_ID["<eos>"],
-    "bos_token_id": TOKEN_ID["<bos>"],
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        "full_attention": {
-            "rope_type": "proportional",
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 1_000_000.0,
-        },
-    },
-}
-
-
-# A very small tower; the reference's model cannot be constructed without one.
-VISION: Config = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "patch_size": 4,
-    "pooling_kernel_size": 2,
-    "position_embedding_size": 16,
-    "use_clipped_linears": False,
-    "standardize": False,
-}
 
 
 def tiny_config(**overrides: object) -> Config:
@@ -98,19 +38,7 @@ def tiny_config(**overrides: object) -> Config:
     ``vision_config=None`` one without a vision tower. The reference constructs neither; for the
     first there are muted experts (tests). Raises KeyError: there is no such field.
     """
-    config: Config = {
-        "architectures": ["DiffusionGemmaForBlockDiffusion"],
-        "model_type": "diffusion_gemma",
-        "dtype": "bfloat16",
-        "canvas_length": 32,
-        "canvas_window": "anchored",
-        "tie_word_embeddings": True,
-        "boi_token_id": TOKEN_ID["<|image>"],
-        "image_token_id": TOKEN_ID["<|image|>"],
-        "eoi_token_id": TOKEN_ID["<image|>"],
-        "text_config": copy.deepcopy(TEXT),
-        "vision_config": copy.deepcopy(VISION),
-    }
+    config = read_json(BUNDLED / "config.json")
     text: Config = config["text_config"]  # type: ignore[assignment]
     for key, value in overrides.items():
         where = config if key in config else text
@@ -125,20 +53,6 @@ def tiny_config(**overrides: object) -> Config:
         text["top_k_experts"] = text["moe_intermediate_size"] = None
     return config
 
-
-# As the reference's DiffusionGemmaGenerationConfig saves it.
-GENERATION: Config = {
-    "bos_token_id": TOKEN_ID["<bos>"],
-    "pad_token_id": TOKEN_ID["<pad>"],
-    "eos_token_id": [TOKEN_ID["<eos>"], TOKEN_ID["<turn|>"]],
-    "max_new_tokens": 256,
-    "max_denoising_steps": 16,
-    "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 1.0},
-    "t_min": 0.4,
-    "t_max": 0.8,
-    "stability_threshold": 1,
-    "confidence_threshold": 0.2,
-}
 
 # --------------------------------------------------------------------------------------------------
 # Weights
@@ -201,14 +115,20 @@ def write_checkpoint(
     save_file(written, weights, metadata={"format": "pt"})
     weights.chmod(0o644)  # safetensors writes it readable by its owner only
     write_json(path / "config.json", config)
-    write_json(path / "generation_config.json", GENERATION | (generation or {}))
+    bundled = read_json(BUNDLED / "generation_config.json")
+    write_json(path / "generation_config.json", bundled | (generation or {}))
     for name in ("tokenizer.json", "chat_template.jinja"):
         (path / name).write_bytes((BUNDLED / name).read_bytes())
     text: dict = config["text_config"]  # type: ignore[assignment]
     limit = {"model_max_length": text["max_position_embeddings"]}
-    tokenizer = json.loads((BUNDLED / "tokenizer_config.json").read_text())
+    tokenizer = read_json(BUNDLED / "tokenizer_config.json")
     write_json(path / "tokenizer_config.json", tokenizer | limit)
     return path
+
+
+def read_json(path: Path) -> Config:
+    found: Config = json.loads(path.read_text())
+    return found
 
 
 def write_json(path: Path, value: Config) -> None:

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from bench.toys.suite import SPECIAL_TOKENS, TOKEN_ID
-from bench.toys.tiny import BUNDLED, VOCAB_SIZE, tiny_config, write_checkpoint
+from bench.toys.tiny import BUNDLED, tiny_config, write_checkpoint
 from dllm.models.gemma.shapes import tensor_shapes
 from tests.support.gemma_variants import write_variant
 
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED)
+VOCAB_SIZE = 512
 
 
 @pytest.fixture(scope="module")
