@@ -21,7 +21,6 @@ not finite.
 """
 
 import asyncio
-import json
 import re
 import statistics
 import sys
@@ -33,33 +32,15 @@ from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
 from bench.context import ROOT, Row, Rows, command_line, progress, publish, reporting_failures
-from bench.servers import SERVE_FLAGS, Server
-from bench.soak_load import (
-    ADAPTED,
-    ADAPTER,
-    CONVERSATION,
-    DECIDING,
-    HEAVY,
-    LEFT_TO_RIGHT,
-    MASKS,
-    NOISE,
-    RUDE,
-    TALKING,
-    Answer,
-    Hostile,
-    Kinds,
-    Request,
-    ask,
-    good,
-    turn,
-)
+from bench.servers import Server
+from bench.soak_load import HEAVY, MODELS, RUDE, Answer, Hostile, Kinds, Request, ask, good
 from bench.tables import Section, grouped, markdown
 
 CALM, RUDELY, EVERYTHING = PHASES = ("calm", "rude", "everything")
@@ -67,45 +48,19 @@ SHARES = {CALM: 0.25, RUDELY: 0.25, EVERYTHING: 0.5}
 CLIENTS, RUDE_CLIENTS, HEAVY_CLIENTS = 4, 4, 1
 RUDE_PAUSE_S, HEAVY_PAUSE_S = 0.2, 2.0
 WARM_UP = 60  # requests before anything counts
-TURNS = 4  # of a conversation
 TIMEOUT_S = 300
 SAMPLE_S = 2.0
 SHADOWED = 10  # every so many good requests one is sent again
 STRETCHES = 20
 STUDENT = 2.101  # 97.5% of Student's t with STRETCHES - 2 degrees of freedom
-# Few places, so that a burst is over the capacity.
-FLAGS = (*SERVE_FLAGS, "--max-num-seqs", "16", "--enable-prefix-caching", "--no-log-error-stack")
 # Weights can be replaced in development mode alone; there vLLM logs a traceback of each refusal.
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-SIGNED = ("--enable-lora", "--lora-modules", f"{ADAPTER}={ROOT / 'checkpoints/tiny-sdar-signed'}")
-PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "gemma4")
-# In fp32, where answers do not depend on which drafts there were: in bf16 a step that verifies
-# drafts rounds otherwise than plain decoding.
-EXACT = (*FLAGS, "--dtype", "float32")
-DRAFTER = {
-    "method": "dflash",
-    "model": str(ROOT / "checkpoints/tiny-drafter"),
-    "num_speculative_tokens": 7,
-}
-ADAPTIVE = '{"dllm": {"drafter": {"policy": "adaptive", "prompt_lookup": true}}}'
-ITSELF = '{"dllm": {"decoding": "self_speculation", "drafter": {"policy": "adaptive"}}}'
-# Checkpoint -> (kinds of good requests, flags of the server).
-MODELS: dict[str, tuple[Kinds, tuple[str, ...]]] = {
-    "tiny-dllm": (NOISE, FLAGS),
-    "tiny-sdar": (ADAPTED, (*FLAGS, *SIGNED)),
-    "tiny-llada2": (MASKS, FLAGS),
-    "tiny-decisions": (DECIDING, FLAGS),
-    "tiny-tools": (TALKING, (*FLAGS, *PARSERS, "--reasoning-parser", "gemma4")),
-    "tiny-ar": (
-        LEFT_TO_RIGHT,
-        (*EXACT, "--speculative-config", json.dumps(DRAFTER), "--additional-config", ADAPTIVE),
-    ),
-    "tiny-nemotron": (LEFT_TO_RIGHT, (*EXACT, "--additional-config", ITSELF)),
-}
-KINDS = {CONVERSATION}.union(*(kinds for kinds, _ in MODELS.values()))  # of good requests
+KINDS = set[str]().union(*(kinds for kinds, _ in MODELS.values()))  # of good requests
 MEASURES = {"memory": "MiB", "file descriptors": "", "threads": "", "sockets": ""}
 PROCESSES = {"EngineCore": "engine core", "Worker": "worker", "vllm": "API server"}  # by title
-WRONG = ("failed", "other tokens", "not finite", "tracebacks")  # rows whose value has to be 0
+REPLAYED, DIFFERENT = ("sent once more", ""), ("other tokens", "")
+BROKEN, TRACEBACKS = ("not finite", "log"), ("tracebacks", "log")
+WRONG = ("failed", DIFFERENT[0], BROKEN[0], TRACEBACKS[0])  # rows whose value has to be 0
 
 
 class Sample(NamedTuple):
@@ -152,12 +107,11 @@ class Campaign:
         self.model, self.kinds, self.dice = model, kinds, Random(seed)
         self.phase, self.deadline = CALM, 0.0
         self.latencies: dict[str, list[float]] = defaultdict(list)  # of good requests, s, by phase
-        self.sent: Counter[tuple[str, str]] = Counter()  # by phase and kind
-        self.failed: Counter[tuple[str, str]] = Counter()
+        # By what is counted and its part: of requests a phase and a kind.
+        self.counts = Counter(dict.fromkeys([REPLAYED, DIFFERENT, BROKEN, TRACEBACKS], 0))
         self.problems: list[str] = []
         self.shadows: list[tuple[Request, Answer]] = []  # good requests that are sent again
         self.samples: list[Sample] = []
-        self.num_different = self.num_tracebacks = self.num_broken = 0
 
     async def run(self, url: str, pid: int, seconds: float) -> None:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # the server: 5 s
@@ -170,11 +124,12 @@ class Campaign:
                 progress(f"  {self.phase}")
                 self.deadline = time.monotonic() + SHARES[self.phase] * seconds
                 await self._run_phase(pid)
+            self.counts[REPLAYED] = len(self.shadows)
             progress(f"  {len(self.shadows)} requests once more, alone")
             for request, before in self.shadows:
                 after = await ask(self._http, self.model, request)
                 if after != before:
-                    self.num_different += 1
+                    self.counts[DIFFERENT] += 1
                     answers = f"{before.choices} became {after.choices}"
                     self.problems.append(f"{request.kind}: {answers}: {request.body}"[:1000])
 
@@ -195,26 +150,13 @@ class Campaign:
                 clients.create_task(self._watch(pid))
 
     async def _good_client(self, dice: Random) -> None:
-        """Single requests, and conversations that take as much of the time."""
         while time.monotonic() < self.deadline:
-            for _ in range(TURNS):
-                await self._ask(good(dice, self.kinds))
-            messages: list[dict[str, Any]] = []
-            for _ in range(TURNS):
-                request = turn(dice, messages)
-                answer = await self._ask(request)
-                if time.monotonic() >= self.deadline or not answer.is_good:
-                    break
-                text, *_ = answer.choices[0]
-                messages = [*request.body["messages"], {"role": "assistant", "content": text}]
-
-    async def _ask(self, request: Request) -> Answer:
-        start = time.perf_counter()
-        answer = await ask(self._http, self.model, request)
-        self.answered(request, answer, time.perf_counter() - start)
-        if answer.status == 0:
-            await asyncio.sleep(1)  # the server may be gone
-        return answer
+            request = good(dice, self.kinds)
+            start = time.perf_counter()
+            answer = await ask(self._http, self.model, request)
+            self.answered(request, answer, time.perf_counter() - start)
+            if answer.status == 0:
+                await asyncio.sleep(1)  # the server may be gone
 
     async def _hostile_client(
         self, dice: Random, kinds: dict[str, Hostile], pause_s: float
@@ -238,9 +180,10 @@ class Campaign:
 
     def answered(self, request: Request, answer: Answer, seconds: float) -> None:
         """Count a good request; every tenth of those that were answered has a shadow."""
-        self.sent[self.phase, request.kind] += 1
+        part = f"{self.phase}: {request.kind}"
+        self.counts["requests", part] += 1
         if not answer.is_good:
-            self.failed[self.phase, request.kind] += 1
+            self.counts["failed", part] += 1
             self.problems.append(f"{request.kind}: HTTP {answer.status} {answer.problem}")
             return
         self.latencies[self.phase].append(seconds)
@@ -249,34 +192,30 @@ class Campaign:
 
     def got(self, kind: str, statuses: Sequence[int]) -> None:
         """Count hostile requests; statuses of 500 and above are failures of the server."""
-        self.sent[self.phase, kind] += max(1, len(statuses))
-        bad = [status for status in statuses if status >= 500]
-        self.failed[self.phase, kind] += len(bad)
+        part, bad = f"{self.phase}: {kind}", [status for status in statuses if status >= 500]
+        self.counts["requests", part] += max(1, len(statuses))
+        self.counts["failed", part] += len(bad)
         self.problems += [f"{kind}: HTTP {status}" for status in bad]
 
     def read_log(self, text: str) -> None:
         """Count outputs that are not finite, and tracebacks; the last line of each is a problem."""
-        self.num_broken += text.count("the model's output is not finite")
+        self.counts[BROKEN] += text.count("the model's output is not finite")
         lines = text.splitlines()
         for number, line in enumerate(lines):
             if "Traceback (most recent call last)" in line:
-                self.num_tracebacks += 1
+                self.counts[TRACEBACKS] += 1
                 last = (one for one in lines[number:] if re.search(r"\w+(Error|Exception)\b", one))
                 self.problems.append(f"log: {next(last, line)}"[:300])
 
     def rows(self) -> list[Row]:
-        rows = [_row("requests", ": ".join(part), n) for part, n in self.sent.items()]
-        rows += [_row("failed", ": ".join(part), n) for part, n in self.failed.items() if n]
+        rows = [_row(*counted, value) for counted, value in self.counts.items()]
         for phase, seconds in self.latencies.items():
             for percent in (50, 99):
                 value = 1e3 * float(np.percentile(seconds, percent))
                 rows.append(_row(f"p{percent}", phase, value, unit="ms"))
         for process in dict.fromkeys(one.process for one in self.samples):
             rows += self._held(process)
-        rows.append(_row("sent once more", "", len(self.shadows)))
-        rows.append(_row("other tokens", "", self.num_different))
-        rows.append(_row("not finite", "log", self.num_broken))
-        return [*rows, _row("tracebacks", "log", self.num_tracebacks)]
+        return rows
 
     def _held(self, process: str) -> list[Row]:
         mine = [one for one in self.samples if one.process == process]
@@ -361,8 +300,7 @@ def _requests(found: dict[tuple[str, str], dict[str, str]]) -> list[str]:
         numbers = [_number(found.get((what, phase)), 0).removesuffix(" ms") for phase in PHASES]
         cells.append(" / ".join(numbers))
     cells.append(str(sum(counts["failed", phase] for phase in PHASES)))
-    ends = (("sent once more", ""), ("other tokens", ""), ("tracebacks", "log"))
-    return [*cells, *(found[one]["value"] for one in ends)]
+    return [*cells, *(found[one]["value"] for one in (REPLAYED, DIFFERENT, TRACEBACKS))]
 
 
 def _number(row: dict[str, str] | None, decimals: int) -> str:

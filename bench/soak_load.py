@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from bench.context import ROOT
+from bench.servers import SERVE_FLAGS
 from bench.toys.suite import FAMILIES, question
 
-CONVERSATION = "conversation"  # a kind of its own: a request needs the answer before
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DECISIONS = "/v1/decisions"
 ADAPTER = "signed"  # as which the server knows it
@@ -151,6 +152,16 @@ def _quoted(dice: Random) -> tuple[str, Body]:
     return COMPLETIONS, {"prompt": text * dice.randrange(2, 6), "max_tokens": MAX_TOKENS}
 
 
+def _conversed(dice: Random) -> tuple[str, Body]:
+    """One of a few conversations, up to one of its turns: prompts begin alike."""
+    told, messages = Random(dice.randrange(20)), []
+    for _ in range(dice.randrange(1, 5)):
+        one = question(told.choice(list(FAMILIES)), "heldout", told.randrange(100_000))
+        messages += [{"role": "user", "content": one.prompt}]
+        messages += [{"role": "assistant", "content": one.answer}]
+    return CHAT, {"messages": messages[:-1], "max_tokens": 32}
+
+
 def _decision(dice: Random) -> tuple[str, Body]:
     levels = [{"label": f"{number}0 to {number}9"} for number in range(dice.randrange(2, 9))]
     values = [{"value": word} for word in ("yes", "no", "neither")]
@@ -165,6 +176,7 @@ def _decision(dice: Random) -> tuple[str, Body]:
 Kinds = dict[str, Callable[[Random], tuple[str, Body]]]
 GOOD: Kinds = {
     "question": _chat,
+    "conversation": _conversed,
     "several at once (n)": lambda dice: _completion(dice, n=dice.randrange(2, 5), temperature=0.7),
     "sampling parameters": _sampled,
     "structured output": _structured,
@@ -182,18 +194,47 @@ MASKS: Kinds = GOOD | {"denoising parameters": _masked}
 ADAPTED: Kinds = MASKS | {"adapter": lambda dice: _chat(dice, model=ADAPTER)}
 
 
-DECIDING: Kinds = {name: GOOD[name] for name in ("decision", "question", "sampling parameters")}
+DECIDING: Kinds = {
+    name: GOOD[name] for name in ("decision", "question", "conversation", "sampling parameters")
+}
 TALKING: Kinds = NOISE | {"tool call": _called, "thought": _thought}
-LEFT_TO_RIGHT: Kinds = {  # without a canvas
-    **{name: GOOD[name] for name in ("question", "several at once (n)", "sampling parameters")},
-    **{name: GOOD[name] for name in ("structured output", "long prompt")},
+OF_CANVASES = ("infilling", "pins", "decision")
+LEFT_TO_RIGHT: Kinds = {name: kind for name, kind in GOOD.items() if name not in OF_CANVASES} | {
     "stream": lambda dice: _chat(dice, stream=True),
     "quotation": _quoted,
 }
 
 
+# Few places, so that a burst is over the capacity.
+FLAGS = (*SERVE_FLAGS, "--max-num-seqs", "16", "--enable-prefix-caching", "--no-log-error-stack")
+SIGNED = ("--enable-lora", "--lora-modules", f"{ADAPTER}={ROOT / 'checkpoints/tiny-sdar-signed'}")
+PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "gemma4")
+# In fp32, where answers do not depend on which drafts there were: in bf16 a step that verifies
+# drafts rounds otherwise than plain decoding.
+EXACT = (*FLAGS, "--dtype", "float32")
+DRAFTER = {
+    "method": "dflash",
+    "model": str(ROOT / "checkpoints/tiny-drafter"),
+    "num_speculative_tokens": 7,
+}
+ADAPTIVE = '{"dllm": {"drafter": {"policy": "adaptive", "prompt_lookup": true}}}'
+ITSELF = '{"dllm": {"decoding": "self_speculation", "drafter": {"policy": "adaptive"}}}'
+# Checkpoint -> (kinds of good requests, flags of the server).
+MODELS: dict[str, tuple[Kinds, tuple[str, ...]]] = {
+    "tiny-dllm": (NOISE, FLAGS),
+    "tiny-sdar": (ADAPTED, (*FLAGS, *SIGNED)),
+    "tiny-llada2": (MASKS, FLAGS),
+    "tiny-decisions": (DECIDING, FLAGS),
+    "tiny-tools": (TALKING, (*FLAGS, *PARSERS, "--reasoning-parser", "gemma4")),
+    "tiny-ar": (
+        LEFT_TO_RIGHT,
+        (*EXACT, "--speculative-config", json.dumps(DRAFTER), "--additional-config", ADAPTIVE),
+    ),
+    "tiny-nemotron": (LEFT_TO_RIGHT, (*EXACT, "--additional-config", ITSELF)),
+}
+
+
 def good(dice: Random, kinds: Kinds) -> Request:
-    """A request of any kind but a conversation."""
     kind = dice.choice(list(kinds))
     path, body = kinds[kind](dice)
     if path == DECISIONS:
@@ -201,13 +242,6 @@ def good(dice: Random, kinds: Kinds) -> Request:
     if body.get("logprobs") is None and "suffix" not in body:
         body["return_token_ids"] = True
     return Request(kind, path, body | {"seed": dice.randrange(2**31)})
-
-
-def turn(dice: Random, before: list[Body]) -> Request:
-    """The next request of a conversation, whose prompt begins as the one before."""
-    messages = [*before, {"role": "user", "content": _prompt(dice)}]
-    seed = dice.randrange(2**31)
-    return Request(CONVERSATION, CHAT, {"messages": messages, "max_tokens": 32, "seed": seed})
 
 
 async def ask(session: aiohttp.ClientSession, model: str, request: Request) -> Answer:

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench import soak, soak_load
-from bench.soak import CALM, EVERYTHING, RUDELY, Campaign
+from bench.soak import RUDELY, Campaign
 from bench.soak_load import COMPLETIONS, GOOD, Answer, Request
 
 # --- requests -------------------------------------------------------------------------------------
@@ -119,14 +119,17 @@ def test_a_campaign_against_a_good_server_is_clean(quick, monkeypatch):
     assert not wrong(found)
     num_good = sum(map(len, found.latencies.values()))
     assert num_good >= 100 and len(found.shadows) == num_good // 10
-    kinds = {(CALM, "conversation"), (RUDELY, "refused"), (EVERYTHING, "burst over capacity")}
-    assert kinds <= set(found.sent) and (CALM, "refused") not in found.sent
+    sent = {part for what, part in found.counts if what == "requests"}
+    kinds = {"calm: conversation", "rude: refused", "everything: burst over capacity"}
+    assert kinds <= sent and "calm: refused" not in sent
 
 
 def test_other_tokens_in_a_replay_are_found(quick, monkeypatch):
     numbers = count()
     found = campaign(lambda body: (200, f"{next(numbers)}"), monkeypatch, 400)
-    assert found.num_different == len(found.shadows) > 0 and wrong(found) == ["other tokens"]
+    assert found.counts[soak.DIFFERENT] == len(found.shadows) > 0 and wrong(found) == [
+        "other tokens"
+    ]
 
 
 def test_statuses_of_500_are_failures_and_refusals_of_hostile_requests_are_not():
@@ -135,8 +138,12 @@ def test_statuses_of_500_are_failures_and_refusals_of_hostile_requests_are_not()
     found.phase = RUDELY
     found.got("refused", [400, 200, 500])
     found.got("aborted", [])
-    assert found.sent == {(RUDELY, "refused"): 3, (RUDELY, "aborted"): 1, (CALM, "question"): 1}
-    assert found.failed[RUDELY, "refused"] == found.failed[CALM, "question"] == 1
+    counts = {each: n for each, n in found.counts.items() if n}
+    sent = {"rude: refused": 3, "rude: aborted": 1, "calm: question": 1}
+    failed = {"rude: refused": 1, "calm: question": 1}
+    assert counts == {("requests", part): n for part, n in sent.items()} | {
+        ("failed", part): n for part, n in failed.items()
+    }
     assert found.problems == ["question: HTTP 400 no", "refused: HTTP 500"]
 
 
@@ -144,8 +151,8 @@ def test_a_traceback_in_the_log_is_found():
     found = Campaign("m", GOOD, 0)
     broken = "ERROR dllm: the model's output is not finite (request a)"
     found.read_log(f"fine\nTraceback (most recent call last):\n  File x\nValueError: bad\n{broken}")
-    assert found.num_broken == 1
-    assert found.num_tracebacks == 1 and found.problems == ["log: ValueError: bad"]
+    assert found.counts[soak.BROKEN] == 1
+    assert found.counts[soak.TRACEBACKS] == 1 and found.problems == ["log: ValueError: bad"]
 
 
 def test_the_processes_of_a_server_are_sampled_by_their_titles():
