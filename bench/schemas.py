@@ -229,7 +229,6 @@ def in_a_child(engine: Any, schema: Any, tests: list[Any]) -> dict[str, Any]:
         if "refused" not in found:
             found["tests"] = engine.judge(made, tests)
             if isinstance(engine, Ours):
-                found["table"] = [len(made.accepts), made.num_classes, len(made.edges.source)]
                 found["search"] = engine.search_ms(made)
         answers.send(found)
         os._exit(0)
@@ -275,8 +274,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("tokenizer", help="a folder with a tokenizer")
     parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--every", type=int, default=1, help="take each so-manieth schema")
-    parser.add_argument("--details", type=Path, help="write a line of JSON for each schema here")
     asked = parser.parse_args()
     from transformers import AutoTokenizer
 
@@ -284,16 +281,12 @@ def main() -> None:
     names = asked.engines.split(",")
     engines = {name: ENGINES[name](tokenizer, len(tokenizer)) for name in names}
     found = collections.defaultdict(list)
-    details = asked.details.open("w") if asked.details else None
-    for path in sorted(asked.folder.glob("*.json"))[:: asked.every]:
+    for path in sorted(asked.folder.glob("*.json")):
         case = json.loads(path.read_text())
         for test in case["tests"]:
             test["orders"] = [test["data"], ordered(test["data"], json.dumps(case["schema"]))]
         for name, engine in engines.items():
             found[name].append(in_a_child(engine, case["schema"], case["tests"]))
-            if details:
-                line = {"name": path.stem, "engine": name} | found[name][-1]
-                print(json.dumps(line), file=details, flush=True)
     sums = {name: summary(each) for name, each in found.items()}
     print(f"| | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
     for row in sums[names[0]]:
