@@ -9,7 +9,7 @@
           graphs. Beside them an engine of the 26B-A4B shape with our own attention kernel
     2     ours and the built-in side by side, as they choose their kernels, and ours with the
           synchronous denoise loop in place of asynchronous scheduling, which needs a GPU of 130 GiB
-    3     what call 2 left; then ours with experts by Triton and an H100's table
+    3     what call 2 left
 
 Engines are processes that outlive a call: most of it is starting, and the next call waits for those
 that are not done. They are measured while nothing else computes. All have dummy weights, as
@@ -45,6 +45,8 @@ from bench.servers import BUILTIN_ENVIRONMENT, child_environment
 CALLS = (1, 2, 3)
 READY, DONE = ("warm", "done"), ("done",)
 FAILED = "FAILED"  # the beginning of a stage
+# What lines of a log say that tell what was chosen, and what was found wrong.
+TOLD = ("dllm:", "MoE", "Fp8", "FlashAttention", "AttentionBackend", "CUDA graph", "took", "ERROR")
 FEW = ("tiny-dllm", "tiny-nemotron")
 MODELS = (*FEW, "tiny-sdar", "tiny-llada2")
 DRAFTING = ("tiny-drafter", "self-speculation")  # their targets have vLLM's own attention
@@ -152,6 +154,8 @@ class Lease:
             is_over = stage != "done" and not self._runs(Engine(name))  # also by a signal
             if stage.startswith(FAILED) or is_over or "wrong on this GPU" in text:
                 failed += [f"== {name}", text[-300_000:]]
+            told = [line for line in text.splitlines() if any(word in line for word in TOLD)]
+            found[name]["log"] = told[-14:]
         if failed:
             self.is_wrong = True
             (self.out / "failed.log").write_text("\n".join(failed))
@@ -197,14 +201,8 @@ def second_call(lease: Lease) -> None:
 
 
 def third_call(lease: Lease) -> None:
-    """What is still open; then what could be faster."""
+    """What is still open."""
     lease.measure(60, *side_by_side(lease))
-    tables = {"VLLM_TUNED_CONFIG_FOLDER": str(experts_tables(lease.folder / "experts"))}
-    triton = {} if lease.is_toy else {"moe_backend": "triton"}  # which a CPU does not have
-    other = Engine("ours-experts-triton", triton, environment=tables)
-    lease.start(other)
-    lease.wait(170, READY, other)
-    lease.measure(45, other)
 
 
 def side_by_side(lease: Lease) -> tuple[Engine, ...]:
@@ -215,19 +213,6 @@ def side_by_side(lease: Lease) -> tuple[Engine, ...]:
 
 
 PAIR = (Engine("ours"), Engine("built-in", environment=BUILTIN_ENVIRONMENT))
-
-
-def experts_tables(folder: Path) -> Path:
-    """vLLM's tiles of an H100 under this GPU's name: it has none for an H200, the same chip."""
-    from vllm.model_executor.layers import fused_moe
-    from vllm.platforms import current_platform
-
-    folder.mkdir(exist_ok=True)
-    name = (current_platform.get_device_name() or "").replace(" ", "_")
-    configs = Path(str(fused_moe.__file__)).parent / "configs"
-    for path in configs.glob("E=128,N=704,device_name=NVIDIA_H100*fp8_w8a8.json"):
-        shutil.copy(path, folder / f"E=128,N=704,device_name={name},dtype=fp8_w8a8.json")
-    return folder
 
 
 # --- what the engines have found ------------------------------------------------------------------
@@ -261,9 +246,7 @@ def report(states: States) -> str:
     lines: list[str] = []
     for name, state in states.items():
         lines += ["", f"== {name}: {state['stage']}; {state.get('what')}; {state['seconds']}"]
-        lines += [f"    {line[:220]}" for line in state["log"][-14:]]
-        if "error" in state:
-            lines.append(f"    ...{state['error'][-1500:]}")
+        lines += [f"    {line[:220]}" for line in state["log"]]
         for load, blocks in state["ms"].items():
             middle = statistics.median(blocks)
             lines.append(f"  {load} at once: {middle / PASSES:7.3f} ms a pass, of blocks {blocks}")

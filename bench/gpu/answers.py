@@ -22,10 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.context import ROOT, Row, command_line, progress, publish, reporting_failures
+from bench.runs import ANSWER_TOKENS
 from bench.servers import READY_TIMEOUT_S, Server
-from bench.toys.served import ServedModel
+from bench.toys.evaluate import ServedModel
 from bench.toys.suite import FAMILIES, questions
-from bench.workloads import ANSWER_TOKENS
 from dllm.settings.command import CommandError
 from dllm.tools.client import connect
 
@@ -84,8 +84,8 @@ def answers(
         log, given = Path(folder) / f"{name}.log", (*FLAGS, *own, *flags)
         server = Server(name, f"{MODELS}/{model}", log, given, environment)
         server.ready_s = max(within - ASKING_S, 1.0)
-        with server:
-            row = ask(server, end)
+        with server as running:
+            row = ask(running, end)
         print(f"{name:18} {row['right']} of {row['asked']} right", flush=True)
         if row["log"]:
             print(row["log"], flush=True)

@@ -2,10 +2,9 @@
 
     python -m bench.gpu.engine NAME FOLDER [--toy] [--llm JSON]
 
-``FOLDER/NAME.json`` is written anew at each stage: "stage"; "seconds" of each; "log", vLLM's lines
-about graphs and kernels; "ms", of blocks, by load; "kernels", by load: ms a block, calls and name
-of each; "error". Rounds begin when ``FOLDER/go`` exists, and no two engines of a folder compute at
-the same time.
+``FOLDER/NAME.json`` is written anew at each stage: "stage"; "seconds" of each; "ms", of blocks, by
+load; "kernels", by load: ms a block, calls and name of each. Rounds begin when ``FOLDER/go``
+exists, and no two engines of a folder compute at the same time.
 
 ms of a block: wall time of five blocks less that of one, over four, with prompts in the prefix
 cache. A block takes 16 denoise steps, and a commit: PASSES, in the synchronous loop, too.
@@ -14,7 +13,6 @@ cache. A block takes 16 denoise steps, and a commit: PASSES, in the synchronous 
 import argparse
 import fcntl
 import json
-import logging
 import os
 import re
 import time
@@ -57,14 +55,12 @@ ONES = re.compile(r"(layer_scalar|head_scalars|canvas_scalars|per_expert_scale|s
 SMALL, SHARE = "post_attention_layernorm", 0.1
 STD = 0.02
 STRIDE = 7_654_321  # so that no two tensors begin with the same numbers
-# Lines of the log that say what was chosen, and what was found wrong.
-TOLD = ("dllm:", "MoE", "Fp8", "FlashAttention", "AttentionBackend", "CUDA graph", "took")
 
 
 class State:
     def __init__(self, name: str, folder: Path) -> None:
         self._path, self._start = folder / f"{name}.json", time.monotonic()
-        self.values: dict[str, Any] = {"seconds": {}, "log": [], "ms": {}, "kernels": {}}
+        self.values: dict[str, Any] = {"seconds": {}, "ms": {}, "kernels": {}}
         self.reach("imports")
 
     def reach(self, stage: str) -> None:
@@ -80,24 +76,9 @@ class State:
             part.write_text(json.dumps(self.values))
 
 
-class Told(logging.Handler):
-    def __init__(self, state: State) -> None:
-        super().__init__()
-        self._state = state
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if record.levelno >= logging.ERROR or any(word in text for word in TOLD):
-            self._state.values["log"].append(
-                f"{self._state.seconds():.0f} s {record.levelname} {text[:300]}"
-            )
-            self._state.write()
-
-
 def measure(state: State, name: str, folder: Path, options: argparse.Namespace) -> None:
     from vllm import LLM
 
-    logging.getLogger("vllm").addHandler(Told(state))
     compute_with_dummy_weights()
     model, length = folder / f"model-{name}", 64 if options.toy else 1024
     canvas_length = write_model(model, is_toy=options.toy)
@@ -256,7 +237,7 @@ def main() -> None:
     try:
         measure(state, options.name, options.folder, options)
     except BaseException:
-        state.values["error"] = traceback.format_exc()[-6000:]
+        traceback.print_exc()
         state.reach(f"FAILED in: {state.values['stage']}")
         os._exit(1)
     os._exit(0)  # an engine that shuts down would take half a minute

@@ -2,16 +2,14 @@
 
     python -m bench.gpu.pack --out .lease             # .lease/1/*.tar.xz, .lease/2/*.tar.xz
 
-1 holds vLLM, the packages of pins.txt and checkpoints, 2 FlashAttention 4. The plugin is not
-packed: the checkout itself travels with every call. An archive whose contents are as before is not
-compressed again. Prints what each call carries; exits with 1 above LIMIT.
+1 holds vLLM, the packages of pins.txt and checkpoints, 2 FlashAttention 4; the checkout itself
+travels with every call. Prints what each call carries; exits with 1 above LIMIT.
 
 vLLM's CUDA libraries hold machine code for every GPU generation. That of the others is taken out
 (``strip_cubins``), which makes them half as large.
 """
 
 import argparse
-import hashlib
 import io
 import lzma
 import re
@@ -126,19 +124,12 @@ def compressed(data: bytes) -> bytes:
 
 
 def write(pieces: Mapping[tuple[str, str], Files], out: Path) -> None:
-    """Write OUT/CALL/NAME.tar.xz of each (call, name) that has other contents than before."""
-    todo: list[tuple[Path, str, bytes]] = []
-    for (call, name), files in pieces.items():
-        path, tar = out / call / f"{name}.tar.xz", tar_of(files)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        key, note = hashlib.sha256(tar).hexdigest(), path.with_suffix(".sha256")
-        if not (path.exists() and note.exists() and note.read_text() == key):
-            todo.append((path, key, tar))
+    """Write OUT/CALL/NAME.tar.xz of each (call, name)."""
     with ProcessPoolExecutor(2) as pool:
-        packed = pool.map(compressed, (tar for *_, tar in todo))
-        for (path, key, _), data in zip(todo, packed, strict=True):
-            path.write_bytes(data)
-            path.with_suffix(".sha256").write_text(key)
+        packed = pool.map(compressed, map(tar_of, pieces.values()))
+        for (call, name), data in zip(pieces, packed, strict=True):
+            (out / call).mkdir(parents=True, exist_ok=True)
+            (out / call / f"{name}.tar.xz").write_bytes(data)
 
 
 def checkpoint_files(root: Path, models: Iterable[str] = MODELS) -> Files:

@@ -67,9 +67,6 @@ def test_what_is_packed_of_vllm(tmp_path):
     with tarfile.open(tmp_path / "1/engine.tar.xz") as archive:
         assert set(archive.getnames()) == set(pieces["engine"])
         assert archive.getmember("bin/vllm").mode == 0o755
-    packed = (tmp_path / "1/engine.tar.xz").stat().st_mtime_ns
-    pack.write({("1", "engine"): pieces["engine"]}, tmp_path)
-    assert (tmp_path / "1/engine.tar.xz").stat().st_mtime_ns == packed, "compressed once more"
 
 
 def test_checkpoints_are_packed_as_committed():

@@ -29,5 +29,5 @@ def test_the_three_calls_pass_their_rehearsal(tmp_path: Path) -> None:
         )
         assert ran.returncode == 0, f"call {call}: {ran.stdout[-4000:]}"
     report = (folders["OUT"] / "report.txt").read_text()
-    for engine in ("ours", "built-in", "ours-loop", "ours-triton", "ours-experts-triton"):
+    for engine in ("ours", "built-in", "ours-loop", "ours-triton"):
         assert f"== {engine}: done" in report
