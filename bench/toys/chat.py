@@ -6,6 +6,7 @@ that vLLM's parsers for Gemma 4 and Hermes look for (checkpoints/tiny-tools/chat
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 Style = Literal["gemma", "hermes"]
@@ -19,45 +20,10 @@ QUOTE = '<|"|>'
 THOUGHT, END_OF_THOUGHT = "<|channel>thought\n", "<channel|>"
 
 
-def _schema(name: str, description: str, /, **parameters: dict[str, object]) -> dict:
-    """A tool as an OpenAI client sends it; every parameter is required."""
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": description,
-            "parameters": {
-                "type": "object",
-                "properties": parameters,
-                "required": list(parameters),
-                "additionalProperties": False,
-            },
-        },
-    }
-
-
-# Parameters in the order of the alphabet, which Gemma's template sorts them in: so a grammar that
-# asks for the order of the schema allows what the model has learned.
-_SCHEMAS = (
-    _schema(
-        "get_weather",
-        "The weather in a city.",
-        city={"type": "string"},
-        day={"type": "string", "enum": list(DAYS)},
-        unit={"type": "string", "enum": list(UNITS)},
-    ),
-    _schema("add", "The sum of two numbers.", a={"type": "integer"}, b={"type": "integer"}),
-    _schema(
-        "set_alarm",
-        "Sets an alarm.",
-        hour={"type": "integer", "minimum": 0, "maximum": 23},
-        label={"type": "string"},
-        minute={"type": "integer", "minimum": 0, "maximum": 59},
-    ),
-    _schema("lookup", "The phone number of a person.", name={"type": "string"}),
-)
-TOOLS: dict[str, dict] = {schema["function"]["name"]: schema for schema in _SCHEMAS}
-"""Every tool, by its name, as an OpenAI client sends it."""
+# As an OpenAI client sends them. Parameters are in the order of the alphabet, in which Gemma's
+# template has them: so a grammar in the order of a schema allows what the model has learned.
+_LISTED = json.loads(Path(__file__).with_name("tools.json").read_text())
+TOOLS: dict[str, dict] = {tool["function"]["name"]: tool for tool in _LISTED}
 
 
 @dataclass(frozen=True)
