@@ -1,7 +1,7 @@
 """Two commits side by side: is this one slower than that one?
 
     python -m bench.compare main --concurrency 1 8 32    # HEAD against main; options of bench.serve
-    python -m bench.compare v1 --head v2 --no-http       # any two, without HTTP
+    python -m bench.compare v1 --head v2                 # any two
     make bench-compare BASE=main
 
 Both are served from temporary git worktrees. Everything else is ``bench.serve`` of this checkout,
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--starts", type=int, default=3, help="starts of each that are timed (3)")
     given, more = parser.parse_known_args(arguments)  # more: options of bench.serve
     options = serve.parse([*SHORT.split(), *more, "--contestants", OURS])
+    if options.no_http:
+        parser.error("--no-http: both sides would import the plugin of this tree.")
     options.model = options.model.resolve()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-compare-")))
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         serve.measure(options, lambda rows: write_csv(path, rows))
         rows = read_csv(path)
         print(f"\n{load_tables(rows)}")
-        if given.starts and not options.no_http:
+        if given.starts:
             print(f"\n{starts(options.contestants, str(options.model), folder, given.starts)}")
     return int(any(row["problem"] for row in rows))
 

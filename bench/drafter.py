@@ -38,11 +38,10 @@ from typing import Any
 
 from bench.context import ROOT, Row, Rows, command_line, publish, read_csv, reporting_failures
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
-from bench.runs import NO_CANVAS
+from bench.runs import ADAPTIVE, NO_CANVAS, Shape, Workload
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios
 from bench.toys.suite import FAMILIES, knows_questions
-from bench.workloads import ADAPTIVE, Shape, Workload
 from dllm.drafter.widths.pilot import PilotConfig
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.prompts.files import BUNDLED

@@ -1,10 +1,8 @@
 """Contestants without a server: ``LLM.chat``, Hugging Face's ``generate``, diffusers' pipeline."""
 
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +11,8 @@ import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from bench import llada2_pipeline
-from bench.servers import ALONE, child_environment
+from bench.runs import ANSWER_TOKENS
 from bench.toys.suite import Question
-from bench.workloads import ANSWER_TOKENS
 from dllm.models.unmasking.reference import DecodingRule, load_model
 
 REFERENCE, PIPELINE = "transformers", "diffusers"
@@ -31,39 +28,39 @@ Generate = Callable[[list[int]], Generated]  # the answer to a prompt, whole blo
 
 
 def chat(
-    model: str,
-    flags: Sequence[str],
-    environment: Mapping[str, str],
-    asked: Sequence[Question],
-    at_once: int,
+    model: str, flags: Sequence[str], asked: Sequence[Question], at_once: int
 ) -> dict[str, Any]:
     """Answer questions, ``at_once`` in each call of ``LLM.chat``; the first are asked twice.
 
-    In a new process (``bench/engine.py``), which starts before the clock does. Returns what
-    ``vllm bench serve`` would have found, as far as ``runs.figures`` reads it. Raises RuntimeError
-    with the end of what it said.
+    ``flags``: of ``vllm serve``. Returns what ``vllm bench serve`` would have found, as far as
+    ``runs.figures`` reads it.
     """
+    from vllm import LLM, EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
+    given.disable_log_stats = True  # as in an ``LLM(...)``
+    llm = LLM.from_engine_args(given)
+    params = llm.get_default_sampling_params()
+    params.max_tokens = ANSWER_TOKENS
     chats = [[{"role": "user", "content": one.prompt}] for one in asked]
     batches = [chats[at : at + at_once] for at in range(0, len(chats), at_once)]
-    ran = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__).with_name("engine.py")), model, *flags],
-        input=json.dumps({"batches": [batches[0], *batches], "max_tokens": ANSWER_TOKENS}),
-        env=child_environment() | ALONE | dict(environment),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ran.returncode:
-        raise RuntimeError(f"LLM.chat of {model} ended:\n{ran.stderr[-2000:]}")
-    _, *replies = json.loads(ran.stdout)
-    lengths = [length for reply in replies for length in reply["lengths"]]
+    answers, times = [], []
+    for batch in (batches[0], *batches):
+        start = time.perf_counter()
+        outputs = llm.chat(batch, params, use_tqdm=False)
+        times += [time.perf_counter() - start] * len(batch)
+        answers += [output.outputs[0] for output in outputs]
+    answers, times = answers[len(batches[0]) :], times[len(batches[0]) :]
+    lengths = [len(answer.token_ids) for answer in answers]
     return {
-        "completed": len(lengths),
+        "completed": len(answers),
         "failed": 0,
-        "output_throughput": sum(lengths) / sum(reply["seconds"] for reply in replies),
+        "output_throughput": sum(lengths) / sum(times[::at_once]),
         "output_lens": lengths,
-        "generated_texts": [text for reply in replies for text in reply["texts"]],
-        "latencies": [reply["seconds"] for reply in replies for _ in reply["texts"]],
+        "generated_texts": [answer.text for answer in answers],
+        "latencies": times,
     }
 
 

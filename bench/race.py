@@ -1,7 +1,6 @@
 """Contestants on the same workloads, taking turns, so that machine drift hits all alike."""
 
 import argparse
-import os
 import shlex
 import tempfile
 import time
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.context import GateError, Row, progress
-from bench.runs import SPEEDS, bench_serve, figures
+from bench.runs import FIXED, SPEEDS, Shape, Workload, bench_serve, figures
 from bench.servers import SERVE_FLAGS, Server
 from bench.toys.evaluate import wilson_interval
 from bench.toys.suite import Question
-from bench.workloads import FIXED, Shape, Workload
+from dllm.settings.command import positive
 
 T = TypeVar("T")
 LEEWAY = 0.02  # share of right answers by which models of the same questions may differ
@@ -45,7 +44,7 @@ def add_options(
     concurrency: Sequence[int],
 ) -> None:
     add = parser.add_argument
-    add("--rounds", type=int, default=rounds)
+    add("--rounds", type=positive, default=rounds)
     add("--minutes", type=float, default=minutes, help="no round begins that ends later")
     add("--num-requests", type=int, default=num_requests, help="of a run, at least")
     add("--concurrency", type=int, nargs="*", default=concurrency)
@@ -180,18 +179,14 @@ def withhold(rows: Sequence[Row]) -> list[Row]:
 def start_all(
     contestants: Sequence[Contestant], admit: Callable[[Contestant], None], stack: ExitStack
 ) -> None:
-    """Start the servers, one for each core at a time, and admit each; the stack stops them."""
-    together = os.cpu_count() or 1
+    """Start the servers, one after the other, and admit each; the stack stops them."""
     served = [one for one in contestants if one.server]
-    for index in range(0, len(served), together):
-        starting = served[index : index + together]
-        progress(f"starting {[one.name for one in starting]}")
+    for index, one in enumerate(served):
+        progress(f"starting {one.name}")
         with undisturbed(None, served[:index]):
-            for one in starting:
-                assert one.server is not None
-                stack.enter_context(one.server)
-            for one in starting:
-                admit(one)
+            assert one.server is not None
+            stack.enter_context(one.server)
+            admit(one)
 
 
 def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:

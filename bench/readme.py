@@ -22,9 +22,9 @@ from pydantic import TypeAdapter
 from bench import decisions, drafter, profile, remote, soak
 from bench.context import ROOT, Rows, command_line, read_csv
 from bench.drafter import FILE as DRAFTER
+from bench.runs import ADAPTIVE, MIXED
 from bench.serve import AUTOREGRESSIVE, BUILTIN, ENGINE, OURS, PIPELINE, REFERENCE, SERVING
 from bench.tables import Section, contestant_table, load_tables, markdown, of, ratios
-from bench.workloads import ADAPTIVE, MIXED
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.drafting import DrafterOptions
 from dllm.settings.remote import RemoteOptions

@@ -41,10 +41,9 @@ from bench.race import (
     start_all,
     undisturbed,
 )
-from bench.runs import NO_CANVAS
+from bench.runs import ADAPTIVE, ANSWER_TOKENS, NO_CANVAS, Workload
 from bench.servers import SERVE_FLAGS, Server, child_environment, tail
 from bench.tables import Section, grouped, markdown, middle, of, problems, ratios
-from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
 from dllm.patches.drafts import REMOTE_DRAFTS
 from dllm.remote.address import Address
 from dllm.remote.stream import Server as Listener

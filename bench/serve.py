@@ -16,7 +16,7 @@ with another one, too. The first is compared with each of the others.
     diffusers     its pipeline for models with blocks (--model checkpoints/tiny-sdar), at batch 1
 
 They are driven one at a time by the real ``vllm bench serve``, while the others stand still; each
-round begins with another one. ``bench/workloads.py`` says what is asked: questions whose blocks
+round begins with another one. ``bench/runs.py`` says what is asked: questions whose blocks
 stop when they converge (``adaptive``), random tokens with --steps denoise steps for every block
 (``fixed``). There is no table unless each server first answers with the number of tokens asked for,
 and two equal seeded requests equally (the built-in refuses a seed). A run that is incomplete, of
@@ -36,7 +36,6 @@ import re
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,14 +43,22 @@ from functools import partial
 from pathlib import Path
 
 from bench import llada2_pipeline
-from bench.context import ROOT, Row, command_line, progress, publish, read_csv, reporting_failures
+from bench.context import ROOT, Row, command_line, publish, read_csv, reporting_failures
 from bench.local import PIPELINE, REFERENCE, answer_questions, chat
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
-from bench.runs import BUILTIN_PASSES, NO_CANVAS, OVERLAPPED, UNCOUNTED
+from bench.runs import (
+    ADAPTIVE,
+    BUILTIN_PASSES,
+    FIXED,
+    NO_CANVAS,
+    OVERLAPPED,
+    UNCOUNTED,
+    Shape,
+    Workload,
+)
 from bench.servers import BUILTIN_ENVIRONMENT, Server, with_engine
 from bench.tables import load_tables
-from bench.workloads import ADAPTIVE, FIXED, Shape, Workload
-from dllm.settings.command import CommandError
+from dllm.settings.command import CommandError, positive
 
 KINDS = OURS, BUILTIN, AUTOREGRESSIVE = "ours", "built-in", "tiny-ar"
 SERVING, ENGINE = "serve_compiled.csv", "engine.csv"
@@ -102,17 +109,14 @@ def measure(options: argparse.Namespace, save: Callable[[list[Row]], None]) -> N
     Raises CommandError: no contestant takes any of the loads.
     """
     rows: list[Row] = []
-    deadline = time.monotonic() + 60 * options.minutes
-    for index, schedule in enumerate(options.schedule):
-        sizes = [len(workloads(options, other)) for other in options.schedule[index:]]
-        end = time.monotonic() + (deadline - time.monotonic()) * sizes[0] / sum(sizes)
+    for schedule in options.schedule:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
             racing = contestants(options, schedule, folder)
             at_once = max(options.concurrency, default=1)
             start_all(racing, partial(admit, shape=options.shape, at_once=at_once), stack)
             loads = workloads(options, schedule)
-            turns = rounds(options.rounds, end - time.monotonic())
+            turns = rounds(options.rounds, 60 * options.minutes / len(options.schedule))
             found: list[Row] = []
             for found in race_workloads(racing, loads, turns):
                 save([*rows, *found])
@@ -156,7 +160,7 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
         if is_local:
             answer = partial(with_engine, answer_questions, spec.kind, model)
         elif options.no_http:
-            answer = partial(chat, str(model), flags, environment)
+            answer = partial(with_engine, chat, str(model), flags, environment=environment)
         else:
             log = folder / f"{index}.log"
             server = Server(spec.name, str(model), log, flags, environment)
@@ -192,24 +196,20 @@ def write_generation_config(model: Path, folder: Path, steps: int | None) -> Non
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
-    everybody = [Spec.parse(kind) for kind in (*KINDS, *LOCAL)]
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-dllm")
     parser.add_argument("--autoregressive", type=Path, default=ROOT / "checkpoints/tiny-ar")
-    parser.add_argument("--contestants", nargs="+", type=Spec.parse, default=everybody)
+    parser.add_argument("--contestants", nargs="+", type=Spec.parse, help="see above")
     parser.add_argument(
         "--schedule", nargs="+", choices=(ADAPTIVE, FIXED), default=[ADAPTIVE, FIXED]
     )
     parser.add_argument("--no-http", action="store_true", help="LLM.chat in place of servers")
-    parser.add_argument("--steps", type=int, default=16, help="per block, fixed schedule")
+    parser.add_argument("--steps", type=positive, default=16, help="per block, fixed schedule")
     parser.add_argument("--file", help=f"name of the CSV file ({SERVING}; --no-http: {ENGINE})")
     add_options(parser, rounds=3, minutes=14, num_requests=100, concurrency=[1, 8, 32])
     parser.add_argument("--rates", type=float, nargs="*", default=[8, 24], help="requests per s")
     parser.add_argument("--input-len", type=int, default=64, help="of random prompts")
     parser.add_argument("--output-len", type=int, default=64, help="of answers to them")
     given = parser.parse_args(arguments)
-    for flag, value in (("--rounds", given.rounds), ("--steps", given.steps)):
-        if value < 1:
-            parser.error(f"{flag} {value}; allowed: at least 1.")
     if not (given.model / "config.json").exists():
         parser.error(f"--model {given.model}: no config.json there; give a checkpoint's folder.")
     config = json.loads((given.model / "config.json").read_text())
@@ -218,26 +218,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         given.shape = Shape(length, given.input_len, given.output_len)
     except ValueError as error:
         parser.error(str(error))
-    if not (given.autoregressive / "config.json").exists():
-        _leave_out(given, (AUTOREGRESSIVE,), f"{given.autoregressive} is not there")
-    if "block_size" in config:
-        _leave_out(given, (BUILTIN, REFERENCE), f"{given.model} has blocks")
-        if not llada2_pipeline.is_installed():
-            _leave_out(given, (PIPELINE,), llada2_pipeline.MISSING)
-        given.schedule = [ADAPTIVE]  # blocks that begin in a prompt, and edits, take other steps
-    else:
-        _leave_out(given, (PIPELINE,), f"{given.model} has no blocks")
+    has_blocks = "block_size" in config  # some begin in a prompt, and edits take other steps
+    alone = [PIPELINE] * llada2_pipeline.is_installed()
+    kinds = [OURS, AUTOREGRESSIVE, *alone] if has_blocks else [*KINDS, REFERENCE]
+    given.contestants = given.contestants or [Spec.parse(kind) for kind in kinds]
+    if has_blocks:
+        given.schedule = [ADAPTIVE]
     if given.no_http:
         given.schedule, given.rates = [ADAPTIVE], []
     given.file = given.file or (ENGINE if given.no_http else SERVING)
     return given
-
-
-def _leave_out(given: argparse.Namespace, kinds: tuple[str, ...], why: str) -> None:
-    left_out = [spec.name for spec in given.contestants if spec.kind in kinds]
-    if left_out:
-        progress(f"{why}: no column of {', '.join(left_out)}")
-    given.contestants = [spec for spec in given.contestants if spec.kind not in kinds]
 
 
 if __name__ == "__main__":

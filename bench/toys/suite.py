@@ -17,7 +17,6 @@ from bench.toys.chat import Asked, Chat, Decision
 from bench.toys.decisions import DECISION_FAMILIES
 from bench.toys.families import FAMILIES, Family
 from bench.toys.tools import TOOL_FAMILIES
-from dllm.settings.checks import did_you_mean
 
 SPLITS = ("train", "validation", "heldout")
 # A bundled model answers the families of one group, and has a tokenizer of its own for them.
@@ -79,17 +78,13 @@ def split_of(family: str, content: Hashable) -> str:
 
 
 def question(family: str, split: str, index: int, seed: int = 0) -> Question:
-    """Question number ``index`` of an endless sequence, in which a question may come again.
-
-    Raises ValueError: there is no such family or split.
-    """
-    kinds = {name: kind for group in GROUPS.values() for name, kind in group.items()}
-    _check(family, kinds, "family")
-    _check(split, SPLITS, "split")
+    """Question number ``index`` of an endless sequence, in which a question may come again."""
+    kind = {name: kind for group in GROUPS.values() for name, kind in group.items()}[family]
+    assert split in SPLITS
     rng = Random(f"{family} {split} {index} {seed}")
-    problem = kinds[family](rng)
+    problem = kind(rng)
     while split_of(family, next(problem)) != split:
-        problem = kinds[family](rng)
+        problem = kind(rng)
     asked = next(problem)
     assert isinstance(asked, Asked)
     answer = rng.choice(asked.accepted)
@@ -103,7 +98,7 @@ def questions(families: Iterable[str], split: str, count: int, seed: int = 0) ->
 
     Questions differ if their prompts do, or what is asked beside the prompt (``Question.chat``).
     With a larger count every family has the same questions first, and then more. Raises ValueError:
-    there is no such family or split, or a family has fewer different prompts.
+    a family has fewer different prompts.
     """
     found: list[Question] = []
     for family in families:
@@ -131,10 +126,3 @@ def knows_questions(checkpoint: Path) -> bool:
         return False
     tokenizer = Tokenizer.from_file(str(path))
     return all(tokenizer.token_to_id(token) == index for token, index in TOKEN_ID.items())
-
-
-def _check(given: str, allowed: Iterable[str], what: str) -> None:
-    names = list(allowed)
-    if given not in names:
-        hint = did_you_mean(given, names)
-        raise ValueError(f"unknown {what} {given!r}{hint}; allowed: {', '.join(names)}.")

@@ -1,6 +1,5 @@
 """What the serving benchmark makes of a run: numbers, refusals, turns, tables. No servers."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,19 +11,23 @@ from bench import local, race, serve
 from bench.context import GateError, Row, Rows, read_csv, write_csv
 from bench.race import Contestant, admit, rounds, undisturbed, withhold
 from bench.runs import (
+    ADAPTIVE,
     BUILTIN_PASSES,
+    FIXED,
     NO_CANVAS,
     OVERLAPPED,
     SPEEDS,
     UNCOUNTED,
+    Shape,
+    Workload,
     bench_serve,
+    draw_questions,
     figures,
 )
 from bench.serve import BUILTIN, OURS, Spec
 from bench.servers import Server
 from bench.tables import load_tables, ratios, spread
 from bench.toys.suite import FAMILIES, Question
-from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, draw_questions
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "checkpoints/tiny-dllm"
@@ -220,26 +223,32 @@ def test_no_table_and_no_file_when_the_gate_fails(
 # --- engines without HTTP ------------------------------------------------------------------------
 
 
+class FakeLLM:
+    """Answers in a second with as many tokens as there are letters."""
+
+    @classmethod
+    def from_engine_args(cls, _: object) -> "FakeLLM":
+        return cls()
+
+    def get_default_sampling_params(self) -> SimpleNamespace:
+        return SimpleNamespace()
+
+    def chat(self, chats: list[Any], *_: object, **__: object) -> list[SimpleNamespace]:
+        texts = [chat[0]["content"] for chat in chats]
+        answers = [SimpleNamespace(text=text, token_ids=[*text]) for text in texts]
+        return [SimpleNamespace(outputs=[answer]) for answer in answers]
+
+
 def test_an_engine_answers_batch_after_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request waits for its batch. What is asked before the clock starts does not count."""
-
-    def run(command: list[str], input: str, **_: Any) -> SimpleNamespace:
-        batches = [[chat["content"] for (chat,) in one] for one in json.loads(input)["batches"]]
-        found = [{"seconds": 1, "texts": one, "lengths": [*map(len, one)]} for one in batches]
-        return SimpleNamespace(returncode=0, stdout=json.dumps(found))
-
-    monkeypatch.setattr(local.subprocess, "run", run)
+    monkeypatch.setattr("vllm.LLM", FakeLLM)
+    monkeypatch.setattr(local.time, "perf_counter", iter(range(100)).__next__)
     asked = [Question("add", text, text, frozenset({text})) for text in ("a", "bb", "ccc", "dd")]
-    found = local.chat("model", [], {}, asked, 2)
+    found = local.chat(str(MODEL), [], asked, 2)
     assert found["output_throughput"] == (1 + 2 + 3 + 2) / 2 and found["latencies"] == [1] * 4
     row = figures(UNCOUNTED, found, Workload(ADAPTIVE, 4, SHAPE, concurrency=2), asked)
     assert not row["problem"] and row["tokens_per_s"] == 4.0 and row["steps_per_block"] is None
     assert row["num_correct"] == 4
-
-
-def test_an_engine_that_ends_says_why() -> None:
-    with pytest.raises(RuntimeError, match="no/such/folder"):
-        local.chat("no/such/folder", [], {}, [Question("add", "a", "a", frozenset("a"))], 1)
 
 
 def test_without_http_engines_take_questions_in_whole_batches(tmp_path: Path) -> None:

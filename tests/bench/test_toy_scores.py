@@ -8,8 +8,7 @@ from tokenizers import Tokenizer
 
 from bench.servers import counters
 from bench.toys import evaluate, prompts
-from bench.toys.evaluate import chosen_families, wilson_interval
-from bench.toys.served import PASSES, Answer, denoise_counts
+from bench.toys.evaluate import PASSES, Answer, chosen_families, denoise_counts, wilson_interval
 from bench.toys.suite import DECISION_FAMILIES, FAMILIES, TOOL_FAMILIES, questions
 from dllm.settings.command import CommandError
 from dllm.tools import decisions

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.toys.served import ServedModel
+from bench.toys.evaluate import ServedModel
 from bench.toys.suite import questions
 from dllm.cli import main
 from dllm.tools.client import connect
