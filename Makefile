@@ -104,7 +104,7 @@ $(VENV)/.images: requirements/images.txt $(VENV)/.locked
 	$(PIP) --target $(VENV)/torchvision -r requirements/images.txt
 	@touch $@
 
-# Off Python's path: only bench/llada2_pipeline.py sees it.
+# Off Python's path: only bench/local.py sees it.
 $(VENV)/.diffusers: requirements/parity.txt $(VENV)/.locked
 	rm -rf $(VENV)/diffusers
 	$(PIP) --target $(VENV)/diffusers -r requirements/parity.txt

@@ -25,9 +25,6 @@ Row = dict[str, Any]  # of a CSV file that is written; None where there is nothi
 Rows = list[dict[str, str]]  # of a CSV file that was read
 
 
-# --- where a number comes from -------------------------------------------------------------------
-
-
 @functools.cache
 def provenance() -> dict[str, str]:
     spec = sys.modules["__main__"].__spec__
@@ -70,9 +67,6 @@ def versions() -> str:
     return ", ".join(found)
 
 
-# --- CSV files -----------------------------------------------------------------------------------
-
-
 def publish(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     write_csv(path, [{**row, **provenance()} for row in rows])
 
@@ -96,9 +90,6 @@ def read_csv(path: Path) -> Rows:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-# --- commands ------------------------------------------------------------------------------------
 
 
 def command_line(description: str | None, writes: bool = True) -> argparse.ArgumentParser:

@@ -20,10 +20,8 @@ Servers of the target:
     n-gram             vLLM's own (DLLM_DISABLE=1), in the engine's process as well: drafts what
                        stood behind the same tokens before
 
-They take turns on the same held-out questions, greedily, as in ``bench.serve``; another model than
-ours is asked --prompts, by default the bundled ones. Written to --results: drafter.csv (--file),
-one row a run.
-
+Taking turns as in ``bench.serve``, greedily, on held-out questions; another model than ours is
+asked --prompts, by default the bundled ones. Written to --results: --file, one row a run.
 """
 
 import argparse
@@ -41,7 +39,7 @@ from bench.race import Contestant, add_options, admit, race_workloads, rounds, s
 from bench.runs import ADAPTIVE, NO_CANVAS, Shape, Workload
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios
-from bench.toys.suite import FAMILIES, knows_questions
+from bench.toys.suite import FAMILIES
 from dllm.drafter.widths.pilot import PilotConfig
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.prompts.files import BUNDLED
@@ -75,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def loads(options: argparse.Namespace) -> list[Workload]:
-    file = options.prompts or (None if knows_questions(options.target) else BUNDLED)
+    is_ours = options.target.parent == TARGET.parent
+    file = options.prompts or (None if is_ours else BUNDLED)
     asked = [(tuple(FAMILIES), n) for n in options.concurrency]
     if file is None:
         asked.append((LONG, options.concurrency[0]))
@@ -98,22 +97,22 @@ def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
     in_process = "--distributed-executor-backend", IN_PROCESS_EXECUTOR
     add(PLAIN)
     add(IN_PROCESS, *in_process)
-    drafter = {"method": "dflash", "model": str(options.drafter)}
-    most = max(options.widths)
-    policies: list[tuple[str, int, dict[str, Any]]] = [
-        (f"fixed {width}", width, {"policy": "fixed"}) for width in options.widths
-    ]
+    dflash = {"method": "dflash", "model": str(options.drafter)}
     adaptive: dict[str, Any] = {"policy": "adaptive"}
-    for steps in options.passes:
-        name = f"fixed {most}, {steps} passes"
-        policies.append((name, most, {"denoise_steps": steps}))
+    lookup = adaptive | {"prompt_lookup": True}
+    most, passes = max(options.widths), options.passes
+    steered: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+        *((f"fixed {width}", width, dflash, {"policy": "fixed"}) for width in options.widths),
+        *((f"fixed {most}, {n} passes", most, dflash, {"denoise_steps": n}) for n in passes),
+    ]
     if options.pilot is not None:
         widest = PilotConfig.read(options.pilot).widths[-1]
-        policies.append(("pilot", widest, {"policy": "pilot", "pilot": str(options.pilot)}))
-    policies += [("adaptive", most, adaptive)]
-    policies += [("adaptive, lookup", most, adaptive | {"prompt_lookup": True})]
-    steered = [(name, num_drafts, drafter, policy) for name, num_drafts, policy in policies]
-    steered.append(("lookup", most, {"method": "ngram"}, adaptive | {"prompt_lookup": True}))
+        steered.append(("pilot", widest, dflash, {"policy": "pilot", "pilot": str(options.pilot)}))
+    steered += [
+        ("adaptive", most, dflash, adaptive),
+        ("adaptive, lookup", most, dflash, lookup),
+        ("lookup", most, {"method": "ngram"}, lookup),
+    ]
     if options.draft_model is not None:
         small = {"method": "draft_model", "model": str(options.draft_model)}
         steered += [
@@ -130,9 +129,6 @@ def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
 def speculate(num_drafts: int, speculative: dict[str, Any]) -> tuple[str, ...]:
     full = {**speculative, "num_speculative_tokens": num_drafts}
     return "--speculative-config", json.dumps(full)
-
-
-# --- command line and tables ---------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -172,15 +168,12 @@ def tables(rows: Rows) -> str:
         lines.append(cells)
     header = ["target", "questions", "at once", "plain, tokens/s"]
     table = markdown([*header, *(f"{one} / plain" for one in others)], lines)
-    return "\n\n".join([table, note(rows), *problems(rows)])
-
-
-def note(rows: Rows) -> str:
     beside = f'in parentheses to "{IN_PROCESS}"; ' if of(rows, IN_PROCESS) else ""
-    return (
+    note = (
         f"Ratios of tokens/s in the same round: median [min .. max]; {beside}behind the dot, "
         "tokens per step that verified drafts."
     )
+    return "\n\n".join([table, note, *problems(rows)])
 
 
 if __name__ == "__main__":

@@ -1,21 +1,29 @@
-"""Contestants without a server: ``LLM.chat``, Hugging Face's ``generate``, diffusers' pipeline."""
+"""Contestants without a server: ``LLM.chat``, Hugging Face's ``generate``, diffusers' pipeline.
 
+The set-up has diffusers in a folder of its own, off Python's path (`make test` installs it).
+"""
+
+import importlib
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
+from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedModel
 
-from bench import llada2_pipeline
 from bench.runs import ANSWER_TOKENS
 from bench.toys.suite import Question
 from dllm.models.unmasking.reference import DecodingRule, load_model
 
 REFERENCE, PIPELINE = "transformers", "diffusers"
+DIFFUSERS = Path(os.environ.get("DLLM_DIFFUSERS", Path(sys.prefix) / "diffusers"))
+MISSING = f"needs diffusers in {DIFFUSERS} (make test installs it)"
 
 
 class Generated(NamedTuple):
@@ -32,8 +40,7 @@ def chat(
 ) -> dict[str, Any]:
     """Answer questions, ``at_once`` in each call of ``LLM.chat``; the first are asked twice.
 
-    ``flags``: of ``vllm serve``. Returns what ``vllm bench serve`` would have found, as far as
-    ``runs.figures`` reads it.
+    ``flags``: of ``vllm serve``.
     """
     from vllm import LLM, EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -53,14 +60,21 @@ def chat(
         times += [time.perf_counter() - start] * len(batch)
         answers += [output.outputs[0] for output in outputs]
     answers, times = answers[len(batches[0]) :], times[len(batches[0]) :]
-    lengths = [len(answer.token_ids) for answer in answers]
+    texts, lengths = [one.text for one in answers], [len(one.token_ids) for one in answers]
+    return saved(texts, lengths, times, sum(times[::at_once]))
+
+
+def saved(
+    texts: list[str], lengths: list[int], latencies: list[float], seconds: float
+) -> dict[str, Any]:
+    """What ``vllm bench serve`` would have saved, as far as ``runs.figures`` reads it."""
     return {
-        "completed": len(answers),
+        "completed": len(texts),
         "failed": 0,
-        "output_throughput": sum(lengths) / sum(times[::at_once]),
+        "output_throughput": sum(lengths) / seconds,
         "output_lens": lengths,
-        "generated_texts": [answer.text for answer in answers],
-        "latencies": times,
+        "generated_texts": texts,
+        "latencies": latencies,
     }
 
 
@@ -71,7 +85,8 @@ def answer_questions(
     assert at_once == 1
     generate, stops = {REFERENCE: hugging_face, PIPELINE: pipeline}[whose](path, ANSWER_TOKENS)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    texts, lengths, found, times = [], [], [], []
+    texts, lengths, times = [], [], []
+    found: list[Generated] = []
     for one in (asked[0], *asked):
         ids = tokenizer.apply_chat_template(
             [{"role": "user", "content": one.prompt}], add_generation_prompt=True, return_dict=False
@@ -83,13 +98,8 @@ def answer_questions(
         texts.append(tokenizer.decode(tokens[:end], skip_special_tokens=True))
         lengths.append(min(end + 1, len(tokens)))
         times.append(time.perf_counter())
-    return {
-        "completed": len(asked),
-        "failed": 0,
-        "output_throughput": sum(lengths[1:]) / (times[-1] - times[0]),
-        "output_lens": lengths[1:],
-        "generated_texts": texts[1:],
-        "latencies": [end - start for start, end in pairwise(times)],
+    latencies = [end - start for start, end in pairwise(times)]
+    return saved(texts[1:], lengths[1:], latencies, times[-1] - times[0]) | {
         "denoise_steps": sum(one.denoise_steps for one in found[1:]),
         "blocks": sum(one.blocks for one in found[1:]),
     }
@@ -133,13 +143,85 @@ def pipeline(path: Path, max_tokens: int) -> tuple[Generate, Collection[int]]:
     """A model of masked blocks, in fp32, greedily, by the rule of a server."""
     rule, config = DecodingRule.of_checkpoint(path), json.loads((path / "config.json").read_text())
     size, stop = config["block_size"], config["eos_token_id"]
-    model = llada2_pipeline.BlockMasked(load_model(path), size, config["mask_token_id"])
+    model = BlockMasked(load_model(path), size, config["mask_token_id"])
     options = {"eos_token_id": stop, "threshold": rule.threshold}
 
     def generate(ids: list[int]) -> Generated:
         before = model.num_passes
-        tokens = llada2_pipeline.generate(model, ids, max_tokens, rule.editing_threshold, **options)
+        tokens = generate_blocks(model, ids, max_tokens, rule.editing_threshold, **options)
         last = len(ids) + (tokens.index(stop) if stop in tokens else max_tokens - 1)
         return Generated(tokens, model.num_passes - before, last // size - len(ids) // size + 1)
 
     return generate, rule.stop_ids
+
+
+# --- diffusers' LLaDA2Pipeline -------------------------------------------------------------------
+
+
+def is_installed() -> bool:
+    return DIFFUSERS.exists()
+
+
+def diffusers() -> Any:
+    if str(DIFFUSERS) not in sys.path:
+        sys.path.append(str(DIFFUSERS))
+    return importlib.import_module("diffusers")
+
+
+class BlockMasked(torch.nn.Module):
+    """What the pipeline calls: a model that sees everything so far, without a cache.
+
+    The released LLaDA2 makes its block mask by itself; the pipeline passes only which positions are
+    padding (0). As in the server, a mask is never an answer.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int, mask_token_id: int) -> None:
+        super().__init__()
+        self.model, self.block_size, self.mask_token_id = model, block_size, mask_token_id
+        self.config = SimpleNamespace()
+        self.num_passes = 0
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+
+    def forward(
+        self, ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> SimpleNamespace:
+        """Logits ``[1, length, vocab]``."""
+        self.num_passes += 1
+        block = position_ids[0] // self.block_size
+        is_seen = (block[None, :] <= block[:, None]) & (attention_mask[0] != 0)[None, :]
+        mask = torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+        logits = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False
+        ).logits.float()
+        logits[..., self.mask_token_id] = -1e9
+        return SimpleNamespace(logits=logits)
+
+
+def generate_blocks(
+    model: BlockMasked,
+    prompt: Sequence[int],
+    max_tokens: int,
+    editing_threshold: float | None,
+    **options: Any,
+) -> list[int]:
+    """``max_tokens`` tokens; greedy unless ``options`` of the pipeline say otherwise."""
+    block_size = model.block_size
+    pipeline = diffusers().LLaDA2Pipeline(
+        model=model,
+        scheduler=diffusers().BlockRefinementScheduler(block_length=block_size),
+        tokenizer=None,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    greedy = {"temperature": 0.0, "sampling_method": "greedy", "num_inference_steps": block_size}
+    output = pipeline(
+        input_ids=torch.tensor([list(prompt)]),
+        gen_length=max_tokens,
+        block_length=block_size,
+        editing_threshold=editing_threshold,
+        mask_token_id=model.mask_token_id,
+        output_type="seq",
+        use_chat_template=False,
+        **{**greedy, **options},
+    )
+    tokens: list[int] = output.sequences[0].tolist()
+    return tokens

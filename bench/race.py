@@ -5,6 +5,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,12 +201,15 @@ def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:
     assert server is not None
     server.wait_until_ready()
 
+    prompt = {"prompt": shape.prompt, "max_tokens": shape.output_len, "ignore_eos": True}
+
     def ask(count: int = 1, **more: Any) -> list[list[int]]:
-        wanted = shape.output_len
-        found = server.complete(shape.prompt, wanted, count, **more)
-        for tokens in found:
-            if len(tokens) != wanted:
-                raise GateError(f"{contestant.name}: {len(tokens)} tokens instead of {wanted}")
+        body = {**prompt, **more, "return_token_ids": True}
+        with ThreadPoolExecutor(count) as senders:
+            replies = senders.map(lambda _: server.post("/v1/completions", **body), range(count))
+            found = [reply["choices"][0]["token_ids"] for reply in replies]
+        if bad := [len(tokens) for tokens in found if len(tokens) != shape.output_len]:
+            raise GateError(f"{contestant.name}: {bad} tokens instead of {shape.output_len}")
         return found
 
     ask()

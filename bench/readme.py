@@ -4,11 +4,7 @@
     python -m bench.readme --check    # exit code 1 if a page and the CSV files disagree
 
 A section is what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; NAME is a key of
-``SECTIONS``, whose value turns the folder of the CSV files into Markdown. To add one, write a table
-beside the command that makes its CSV file (``bench.tables`` has the pieces), name it here in a
-``Section``, and put the marks where the text shall stand. ``OPTIONS`` names
-tables of options. ``tests/bench/test_bench_readme.py``
-fails when they disagree.
+``SECTIONS``, whose value turns the folder of the CSV files into Markdown, or of ``OPTIONS``.
 """
 
 import re
@@ -32,8 +28,6 @@ from dllm.settings.remote import RemoteOptions
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # Before a link that a section writes: paths are relative to the top of the repository.
 LINK = re.compile(r"\]\((?=bench/|checkpoints/)")
-
-# --- README's table: ours beside what a user might take instead, wins and losses -----------------
 
 LOADS = ("1", "8", "32")  # requests at once
 SETTINGS, FAMILIES = "serve_settings.csv", "families.csv"
@@ -92,8 +86,6 @@ def cells(line: Line, rows: Rows) -> list[str]:
     return [line.title, line.other_title, *compared, f"[{commits}](bench/results/{line.file})"]
 
 
-# --- tables of options, from the models that check them ------------------------------------------
-
 TYPES = {"string": "a text", "boolean": "a flag", "array": "a list", "object": "an object"}
 
 
@@ -123,8 +115,6 @@ def allowed(schema: Mapping[str, Any]) -> str:
     least = f"{low:g}" if above is None else f"above {above:g}"
     return f"at least {least}" if high is None else f"{least} to {high:,g}"
 
-
-# --- pages ---------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
     "comparison": comparison,

@@ -11,11 +11,8 @@ Servers of tiny-ar, for which others draft:
                        ``adaptive``, which is the default
     tiny-dllm, K = N   ``dllm draft-worker`` with this model, whose canvas is a block of drafts
 
-They take turns on the same held-out questions, greedily, while the others stand still. The known
-answers are those of the server without drafts; one with fewer right answers than the others has no
-speed.
-
-Writes remote.csv, one row a run.
+They take turns as in ``bench.serve``, greedily. The known answers are those of the server without
+drafts. Writes remote.csv, one row a run.
 """
 
 import argparse
@@ -68,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
         plain, *others = racing = contestants(given, folder)
         start_all([plain], ready, stack)
-        workloads = loads(given)
+        load = partial(Workload, ADAPTIVE, given.num_requests, SHAPE, families=FAMILIES)
+        workloads = [load(concurrency=n) for n in given.concurrency]
         (folder / "texts.json").write_text(json.dumps(answers(plain, workloads, given.rounds)))
         for worker in WORKERS:
             command = worker_command(worker, given.drafts, folder)
@@ -80,12 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             publish(path, rows)
     print(SECTION(given.results))
     return 0
-
-
-def loads(given: argparse.Namespace) -> list[Workload]:
-    """Questions with long answers, at every concurrency."""
-    count = given.num_requests
-    return [Workload(ADAPTIVE, count, SHAPE, n, families=FAMILIES) for n in given.concurrency]
 
 
 def contestants(given: argparse.Namespace, folder: Path) -> list[Contestant]:
@@ -124,9 +116,6 @@ def answers(plain: Contestant, workloads: Sequence[Workload], num_rounds: int) -
             )
             found.append(reply["prompt_token_ids"] + reply["choices"][0]["token_ids"])
     return found
-
-
-# --- workers -------------------------------------------------------------------------------------
 
 
 class KnownDrafts:
@@ -198,9 +187,6 @@ def running(command: Sequence[str], log: Path) -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
-
-
-# --- table ---------------------------------------------------------------------------------------
 
 
 def table(rows: Rows) -> str:

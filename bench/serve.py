@@ -15,13 +15,10 @@ with another one, too. The first is compared with each of the others.
     transformers  Hugging Face's ``generate`` at batch 1, eager, which is its default
     diffusers     its pipeline for models with blocks (--model checkpoints/tiny-sdar), at batch 1
 
-They are driven one at a time by the real ``vllm bench serve``, while the others stand still; each
-round begins with another one. ``bench/runs.py`` says what is asked: questions whose blocks
-stop when they converge (``adaptive``), random tokens with --steps denoise steps for every block
-(``fixed``). There is no table unless each server first answers with the number of tokens asked for,
-and two equal seeded requests equally (the built-in refuses a seed). A run that is incomplete, of
-another length or of another number of steps has no speed, nor has a contestant with fewer right
-answers than the others. Written to --results: --file, one row a run.
+They are driven one at a time by ``vllm bench serve``, while the others stand still; each round
+begins with another one. ``bench/runs.py`` says what is asked. There is no table unless each server
+first answers with the number of tokens asked for, and two equal seeded requests equally (the
+built-in refuses a seed). Written to --results: --file, one row a run.
 
 --no-http: each run of a contestant is an ``LLM`` with its scheduler and worker in one process. The
 questions are given to ``LLM.chat``, --concurrency of them in each call, of which the next one
@@ -42,7 +39,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import llada2_pipeline
+from bench import local
 from bench.context import ROOT, Row, command_line, publish, read_csv, reporting_failures
 from bench.local import PIPELINE, REFERENCE, answer_questions, chat
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
@@ -219,7 +216,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     has_blocks = "block_size" in config  # some begin in a prompt, and edits take other steps
-    alone = [PIPELINE] * llada2_pipeline.is_installed()
+    alone = [PIPELINE] * local.is_installed()
     kinds = [OURS, AUTOREGRESSIVE, *alone] if has_blocks else [*KINDS, REFERENCE]
     given.contestants = given.contestants or [Spec.parse(kind) for kind in kinds]
     if has_blocks:

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -168,17 +168,6 @@ class Server(ServerProcess):
             raise GateError(f"{self.name}: HTTP {error.code}: {said}{end}") from None
         except OSError as error:
             raise GateError(f"{self.name}: {error}\n{tail(self.log)}") from None
-
-    def complete(
-        self, prompt: list[int], num_tokens: int, count: int = 1, **more: Any
-    ) -> list[list[int]]:
-        """The tokens of ``count`` answers to the same prompt, at once; ``more`` is sent with it."""
-        body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True} | more
-        with ThreadPoolExecutor(count) as senders:
-            replies = senders.map(
-                lambda _: self.post("/v1/completions", **body, return_token_ids=True), range(count)
-            )
-            return [reply["choices"][0]["token_ids"] for reply in replies]
 
     def counters(self) -> Counter[str]:
         """``counters`` of /metrics. Raises OSError if there is no answer."""

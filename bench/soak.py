@@ -2,22 +2,12 @@
 
     python -m bench.soak [--minutes 12] [--model tiny-dllm tiny-sdar ...] [--results DIR]
 
-For each model (84 minutes for all of them) three phases, with the same clients for good requests
-(``bench/soak_load.py``):
-
-    calm        good requests alone                                        (a quarter of the time)
-    rude        beside refused, aborted, unfinished and slow ones                      (a quarter)
-    everything  beside these, bursts over the server's capacity, and new weights          (a half)
-
-Every tenth good request is sent once more when all is over, alone, and must get the same tokens.
-In the last phase memory, file descriptors, threads and sockets of each process are sampled every
-two seconds.
-
-Writes ``soak.csv``: ``what`` was counted or measured, of which ``model`` and ``part`` (a phase or a
-process), and its ``value``. ``MEASURE: slope`` is per hour, with its 95% interval: least squares
-through the medians of twenty stretches of equal length. Exit code 1 if a good request failed, a
-status was 500 or above, tokens differed, or the log has a traceback or an output of a model that is
-not finite.
+For each model (84 minutes for all of them) three phases (docs/soak.md), of a quarter, a quarter and
+a half of the time. What is sent: ``bench/soak_load.py``. Writes ``soak.csv``: ``what`` was counted
+or measured, of which ``model`` and ``part`` (a phase or a process), and its ``value``. ``MEASURE:
+slope`` is per hour, with its 95% interval: least squares through the medians of twenty stretches of
+equal length. Exit code 1 if a good request failed, a status was 500 or above, tokens differed, or
+the log has a traceback or an output of a model that is not finite.
 """
 
 import asyncio
@@ -76,11 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     parser.add_argument("--minutes", type=float, default=12, help="of load, for each model")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     rows: list[Row] = []
     for name in given.model:
-        campaign = campaign_of(name, given.seed, 60 * given.minutes)
+        campaign = campaign_of(name, 60 * given.minutes)
         rows += [{"model": name} | row for row in campaign.rows()]
         publish(given.results / SECTION.file, rows)
         for problem, count in Counter(campaign.problems).most_common(20):
@@ -89,14 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row["value"] for row in rows if row["what"] in WRONG))
 
 
-def campaign_of(name: str, seed: int, seconds: float) -> "Campaign":
+def campaign_of(name: str, seconds: float) -> "Campaign":
     """The campaign against a server of one model, when it is over."""
     kinds, flags = MODELS[name]
     with tempfile.TemporaryDirectory(prefix="dllm-soak-") as folder:
         log = Path(folder) / "log"
         with Server(name, str(ROOT / "checkpoints" / name), log, flags, ENVIRONMENT) as server:
             server.wait_until_ready()
-            campaign = Campaign(server.model, kinds, seed)
+            campaign = Campaign(server.model, kinds, seed=0)
             asyncio.run(campaign.run(server.url, server.process.pid, seconds))
             campaign.read_log(log.read_text(errors="replace"))  # not that of its end
     return campaign

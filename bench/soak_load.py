@@ -362,15 +362,6 @@ async def unfinished(session: aiohttp.ClientSession, model: str, dice: Random) -
     return []
 
 
-async def large(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
-    """Bodies of 1 MB, all of which are refused."""
-    wide = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(30_000)}}
-    words, lists = "1 2 " * 240_000, [{"role": "user", "content": "a"}] * 28_000
-    bodies = ({"prompt": words}, {"prompt": "a", "structured_outputs": {"json": wide}})
-    statuses = [await _status(session, COMPLETIONS, {"model": model, **body}) for body in bodies]
-    return [*statuses, await _status(session, CHAT, {"model": model, "messages": lists})]
-
-
 async def burst(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
     """More requests at once than the server has places, each with long answers."""
     bodies = [_endless(dice, model, max_tokens=128) for _ in range(48)]
@@ -388,7 +379,6 @@ async def new_weights(session: aiohttp.ClientSession, model: str, dice: Random) 
 
 RUDE: dict[str, Hostile] = {
     "refused": refused,
-    "bodies of 1 MB": large,
     "aborted": aborted,
     "slow reader": slow,
     "unfinished request": unfinished,

@@ -3,25 +3,16 @@
     python -m bench.gpu --call 1        # then 2, then 3, whatever the one before said
     python -m bench.gpu --toy           # all three at toy size, on any machine
 
-    call  does
-    1     the bundled models in servers as a user starts them, and our drafters: held-out questions.
-          If canvases are answered wrongly, again with full CUDA graphs alone, and then without
-          graphs. Beside them an engine of the 26B-A4B shape with our own attention kernel
-    2     ours and the built-in side by side, as they choose their kernels, and ours with the
-          synchronous denoise loop in place of asynchronous scheduling, which needs a GPU of 130 GiB
-    3     what call 2 left
-
-Engines are processes that outlive a call: most of it is starting, and the next call waits for those
-that are not done. They are measured while nothing else computes. All have dummy weights, as
-``bench.gpu.engine`` makes them. Written to --out, in at most eight files: what servers answered,
-what each engine has found as JSON, failed.log, and report.txt. The exit status is 1 if an answer or
-an engine was wrong.
+README.md says what each call does. Engines are processes that outlive a call: most of it is
+starting, and the next call waits for those that are not done. They are measured while nothing else
+computes. All have dummy weights, as ``bench.gpu.engine`` makes them. Written to --out, in at most
+eight files: what servers answered, what each engine has found as JSON, failed.log, and report.txt.
+The exit status is 1 if an answer or an engine was wrong.
 """
 
 import importlib.util
 import json
 import os
-import re
 import shlex
 import shutil
 import statistics
@@ -219,28 +210,6 @@ PAIR = (Engine("ours"), Engine("built-in", environment=BUILTIN_ENVIRONMENT))
 
 States = Mapping[str, Mapping[str, Any]]  # by engine: what ``engine.State`` has written
 
-# The first whose pattern is found in a kernel's name.
-KINDS = (
-    ("experts, products", r"cutlass.*(group|moe)|GroupProblem|fused_moe_kernel|grouped"),
-    (
-        "attention",
-        r"FlashAttention|flash_fwd|FlashAttn|cute.*[Ff]wd|canvas_attention|merge_splits|"
-        r"unified_attention|kernel_.*attention|combine",
-    ),
-    ("row statistics", r"_(tile|row|cutoff|probs)_kernel|row_stats"),
-    ("soft embeddings", r"_(heavy|product)_kernel"),
-    ("FP8 products", r"cutlass.*(fp8|e4m3|scaled)|scaled_mm|sm90_fp8|gemm_universal|GemmUniversal"),
-    (
-        "bf16 products (head, the built-in's soft embeddings)",
-        r"nvjet|cublas|gemm|splitKreduce|s16816",
-    ),
-    ("routing", r"routing|topk|moe_align|permute|expert|sort_"),
-    ("quantizing", r"quant|fp8"),
-    ("soft-capping, norms (Inductor)", r"^triton_"),
-    ("cache writes", r"write_kv|reshape_and_cache"),
-    ("copies", r"Memcpy|Memset|copy|fill"),
-)
-
 
 def report(states: States) -> str:
     lines: list[str] = []
@@ -250,20 +219,10 @@ def report(states: States) -> str:
         for load, blocks in state["ms"].items():
             middle = statistics.median(blocks)
             lines.append(f"  {load} at once: {middle / PASSES:7.3f} ms a pass, of blocks {blocks}")
-    for load in sorted({load for state in states.values() for load in state["kernels"]}, key=int):
-        lines += ["", f"ms a pass by kind, {load} at once: {', '.join(states)}"]
-        for kind, row in by_kind(states, load):
-            lines.append(f"  {kind:40}" + "".join(f"{ms:9.3f}" for ms in row.values()))
+        for load, kernels in state["kernels"].items():
+            lines.append(f"  the longest kernels, {load} at once, ms a pass:")
+            lines += [f"  {ms / PASSES:9.3f} {name}" for ms, _, name in kernels[:20]]
     return "\n".join(lines)
-
-
-def by_kind(states: States, load: str) -> list[tuple[str, dict[str, float]]]:
-    sums: dict[str, dict[str, float]] = {}
-    for name, state in states.items():
-        for ms, _, kernel in state["kernels"].get(load, ()):
-            kind = next((kind for kind, found in KINDS if re.search(found, kernel)), "else")
-            sums.setdefault(kind, dict.fromkeys(states, 0.0))[name] += ms / PASSES
-    return sorted(sums.items(), key=lambda item: -max(item[1].values()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,6 @@ What to run first on a GPU that is new to this code: a kernel or a CUDA graph th
 something else makes wrong answers, not an error. Every server gets the same held-out questions, all
 at once and greedily. The exit status is 1 if one has less than 90% of them right (on a CPU each has
 more), or if its log says that a kernel or a graph was found wrong at start, which is printed.
-
 Written to --results: answers.csv, one row a server.
 """
 

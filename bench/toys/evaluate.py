@@ -11,14 +11,12 @@ vLLM's built-in counts its commit passes, too, and requests of other clients are
 """
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import openai
 
@@ -26,8 +24,7 @@ from bench.context import command_line, progress, reporting_failures
 from bench.servers import counters
 from bench.tables import markdown
 from bench.toys.suite import GROUPS, SPLITS, STYLES, Question, questions
-from dllm.settings.checks import did_you_mean
-from dllm.settings.command import OK, CommandError, new_file, positive
+from dllm.settings.command import OK, CommandError, positive
 from dllm.tools import client
 from dllm.tools.client import Connection, explained
 
@@ -35,32 +32,31 @@ PASSES, POSITIONS = "diffusion_num_denoising_steps", "diffusion_num_canvas_posit
 ALL = "all"
 Z_95 = 1.959963984540054  # of the standard normal distribution: 2.5% lie above it
 Answered = tuple[Sequence[Question], "Run"]
+HEADER = ["family", "right", "accuracy", "95%", "tokens", "steps"]
+HEADER += ["tokens a step", "s", "tokens/s"]
 KNOWN = [family for group in GROUPS.values() for family in group]
 
 
 @reporting_failures
 def main(argv: Sequence[str] | None = None) -> int:
     given = parse(argv)
-    asked = {family: _questions(family, given) for family in chosen_families(given.tasks)}
+    drawn = {
+        family: questions([family], given.split, given.num, given.question_seed)
+        for family in chosen_families(given.tasks)
+    }
     connection = client.connect(given.base_url, given.model, given.api_key)
     model = ServedModel(
         connection, given.max_tokens, given.concurrency, given.temperature, given.seed
     )
     # One family after the other, because a server counts its steps for all requests together.
     answered: dict[str, Answered] = {}
-    for family, drawn in asked.items():
-        answered[family] = drawn, model.answer(drawn)
-        progress(f"{family:<8} {100 * score(answered[family])['accuracy']:5.1f}%")
-    scores = {family: score(one) for family, one in answered.items()}
-    of_all = score(*answered.values())
-    print(f"{model.name}: {given.split} questions, exact answers\n\n{table(scores, of_all)}")
-    if given.output:
-        settings = {key: value for key, value in sorted(vars(given).items()) if key != "api_key"}
-        wrong = [one for each in answered.values() for one in wrong_answers(*each)]
-        result: dict[str, Any] = {"model": model.name, "settings": settings, "families": scores}
-        result |= {"all": of_all, "wrong": wrong}
-        text = json.dumps(result, indent=2, ensure_ascii=False, default=str)  # paths
-        given.output.write_text(f"{text}\n")
+    for family, plain in drawn.items():
+        asked = [one.in_style(given.style) for one in plain]
+        answered[family] = asked, model.answer(asked)
+        progress(" ".join(line(family, answered[family])[:3]))
+    lines = [line(family, one) for family, one in answered.items()]
+    lines += [line("all", *answered.values())] * (len(lines) > 1)
+    print(f"{model.name}: {given.split} questions, exact answers\n\n{markdown(HEADER, lines)}")
     return OK
 
 
@@ -77,7 +73,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, help="default: the model's; 0 suits autoregressive models")
     add("--max-tokens", type=positive, default=128, help="of an answer (128)")
     add("--concurrency", type=positive, default=8, help="requests at once (8)")
-    add("--output", type=new_file, metavar="FILE", help="write all numbers as JSON")
     given = parser.parse_args(argv)
     if given.temperature is not None and not 0 <= given.temperature < float("inf"):
         parser.error(f"--temperature {given.temperature}; allowed: a number of at least 0.")
@@ -86,46 +81,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def chosen_families(tasks: str) -> list[str]:
     """In the order in which they are defined. Raises CommandError: no such name, or none."""
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    if len(names) == 1 and names[0] in GROUPS:
-        return list(GROUPS[names[0]])
-    for name in names:
-        if name not in KNOWN:
-            raise CommandError(
-                f"--tasks: no family {name!r}{did_you_mean(name, KNOWN)}; "
-                f"allowed: {', '.join(GROUPS)}, or some of {', '.join(KNOWN)}."
-            )
-    if not names:
-        raise CommandError(f"--tasks {tasks!r} names no family; allowed: {', '.join(KNOWN)}.")
+    names = GROUPS.get(tasks) or [name.strip() for name in tasks.split(",")]
+    if not set(names) <= set(KNOWN):
+        allowed = f"{', '.join(GROUPS)}, or some of {', '.join(KNOWN)}"
+        raise CommandError(f"--tasks {tasks!r}; allowed: {allowed}.")
     return [name for name in KNOWN if name in names]
-
-
-def _questions(family: str, given: argparse.Namespace) -> list[Question]:
-    try:
-        found = questions([family], given.split, given.num, given.question_seed)
-    except ValueError as error:
-        raise CommandError(f"--num {given.num}: {error}") from None
-    return [one.in_style(given.style) for one in found]
-
-
-# --- a server ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Answer:
     text: str
-    num_tokens: int | None  # None if the server does not report it
+    num_tokens: int
 
 
 @dataclass(frozen=True)
 class Run:
-    """The answers to a list of questions, which were asked one after the other or concurrently."""
+    """The answers to a list of questions."""
 
     answers: Sequence[Answer]
     seconds: float  # wall time of all of them
-    # Sums over all; None if the model has none or does not report them.
-    denoise_steps: int | None = None
-    blocks: int | None = None
+    # Sums over all; 0 if the model has none or does not report them.
+    denoise_steps: int
+    blocks: int
 
 
 @dataclass(frozen=True)
@@ -168,9 +145,9 @@ class ServedModel:
             seed=openai.omit if self.seed is None else self.seed + index,
             extra_body=None if question.chat is None else question.chat.request,
         )
-        usage = completion.usage
+        assert completion.usage is not None
         text = completion.choices[0].message.content or ""
-        return Answer(text, None if usage is None else usage.completion_tokens)
+        return Answer(text, completion.usage.completion_tokens)
 
 
 def read_metrics(connection: Connection) -> str:
@@ -182,28 +159,20 @@ def read_metrics(connection: Connection) -> str:
             return ""
 
 
-def denoise_counts(
-    before: str, after: str, answers: Sequence[Answer]
-) -> tuple[int | None, int | None]:
+def denoise_counts(before: str, after: str, answers: Sequence[Answer]) -> tuple[int, int]:
     """(canvas passes between two readings of the metrics, blocks of these answers).
 
     An answer's blocks are its tokens / canvas width, rounded up; the width is canvas positions /
-    passes. None: the server has no such counters; of blocks also if it does not report the answers'
-    tokens, or if canvases differed in width, as of models with blocks.
+    passes. 0: the server has no such counters; of blocks also if canvases differed in width, as of
+    models with blocks.
     """
     counted = counters(after)
     counted.subtract(counters(before))
-    passes, positions = counted[PASSES], counted[POSITIONS]
-    lengths = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
-    if not passes:
-        return None, None
-    if positions % passes or len(lengths) < len(answers):
-        return int(passes), None
-    width = positions / passes
-    return int(passes), sum(math.ceil(length / width) for length in lengths)
-
-
-# --- scores --------------------------------------------------------------------------------------
+    passes, positions = int(counted[PASSES]), int(counted[POSITIONS])
+    if not passes or positions % passes:
+        return passes, 0
+    width = positions // passes
+    return passes, sum(math.ceil(answer.num_tokens / width) for answer in answers)
 
 
 def wilson_interval(num_correct: int, num_questions: int) -> tuple[float, float]:
@@ -214,59 +183,22 @@ def wilson_interval(num_correct: int, num_questions: int) -> tuple[float, float]
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def score(*answered: Answered) -> dict[str, Any]:
-    def total(values: list[Any]) -> Any:
-        return None if None in values else sum(values)
+def line(name: str, *answered: Answered) -> list[str]:
+    """Of the table, whose columns are ``HEADER``."""
 
-    def ratio(value: Any, by: Any) -> float | None:
-        return None if value is None or not by else value / by
+    def ratio(value: float, by: float, decimals: int = 1) -> str:
+        return f"{value / by:.{decimals}f}" if by else "-"
 
     pairs = [pair for asked, run in answered for pair in zip(asked, run.answers, strict=True)]
+    runs, count = [run for _, run in answered], len(pairs)
     right = sum(asked.is_correct(answer.text) for asked, answer in pairs)
-    tokens = total([answer.num_tokens for _, answer in pairs])
-    steps, blocks = (
-        total([getattr(run, name) for _, run in answered]) for name in ("denoise_steps", "blocks")
-    )
-    seconds = sum(run.seconds for _, run in answered)
-    return {
-        "num_questions": len(pairs),
-        "num_correct": right,
-        "accuracy": right / len(pairs),
-        "interval_95": list(wilson_interval(right, len(pairs))),
-        "mean_output_tokens": ratio(tokens, len(pairs)),
-        "denoise_steps": steps,
-        "blocks": blocks,
-        "denoise_steps_per_block": ratio(steps, blocks),
-        "output_tokens_per_step": ratio(tokens, steps),
-        "seconds": seconds,
-        "output_tokens_per_s": ratio(tokens, seconds),
-    }
-
-
-def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, Any]]:
-    told = [
-        {"place": place, "family": one.family, "prompt": one.prompt, "expected": one.answer}
-        for place, one in enumerate(questions)
-    ]
-    pairs = zip(questions, told, run.answers, strict=True)
-    return [line | {"given": a.text} for one, line, a in pairs if not one.is_correct(a.text)]
-
-
-def table(scores: dict[str, dict[str, Any]], of_all: dict[str, Any]) -> str:
-    def shown(value: float | None, decimals: int = 1) -> str:
-        return "-" if value is None else f"{value:.{decimals}f}"
-
-    def cells(name: str, one: dict[str, Any]) -> list[str]:
-        low, high = one["interval_95"]
-        share = f"{100 * one['accuracy']:.1f}%", f"{100 * low:.1f}-{100 * high:.1f}"
-        tokens, steps = one["mean_output_tokens"], one["denoise_steps_per_block"]
-        right = f"{one['num_correct']}/{one['num_questions']}"
-        speed = shown(one["seconds"]), shown(one["output_tokens_per_s"])
-        return [name, right, *share, shown(tokens), shown(steps, 2), *speed]
-
-    header = ["family", "right", "accuracy", "95%", "tokens", "steps", "s", "tokens/s"]
-    rows = [*scores.items(), *[("all", of_all)] * (len(scores) > 1)]
-    return markdown(header, [cells(*row) for row in rows])
+    tokens = sum(answer.num_tokens for _, answer in pairs)
+    steps, seconds = sum(run.denoise_steps for run in runs), sum(run.seconds for run in runs)
+    low, high = (100 * end for end in wilson_interval(right, count))
+    share = f"{ratio(100 * right, count)}%", f"{low:.1f}-{high:.1f}"
+    steps_a_block = ratio(steps, sum(run.blocks for run in runs), 2)
+    speed = ratio(tokens, steps, 2), f"{seconds:.1f}", ratio(tokens, seconds)
+    return [name, f"{right}/{count}", *share, ratio(tokens, count), steps_a_block, *speed]
 
 
 if __name__ == "__main__":

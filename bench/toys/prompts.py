@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.context import command_line, reporting_failures
 from bench.toys.suite import DECISION_FAMILIES, FAMILIES, Question, questions
-from dllm.settings.command import OK, CommandError, new_file
+from dllm.settings.command import OK, new_file
 
 
 @reporting_failures
@@ -30,13 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     kind = decision_line if given.decisions else prompt_line
     families = DECISION_FAMILIES if given.decisions else FAMILIES
-    try:
-        asked = [
-            *questions(families, "heldout", given.heldout, given.seed),
-            *questions(families, "train", given.train, given.seed),
-        ]
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+    asked = [
+        *questions(families, "heldout", given.heldout, given.seed),
+        *questions(families, "train", given.train, given.seed),
+    ]
     write_lines(given.file, [kind(one) for one in asked])
     return OK
 
@@ -55,11 +52,8 @@ def decision_line(asked: Question) -> dict[str, Any]:
     """A line of a file of typed decisions (``dllm/tools/decisions.py``)."""
     decision = asked.decision
     assert decision is not None
-    line: dict[str, Any] = {
-        "name": asked.family,
-        "input": decision.input,
-        "question": decision.question,
-    }
+    line: dict[str, Any] = {"name": asked.family, "input": decision.input}
+    line["question"] = decision.question
     if decision.odds is not None:
         line["odds"] = decision.odds
     else:

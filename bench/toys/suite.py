@@ -8,15 +8,13 @@ a tenth in ``validation``, and the rest in ``train``.
 import hashlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
-
-from tokenizers import Tokenizer
 
 from bench.toys.chat import Asked, Chat, Decision
 from bench.toys.decisions import DECISION_FAMILIES
 from bench.toys.families import FAMILIES, Family
 from bench.toys.tools import TOOL_FAMILIES
+from dllm.settings.command import CommandError
 
 SPLITS = ("train", "validation", "heldout")
 # A bundled model answers the families of one group, and has a tokenizer of its own for them.
@@ -45,9 +43,7 @@ TOKEN_ID = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
 class Question:
     """A prompt and its answers: ``answer`` is one of them, ``accepted`` has all that are right.
 
-    In the families of ``TOOL_FAMILIES``, ``chat`` says how to ask, and the answers have the marks
-    of calls and thoughts in them. In those of ``DECISION_FAMILIES``, ``decision`` is what is asked.
-    Elsewhere both are None.
+    ``chat`` and ``decision`` as in ``Asked``; with a chat answers have marks in them.
     """
 
     family: str
@@ -97,8 +93,9 @@ def questions(families: Iterable[str], split: str, count: int, seed: int = 0) ->
     """``count`` different questions of each family, one family after the other.
 
     Questions differ if their prompts do, or what is asked beside the prompt (``Question.chat``).
-    With a larger count every family has the same questions first, and then more. Raises ValueError:
-    a family has fewer different prompts.
+    With a larger count every family has the same questions first, and then more.
+
+    Raises CommandError: a family has fewer different prompts.
     """
     found: list[Question] = []
     for family in families:
@@ -107,7 +104,7 @@ def questions(families: Iterable[str], split: str, count: int, seed: int = 0) ->
         while len(distinct) < count:
             # So many draws without a new prompt: most likely all have been drawn.
             if draws - last_new > 100 + 10 * len(distinct):
-                raise ValueError(
+                raise CommandError(
                     f"{count} questions of {family!r} asked for, but {split} holds about "
                     f"{len(distinct)} different ones; ask for fewer"
                 )
@@ -117,12 +114,3 @@ def questions(families: Iterable[str], split: str, count: int, seed: int = 0) ->
                 last_new = draws
         found.extend(distinct.values())
     return found
-
-
-def knows_questions(checkpoint: Path) -> bool:
-    """Whether a checkpoint is one of our small models, judged by its tokenizer."""
-    path = checkpoint / "tokenizer.json"
-    if not path.exists():
-        return False
-    tokenizer = Tokenizer.from_file(str(path))
-    return all(tokenizer.token_to_id(token) == index for token, index in TOKEN_ID.items())

@@ -193,7 +193,7 @@ def contestant(name: str, server: Server | None = None, **more: Any) -> Contesta
 
 
 def test_the_gate_refuses_other_lengths_and_who_ignores_seeds() -> None:
-    with pytest.raises(GateError, match="2 tokens instead of 64"):
+    with pytest.raises(GateError, match=r"\[2\] tokens instead of 64"):
         admit(contestant(OURS, FakeServer(OURS, num_tokens=2)), SHAPE)
     with pytest.raises(GateError, match="two equal requests"):
         admit(contestant(OURS, FakeServer(OURS, sloppy=True)), SHAPE)

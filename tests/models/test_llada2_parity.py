@@ -15,13 +15,13 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from bench import llada2_pipeline
+from bench import local
 from dllm.models.unmasking.reference import load_model
 from tests.support import family_checkpoints
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.llada2_pipeline import AllVisible
 
-pytestmark = pytest.mark.skipif(not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING)
+pytestmark = pytest.mark.skipif(not local.is_installed(), reason=local.MISSING)
 # Every length modulo 4; with blocks of 32 those around their ends.
 LENGTHS = {4: [1, 2, 3, 4, 41, 42, 43, 44], 32: [1, 17, 31, 32, 33, 47, 63, 64, 65]}
 THRESHOLD = 0.4
@@ -34,10 +34,10 @@ class Pair:
         family_checkpoints.write(path, config)
         self.block_size = config["block_size"]
         self.engine: Engine = get_engine(path, max_num_batched_tokens=256)
-        self.reference = llada2_pipeline.BlockMasked(
+        self.reference = local.BlockMasked(
             load_model(path), self.block_size, family_checkpoints.MASK
         )
-        self._generate = functools.cache(partial(llada2_pipeline.generate, self.reference))
+        self._generate = functools.cache(partial(local.generate_blocks, self.reference))
 
     def expected(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:
         """What the pipeline gives, asked once: most tests want the same answers."""
@@ -126,7 +126,7 @@ def test_a_length_that_ends_within_a_block_is_the_start_of_the_whole_block(pair:
         num_tokens = 3 * pair.block_size - len(prompt) % pair.block_size
         short = num_tokens - pair.block_size // 2 + 1
         options = dict(threshold=THRESHOLD, eos_early_stop=False, eos_token_id=None)
-        expected = llada2_pipeline.generate(visible, prompt, short, None, **options)
+        expected = local.generate_blocks(visible, prompt, short, None, **options)
         assert pair.served(prompt, short) == expected
         assert pair.served(prompt, num_tokens)[:short] == expected
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import llada2_pipeline
+from bench import local
 from dllm.engine.thoughts import Thoughts
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.rule import WHOLE_STRATEGIES, Proposal
@@ -208,7 +208,7 @@ def test_a_canvas_ends_at_a_stop_token_with_no_mask_in_front_of_it(editing: int)
     assert rule.unmask_step(**step).converged.tolist() == [True, False]
 
 
-@pytest.mark.skipif(not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING)
+@pytest.mark.skipif(not local.is_installed(), reason=local.MISSING)
 @pytest.mark.parametrize("editing_threshold", [None, 0.6])
 @pytest.mark.parametrize("steps", [3, 8])
 def test_it_is_the_step_of_diffusers(steps: int, editing_threshold: float | None) -> None:

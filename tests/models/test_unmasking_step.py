@@ -7,7 +7,7 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from bench import llada2_pipeline
+from bench import local
 from dllm.engine.algorithm import Canvases
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.models.llada2.settings import LLaDA2Settings
@@ -103,7 +103,7 @@ def filters(count: int, top_k: int, top_p: float) -> RowFilters:
     )
 
 
-@pytest.mark.skipif(not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING)
+@pytest.mark.skipif(not local.is_installed(), reason=local.MISSING)
 @pytest.mark.parametrize(("top_k", "top_p"), [(VOCAB, 1.0), (5, 1.0), (VOCAB, 0.7), (6, 0.6)])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p: float) -> None:

@@ -1,11 +1,11 @@
-"""Parts of diffusers' LLaDA2Pipeline that tests compare with (``bench.llada2_pipeline``)."""
+"""Parts of diffusers' LLaDA2Pipeline that tests compare with (``bench.local``)."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from bench.llada2_pipeline import BlockMasked, diffusers
+from bench.local import BlockMasked, diffusers
 
 
 def scheduler(block_size: int, num_steps: int) -> Any:
