@@ -1,7 +1,6 @@
 """Two commits side by side: is this one slower than that one?
 
-    python -m bench.compare main --concurrency 1 8 32    # HEAD against main; options of bench.serve
-    python -m bench.compare v1 --head v2                 # any two
+    python -m bench.compare main --concurrency 1 8 32    # HEAD, or --head; options of bench.serve
     make bench-compare BASE=main
 
 Both are served from temporary git worktrees. Everything else is ``bench.serve`` of this checkout,

@@ -274,6 +274,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("tokenizer", help="a folder with a tokenizer")
     parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--details", type=Path, help="write a line of JSON for each schema here")
     asked = parser.parse_args()
     from transformers import AutoTokenizer
 
@@ -281,12 +282,15 @@ def main() -> None:
     names = asked.engines.split(",")
     engines = {name: ENGINES[name](tokenizer, len(tokenizer)) for name in names}
     found = collections.defaultdict(list)
+    details = (asked.details or Path(os.devnull)).open("w")
     for path in sorted(asked.folder.glob("*.json")):
         case = json.loads(path.read_text())
         for test in case["tests"]:
             test["orders"] = [test["data"], ordered(test["data"], json.dumps(case["schema"]))]
         for name, engine in engines.items():
             found[name].append(in_a_child(engine, case["schema"], case["tests"]))
+            line = {"name": path.stem, "engine": name} | found[name][-1]
+            print(json.dumps(line), file=details, flush=True)
     sums = {name: summary(each) for name, each in found.items()}
     print(f"| | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
     for row in sums[names[0]]:

@@ -89,10 +89,6 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.from_numpy(value).float()
 
 
-# --------------------------------------------------------------------------------------------------
-# Writing
-
-
 def write_checkpoint(
     path: Path,
     config: Config | None = None,
