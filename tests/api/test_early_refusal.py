@@ -6,7 +6,6 @@ import pytest
 from fastapi import Body
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import (
-    BatchChatCompletionRequest,
     ChatCompletionRequest,
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -16,14 +15,12 @@ from dllm.api.decisions.protocol import DecisionRequest
 from dllm.api.early_refusal import (
     LONGEST,
     LONGEST_OF_FIELD,
-    MOST_PARTS,
     bounded_type,
     bounded_validator,
 )
 
 USER = {"role": "user", "content": "a"}
 CHOICE = {"type": "choice", "instructions": "a"}
-CALL = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -52,42 +49,6 @@ def test_a_thousand_wrong_items_are_one(kind, body):
     with pytest.raises(ValidationError) as refusal:
         validate(kind, **body)
     assert refusal.value.error_count() < 1000
-
-
-@pytest.mark.parametrize(
-    ("kind", "body", "field", "item", "longest"),
-    [
-        (ChatCompletionRequest, {}, "messages", USER, LONGEST_OF_FIELD["messages"]),
-        (ChatCompletionRequest, {"messages": [USER]}, "tools", TOOL, LONGEST),
-        (ResponsesRequest, {}, "input", CALL, LONGEST_OF_FIELD["input"]),
-    ],
-)
-def test_a_list_of_objects_has_a_longest_length(kind, body, field, item, longest):
-    assert len(getattr(validate(kind, **body, **{field: [item] * longest}), field)) == longest
-    with pytest.raises(ValidationError) as refusal:
-        validate(kind, **body, **{field: [item] * (longest + 1)})
-    assert refusal.value.errors()[0]["loc"][0] == field
-
-
-@pytest.mark.parametrize(
-    ("kind", "field", "nested"),
-    [
-        (ChatCompletionRequest, "messages", False),
-        (BatchChatCompletionRequest, "messages", True),
-        (ResponsesRequest, "input", False),
-    ],
-)
-def test_the_parts_of_all_messages_are_counted_together(kind, field, nested):
-    part = {"type": "input_text" if field == "input" else "text", "text": "a"}
-    full = {"role": "user", "content": [part] * (MOST_PARTS // 8)}
-
-    def messages(*given: Any) -> dict[str, Any]:
-        return {field: [[one] for one in given] if nested else list(given)}
-
-    validate(kind, **messages(*[full] * 8, USER))
-    with pytest.raises(ValidationError) as refusal:
-        validate(kind, **messages(*[full] * 8, USER | {"content": [part]}))
-    assert refusal.value.errors()[0]["loc"][0] == field
 
 
 def test_a_type_has_the_bounds_of_a_body():
