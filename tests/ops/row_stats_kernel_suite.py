@@ -132,17 +132,6 @@ def test_bf16_logits_and_probabilities() -> None:
     assert torch.equal(ours.entropy, same.entropy) and torch.equal(ours.sample, same.sample)
 
 
-def test_rows_are_independent_and_none_is_fine() -> None:
-    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * 4
-    t, keys = torch.linspace(0.1, 2.0, 20), keys_for(20)
-    together = kernel_stats(logits, t, keys)
-    pick = torch.tensor([13, 2, 19])
-    alone = kernel_stats(logits[pick], t[pick], keys[pick])
-    for a, b in zip(together, alone, strict=True):
-        assert a is not None and b is not None and torch.equal(a[pick], b)
-    assert kernel_stats(logits[:0], t[:0], keys[:0]).entropy.shape == (0,)
-
-
 @pytest.mark.parametrize("filtered", [False, True])
 def test_nothing_is_computed_of_rows_that_nobody_reads(filtered: bool) -> None:
     """They count as rows without a distribution, whatever their logits; the others are the same."""

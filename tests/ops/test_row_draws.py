@@ -95,50 +95,6 @@ def test_samples_have_the_distribution_of_the_logits(
     assert_drawn_from(*both)
 
 
-@pytest.mark.parametrize("vocab_size", [7, 64, 75])
-def test_every_token_is_drawn_exactly_where_its_own_noise_decides(
-    vocab_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One by one: a tile wins by log(its share of the mass), a token in it by log(its own share).
-
-    If each id but one has noise 0, that one wins as soon as its noise makes up for the difference
-    to the best other one. By Gumbel-max these differences are the probabilities.
-    """
-    width = tile_width(vocab_size)
-    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)) * 2
-    share = torch.softmax(logits.double(), 0)
-    mass = torch.stack([tile.sum() for tile in share.split(width)])
-    num_tiles = len(mass)
-
-    def drawn(of_tile: Tensor, of_token: Tensor) -> int:
-        def given(bits: Tensor) -> Tensor:
-            ids = bits.reshape(-1)
-            is_tile = bool(ids[0] >= FIRST_TILE)
-            values = of_tile if is_tile else of_token
-            values = torch.cat([values, values.new_zeros(width)])
-            return values[ids - FIRST_TILE if is_tile else ids].view(bits.shape)
-
-        monkeypatch.setattr("dllm.ops.row_stats.token_bits", lambda keys, ids: ids.view(1, -1))
-        monkeypatch.setattr("dllm.ops.row_stats.gumbel_from_bits", given)
-        return int(row_stats(logits[None], torch.ones(1), keys_for(1), None).sample)
-
-    nothing = torch.zeros(num_tiles), torch.zeros(vocab_size)
-    for tile in range(num_tiles):
-        tokens = range(tile * width, min((tile + 1) * width, vocab_size))
-        others = [float(mass[one]) for one in range(num_tiles) if one != tile]
-        gap = math.log(max(others) / float(mass[tile])) if others else -INF
-        for token in tokens:
-            rivals = [float(share[one]) for one in tokens if one != token]
-            needed = math.log(max(rivals) / float(share[token])) if rivals else -INF
-            for by in (-1e-4, 1e-4):
-                of_tile, of_token = (part.clone() for part in nothing)
-                of_tile[tile] = max(gap, -50) + 1e-4
-                of_token[token] = max(needed, -50) + by
-                assert (drawn(of_tile, of_token) == token) == (by > 0 or not rivals)
-                of_tile[tile] = max(gap, -50) - 1e-4
-                assert (drawn(of_tile, of_token) in tokens) == (not others)
-
-
 @pytest.mark.parametrize("vocab_size", [50, 5000])
 def test_rows_without_a_key_get_their_argmax(vocab_size: int) -> None:
     logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(4))

@@ -117,17 +117,6 @@ def test_a_row_without_a_distribution_is_marked_and_harmless() -> None:
     assert torch.equal(ours.probs[:3], alone.probs)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * 4
-    temperature = torch.linspace(0.1, 2.0, 20)
-    keys = keys_for(20)
-    together = row_stats(logits, temperature, keys, torch.float32)
-    pick = torch.tensor([13, 2, 19])
-    alone = row_stats(logits[pick], temperature[pick], keys[pick], torch.float32)
-    for a, b in zip(together, alone, strict=True):
-        assert a is not None and b is not None and torch.equal(a[pick], b)
-
-
 def test_row_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit: at once, two rows at a time, and cut unevenly."""
     logits = torch.randn(37, 2500, generator=torch.Generator().manual_seed(7)) * 4
@@ -170,17 +159,6 @@ def test_raw_logits_have_the_statistics_of_soft_capped_ones(vocab_size: int) -> 
     ours = row_stats(raw, t, keys, torch.float32, filters, cap=30.0)
     capped = 30 * torch.tanh(raw.float() / 30)
     assert_identical(ours, row_stats(capped, t, keys, torch.float32, filters))
-
-
-def test_entropy_and_argmax_equal_the_hugging_face_ones() -> None:
-    """HF takes Categorical(logits / T).entropy() and argmax(logits / T)."""
-    logits = 30 * torch.tanh(torch.randn(200, 400, generator=torch.Generator().manual_seed(6)))
-    logits[:50, ::3] = -INF
-    ours = stats(logits, 0.55)
-    scaled = logits / 0.55
-    expected = torch.distributions.Categorical(logits=scaled).entropy()
-    torch.testing.assert_close(ours.entropy, expected, rtol=0, atol=ENTROPY_TOLERANCE)
-    assert torch.equal(ours.argmax, scaled.argmax(-1))
 
 
 def some_filters(num_rows: int, vocab_size: int) -> RowFilters:

@@ -125,33 +125,3 @@ def test_a_row_without_a_distribution_has_no_embedding() -> None:
     t = torch.full((len(logits),), 0.6)
     ours = tile_product(logits, t, stats_of(logits, t), Shard(weight, 0, VOCAB), 2**-9)
     assert (ours[:2] == 0).all() and ours[2:].isfinite().all()
-
-
-@pytest.mark.parametrize("canvases", [1, 8])
-def test_flat_logits_cost_hardly_more_than_a_dense_product(canvases: int) -> None:
-    """In steps of programs nothing, in bytes that programs load and store at most 3 %."""
-    pytest.importorskip("triton")
-    from dllm.ops.tile_product_gpu import num_parts, product_tiles
-
-    rows, hidden, cut = 256 * canvases, 2816, product_tiles(2, 90)
-    groups, columns, tiles = -(-rows // cut.rows), -(-hidden // cut.columns), RELEASED // TILE
-    parts = num_parts(groups * columns, 132)
-    # Rows are equally flat here, so that those of one stand for all.
-    probs = torch.softmax(made_logits(2, "flat") / 0.6, -1)
-    is_used = (without_light_tiles(probs, skipped_mass(torch.bfloat16)) > 0).unflatten(
-        1, (-1, TILE)
-    )
-    is_used = is_used.any(2).any(0).to(torch.int8).expand(groups, -1)
-    _, counts = tiles_of_groups(is_used)
-    step = 2 * TILE * (cut.rows + cut.columns)  # bytes
-    dense = groups * columns * tiles
-    skipping = columns * int(counts.sum())
-    assert skipping == dense
-    result = 2 * rows * hidden
-    added = 4 * skipping  # the ids of tiles
-    added += 2 * parts * 4 * rows * hidden  # the parts' sums, written and read
-    added += rows * tiles + 8 * groups * tiles  # marks and lists
-    assert added <= 0.03 * (step * dense + result)
-    # With one canvas the product takes as long as memory does, and each byte is read once.
-    if canvases == 1:
-        assert added - 4 * skipping <= 0.03 * (2 * RELEASED * (rows + hidden) + result)

@@ -144,19 +144,6 @@ def test_rows_without_a_distribution_take_no_steps(
     assert counts.tolist() == [16 if num_read else 0, 0, 0]
 
 
-def test_rows_keep_the_same_whoever_is_beside_them() -> None:
-    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
-    together = both(logits, Shard(weight, 0, VOCAB), 0.1)[0]
-    t = torch.linspace(0.4, 0.8, len(logits))
-    for row in (0, 5, 12):
-        some = slice(row, row + 1)
-        stats = statistics(logits, t)
-        alone = RowStats._make(p if p is None else p[some].to(DEVICE) for p in stats)
-        shard = Shard(weight.to(DEVICE), 0, VOCAB)
-        given = logits[some].to(DEVICE), t[some].to(DEVICE), alone, shard, 0.1, CUT
-        assert_close(tile_product_kernels(*given).cpu(), together[some], weight)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_raw_logits_are_capped_where_they_are_read(dtype: torch.dtype) -> None:
     logits, weight = rows_of_every_kind(VOCAB) * 3, table(VOCAB)
