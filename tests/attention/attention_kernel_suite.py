@@ -18,7 +18,7 @@ from dllm.attention.cache_write import check_write, write_kv
 from dllm.attention.calls import MIXED as BOTH_KINDS
 from dllm.attention.calls import calls_of
 from dllm.attention.canvas_attention import batch_shape, canvas_attention, launch
-from dllm.attention.cases import CAUSAL, IMAGE, Case, make_batch, make_case, sequences_of
+from dllm.attention.cases import CAUSAL, IMAGE, Case, make_batch, make_case
 from dllm.attention.choice import CAUSAL as CAUSAL_ROWS
 from dllm.attention.inputs import Layer, PagedKV, check_inputs
 from dllm.attention.masks import ALL, Mask, QuerySpan, visible_range
@@ -141,13 +141,49 @@ def test_every_dtype_and_row_kind(
     check(case, out)
 
 
-@pytest.mark.parametrize("is_anchored", [False, True])
-@pytest.mark.parametrize("context", [0, 10, 11, 25, 26, 60])
-def test_contexts_around_the_window(is_anchored: bool, context: int) -> None:
-    """W = 26: below, at and above W - 1 - canvas, W - 1 and W, where the kinds start to differ."""
-    spans = ((15, context, CAUSAL), (15, context, 0), (15, context, 7))
-    case = case_of(spans, mask=Mask(26, is_anchored), num_heads=2)
-    check(case, run(case)[0])
+# What is computed where, by its name: spans, and what of the sizes is unusual.
+WINDOWED = ((15, 60, CAUSAL), (15, 26, 0), (15, 25, 7), (15, 10, 0), (40, 0, 0), (15, 2, 4))
+SPLIT = ((7, 70, 0), (9, 90, 5), (5, 80, CAUSAL))
+SHAPES: dict[str, tuple[Any, dict[str, Any], TileConfig | None]] = {
+    **{f"window of {size}": (WINDOWED, dict(mask=Mask(size)), TINY) for size in (1, 2, 6, 26)},
+    **{
+        f"anchored window of {size}": (WINDOWED, dict(mask=Mask(size, is_anchored=True)), TINY)
+        for size in (1, 2, 6, 26)
+    },
+    # Below, equal to and above the tile of 32 keys; dividing it or not; canvases cross pages.
+    **{
+        f"pages of {size}": (((20, 55, 0), (33, 14, 20), (1, 0, 0)), dict(page_size=size), TINY)
+        for size in (5, 32, 48, 64)
+    },
+    **{
+        f"{heads} heads over {kv}": (MIXED, dict(num_heads=heads, num_kv_heads=kv), UNSPLIT)
+        for heads, kv in ((1, 1), (3, 1), (14, 2), (4, 4))
+    },
+    **{
+        f"soft cap, {mask}": (MIXED, dict(logit_softcap=1.5, mask=mask), UNSPLIT) for mask in MASKS
+    },
+    "columns shared by programs": (
+        MIXED, dict(head_size=40), dataclasses.replace(TINY, block_v=16)
+    ),
+    **{
+        f"split window, {dtype}, {cache}": (
+            SPLIT, dict(dtype=dtype, cache_dtype=cache, mask=Mask(40, is_anchored=True)), TINY
+        )
+        for dtype, cache in DTYPES
+    },
+    "blocks, the table's tiles": (
+        BLOCKS,
+        dict(num_heads=8, head_size=128, mask=Mask(block_length=32), dtype=torch.bfloat16),
+        None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str) -> None:
+    spans, sizes, config = SHAPES[name]
+    case = case_of(spans, **sizes)
+    check(case, run(case, config)[0])
 
 
 @pytest.mark.parametrize("is_anchored", [False, True])
@@ -171,27 +207,6 @@ def test_windows_that_are_split(is_anchored: bool, size: int, page_size: int) ->
     torch.testing.assert_close(out, whole, rtol=0, atol=2e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("is_anchored", [False, True])
-@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
-def test_dtypes_of_windows_that_are_split(
-    is_anchored: bool, dtype: torch.dtype, cache_dtype: torch.dtype | None
-) -> None:
-    spans, mask = ((7, 70, 0), (9, 90, 5), (5, 80, CAUSAL)), Mask(40, is_anchored)
-    case = case_of(spans, 2, 1, dtype=dtype, cache_dtype=cache_dtype, mask=mask)
-    out, plan = run(case)
-    assert min(splits(case, plan)) > 1
-    check(case, out)
-
-
-@pytest.mark.parametrize("is_anchored", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 6])
-def test_canvases_wider_than_the_window(is_anchored: bool, size: int) -> None:
-    """Here both edges of a symmetric row lie inside the canvas."""
-    spans = ((15, 9, 0), (15, 2, 4), (40, 0, 0))
-    case = case_of(spans, mask=Mask(size, is_anchored), num_heads=2)
-    check(case, run(case)[0])
-
-
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype", "block_length"),
     [*((*dtypes, 32) for dtypes in DTYPES), *((*DTYPES[0], size) for size in (2, 4, 5, 64))],
@@ -204,13 +219,6 @@ def test_blocks(dtype: torch.dtype, cache_dtype: torch.dtype | None, block_lengt
     out, plan = run(case)
     assert max(splits(case, plan)) > 1
     check(case, out)
-
-
-def test_blocks_with_the_committed_tiles() -> None:
-    case = case_of(
-        BLOCKS, num_heads=8, head_size=128, mask=Mask(block_length=32), dtype=torch.bfloat16
-    )
-    check(case, run(case, config=None)[0])
 
 
 def tiles_of_rows(span: QuerySpan, mask: Mask) -> list[tuple[range, int, int]]:
@@ -256,41 +264,6 @@ def test_only_visible_tiles_are_taken_and_only_edges_masked(
     assert sum(count for is_masked, count in expected if not is_masked) > 0
 
 
-@pytest.mark.parametrize("split", [0, 9, CAUSAL])
-@pytest.mark.parametrize("mask", [*MASKS, Mask(block_length=4), Mask(block_length=32)], ids=repr)
-def test_a_row_tile_loads_nothing_that_its_rows_do_not_see(mask: Mask, split: int) -> None:
-    """For each row tile, every key outside its rows' ranges is NaN: its rows do not notice."""
-    case = case_of(((20, 60, split),), mask=mask)
-    tiles = [
-        (index, *tile)
-        for index, span in enumerate(case.spans)
-        for tile in tiles_of_rows(span, mask)
-    ]
-    for index, rows, low, high in tiles:
-        key, value = case.cache.key.clone(), case.cache.value.clone()
-        for pos in (*range(low), *range(high, 80)):
-            page = case.batch.block_tables[0, pos // 16]
-            key[page, pos % 16] = value[page, pos % 16] = float("nan")
-        poisoned = dataclasses.replace(case, cache=PagedKV(key, value))
-        out, plan = run(poisoned, UNSPLIT)
-        assert plan.block_m == 16
-        got = rows_of(poisoned, out, index)[rows.start : rows.stop]
-        expected = case.expected[index][rows.start : rows.stop]
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("page_size", [5, 32, 48, 64])
-def test_page_sizes(page_size: int) -> None:
-    """Below, equal to and above the tile of 32 keys; dividing it or not; canvases cross pages."""
-    spans = ((20, 55, 0), (33, 14, 20), (1, 0, 0))
-    check(case := case_of(spans, page_size=page_size), run(case)[0])
-
-
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (14, 2), (4, 4)])
-def test_groups_that_are_no_power_of_two(num_heads: int, num_kv_heads: int) -> None:
-    check(case := case_of(MIXED, num_heads, num_kv_heads), run(case, UNSPLIT)[0])
-
-
 @pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_head_sizes_with_the_committed_tiles(head_size: int, dtype: torch.dtype) -> None:
@@ -300,28 +273,6 @@ def test_head_sizes_with_the_committed_tiles(head_size: int, dtype: torch.dtype)
     out, plan = run(case, config=None)
     assert plan.value_blocks == (2 if head_size == 512 else 1)
     check(case, out)
-
-
-def test_columns_of_a_head_shared_by_programs_while_split() -> None:
-    config = dataclasses.replace(TINY, block_v=16)
-    out, plan = run(case := case_of(MIXED, head_size=40), config)
-    assert plan.value_blocks == 3
-    assert max(splits(case, plan)) > 1
-    check(case, out)
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_soft_cap(mask: Mask) -> None:
-    check(case := case_of(MIXED, 2, 1, logit_softcap=1.5, mask=mask), run(case, UNSPLIT)[0])
-
-
-def test_splitting_changes_nothing_but_rounding() -> None:
-    case = case_of(MIXED, 2, 1, padding_tokens=1, padding_seqs=1)
-    split, plan = run(case, TINY)
-    whole, whole_plan = run(case, UNSPLIT)
-    assert plan.is_split
-    assert not whole_plan.is_split
-    torch.testing.assert_close(split, whole, rtol=0, atol=2e-6, equal_nan=True)
 
 
 def test_a_sequence_longer_than_the_host_believes_writes_nowhere_else() -> None:
@@ -506,91 +457,12 @@ def test_cache_write_quantizes_and_saturates(fp8: torch.dtype) -> None:
         assert (flat[[0, 1, 3, 5, 6]] == 0).all()
 
 
-def test_what_was_written_is_what_attention_reads() -> None:
-    """Context and canvas enter through `write_kv`, into pages that held NaN."""
-    spans = [*sequences_of(6, 14, 0), *sequences_of(9, 0, 4)]
-    page_size, heads, head_size = 4, 2, 32
-    cache_key = torch.full((9, page_size, heads, head_size), float("nan"), device=DEVICE)
-    cache = PagedKV(cache_key, cache_key.clone())
-    tables = torch.tensor([[3, 1, 8, 0, 5], *[[7, 2, 4, -1, -1]] * 2], dtype=torch.int32)
-    case = case_of(((6, 14, 0), (9, 0, 4)), num_kv_heads=heads)
-    for index, span in enumerate(spans):
-        pages = case.batch.block_tables[index].cpu()
-        pos = torch.arange(span.seq_len)
-        old = (pages[pos // 16].long(), pos % 16)
-        slots = tables[index][pos // page_size] * page_size + pos % page_size
-        key, value = case.cache.key[old], case.cache.value[old]
-        write_kv(key, value, cache, slots.to(torch.int64).to(DEVICE))
-    batch = make_batch(spans, tables, device=DEVICE)
-    check(case, run(dataclasses.replace(case, cache=cache, batch=batch))[0])
-
-
 def test_cache_write_refuses_tensors_that_do_not_fit() -> None:
     cache = PagedKV(torch.zeros(2, 4, 1, 16), torch.zeros(2, 4, 1, 16))
     with pytest.raises(ValueError, match=r"key is \[1, 1, 32\].*\[None, 1, 16\]"):
         check_write(torch.zeros(1, 1, 32), torch.zeros(1, 1, 32), cache, torch.tensor([0]))
     with pytest.raises(ValueError, match="slot_mapping has 2 slots for 1 tokens"):
         check_write(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), cache, torch.tensor([0, 1]))
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_one_graph_serves_every_mix(mask: Mask) -> None:
-    """Captured once with empty sequences; replayed with other kinds, lengths and padding.
-
-    Without a GPU the replay is the same launch on the same tensors: one plan and its bounds hold
-    for every mix.
-    """
-    rows, num_seqs = 16, 6
-    layer = Layer(2, 1, mask=mask, dtype=torch.bfloat16)
-    shape = (32, layer.page_size, layer.num_kv_heads, layer.head_size)
-    cache = PagedKV(*(torch.zeros(shape, dtype=layer.dtype, device=DEVICE) for _ in range(2)))
-    query = torch.zeros(3 * rows, 2, layer.head_size, dtype=layer.dtype, device=DEVICE)
-    out = torch.zeros_like(query)
-    tables = torch.zeros(num_seqs, 12, dtype=torch.int32)
-    empty = [QuerySpan(0, 0, is_causal=False)] * num_seqs
-    static = make_batch(empty, tables, mask, device=DEVICE)
-    static = dataclasses.replace(static, max_query_len=rows)
-    options = case_of((), 2, 1, mask=mask).options
-    static_shape = batch_shape(query, cache, static)
-    plan = plan_attention(static_shape, TINY, options.mask.window)
-    workspace = torch.zeros(plan.workspace_elements(static_shape), device=DEVICE)
-
-    def replay() -> None:
-        launch(query, cache, static, options, out, plan, workspace)
-
-    if DEVICE == "cuda":
-        replay()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replay()
-        replay = graph.replay
-    for spans in (
-        ((rows, 40, CAUSAL), (rows, 90, CAUSAL), (rows, 0, CAUSAL)),
-        ((8, 40, 0), (rows, 80, 8), (8, 0, 0)),
-        ((3, 20, 1), (rows, 100, 8), (5, 60, 0)),
-        ((8, 70, 0),),
-    ):
-        padding = 3 * rows - sum(span[0] for span in spans)
-        missing = num_seqs - sum(len(sequences_of(*span)) for span in spans)
-        case = make_case(layer, spans, 0.0, padding, missing, device=DEVICE)
-        for target, source in (
-            (static.query_start_loc, case.batch.query_start_loc),
-            (static.seq_lens, case.batch.seq_lens),
-            (static.is_causal, case.batch.is_causal),
-            (static.first_keys, case.batch.first_keys),
-            (query, case.query),
-        ):
-            if target is not None:
-                target.copy_(source)
-        static.block_tables.fill_(-1)
-        static.block_tables[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
-        for target, source in ((cache.key, case.cache.key), (cache.value, case.cache.value)):
-            target.fill_(float("nan"))
-            target[: len(source)] = source
-        out.fill_(float("nan"))
-        replay()
-        check(case, out)
 
 
 # --- what FlashAttention gets ---------------------------------------------------------------------

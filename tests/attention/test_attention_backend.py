@@ -169,66 +169,6 @@ def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
     assert sizes[0] > 512 * 16 * 512 and sizes[1] == 0
 
 
-def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
-    """Captured with 16 rows a sequence, replayed with 32: the tensors are the same
-    memory, and the tiles do not depend on the step."""
-    from dllm.attention.backend import CanvasAttentionMetadataBuilder
-    from dllm.attention.planning import BatchShape, plan_attention
-    from dllm.attention.tuning import tile_config
-
-    builder = CanvasAttentionMetadataBuilder(None, ["layer"], server(), torch.device("cpu"))
-    buffers = {
-        "query_start_loc": torch.zeros(5, dtype=torch.int32),
-        "seq_lens": torch.zeros(4, dtype=torch.int32),
-        "block_tables": torch.zeros(4, 512, dtype=torch.int32),
-        "is_causal": torch.zeros(4, dtype=torch.int32),
-    }
-
-    def common(num_reqs, num_tokens, causal):
-        return CommonAttentionMetadata(
-            query_start_loc=buffers["query_start_loc"][: num_reqs + 1],
-            query_start_loc_cpu=torch.zeros(num_reqs + 1, dtype=torch.int32),
-            seq_lens=buffers["seq_lens"][:num_reqs],
-            num_reqs=num_reqs,
-            num_actual_tokens=num_tokens,
-            max_query_len=num_tokens // num_reqs,
-            max_seq_len=100,
-            block_table_tensor=buffers["block_tables"][:num_reqs],
-            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
-            causal=causal,
-        )
-
-    is_causal = buffers["is_causal"]
-    captured = batch_of(builder.build_for_cudagraph_capture(common(4, 64, is_causal[:4])))
-    step = batch_of(builder.build(0, common(2, 64, is_causal[:2])))
-    for batch, num_reqs in ((captured, 4), (step, 2)):
-        assert batch.num_seqs == num_reqs
-        for name, buffer in buffers.items():
-            assert getattr(batch, name).data_ptr() == buffer.data_ptr(), name
-    assert (captured.max_query_len, captured.max_seq_len) == (512, 8192)
-    assert (step.max_query_len, step.max_seq_len) == (512, 100)
-
-    def tiles(batch):
-        shape = BatchShape(64, batch.num_seqs, 16, 2, 512, batch.max_query_len, batch.max_seq_len)
-        plan = plan_attention(shape, tile_config(512, 2), None)
-        return plan.block_m, plan.block_v
-
-    assert tiles(captured) == tiles(step)
-
-    flags = [batch_of(builder.build(0, common(3, 48, flag))).is_causal for flag in (True,) * 2]
-    assert flags[0].data_ptr() == flags[1].data_ptr()
-    assert flags[0].tolist() == [1] * 3
-    assert batch_of(builder.build(0, common(3, 48, False))).is_causal.tolist() == [0] * 3
-    assert captured.first_keys is None
-
-    # A drafter's sequences are short: so are its tiles, whatever a step of the target holds.
-    drafter = CanvasAttentionMetadataBuilder(
-        None, ["layer"], server(max_query_len=8), torch.device("cpu")
-    )
-    short = batch_of(drafter.build(0, common(2, 16, False)))
-    assert short.max_query_len == 8 and tiles(short)[0] == 64
-
-
 def test_canvases_of_an_anchored_layer_have_a_first_key_and_nothing_else_has():
     """A canvas near the start, one behind it, a causal sequence, an image, a padded sequence."""
     from dllm.attention.backend import CanvasAttentionMetadataBuilder

@@ -46,13 +46,6 @@ def test_a_sliding_layer_of_one_request_is_split_in_two() -> None:
     assert num_splits(4096, 100_000, SLIDING_LAYER, config, window) == 1
 
 
-def test_short_limits_are_not_split() -> None:
-    short = dataclasses.replace(FULL_LAYER, max_seq_len=2048)
-    plan = plan_attention(short, tile_config(512, 2), None)
-    assert not plan.is_split
-    assert plan.workspace_elements(short) == 0
-
-
 def test_a_large_batch_is_not_given_more_programs_but_the_same_parts() -> None:
     config = tile_config(512, 2)
     batch = dataclasses.replace(FULL_LAYER, num_tokens=32 * 256, num_seqs=32)

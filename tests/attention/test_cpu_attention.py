@@ -18,13 +18,11 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import tests.support.engine_harness  # noqa: F401  sets vLLM's environment first
-from dllm.attention.cases import Case, make_case, sequences_of
+from dllm.attention.cases import Case, make_case
 from dllm.attention.cpu_backend import CanvasCPUBackend, CanvasCPUImpl
-from dllm.attention.inputs import AttentionOptions
 from dllm.attention.inputs import Layer as Spec
 from dllm.attention.layers import see
 from dllm.attention.masks import ALL, Mask
-from dllm.attention.reference import dense_attention
 from dllm.engine.spans import Spans
 
 # Measured over all cases below: 1.4e-6 in fp32 (sums in another order), and 8e-3 in bf16, which
@@ -216,21 +214,6 @@ def test_random_batches(seed, mask, make_layer):
 )
 def test_blocks(rows, block_length, make_layer):
     check(make_layer, rows, Mask(block_length=block_length))
-
-
-@pytest.mark.parametrize("mask", MASKS[1:], ids=str)
-def test_the_two_windows_agree_on_short_contexts_only(mask, make_layer):
-    """What the other window would give is noticed: the tests above can tell them apart."""
-    other = MASKS[3 - MASKS.index(mask)]
-    generator = torch.Generator().manual_seed(0)
-    for context, agrees in ((WINDOW - 16, True), (WINDOW, False)):
-        (span,) = sequences_of(16, context, 0)
-        key = torch.randn(span.seq_len, 2, 32, generator=generator)
-        query = torch.randn(16, 4, 32, generator=generator)
-        options = [AttentionOptions(1.0, kind) for kind in (mask, other)]
-        results = [dense_attention(query, key, key, span, each) for each in options]
-        assert torch.equal(*results) == agrees
-        check(make_layer, ((context, 0, 16),), mask)
 
 
 @pytest.mark.xfail(

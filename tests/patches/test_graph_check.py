@@ -1,6 +1,6 @@
 """Which CUDA graphs serve when some of them are wrong.
 
-``tests/attention/test_backend_engines.py`` compares those of real engines.
+``tests/graphs/test_tape_plants.py`` compares those of real engines.
 """
 
 from contextlib import nullcontext

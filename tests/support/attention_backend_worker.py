@@ -25,7 +25,6 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from dllm.attention import backend
-from dllm.patches.graph_check import drop_wrong_graphs
 from tests.support import tape
 from tests.support.engine_harness import Engine
 from tests.support.forced_async import asynchronous_platform
@@ -34,7 +33,6 @@ from tests.support.tape_engine import capture, graphs_of_cuda, run_as_on_cuda
 from tests.support.tape_modes import FULL
 
 BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
-ALONE = {"first_step": "separate", "commit": "separate"}  # canvases are in batches of their own
 
 
 def serve_with_triton_kernel() -> None:
@@ -64,19 +62,14 @@ def _like_hopper() -> dict[str, Any]:
 def run_requests(
     checkpoint: str,
     page_size: int = 16,
-    num_tokens: int = 24,
     graphs: list[int] | None = None,
     is_async: bool = False,
-    is_graph_wrong: bool = False,
 ) -> dict[str, Any]:
     """The tokens, the logits of every step and the calls of our kernel of two requests.
 
     With ``graphs``, which are numbers of tokens, batches of canvases alone are full graphs.
-    ``is_async``: with asynchronous scheduling. Without, and with graphs, canvases are always alone,
-    and repeated as often as possible.
-    ``is_graph_wrong``: a replay does nothing, when the server tests its graphs.
+    ``is_async``: with asynchronous scheduling.
     """
-    is_repeated = bool(graphs) and not is_async
     of_cuda = graphs_of_cuda(FULL, graphs) if graphs else nullcontext()
     with of_cuda, asynchronous_platform() if is_async else nullcontext():
         engine = Engine(
@@ -86,21 +79,11 @@ def run_requests(
             block_size=page_size,
             attention_config={"backend": "CUSTOM"},
             async_scheduling=is_async,
-            additional_config={"dllm": ALONE if is_repeated else {}},
         )
-    replayed: dict[str, list[tuple[int, int]]] = {"model": []}
-    tested: list[tuple[int, int]] = []
+    replayed: list[tuple[int, int]] = []
     if graphs:
-
-        def check(runner: Any) -> None:
-            fault = mock.patch.object(tape.TapeGraph, "replay", lambda self: None)
-            with fault if is_graph_wrong else nullcontext():
-                drop_wrong_graphs(runner)
-
-        run_as_on_cuda(engine.runner, check)
-        replayed, tested = capture(engine.runner)
-    if is_repeated:
-        engine.loop.bound = float("inf")
+        run_as_on_cuda(engine.runner)
+        replayed = capture(engine.runner)["model"]
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
     calls: list[Any] = []
     flash_calls: list[Any] = []
@@ -128,7 +111,7 @@ def run_requests(
     }
     attends = {"canvas_attention": note(calls), "flash_attention": note(flash_calls)}
     prompts = [[20 + 3 * i for i in range(37)], [400 - i for i in range(5)]]
-    params = [SamplingParams(max_tokens=num_tokens, seed=n, ignore_eos=True) for n in (1, 2)]
+    params = [SamplingParams(max_tokens=24, seed=n, ignore_eos=True) for n in (1, 2)]
     with mock.patch.multiple(backend, **checks, **attends):
         runs = engine.runs(prompts, params)
     return {
@@ -140,8 +123,7 @@ def run_requests(
         "layers": sum(hasattr(layer, "kv_cache") for layer in layers.values()),
         "calls": calls,
         "flash_calls": flash_calls,
-        "replayed": replayed["model"],
-        "tested": tested,
+        "replayed": replayed,
         "faults": dict(tape.FAULTS),
     }
 

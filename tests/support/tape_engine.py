@@ -5,7 +5,7 @@ configuration, its runner's ``capture_model``, its managers of a model and of a 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -82,28 +82,20 @@ def _lend_torch_cuda() -> None:
         setattr(CpuPlatform, name, classmethod(lambda cls, *given, answer=answer: answer))
 
 
-def run_as_on_cuda(
-    runner: Any,
-    check: Callable[[Any], None] = lambda runner: None,
-    check_code: Callable[[Any], None] = lambda runner: None,
-) -> None:
-    """Give a runner of canvases the class of a GPU's, which pads for graphs alone.
-
-    Args:
-        check, check_code: are called when graphs were captured, and before.
-    """
+def run_as_on_cuda(runner: Any) -> None:
+    """Give a runner of canvases the class of a GPU's, which pads for graphs alone."""
     if isinstance(runner.model_state, DiffusionModelState):
-        checks = {"check_code": staticmethod(check_code), "check_graphs": staticmethod(check)}
+        unchecked = staticmethod(lambda runner: None)
+        checks = {"check_code": unchecked, "check_graphs": unchecked}
         runner.__class__ = type("OnCuda", (CanvasGPURunner, CPUModelRunner), checks)
 
 
-def capture(runner: Any) -> tuple[Replays, list[tuple[int, int]]]:
+def capture(runner: Any) -> Replays:
     """Capture graphs, of model and draft, as a worker does at the end of its start.
 
     Returns:
         The graphs that are replayed from here on: of the ``model``; of its ``pieces``, whose
-        requests are not counted; of a speculator by the name of its manager. And what of the
-        model was replayed before.
+        requests are not counted; of a speculator by the name of its manager.
     """
     tape.FAULTS.clear()
     graphs = runner.cudagraph_manager
@@ -112,10 +104,9 @@ def capture(runner: Any) -> tuple[Replays, list[tuple[int, int]]]:
         if name.endswith("cudagraph_manager") and manager.needs_capture():
             replayed[name] = _watched(manager)
     runner.capture_model()
-    tested = list(replayed["model"])
     for found in replayed.values():
         found.clear()
-    return replayed, tested
+    return replayed
 
 
 def steps_of_canvases(runner: Any) -> Counter[str]:

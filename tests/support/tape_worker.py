@@ -158,7 +158,7 @@ def _compare(
     if code is not None:
         drop_wrong_code(runner)
     try:
-        result["replayed"], _ = capture(runner)
+        result["replayed"] = capture(runner)
     except tape.CaptureError as error:
         return result | {"failed": str(error)}
     if runner.speculator is None:
