@@ -21,7 +21,6 @@ from dllm.remote.link import Link
 from dllm.settings import files
 from tests.support.dynamo import needs_dynamo, wait_for
 from tests.support.oracle import VOCAB, plain
-from tests.support.process import start_python
 from tests.support.remote_harness import Clock, Net, Target, link_to, worker
 
 FIRST, SECOND, THIRD = (f"unix:///drafts/{number}" for number in (1, 2, 3))
@@ -230,21 +229,6 @@ def own_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_dynamo
-def test_workers_are_listed_while_they_are_there(own_list):
-    watching = watch_dynamo()
-    first, second = list_with_dynamo(FIRST), list_with_dynamo(SECOND)
-    for each in (watching, first, second):
-        each.wait_until_ready()
-    wait_for(lambda: watching.addresses == [FIRST, SECOND])
-    first.close()
-    wait_for(lambda: watching.addresses == [SECOND])
-    third = list_with_dynamo(THIRD)
-    wait_for(lambda: watching.addresses == [SECOND, THIRD])
-    for each in (watching, second, third):
-        each.close()
-
-
-@needs_dynamo
 def test_the_first_list_has_who_is_there_already(own_list):
     """Or a target whose watching process ended would drop its workers."""
     first = list_with_dynamo(FIRST)
@@ -254,24 +238,6 @@ def test_the_first_list_has_who_is_there_already(own_list):
         assert watching.stdout.readline() == f'["{FIRST}"]\n'
         watching.stdin.close()
     first.close()
-
-
-REGISTERED = """
-import signal, sys
-from dllm.remote.discovery import list_with_dynamo
-child = list_with_dynamo(sys.argv[1])
-signal.pause()
-"""
-
-
-@needs_dynamo
-def test_a_worker_that_is_killed_leaves_the_list(own_list):
-    watching = watch_dynamo()
-    with start_python("-c", REGISTERED, FIRST) as registered:
-        wait_for(lambda: watching.addresses == [FIRST])
-        registered.kill()
-        wait_for(lambda: watching.addresses == [])
-    watching.close()
 
 
 @needs_dynamo

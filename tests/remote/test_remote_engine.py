@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from bench.toys.suite import questions
 from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
+from dllm.drafter.widths.policy import WidthPolicy
 from dllm.patches.drafts import REMOTE_DRAFTS
 from dllm.remote.engine import EngineDrafts
 from dllm.remote.link import Link
@@ -283,24 +283,6 @@ def test_preempted_requests_lose_nothing(alone, small, monkeypatch):
     assert preempted and seen.num("drafts") > 100
 
 
-def test_aborted_requests_leave_nothing_behind(alone, small):
-    small.reset_prefix_cache()
-    prompts = [prompt(50, 4), prompt(20, 9), prompt(33, 5)]
-    draft, answers = oracle(alone, prompts, 40)
-    with drafted_by(small, Liar(draft)) as seen:
-        doomed = small.add(prompts[0], greedy(40))
-        kept = small.add(prompts[1], greedy(40))
-        for _ in range(4):
-            small.step()
-        small.llm.llm_engine.abort_request([doomed])
-        late = small.add(prompts[2], greedy(40))
-        finished = small.run()
-    for name, answer in ((kept, answers[1]), (late, answers[2])):
-        assert list(finished[name].outputs[0].token_ids) == answer
-    assert not seen.drafter.client.sessions
-    small.reset_prefix_cache()  # asserts that no KV block leaked
-
-
 def test_sampling_parameters_do_the_same_with_drafts(alone, small):
     """Half of the drafts are right. So are those that a grammar, or a stop token, cuts."""
     small.reset_prefix_cache()
@@ -318,14 +300,6 @@ def test_sampling_parameters_do_the_same_with_drafts(alone, small):
 # --- widths ---------------------------------------------------------------------------------------
 
 
-def test_a_width_of_zero_asks_nobody(small):
-    small.reset_prefix_cache()
-    with drafted_by(small, Liar(), FixedWidth(NUM_DRAFTS, 0)) as seen:
-        small.generate([prompt(9)], greedy(10))
-        assert seen.num("drafts") == 0
-        assert all(not batch.rows for batch in seen.link.connection.worker.pending)
-
-
 def test_adaptive_widths_change_no_token(small, alone):
     """Costs that make wide drafts pay where they were right, and none where they were wrong."""
     small.reset_prefix_cache()
@@ -338,6 +312,3 @@ def test_adaptive_widths_change_no_token(small, alone):
     with drafted_by(small, liar, policy) as seen:
         assert small.generate(prompts, greedy(60)) == answers
     assert len({*seen.widths}) > 2, seen.widths
-
-
-# --- refused when the server starts ---------------------------------------------------------------

@@ -29,9 +29,3 @@ def test_discovery_without_dynamo_is_refused_before_a_model_is_loaded(monkeypatc
     monkeypatch.setenv(discovery.PYTHON_VARIABLE, "/nowhere/python")
     assert cli.main(["draft-worker", "--model", "/nowhere/model", "--discovery", "dynamo"]) == 1
     assert "/nowhere/python: there is no such file" in capsys.readouterr().err
-
-
-def test_help_names_what_is_ours(capsys):
-    assert cli.main(["draft-worker", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert "--ahead" in said and "--keys" in said
