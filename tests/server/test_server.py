@@ -104,19 +104,6 @@ def test_streamed_samples_arrive_under_their_own_index(client):
     assert streamed == {choice.index: choice.token_ids for choice in whole.choices}
 
 
-def test_the_seed_decides_at_every_temperature(client):
-    results = {
-        (temperature, seed): tokens(complete(client, temperature=temperature, seed=seed))
-        for temperature in (0, 1, 1.5)
-        for seed in (3, 4)
-    }
-    for temperature in (0, 1, 1.5):
-        assert results[temperature, 3] != results[temperature, 4]
-    assert any(results[0, seed] != results[1.5, seed] for seed in (3, 4))
-    for (temperature, seed), result in results.items():
-        assert tokens(complete(client, temperature=temperature, seed=seed)) == result
-
-
 # --- where it ends -------------------------------------------------------------------------------
 
 

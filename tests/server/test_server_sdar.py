@@ -100,17 +100,6 @@ def test_a_decision_reads_the_canvas_of_its_adapter(sdar_server):
     assert replies[0]["answers"] != replies[1]["answers"]
 
 
-def test_many_options_are_answered_behind_an_input_of_any_length(sdar_server):
-    """In a block of 32 tokens: however many of them the prompt takes, labels fit the rest."""
-    choices = [{"value": f"{number}"} for number in range(40)]
-    questions = [
-        {"type": "choice", "instructions": "Which?" + " 7" * length, "choices": choices}
-        for length in range(32)
-    ]
-    body = {"model": MODEL, "input": "Ann has 34.", "questions": questions}
-    assert len(sdar_server.ask("/v1/decisions", body)["answers"]) == 32
-
-
 def test_adapters_come_and_go_and_a_wrong_one_is_refused(
     sdar_server: Server, client: openai.OpenAI, tmp_path: Path
 ) -> None:

@@ -3,20 +3,18 @@
 import http.client
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import openai
 import pytest
 
-from tests.server.test_server import RUNNING, chat, complete, prompt
+from tests.server.test_server import RUNNING, chat, complete
 from tests.support.patience import HANG_S
 from tests.support.server_harness import CANVAS, MAX_WATCHERS, MODEL, Server
 
 pytest_plugins = ["tests.support.server_harness"]
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-RESPONSES, ANTHROPIC = "/v1/responses", "/v1/messages"
+COMPLETIONS = "/v1/completions"
 BLOCKS = 3 * CANVAS
 FORMS = {"canvas": {"vllm_xargs": {"diffusion_stream": "canvas"}}, "text": {"diffusing": True}}
 CANVASES = FORMS["canvas"]
@@ -158,20 +156,6 @@ def test_metrics_do_not_count_frames_as_tokens(server, client):
     assert added(**CANVASES) == plain
 
 
-def test_neighbours_of_a_watched_request_get_their_tokens(client):
-    contexts = [prompt(length) for length in (5, 40, 150)]
-    alone = [complete(client, context).choices[0].token_ids for context in contexts]
-    with ThreadPoolExecutor(6) as pool:
-        watched = [
-            pool.submit(lambda c: read(complete(client, c, stream=True, extra_body=CANVASES)), c)
-            for c in contexts
-        ]
-        plain = [pool.submit(complete, client, context) for context in contexts]
-        assert [one.result().tokens[0] for one in watched] == alone
-        assert [one.result().choices[0].token_ids for one in plain] == alone
-        assert all(not hasattr(one.result().choices[0], "canvas") for one in plain)
-
-
 # --- clients that leave, or do not read -----------------------------------------------------------
 
 
@@ -283,10 +267,3 @@ def test_each_sample_of_each_prompt_has_its_own_trace(client):
     traces = [choice.diffusion_trace for choice in answer.choices]
     assert [trace["token_ids"] for trace in traces] == [one.token_ids for one in answer.choices]
     assert all("entropies" not in trace and "behind_stop" not in trace for trace in traces)
-
-
-# --- where it is refused --------------------------------------------------------------------------
-
-MESSAGES = [{"role": "user", "content": "hi"}]
-CHAT = {"model": MODEL, "messages": MESSAGES}
-STREAM, EVERY, TRACE = "diffusion_stream", "diffusion_stream_every", "diffusion_trace"

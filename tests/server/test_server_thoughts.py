@@ -64,13 +64,6 @@ def test_thoughts_that_the_template_turns_off_have_no_end(server):
     assert END not in choice["token_ids"] and choice["message"]["content"]
 
 
-def test_samples_and_logprobs(server):
-    asked = chat(thinking_token_budget=37, n=2, logprobs=True, top_logprobs=1, temperature=1.0)
-    for choice in server.ask(CHAT, asked)["choices"]:
-        assert num_thoughts(choice["token_ids"]) == 37
-        assert all(one["logprob"] > -9999 for one in choice["logprobs"]["content"])
-
-
 @pytest.mark.parametrize("budget", [33, 1])  # 1: the word "thought" alone, which no answer shows
 def test_a_stream_has_the_same_thought_and_answer(server, budget):
     asked = chat(thinking_token_budget=budget)
@@ -88,22 +81,6 @@ def test_a_stream_has_the_same_thought_and_answer(server, budget):
     assert tokens == choice["token_ids"] and num_thoughts(tokens) == budget
     assert thought == (choice["message"]["reasoning"] or "")
     assert answer == choice["message"]["content"]
-
-
-def test_a_grammar_begins_behind_the_budget(server):
-    schema = {
-        "type": "object",
-        "properties": {"sum": {"type": "integer", "maximum": 99, "minimum": 0}},
-        "required": ["sum"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
-    for budget in (3, 40):
-        asked = chat(response_format=form, thinking_token_budget=budget)
-        (choice,) = server.ask(CHAT, asked)["choices"]
-        assert choice["token_ids"].index(END) == budget  # the token that starts it counts here
-        assert 0 <= json.loads(choice["message"]["content"])["sum"] <= 99
-        assert choice["finish_reason"] == "stop"
 
 
 def test_completions_and_responses(server):
