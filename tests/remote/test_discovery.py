@@ -23,7 +23,7 @@ from tests.support.dynamo import needs_dynamo, wait_for
 from tests.support.oracle import VOCAB, plain
 from tests.support.remote_harness import Clock, Net, Target, link_to, worker
 
-FIRST, SECOND, THIRD = (f"unix:///drafts/{number}" for number in (1, 2, 3))
+FIRST, SECOND = "unix:///drafts/1", "unix:///drafts/2"
 
 
 # --- a target and the list ------------------------------------------------------------------------

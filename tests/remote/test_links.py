@@ -12,10 +12,11 @@ from dllm import LOGGER
 from dllm.drafter.metrics import Counts
 from dllm.remote import dialing
 from dllm.remote.address import Address
-from dllm.remote.keys import Keys, main
+from dllm.remote.keys import Keys
 from dllm.remote.link import CONNECT_WITHIN_S, RECONNECT_S, Link, State
 from dllm.remote.report import EVERY_S
 from dllm.remote.wire import Delta, DraftBatch
+from tests.remote.test_keys import keys_of, pairs  # noqa: F401  a fixture
 from tests.support.clock import Clock
 from tests.support.draft_links import ANSWER, TCP, ask, linked, serving, until
 from tests.support.oracle import VOCAB
@@ -120,15 +121,8 @@ def test_a_worker_that_does_not_greet_is_never_up_and_connected_to_again(said):
 
 
 @pytest.fixture
-def keys(tmp_path) -> dict[str, Keys]:
-    """A worker and a target that know each other, and a stranger that knows the worker."""
-    folders = {name: tmp_path / name for name in ("worker", "target", "stranger")}
-    for folder in folders.values():
-        assert main([str(folder)]) == 0
-    for one, other in (("target", "worker"), ("stranger", "worker"), ("worker", "target")):
-        public = (folders[other] / "certificate.pem").read_bytes()
-        (folders[one] / "trusted" / f"{other}.pem").write_bytes(public)
-    return {name: Keys(str(folder)) for name, folder in folders.items()}
+def keys(pairs) -> dict[str, Keys]:  # noqa: F811
+    return {name: keys_of(folder) for name, folder in pairs.items()}
 
 
 def test_a_target_that_a_worker_does_not_trust_is_told_so_on_both_sides(keys, said):
@@ -186,7 +180,7 @@ def test_a_worker_that_moves_is_found_where_its_name_leads_to(keys, names):
     with contextlib.ExitStack() as stack:
         with serving(TCP, keys["worker"]) as server:
             port = server.address.port
-            link = stack.enter_context(linked_by_name(port, keys["target"]))
+            link = stack.enter_context(linked_by_name(port, keys["one"]))
             assert ask(link) == ANSWER
         names.addresses = ("127.0.0.2",)
         with serving(Address(host="127.0.0.2", port=port), keys["worker"]):
@@ -196,14 +190,14 @@ def test_a_worker_that_moves_is_found_where_its_name_leads_to(keys, names):
 def test_every_address_of_a_name_is_tried(keys, names):
     with serving(TCP, keys["worker"]) as server:
         names.addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.1")
-        with linked_by_name(server.address.port, keys["target"]) as link:
+        with linked_by_name(server.address.port, keys["one"]) as link:
             assert ask(link) == ANSWER
 
 
 def test_a_name_server_that_hangs_stops_nobody(keys, names):
     with (
         serving(TCP, keys["worker"]) as server,
-        linked_by_name(server.address.port, keys["target"]) as link,
+        linked_by_name(server.address.port, keys["one"]) as link,
     ):
         names.is_there.clear()
         assert ask(link) == ANSWER  # where it was before
