@@ -7,7 +7,8 @@ aborted, and lose their pages. Whatever happens to a request, it is answered as 
 
 import math
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.models.unmasking.rule import STRATEGIES
 from tests.engine.test_grammars import KINDS, text_of
 from tests.engine.test_parity import prompt
+from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import TIGHT, Engine
 from tests.support.engine_models import Model
 from tests.support.tape_jobs import PARSER
@@ -162,7 +164,9 @@ def of_ends(dice: Random, model: Model, most: int) -> Given:
 
 def of_grammar(dice: Random, model: Model, most: int) -> Given:
     """Long enough for every text, or for a beginning."""
-    beside = dice.choice([{}, {"logit_bias": {dice.randrange(20, 90): 9.0}}, {"top_k": 5}])
+    heavy = {token: 30.0 for token in range(40, 90)}
+    penalties = {"repetition_penalty": 1.8, "presence_penalty": 2.0, "frequency_penalty": 2.0}
+    beside = dice.choice([{}, {"logit_bias": heavy}, {"top_k": 5}, penalties, {"min_p": 0.9}])
     asked = StructuredOutputsParams(**KINDS[dice.choice([*KINDS])][0])
     length = dice.choice([most, 128])
     return {"structured_outputs": asked, "ignore_eos": False, "max_tokens": length, **beside}
@@ -233,23 +237,40 @@ def alone(model: Model, ask: Ask) -> Any:
     return output
 
 
-def served(engine: Engine, made: Scenario, met: Counter[str]) -> list[Any]:
-    """The outputs of all requests; None of one that was aborted. Counts what happened to them."""
-    scheduler, finished = engine.scheduler, {}
-    names: list[str] = []
-    aborts: dict[int, list[str]] = {}
-    preempt = scheduler._preempt_request
+@contextmanager
+def counted(engine: Engine, made: Scenario, names: list[str], met: Counter[str]) -> Iterator[None]:
+    """Counts whom an engine preempts, which rows it takes, and whose canvas waits for room."""
+    scheduler = engine.scheduler
+    preempt, schedule = scheduler._preempt_request, scheduler.schedule
 
     def count(request: Any, *given: Any, **more: Any) -> None:
         name = request.request_id.split("-")[0].split("_")[-1]  # of a sample, that of its request
         met[f"{made.asks[names.index(name)].kind}, preempted"] += 1
         preempt(request, *given, **more)
 
+    def spy(*given: Any) -> Any:
+        output = schedule(*given)
+        running = {request.request_id for request in scheduler.running}
+        met["waits"] += len(running - output.num_scheduled_tokens.keys())
+        return output
+
+    patches = {"_preempt_request": count, "schedule": spy}
+    block_size = engine.runner.model_state.algorithm.settings.block_size
+    with mock.patch.multiple(scheduler, **patches), rows_taken(block_size) as taken:
+        yield
+    met.update(taken)
+
+
+def served(engine: Engine, made: Scenario, met: Counter[str]) -> list[Any]:
+    """The outputs of all requests; None of one that was aborted. Counts what happened to them."""
+    scheduler, finished = engine.scheduler, {}
+    names: list[str] = []
+    aborts: dict[int, list[str]] = {}
     left_over = list(scheduler.requests)  # of a scenario that failed
     engine.llm.llm_engine.abort_request(left_over, internal=True)
     engine.reset_prefix_cache()
     passes = nullcontext() if made.has_loop else engine.one_pass_a_step()
-    with passes, mock.patch.object(scheduler, "_preempt_request", count):
+    with passes, counted(engine, made, names, met):
         for step in range(MOST_STEPS):
             while len(names) < len(made.asks) and made.asks[len(names)].arrives <= step:
                 ask = made.asks[len(names)]
@@ -328,5 +349,6 @@ def check(model: Model, made: Scenario, met: Counter[str]) -> None:
             assert ask.aborted is not None
             continue
         met["cached"] += bool(output.num_cached_tokens)
+        met["other samples"] += len({tuple(one.token_ids) for one in output.outputs}) > 1
         assert_kept(engine, ask, output)
         assert_same(output, alone(model, ask))
