@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -334,67 +333,3 @@ def test_tokens_and_pages_equal_those_of_the_synchronous_twin(base, block_sizes)
     check()
     expected = CASES | ({"block with its tail"} if block_sizes != (1,) else set())
     assert {case for case, times in taken.items() if times >= MET} == expected
-
-
-# --- the simulation can fail ----------------------------------------------------------------------
-
-
-class CountsEveryBlockAsComputed(CanvasAsyncScheduler):
-    """As if the engine step with the block's causal pass were always in flight."""
-
-    def _update_request_with_output(self, request, new_token_ids, is_stale=False):
-        return AsyncScheduler._update_request_with_output(self, request, new_token_ids, is_stale)
-
-
-class CountsNoBlockAsComputed(CanvasAsyncScheduler):
-    """As if it never were."""
-
-    def _update_request_with_output(self, request, new_token_ids, is_stale=False):
-        if not is_stale:
-            request.num_computed_tokens -= len(new_token_ids)
-        return AsyncScheduler._update_request_with_output(self, request, new_token_ids, is_stale)
-
-
-class ForgetsFirstCanvases(CanvasAsyncScheduler):
-    """Canvases of new requests are not counted as tokens to come."""
-
-    def _give_canvases_to_new_requests(self, output):
-        CanvasScheduler._give_canvases_to_new_requests(self, output)
-
-
-class CountsCommits(CanvasAsyncScheduler):
-    """A pass that only writes a block's KV is counted as a denoise step."""
-
-    def make_spec_decoding_stats(self, *args, **kwargs):
-        return CanvasScheduler.make_spec_decoding_stats(self, *args, **kwargs)
-
-
-class CutsCanvases(CanvasAsyncScheduler):
-    """vLLM's scheduler cuts what does not fit."""
-
-    def _withhold_canvases_that_do_not_fit(self):
-        for request in self.running:
-            request.spec_token_ids = request.spec_token_ids[: self._canvas_width(request)]
-        return []
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        CountsEveryBlockAsComputed,
-        CountsNoBlockAsComputed,
-        CountsCommits,
-        ForgetsFirstCanvases,
-        CutsCanvases,
-    ],
-)
-@pytest.mark.parametrize("block_sizes", [(1,), (2, 4)])
-def test_a_broken_scheduler_is_found_out(base, broken, block_sizes):
-    @given(server=servers(block_sizes), asks=st.lists(asks, min_size=1, max_size=8))
-    @generated
-    def check(server: Server, asks: list[Ask]) -> None:
-        ours = simulate(base, server, asks, broken)
-        assert_same_tokens(ours, simulate(base, server, asks, CanvasScheduler))
-
-    with pytest.raises((AssertionError, IndexError, KeyError)):
-        check()

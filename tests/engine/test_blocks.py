@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dllm.patches import configure
 from tests.engine.test_engine import scheduled_spans
 from tests.support import family_checkpoints
-from tests.support.engine_harness import RUN_TOLERANCE, Engine, assert_same_runs
+from tests.support.engine_harness import Engine, assert_same_runs
 from tests.support.engine_models import BLOCKS, Model, model_of
 from tests.support.recorded_calls import record_calls
 
@@ -87,21 +86,6 @@ def test_a_page_that_ends_within_a_block_is_refused(model):
         Engine(model.path, block_size=2)
 
 
-def test_without_that_refusal_the_prefix_cache_gives_wrong_answers(tmp_path, monkeypatch):
-    """Blocks of 64 over pages of 32: equal first halves of a block do not have equal keys."""
-    config = family_checkpoints.SDAR | {"block_size": 64}
-    path = family_checkpoints.write(tmp_path / "model", config)
-    monkeypatch.setattr(configure, "_choose_pages", lambda cache, block_size: None)
-    wrong = Engine(path, max_num_batched_tokens=256, block_size=32)
-    params = Model(path, 64).params(blocks=2)
-    first, second = prompt(32) + prompt(40, salt=1), prompt(32) + prompt(40, salt=2)
-    expected = wrong.quiet_run(second, params)
-    wrong.reset_prefix_cache()
-    wrong.generate([first], params)
-    (run,) = wrong.runs([second], params)  # 32 tokens are from the cache: half a block
-    assert run.difference(expected) > 100 * RUN_TOLERANCE
-
-
 # --- batches, budgets, interruptions -------------------------------------------------------------
 
 
@@ -116,33 +100,6 @@ def test_prompts_in_chunks_and_budgets_smaller_than_the_batch(engine, model, mon
     chunks = [span[1:] for span in scheduled_spans(output for _, output in outputs)]
     # A chunk that is not the last ends with a block: no token is computed twice.
     assert (2 * size, 0) in chunks and (2 * size + 3, 0) not in chunks
-
-
-def test_a_canvas_that_waits_for_room_goes_on_where_it_was(engine, model):
-    """Between two of its denoise steps; its tail, which would fit, waits with it."""
-    size = model.size
-    small = model.engine(max_num_batched_tokens=2 * size + 3)
-    extra = {"diffusion_threshold": 1.0}
-    contexts = [prompt(size, salt=1), *(prompt(size + 1, salt=3 + i) for i in range(4))]
-    sampling = [
-        model.params(blocks, temperature=1.0, seed=i, extra_args=extra)
-        for i, blocks in enumerate((6, 1, 1, 1, 1))
-    ]
-    expected = [engine.quiet_run(*pair) for pair in zip(contexts, sampling, strict=True)]
-    small.reset_prefix_cache()
-    waited = []
-    schedule = small.scheduler.schedule
-
-    def spy(*args):
-        output = schedule(*args)
-        running = {request.request_id for request in small.scheduler.running}
-        waited.extend(running - output.num_scheduled_tokens.keys())
-        return output
-
-    with small.one_pass_a_step(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(small.scheduler, "schedule", spy)
-        assert_same_runs(small.runs(contexts, sampling), expected)
-    assert waited
 
 
 # --- request options -----------------------------------------------------------------------------

@@ -6,28 +6,17 @@ The quiet run itself is held to Hugging Face in ``test_parity.py``.
 from collections.abc import Sequence
 
 import psutil
-import pytest
 import torch
 from vllm import SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
 
-from dllm.engine.scheduler import CanvasScheduler
 from dllm.patches import cpu_worker
 from dllm.patches.cpu_worker import padded_size, return_free_memory
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.async_engine import get_async_engine
-from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, assert_same_runs, get_engine
+from tests.support.engine_harness import assert_same_runs, get_engine
 from tests.support.recorded_calls import record_calls
 
 # Below the size from which glibc asks the system for each block of memory.
 NUM_BLOCKS, BLOCK_BYTES = 1000, 100_000
-
-
-@pytest.fixture(params=["synchronous", "asynchronous"])
-def start(request, checkpoint):
-    """Starts an engine that schedules in one of the two ways."""
-    get = get_engine if request.param == "synchronous" else get_async_engine
-    return lambda **options: get(checkpoint(), **{"max_num_batched_tokens": 256} | options)
 
 
 def params(
@@ -67,19 +56,6 @@ def test_an_emitted_block_is_committed_at_the_head_of_the_next_pass(engine):
     causal_lens = {i: step.causal_len for i, step in enumerate(steps) if step.causal_len}
     assert causal_lens == {0: 10} | {i + 1: CANVAS for i in emitting[:-1]}
     assert emitting[-1] == len(steps) - 1
-
-
-def test_without_the_kv_rollback_runs_differ(engine, checkpoint, monkeypatch):
-    expected = engine.quiet_run(prompt(70), params())
-    monkeypatch.setattr(
-        CanvasScheduler, "_update_request_with_output", Scheduler._update_request_with_output
-    )
-    # The scheduler now believes that the emitted block's KV is final; the worker does not.
-    broken = get_engine(checkpoint(), max_num_batched_tokens=255)  # an engine to ruin
-    broken.reset_prefix_cache()
-    # The worker denoises at positions that the scheduler does not mean.
-    (run,) = broken.runs([prompt(70)], params())
-    assert run.difference(expected) > 100 * RUN_TOLERANCE
 
 
 # --- key-value cache -----------------------------------------------------------------------------
@@ -144,21 +120,6 @@ def test_prompts_longer_than_the_token_budget_and_budgets_smaller_than_the_batch
     assert any(span[1:] == (2 * CANVAS, CANVAS) for span in spans), "nor with its canvas"
     # A canvas is scheduled whole or not at all.
     assert {canvas for *_, canvas in spans} == {0, CANVAS}
-
-
-def test_a_cache_that_is_too_small_for_long_delays_requests_and_ends_none(
-    engine, start, monkeypatch
-):
-    """Forty requests that want several times the cache: preemption goes on till the last ones."""
-    tight = start(**TIGHT)
-    contexts = [prompt(60, salt=salt) for salt in range(40)]
-    preemptions = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
-    written = tight.generate(contexts, params(blocks=5))
-    assert len(preemptions) >= 20
-    assert [len(tokens) for tokens in written] == [5 * CANVAS] * 40
-    for place in (0, 19, 39):
-        assert written[place] == engine.quiet_run(contexts[place], params(blocks=5)).tokens
-    tight.reset_prefix_cache()  # asserts that no KV block leaked
 
 
 # --- noise ---------------------------------------------------------------------------------------

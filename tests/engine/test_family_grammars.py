@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.engine.grammars import DeviceGrammars
 from dllm.grammar.device import TablePool
 from dllm.models.unmasking.rule import STRATEGIES
 from tests.engine.test_grammars import KINDS, params, shortest_text, text_of
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.engine_harness import TIGHT, assert_same_runs
 from tests.support.engine_models import Model
 from tests.support.grammar_paths import as_on_a_gpu
 from tests.support.recorded_calls import record_calls
@@ -46,13 +44,6 @@ SAMPLING = [
     {"temperature": 2.0, "top_k": 5},
     {"min_p": 0.2, "top_p": 0.5},
 ]
-BESIDE: list[dict[str, Any]] = [
-    dict(logit_bias={token: 30.0 for token in range(40, 90)}),
-    dict(repetition_penalty=1.8, presence_penalty=2.0, frequency_penalty=2.0),
-    dict(extra_args={"diffusion_eos_stop": False}),
-    dict(top_k=1),
-    dict(top_p=0.01, min_p=0.9),
-]
 
 
 # Edits and random grammars: tests/models/test_unmasking_grammars.py.
@@ -70,14 +61,6 @@ def engine(model: Model) -> Any:
 def wide_engine(model: Model) -> Any:
     """For many requests that need not be alone: they take a quarter of the steps."""
     return model.engine(max_num_seqs=16, max_num_batched_tokens=1024)
-
-
-def mixed(count: int) -> list[Any]:
-    """A request of each form, one after the other, with different seeds; some are greedy."""
-    return [
-        params(kind, MAX_TOKENS, seed=at, temperature=float(at % 3 > 0))
-        for at, kind in zip(range(count), [*KINDS] * count, strict=False)
-    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,72 +104,6 @@ def test_a_text_is_complete_if_it_can_be_and_else_a_beginning(engine, model, kin
             assert KINDS[kind][1](text_of(engine, answer)), (budget, answer)
         else:
             assert answer.finish_reason == "length"
-
-
-def test_neighbours_without_a_grammar_do_not_notice(engine, model):
-    """Not by one bit: the same tokens, and the same logits in every denoise step."""
-    free = [model.params(blocks=3, seed=at, temperature=float(at)) for at in range(2)]
-    contexts = [prompt(20), prompt(33), prompt(12), prompt(13)]
-    engine.reset_prefix_cache()
-    padding = [model.params(blocks=3, seed=9)] * 2
-    alone = engine.runs(contexts, [*free, *padding])[:2]
-    engine.reset_prefix_cache()
-    bound = [params("json", MAX_TOKENS), params("regex", MAX_TOKENS, temperature=0.0)]
-    assert_same_runs(engine.runs(contexts, [*free, *bound])[:2], alone)
-
-
-def test_answers_do_not_depend_on_the_batch_and_follow_from_the_seed(engine):
-    asked = mixed(9)
-    contexts = [prompt(15 + at, salt=at) for at in range(len(asked))]
-    together = engine.generate(contexts, asked)
-    alone = [engine.generate([one], [of]) for one, of in zip(contexts, asked, strict=True)]
-    assert [[tokens] for tokens in together] == alone
-    (output,) = engine.outputs([prompt(10)], params("json", MAX_TOKENS, n=3))
-    texts = [text_of(engine, answer) for answer in output.outputs]
-    assert len(set(texts)) == 3 and all(map(KINDS["json"][1], texts))
-
-
-def test_one_pass_a_step_and_small_budgets_give_the_same_tokens(engine, model):
-    asked = mixed(6)
-    contexts = [prompt(15 + at, salt=at) for at in range(len(asked))]
-    expected = engine.generate(contexts, asked)
-    with engine.one_pass_a_step():
-        assert engine.generate(contexts, asked) == expected
-    small = model.engine(max_num_batched_tokens=2 * model.size + 3)
-    assert small.generate(contexts, asked) == expected
-
-
-def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypatch):
-    """The state of the text follows from the tokens that were emitted."""
-    is_gemma = model.name == "gemma"
-    tight = model.engine(**TIGHT | {"num_gpu_blocks_override": 24 if is_gemma else 14})
-    # Every answer needs almost all of its tokens.
-    never = {"logit_bias": {1: -90, 6: -90}} if is_gemma else {}
-    asked = [params("regex", 5 * CANVAS if is_gemma else 126, seed, **never) for seed in range(4)]
-    for one in asked:
-        if not is_gemma:
-            one.structured_outputs = StructuredOutputsParams(regex="([a-f]-){61}[0-9]")
-    contexts = [prompt(60 if is_gemma else 160, salt=salt) for salt in range(4)]
-    expected = engine.generate(contexts, asked)
-    preempted = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
-    with tight.one_pass_a_step():  # so that it happens in the middle of canvases
-        assert tight.generate(contexts, asked) == expected
-    assert preempted, "the cache was large enough for everybody"
-
-
-def test_answers_behind_a_prompt_from_the_cache_are_the_same(engine):
-    page = engine.runner.block_tables.block_sizes[0]
-    context, asked = [prompt(page + 9)], params("json", MAX_TOKENS, seed=1)
-    engine.reset_prefix_cache()
-    (cold,), (warm,) = (engine.outputs(context, asked) for _ in range(2))
-    assert (cold.num_cached_tokens or 0, warm.num_cached_tokens) == (0, page)
-    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
-
-
-@pytest.mark.parametrize("options", BESIDE, ids=lambda options: ",".join(options))
-def test_it_holds_beside_other_parameters(engine, options):
-    (output,) = engine.outputs([prompt(10)], params("json", MAX_TOKENS, **options))
-    assert KINDS["json"][1](text_of(engine, output.outputs[0]))
 
 
 def test_a_stop_token_of_the_request_comes_only_where_the_text_is_complete(engine):

@@ -246,14 +246,3 @@ def test_a_model_without_an_end_needs_a_stop_token(engine, monkeypatch):
         engine.add(prompt(10), params("choice"))
     (output,) = engine.outputs([prompt(10)], [params("choice", stop_token_ids=[40])])
     assert output.outputs[0].stop_reason == 40
-
-
-def test_aborted_requests_leave_nothing_behind(engine):
-    expected = engine.generate([prompt(12)], [params("regex", seed=5)])
-    req_id = engine.add(prompt(12), params("json", logit_bias={1: -50, 6: -50}))
-    for _ in range(3):
-        engine.step()
-    engine.llm.llm_engine.abort_request([req_id])
-    assert engine.generate([prompt(12)], [params("regex", seed=5)]) == expected
-    free = params(None, ignore_eos=True, max_tokens=CANVAS)
-    assert len(engine.generate([prompt(12)], [free])[0]) == CANVAS

@@ -16,7 +16,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.engine import canvas_rows, model_state, records, sampler
+from dllm.engine import canvas_rows
 from tests.engine import test_blocks
 from tests.engine.test_blocks import model  # noqa: F401  a fixture: SDAR, LLaDA2
 from tests.engine.test_loop import UNBOUNDED, params, switched
@@ -81,28 +81,6 @@ WAITS: dict[str, tuple[str, Callable[[Snippets], Any]]] = {
     "host and device": ("mixed", lambda s: s.x + s.host),
     "host first": ("mixed", lambda s: torch.where(s.mask, s.host, s.x)),
 }
-HARMLESS: dict[str, Callable[[Snippets], Any]] = {
-    "arithmetic": lambda s: (s.x * 2 + torch.tensor(1.0)).sum(),
-    "indices": lambda s: s.x[s.i],
-    "slices": lambda s: s.x[1:3],
-    "write": lambda s: s.x.__setitem__(s.i, s.x[3:5] + 1),
-    "fill": lambda s: s.x.index_fill_(0, s.i, 1.0),
-    "where": lambda s: torch.where(s.mask, s.x, 0),
-    "attributes": lambda s: (len(s.x), s.x.shape, s.x.dtype, s.x.numel(), s.x.device),
-    "rows": lambda s: list(s.x),
-    "allocation": lambda s: torch.zeros(3, device=s.x.device) + s.x.new_zeros(3),
-    "from pinned": lambda s: s.pinned[:3].to(DEVICE, non_blocking=True),
-    "copy from pinned": lambda s: s.x.copy_(s.pinned, non_blocking=True),
-    "to pinned": lambda s: s.pinned.copy_(s.x, non_blocking=True),
-    "to a pinned copy": lambda s: s.x.to("cpu", non_blocking=True),
-    "to pinned memory like it": lambda s: torch.empty_like(
-        s.x, device="cpu", pin_memory=True
-    ).copy_(s.x, non_blocking=True),
-    "repeat": lambda s: s.i.repeat_interleave(3),
-    "repeat to a known size": lambda s: s.i.repeat_interleave(s.i, output_size=3),
-    "host alone": lambda s: (s.host[s.host > 0].tolist(), s.host.nonzero(), int(s.host[0])),
-    "host by host": lambda s: s.host[[1, 2]],
-}
 
 
 @pytest.mark.parametrize("name", WAITS)
@@ -117,15 +95,6 @@ def test_each_kind_of_wait_is_found(name):
     assert {finding.where.split(":")[0] for finding in watch.findings} == {
         "tests/engine/test_hidden_waits.py"
     }
-
-
-@pytest.mark.parametrize("name", HARMLESS)
-def test_what_does_not_wait_is_not_found(name):
-    watch = DeviceWatch()
-    snippets = Snippets(watch)
-    with watch:
-        HARMLESS[name](snippets)
-    assert not watch.findings
 
 
 # --- the worker ----------------------------------------------------------------------------------
@@ -278,28 +247,3 @@ def test_a_visit_looks_at_its_rows_once(engine, monkeypatch):
     watch = watched_run(engine, CASES["one"], passes=UNBOUNDED)
     assert len(watch.passes) > len(watch.calls["sampler"])
     assert len(made) <= 2 * len(watch.calls["sampler"])  # of two runs
-
-
-def blocking(values: Any, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(values)).to(device)
-
-
-@pytest.mark.parametrize("module", [canvas_rows, model_state, sampler, records])
-def test_a_copy_that_blocks_would_be_found_in_the_worker(scheduled, monkeypatch, module):
-    monkeypatch.setattr(module, "to_device", blocking)
-    watch = watched_run(scheduled, CASES["one"], passes=1)
-    # The copies are in this file.
-    assert set(files_of(watch)) == {("copy", "tests/engine/test_hidden_waits.py")}
-
-
-def test_a_read_would_be_found_in_the_worker(engine, monkeypatch):
-    family = engine.runner.model_state.algorithm
-    soft_embeddings = family.soft_embeddings
-
-    def reads(logits: torch.Tensor, step: Any, *cap: Any) -> torch.Tensor:
-        assert step.converged.sum() <= len(step.converged)
-        return soft_embeddings(logits, step, *cap)
-
-    monkeypatch.setattr(family, "soft_embeddings", reads)
-    watch = watched_run(engine, CASES["one"], passes=1)
-    assert len(watch.of_kind("read")) == len(watch.findings) == len(watch.passes)

@@ -3,7 +3,6 @@
 In models with blocks behind prompts that end within a block, too.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 from dllm.models.unmasking.rule import STRATEGIES
 from tests.engine.test_parity import CANVAS, prompt
 from tests.engine.test_sampling_engine import CONTEXT, assert_seen, params, tokens_of, watched
-from tests.support.engine_harness import TIGHT
 from tests.support.engine_models import BLOCKS, SIZES, Model
-from tests.support.recorded_calls import record_calls
 
 # What changes tokens, or their order: of each family.
 WAYS: dict[str, list[dict[str, Any]]] = {
@@ -123,23 +120,6 @@ def test_no_end_comes_before_the_last_held_pin(model):
     assert tokens.index(1) == 2 == len(tokens) - 1
 
 
-@pytest.mark.parametrize("mode", ["hold", "hint"])
-def test_bad_words_of_another_request_change_nothing(model, mode):
-    """Also where a pin is a token that its request excludes."""
-    engine = model.engine()
-    pinned = model.params(3, allowed_token_ids=[33, 34, 35], temperature=1.0, seed=4)
-    pinned.extra_args = (pinned.extra_args or {}) | held(pins_of(model), diffusion_pin_mode=mode)
-    beside = model.params(3, bad_words=["a"])
-    contexts = [prompt(model.size + 1), prompt(20)]
-    (alone,) = engine.generate(contexts[:1], pinned)
-    with engine.watch() as seen:
-        tokens, _ = engine.generate(contexts, [pinned, beside])
-    assert tokens == alone
-    starts = {step.canvas_start for step in next(iter(seen.values()))}
-    # A canvas for each block, and one for the rest of the prompt's.
-    assert len(starts) == 3 + model.has_blocks
-
-
 def test_a_bad_word_that_is_held_ends_no_canvas(engine):
     own = params(2, bad_word_ids=[[40]], extra_args=held({9: 40}))
     _, steps = watched(engine, CONTEXT, own)
@@ -174,25 +154,6 @@ def test_the_logprob_of_a_pin_among_masks_is_the_models_own(of_blocks, mode):
         assert output.outputs[0].token_ids[place] == token and len(steps) > 1
         assert entry[token].logprob == pytest.approx(float(scores[token]), abs=1e-4)
         assert entry[token].rank == int((scores >= scores[token]).sum())
-
-
-def test_held_pins_survive_preemption_in_the_middle_of_a_block(of_blocks, monkeypatch):
-    engine = of_blocks.engine()
-    tight = of_blocks.engine(**TIGHT | {"num_gpu_blocks_override": 14})
-    pins = {place: 40 + place % 7 for place in (3, 17, 60, 63)}
-    extra = held(pins, diffusion_threshold=1.0)
-    sampling = of_blocks.params(128 / of_blocks.size, extra_args=extra)
-    contexts = [prompt(157 + salt, salt=salt) for salt in range(4)]
-    engine.reset_prefix_cache()
-    expected = engine.generate(contexts, sampling)
-    preempted = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
-    with tight.one_pass_a_step(), tight.watch() as seen:
-        assert tight.generate(contexts, sampling) == expected
-    assert preempted, "the cache was large enough for everybody"
-    # A canvas that starts again takes more steps than it has tokens.
-    counts = [max(Counter(s.canvas_start for s in steps).values()) for steps in seen.values()]
-    assert max(counts) > of_blocks.size
-    assert all({place: tokens[place] for place in pins} == pins for tokens in expected)
 
 
 def test_the_server_draws_the_noise_that_a_canvas_leaves_open(engine):

@@ -108,13 +108,6 @@ def test_candidates_are_drawn_at_the_schedules_temperature_times_the_requests(op
     assert expected[LOGITS.argmax()] > 0
 
 
-def test_the_temperatures_are_told_apart():
-    """The test above would notice a temperature that is 10% off."""
-    counts = torch.bincount(step().canvas.flatten(), minlength=VOCAB).double()
-    wrong = distribution(CONFIG.t_max * 1.1) * counts.sum()
-    assert chi_square_tail(counts, wrong) < ERROR_PROBABILITY
-
-
 def test_greedy_takes_the_argmax_and_renoises_at_random():
     """With a bound so small that one position a canvas is accepted, the leftmost of equals."""
     canvas = step(entropy_bound=1e-9, temperature=0).canvas

@@ -11,7 +11,6 @@ from tests.engine.test_engine import params, scheduled_spans
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import (
-    TIGHT,
     DenoiseStep,
     Engine,
     assert_same_runs,
@@ -191,16 +190,6 @@ def test_filters_that_leave_one_token_are_the_same(engine):
     assert all(count < MAX_STEPS for count in blocks_of(steps))
 
 
-@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}])
-def test_a_filter_changes_the_candidates(engine, options):
-    """At a temperature at which the model considers more than what the filter leaves."""
-    runs = [
-        tokens_of(engine, CONTEXT, params(temperature=2.0, **each))
-        for each in ({}, options, options)
-    ]
-    assert runs[0] != runs[1] == runs[2]
-
-
 # --- the end of a sequence -----------------------------------------------------------------------
 
 EOS_SEEDS = range(6)
@@ -378,22 +367,6 @@ def test_prompt_logprobs_of_chosen_ids(engine, checkpoint):
     np.testing.assert_allclose(output.prompt_token_id_logprobs, expected, atol=1e-3)
 
 
-def test_prompt_logprobs_beside_requests_in_the_middle_of_theirs(engine):
-    """The causal rows of emitted blocks and the canvases of a batch are nobody's prompt."""
-    alone = engine.outputs([CONTEXT], params(1, prompt_logprobs=2))[0].prompt_logprobs
-    first = engine.add(prompt(33), params(3))
-    with engine.one_pass_a_step():
-        for _ in range(6):
-            engine.step()
-    second = engine.add(CONTEXT, params(1, prompt_logprobs=2))
-    finished = engine.run()
-    assert first in finished
-    for mine, theirs in zip(finished[second].prompt_logprobs, alone, strict=True):
-        assert (mine is None) == (theirs is None)
-        for token, logprob in (mine or {}).items():
-            assert logprob.logprob == pytest.approx(theirs[token].logprob, abs=1e-3)
-
-
 def test_a_prompt_that_is_scored_comes_without_a_canvas(engine, checkpoint, monkeypatch):
     """Any worker of vLLM scores the prompt, and nothing else; the last of several chunks, too."""
     for one in (engine, get_engine(checkpoint(), max_num_batched_tokens=72)):
@@ -426,13 +399,6 @@ def test_prompt_logprobs_of_an_aborted_request_are_forgotten(engine):
 # --- canvases that the request brings ------------------------------------------------------------
 
 SEED_CANVAS = prompt(CANVAS, salt=9)
-
-
-HELD = {
-    "diffusion_pin_at": [3, CANVAS + 5],
-    "diffusion_pin_ids": [40, 41],
-    "diffusion_pin_mode": "hold",
-}
 
 
 def seeded(**changes) -> dict:
@@ -501,57 +467,3 @@ def test_a_constrained_request_emits_its_ids_and_starts_from_any(engine):
     assert not set(steps[0].canvas) <= {30, 31, 32}
     allowed = params(2, allowed_token_ids=[30, 31, 32])
     assert tokens == tokens_of(engine, CONTEXT, allowed)
-
-
-# --- other requests in the batch -----------------------------------------------------------------
-
-PREEMPTED = {
-    # Noise is a function of where a canvas starts, also of one that starts at an odd place.
-    "a cut canvas": params(
-        5,
-        bad_word_ids=[[30, 30], [31, 31, 30]],
-        logit_bias={30: 20.0, 31: 20.0},
-        frequency_penalty=0.3,
-        extra_args={"diffusion_max_steps": 2},
-    ),
-    "a seed canvas": params(5, extra_args=seeded(diffusion_pinned=[1, 2])),
-    "held pins": params(
-        5,
-        extra_args={
-            "diffusion_pin_at": [0, 7, CANVAS, 4 * CANVAS + 2],
-            "diffusion_pin_ids": [40, 41, 42, 44],
-            "diffusion_pin_mode": "hold",
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PREEMPTED)
-def test_it_survives_preemption(engine, checkpoint, monkeypatch, name):
-    tight, sampling = get_engine(checkpoint(), **TIGHT), PREEMPTED[name]
-    contexts = [prompt(60, salt=salt) for salt in range(4)]
-    expected = [tokens_of(engine, context, sampling) for context in contexts]
-    preempted = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
-    assert tight.generate(contexts, sampling) == expected
-    assert preempted, "the cache was large enough for everybody"
-
-
-def test_requests_of_every_kind_in_one_batch_are_as_they_are_alone(engine):
-    """More than fit at once, so that they meet at different points."""
-    sampling = [
-        *(EDITS[name] for name in sorted(EDITS)),
-        params(2, bad_word_ids=[[30, 30]], logit_bias={30: 30.0}),
-        params(2, 5, top_k=5),
-        params(2, 6, top_p=0.5, temperature=1.5),
-        params(2, 7, min_p=0.3, ignore_eos=False),
-        params(2, 8, temperature=0),
-        params(1, 9, prompt_logprobs=2, logprobs=2),
-        params(1, 10, extra_args=seeded(diffusion_pinned=[0, 1], diffusion_max_steps=4)),
-        params(2, 13, extra_args=HELD),
-        params(1, 11, logprob_token_ids=[5, 6], extra_args={"diffusion_constrained": 1}),
-        params(2, 12, extra_args={"diffusion_canvas_length": 11}, presence_penalty=1.0),
-    ]
-    contexts = [prompt(10 + 7 * i, salt=i) for i in range(len(sampling))]
-    alone = [engine.quiet_run(*each) for each in zip(contexts, sampling, strict=True)]
-    engine.reset_prefix_cache()
-    assert_same_runs(engine.runs(contexts, sampling), alone)

@@ -6,16 +6,14 @@ and plain loops in ``tests/models``.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.test_loop import switched
 from tests.engine.test_parity import prompt
 from tests.support.async_engine import rows_taken
-from tests.support.engine_harness import TIGHT, Engine, Run, assert_same_runs, blocks_of
+from tests.support.engine_harness import Engine, assert_same_runs, blocks_of
 from tests.support.engine_models import SIZES, Model
 from tests.support.grammar_paths import as_on_a_gpu
 from tests.support.recorded_calls import record_calls
@@ -46,31 +44,6 @@ def ours(model: Model, is_async: bool) -> Engine:
 # --- batches, passes, interruptions --------------------------------------------------------------
 
 
-def requests_at_different_points(model: Model) -> tuple[list[list[int]], list[SamplingParams]]:
-    lengths = (1, model.size, 2 * model.size + 1, 3 * model.size - 1, 5, 130)
-    sampling = [
-        model.params(1 + at % 3, seed=at, temperature=float(at % 2)) for at in range(len(lengths))
-    ]
-    return [prompt(n, salt=n) for n in lengths], sampling
-
-
-@pytest.fixture(scope="module")
-def alone(quiet: Engine, model: Model) -> list[Run]:
-    """Each of these requests by itself, a pass an engine step."""
-    with quiet.one_pass_a_step():
-        pairs = zip(*requests_at_different_points(model), strict=True)
-        return [quiet.quiet_run(*pair) for pair in pairs]
-
-
-def test_requests_at_different_points_of_one_batch_do_not_disturb_each_other(
-    quiet, ours, model, alone
-):
-    contexts, sampling = requests_at_different_points(model)
-    ours.reset_prefix_cache()
-    assert_same_runs(ours.runs(contexts, sampling), alone)
-    assert_same_runs([quiet.quiet_run(contexts[2], sampling[2])], [alone[2]])
-
-
 def test_the_separate_twins_are_identical_and_take_more_passes(quiet, model, monkeypatch):
     context, params = prompt(2 * model.size + 3), model.params(4)
     passes, runs = [], []
@@ -84,46 +57,6 @@ def test_the_separate_twins_are_identical_and_take_more_passes(quiet, model, mon
     # prompt ends within a block.
     num_commits = 4 if model.has_blocks else 3
     assert passes == [passes[0], passes[0] + num_commits, passes[0] + 1]
-
-
-LONG_CONTEXTS = [prompt(65 + salt, salt=salt) for salt in range(4)]
-
-
-@pytest.fixture(scope="module")
-def long_answers(quiet: Engine, model: Model) -> list[list[int]]:
-    """Of four requests that need more pages than there are."""
-    params = model.params(128 / model.size)
-    return [quiet.quiet_run(context, params).tokens for context in LONG_CONTEXTS]
-
-
-def test_preempted_requests_resume_with_the_same_tokens(model, is_async, long_answers, monkeypatch):
-    pages = 24 if model.name == "gemma" else 10 if is_async else 14
-    tight = model.engine(is_async, **TIGHT | {"num_gpu_blocks_override": pages})
-    preempted = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
-    assert tight.generate(LONG_CONTEXTS, model.params(128 / model.size)) == long_answers
-    assert preempted, "the cache was large enough for everybody"
-
-
-@pytest.mark.parametrize("moment", ["mid-canvas", "between emission and commit"])
-def test_an_aborted_request_leaves_nothing_behind(quiet, ours, model, moment):
-    """Its slot is reused by a request whose tokens do not notice."""
-    params = model.params(seed=4, temperature=1.0)
-    expected = quiet.quiet_run(prompt(33), params)
-    ours.reset_prefix_cache()
-    many_steps = {} if model.name == "gemma" else {"extra_args": {"diffusion_threshold": 1.0}}
-    doomed = ours.add(prompt(50), model.params(8, **many_steps))
-    with ours.watch() as watched, ours.one_pass_a_step():
-        for _ in range(200):
-            ours.step()
-            steps = next(iter(watched.values()), [])
-            emitted = bool(steps and steps[-1].num_emitted)
-            if len(steps) > 1 and emitted == (moment != "mid-canvas"):
-                break
-        else:
-            raise AssertionError(f"never {moment}")
-    ours.llm.llm_engine.abort_request([doomed])
-    assert_same_runs(ours.runs([prompt(33)], params), [expected])
-    ours.reset_prefix_cache()  # asserts that no KV block leaked
 
 
 def test_a_conversation_continued_from_cache_equals_a_cold_start(quiet, ours, model, monkeypatch):
@@ -151,21 +84,6 @@ def test_asynchronously_a_block_takes_a_pass_more_than_its_denoise_steps(quiet, 
     assert steps[0] == steps[1]
     assert taken["canvas"] == sum(steps[1]) and taken["deferred commit"] == len(steps[1])
     assert not taken["block before a canvas"] and not taken["block alone"]
-
-
-def test_asynchronously_a_block_is_cut_at_a_bad_word(quiet, model):
-    """The engine step of its KV has more rows than the block has tokens.
-
-    With blocks there is none: the tokens are the tail of the next canvas.
-    """
-    ours, context = model.engine(True), prompt(model.size + 1)
-    # In a single step no token is masked for the one in front of it.
-    params = model.params(blocks=4, extra_args={"diffusion_max_steps": 1})
-    params._bad_words_token_ids = [quiet.quiet_run(context, params).tokens[1:3]]
-    expected = quiet.quiet_run(context, params)
-    with rows_taken(model.size if model.has_blocks else 1) as taken:
-        assert_same_runs([ours.quiet_run(context, params)], [expected])
-    assert taken["trimmed commit"], taken
 
 
 @pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
@@ -237,30 +155,6 @@ def test_the_last_canvas_is_cut_by_the_model_length(model, is_async):
 
 
 # --- request options -----------------------------------------------------------------------------
-
-
-def test_samples_differ_and_follow_from_the_seed_with_their_logprobs(quiet, ours, model):
-    scored = {} if model.has_blocks else {"prompt_logprobs": 1}
-    params = model.params(2, n=3, seed=12, temperature=1.0, logprobs=3, **scored)
-    seen: list[tuple[list[tuple[int, ...]], list[Any]]] = []
-    for engine, passes in (
-        (quiet, quiet.one_pass_a_step()),
-        (quiet, nullcontext()),
-        (ours, nullcontext()),
-    ):
-        engine.reset_prefix_cache()
-        with passes:
-            (output,) = engine.outputs([prompt(model.size + 3)], params)
-        rows = [row for one in output.outputs for row in one.logprobs]
-        rows += (output.prompt_logprobs or [])[1:]
-        scores = [{token: x.logprob for token, x in row.items()} for row in rows]
-        seen.append(([tuple(one.token_ids) for one in output.outputs], scores))
-    texts, expected = seen[0]
-    assert len(set(texts)) == 3
-    for again, scores in seen[1:]:
-        assert again == texts
-        for mine, theirs in zip(scores, expected, strict=True):
-            assert mine == pytest.approx(theirs, abs=2e-3)  # rounding of another batch size
 
 
 def test_a_canvas_is_as_wide_as_a_request_asks(ours, model):

@@ -18,8 +18,7 @@ from dllm.models.gemma.rule import accept_mask
 from dllm.models.unmasking.reference import DecodingRule, load_model
 from tests.engine.test_sampling_engine import schedule
 from tests.support import hf_reference
-from tests.support.async_engine import get_async_engine
-from tests.support.engine_harness import TIGHT, Engine, get_engine
+from tests.support.engine_harness import Engine, get_engine
 from tests.support.mask_engines import MASKS, TOLERANCE, prompts
 from tests.support.masked_pass import logits_of
 
@@ -169,34 +168,6 @@ def accepted(engine: Engine, probs: torch.Tensor) -> list[bool]:
     config = engine.runner.model_state.algorithm.settings
     entropy = torch.special.entr(probs).sum(-1)
     return accept_mask(entropy[None], torch.tensor([32]), config.entropy_bound)[0].tolist()
-
-
-def assert_same(traces: list[Any], expected: list[Any]) -> None:
-    """Exactly the same steps; numbers but for rounding."""
-    for one, other in zip(traces, expected, strict=True):
-        assert one.keys() == other.keys()
-        for name, values in one.items():
-            assert values == pytest.approx(other[name], abs=TOLERANCE), name
-
-
-@pytest.mark.parametrize("kind", ["sdar", "uniform"])
-def test_preemption_cache_and_schedule_change_no_trace(engine_of, checkpoint, kind):
-    path = engine_of("sdar")[1] if kind == "sdar" else uniform(checkpoint)
-    engine = get_engine(path, max_num_batched_tokens=256)
-    asked = params({"diffusion_trace": True}, max_tokens=64)
-    texts = [[20 + (7 * i + salt) % 450 for i in range(34)] for salt in range(4)]
-
-    def traces_of(other: Engine) -> list[Any]:
-        return [one.outputs[0].diffusion_trace for one in other.outputs(texts, asked)]
-
-    expected = traces_of(engine)
-    assert_same(traces_of(engine), expected)  # prompts from the prefix cache
-    with engine.one_pass_a_step():
-        assert_same(traces_of(engine), expected)
-    assert_same(traces_of(get_async_engine(path)), expected)
-    pages = {} if kind == "uniform" else {"num_gpu_blocks_override": 14}
-    tight = get_engine(path, **TIGHT | pages)
-    assert_same(traces_of(tight), expected)
 
 
 def test_beside_a_canvas_a_prompt_that_is_read_has_no_rows_to_trace():
