@@ -109,21 +109,15 @@ class OneTokenAtATime(DelegatingParser):
 
 @cache
 def show_in_order() -> None:
-    """Let Responses show what a canvas adds in the order of the answer. A response format beside
-    tools is refused where its grammar is compiled: xgrammar would read it on the event loop.
+    """Let Responses show what a canvas adds in the order of the answer.
 
     Called in an API server of one of our models, so that others stay as they are.
     """
     from vllm.entrypoints.openai.responses import serving
-    from vllm.parser import abstract_parser
 
     @replaces(serving)
     def split_delta(theirs: Any, delta: Any) -> list[Any]:
         return [*delta.in_order()] if isinstance(delta, Ordered) else theirs(delta)
-
-    @replaces(abstract_parser)
-    def _xgrammar_supports(theirs: Any, structured_outputs: Any) -> bool:
-        return True
 
 
 class _Reader:

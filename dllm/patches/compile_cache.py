@@ -64,25 +64,18 @@ def reload_compiled_backbone() -> None:
     used on a CPU, do not have, and takes the error for a broken file. Called in the worker.
     """
     import torch
-    from vllm.compilation import decorators
 
-    load_compiled_function = torch.compiler.load_compiled_function
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        loaded: Any = load_compiled_function(*args, **kwargs)
+    @replaces(torch.compiler)
+    def load_compiled_function(theirs: Any, file: Any, **options: Any) -> Any:
+        path = Path(file.name)
+        delete_damaged_files(path.parent)
+        if not path.exists():
+            raise EOFError  # vLLM compiles again
+        loaded = theirs(file, **options)
         function = loaded._artifacts.compiled_fn
         if not hasattr(function, "finalize_loading"):
             function.finalize_loading = lambda vllm_config: None
         return loaded
-
-    @replaces(decorators)
-    def _try_load_aot_compiled_fn(theirs: Any, model: Any, aot_compilation_path: str) -> Any:
-        delete_damaged_files(Path(aot_compilation_path).parent)
-        torch.compiler.load_compiled_function = load
-        try:
-            return theirs(model, aot_compilation_path)
-        finally:
-            torch.compiler.load_compiled_function = load_compiled_function
 
 
 def write_checksums(vllm_config: Any) -> None:

@@ -82,15 +82,12 @@ PATCHES = {
     "vllm.tool_parsers.structural_tag_registry.register_vllm_structural_tag": (
         "in the front end: the grammar of tool calls in Gemma 4's syntax"
     ),
-    "vllm.parser.abstract_parser._xgrammar_supports": (
-        "in the front end: xgrammar reads no response format beside tools on the event loop"
+    "vllm.v1.structured_output.backend_xgrammar.validate_xgrammar_grammar": (
+        "in the front end of our architectures: xgrammar reads no structural tag on the event "
+        "loop, and no response format beside tools"
     ),
     "vllm.entrypoints.launchers.api_server.app_state.init_endpoint_plugins_state": (
-        "in an API server: serving objects of ours answer for our models. An endpoint plugin would "
-        "not run in vllm run-batch"
-    ),
-    "vllm.entrypoints.launchers.render.app_state.init_endpoint_plugins_state": (
-        "the same in a server that only renders; ours is a plugin of servers that generate"
+        "in vllm run-batch, which has a state without endpoint plugins: ours runs there, too"
     ),
     "vllm.entrypoints.anthropic.api_router.translate_error_response": (
         "Anthropic's SDK goes on without a thread where an error has the details that say so"
@@ -101,13 +98,10 @@ PATCHES = {
     "vllm.entrypoints.serve.sagemaker.api_router.get_generate_invocation_types": (
         "/invocations reads bodies with bounds"
     ),
-    "vllm.entrypoints.generate.base.protocol.validate_structural_tag_payload": (
-        "in the API server of our architectures: xgrammar reads no structural tag on the event loop"
-    ),
     "vllm.plugins.load_endpoint_plugins": (
-        "bodies are read with bounds; /canvas where VLLM_PLUGINS names dllm_canvas. Entry points "
-        "(vllm.endpoint_plugins) are loaded only where VLLM_PLUGINS names them, and warn everybody "
-        "else"
+        "serving objects of ours answer for our models, and bodies are read with bounds; /canvas "
+        "where VLLM_PLUGINS names dllm_canvas. Entry points (vllm.endpoint_plugins) are loaded "
+        "only where VLLM_PLUGINS names them, and warn everybody else"
     ),
     "vllm.multimodal.registry.MultiModalRegistry.create_processor": (
         "an image request gets HTTP 400 with the reason; vLLM only says 'not a multimodal model'"
@@ -141,10 +135,6 @@ PATCHES = {
     "vllm.model_executor.models.gemma4_mm": (
         "with DLLM_DISABLE=1 on a CPU without torchvision: a stand-in, while vLLM's DiffusionGemma "
         "is imported, for the image processing that it takes from there"
-    ),
-    "vllm.compilation.decorators._try_load_aot_compiled_fn": (
-        "in the CPU worker: damaged files are deleted before vLLM opens them; a restart loads the "
-        "compiled backbone, where vLLM finds its own file broken and traces again"
     ),
 }
 
@@ -203,7 +193,8 @@ OBJECTS = {
     ),
     "vllm.compilation.caching.VllmSerializableFunction.finalize_loading": (
         "function.finalize_loading",
-        "in the CPU worker: vLLM calls it also of functions that have none",
+        "in the CPU worker: vLLM calls it also of functions that have none, finds its own file "
+        "broken, and traces again",
     ),
     "vllm.model_executor.kernels.linear.scaled_mm.cpu.CPUInt8ScaledMMLinearKernel.linear_method": (
         "self.kernel.linear_method",

@@ -1,4 +1,4 @@
-"""An endpoint plugin of vLLM: routes that vLLM lacks, and bounds of the bodies of all routes."""
+"""Endpoint plugins of vLLM: objects of ours that answer, routes that it lacks, bounds of bodies."""
 
 from typing import Any
 
@@ -10,12 +10,34 @@ from dllm.api.page import CanvasPage, say_how
 from dllm.models import FAMILIES, settings_of
 from dllm.patches.replace import replaces
 from dllm.patches.served import Server, has_canvases
+from dllm.patches.serving import refuse_canvases, serve_canvases
 
 logger = init_logger(LOGGER)
 
 
-class OurRoutes:
-    """Typed decisions and scores for our models, and bounds of all bodies."""
+class OurAnswers:
+    """Serving objects of ours answer for our models."""
+
+    name = "dllm_answers"
+    required_tasks: tuple[str, ...] | None = None
+
+    def attach_router(self, app: Any) -> None:
+        """vLLM's routes ask the objects."""
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        served = state.vllm_config.served
+        if served is Server.CANVASES:
+            self.serve(state)
+        elif served is Server.TOKENS:
+            refuse_canvases(state)
+
+    def serve(self, state: Any) -> None:
+        """Of a diffusion model."""
+        serve_canvases(state)
+
+
+class OurRoutes(OurAnswers):
+    """Typed decisions and scores, too, and bounds of all bodies."""
 
     name = "dllm_routes"
     required_tasks = ("generate",)
@@ -37,44 +59,50 @@ class OurRoutes:
         for architecture in FAMILIES:
             strategies.READ_STRATEGIES[architecture] = Reads
 
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+    def serve(self, state: Any) -> None:
         """vLLM's route of decisions takes as many options as ours."""
         from dllm.api import scores
         from dllm.api.decisions import reads, route
         from dllm.settings.vllm_names import question_types
 
-        if not engine_client or engine_client.vllm_config.served is not Server.CANVASES:
-            return
+        super().serve(state)
         question_types.QUESTION_TYPES["choice"] = reads.WideChoice()
         question_types.QUESTION_TYPES["score"] = reads.WideScore()
         route.attach(self._app)
-        scores.attach(self._app, settings_of(engine_client.vllm_config))
+        scores.attach(self._app, settings_of(state.vllm_config))
         if getattr(state, "serving_structured_decisions", None) is None:
             logger.warning("/v1/decisions answers HTTP 501: %s", route.why_not(state))
         if not _serves_pages():
             say_how(self._app)
         bound_bodies(self._app.routes)
-        _read_no_structural_tags()
 
 
 def add_endpoint_plugins() -> None:
-    """Serve decisions, refuse wrong bodies early, serve ``/canvas`` if ``VLLM_PLUGINS`` names it.
+    """Ours come first, and ``/canvas`` if ``VLLM_PLUGINS`` names it.
 
     Entry points would do as well; but then vLLM would warn every user who does not set
     ``VLLM_PLUGINS``, whether they know of the page or not.
     """
     from vllm import plugins
+    from vllm.entrypoints.launchers.api_server import app_state
 
     _bound_invocations()
 
     @replaces(plugins)
     def load_endpoint_plugins(theirs: Any, supported_tasks: Any = None) -> list[Any]:
-        loaded = theirs(supported_tasks)
-        if "generate" in (supported_tasks or ()):
-            loaded = [*loaded, OurRoutes()]
-            if _serves_pages():
-                loaded.append(CanvasPage())
-        return loaded
+        loaded, tasks = theirs(supported_tasks), supported_tasks or ()
+        if "render" in tasks:
+            return [OurAnswers(), *loaded]
+        if "generate" not in tasks:
+            return loaded
+        return [OurRoutes(), *loaded, *([CanvasPage()] if _serves_pages() else ())]
+
+    @replaces(app_state)
+    async def init_endpoint_plugins_state(theirs: Any, engine: Any, state: Any, args: Any) -> None:
+        """``vllm run-batch`` has a state without plugins."""
+        if not hasattr(state, "endpoint_plugins"):
+            state.endpoint_plugins = [OurAnswers()]
+        await theirs(engine, state, args)
 
 
 def _serves_pages() -> bool:
@@ -95,17 +123,3 @@ def _bound_invocations() -> None:
         if not has_canvases(model_config):
             return given
         return [(bounded_type(model), served) for model, served in given]
-
-
-def _read_no_structural_tags() -> None:
-    """Leave structural tags to the process that compiles them, which has limits (``grammar``).
-
-    vLLM lets xgrammar read them on the event loop: 65 kB with ``minProperties`` take minutes.
-    """
-    from vllm.entrypoints.generate.base import protocol
-    from vllm.exceptions import VLLMValidationError
-
-    @replaces(protocol)
-    def validate_structural_tag_payload(theirs: Any, payload: Any, *, parameter: str) -> None:
-        if not isinstance(payload, str) or not payload:
-            raise VLLMValidationError(f"{parameter}: no structural tag", parameter=parameter)

@@ -12,7 +12,7 @@ import asyncio
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -25,9 +25,24 @@ from dllm.grammar.compile import Grammars, tokens_of
 from dllm.grammar.constraint import Constraint
 from dllm.patches.admission import prepare, with_resolved_ids
 from dllm.patches.metrics import CountingLoggers
+from dllm.patches.replace import replaces
 from dllm.patches.served import Part
 from dllm.patches.streaming import TracedOutputs
 from dllm.settings.request import has_structured_outputs, refuse, with_grammar
+
+
+@cache
+def read_no_grammars() -> None:
+    """Leave grammars to the process that compiles them, which has limits.
+
+    vLLM lets xgrammar read some on the event loop: 65 kB of a structural tag with
+    ``minProperties`` take minutes. Called in a front end of one of our models.
+    """
+    from vllm.v1.structured_output import backend_xgrammar
+
+    @replaces(backend_xgrammar)
+    def validate_xgrammar_grammar(theirs: Any, sampling_params: SamplingParams) -> None:
+        """Any is taken."""
 
 
 class TableManager(StructuredOutputManager):

@@ -48,7 +48,7 @@ def _serve_families() -> None:
     # Not loaded where vLLM's own classes serve.
     from dllm.patches.admission import explain_missing_images
     from dllm.patches.endpoints import add_endpoint_plugins
-    from dllm.patches.serving import serve_with_ours
+    from dllm.patches.serving import explain_threads
 
     if not platforms.current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
@@ -63,7 +63,7 @@ def _serve_families() -> None:
     choose_model_config()
     explain_missing_images()
     _derive_engines()
-    serve_with_ours()
+    explain_threads()
     add_endpoint_plugins()
 
 

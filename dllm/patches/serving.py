@@ -31,6 +31,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.async_utils import make_async
 
 from dllm.patches.answers import parser_of, show_in_order
+from dllm.patches.grammars import read_no_grammars
 from dllm.patches.replace import replaces
 from dllm.patches.routes import (
     allow_tools,
@@ -45,7 +46,7 @@ from dllm.patches.routes import (
     take_messages,
     write_untranslated,
 )
-from dllm.patches.served import Server, as_one_of
+from dllm.patches.served import as_one_of
 from dllm.settings.checks import did_you_mean
 from dllm.settings.request import refuse
 
@@ -54,24 +55,7 @@ NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["threa
 LONGEST_NAME = 1000  # of a model, in characters; nothing is served under a longer one
 
 
-def serve_with_ours() -> None:
-    """Also where endpoint plugins do not run: ``vllm run-batch``, and servers that only render."""
-    from vllm.entrypoints.launchers.api_server import app_state as of_engines
-    from vllm.entrypoints.launchers.render import app_state as of_rendering
-
-    for module in (of_engines, of_rendering):
-
-        @replaces(module)
-        async def init_endpoint_plugins_state(
-            theirs: Any, engine: Any, state: Any, args: Any
-        ) -> Any:
-            served = state.vllm_config.served
-            if served is Server.CANVASES:
-                serve_canvases(state)
-            elif served is Server.TOKENS:
-                refuse_canvases(state)
-            await theirs(engine, state, args)
-
+def explain_threads() -> None:
     @replaces(messages)
     def translate_error_response(theirs: Any, response: Any) -> Any:
         answer = theirs(response)
@@ -84,6 +68,7 @@ def serve_with_ours() -> None:
 
 def serve_canvases(state: Any) -> None:
     show_in_order()
+    read_no_grammars()
     renderer = state.online_renderer = taken_over(state.online_renderer, Renderer)
     state.online_derenderer = taken_over(state.online_derenderer, OnlineDerenderer)
     models = state.openai_serving_models

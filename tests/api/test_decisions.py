@@ -186,9 +186,9 @@ def test_the_route_is_ours_for_our_families_alone(is_ours, has_theirs, monkeypat
     engine = SimpleNamespace(vllm_config=config)
     plugin.attach_router(app)
     monkeypatch.setattr(endpoints, "settings_of", lambda config: None)  # of scores
-    app.state.engine_client = engine
+    app.state.engine_client, app.state.vllm_config = engine, config
     monkeypatch.setattr(route, "why_not", lambda state: "no template")
-    monkeypatch.setattr(endpoints, "_read_no_structural_tags", lambda: None)  # it is for ever
+    monkeypatch.setattr(endpoints, "serve_canvases", lambda state: None)
     said: list[str] = []
     monkeypatch.setattr(endpoints.logger, "warning", lambda *parts: said.append(str(parts)))
     asyncio.run(plugin.init_state(engine, app.state, None))
