@@ -1,6 +1,5 @@
 """Experts of a mixture with LoRA adapters on a CPU, for which vLLM has no kernel."""
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
+from dllm.engine.derived import as_one_of, of_both
 from dllm.quant.cpu_experts import ACTIVATIONS, Experts
 
 
@@ -90,8 +90,7 @@ def adapt(layer: Any) -> None:
     kind: Any = type(kernel.fused_experts)
     config = kernel.fused_experts.moe_config
     inner, hidden = kind._padded_intermediate_size(config), config.hidden_dim
-    experts: Any = object.__new__(with_adapters(kind))
-    vars(experts).update(vars(kernel.fused_experts))
+    experts = as_one_of(of_both(AdaptedExperts, kind), kernel.fused_experts)
     kernel.fused_experts = experts
     gate_up = unpacked(layer.w13_weight, (2 * inner, hidden), kind.isa).unflatten(1, (2, inner))
     down = unpacked(layer.w2_weight, (hidden, inner), kind.isa)
@@ -109,9 +108,3 @@ def unpacked(packed: Tensor, shape: tuple[int, int], isa: str) -> Tensor:
     plain = torch.empty(len(packed), *shape, dtype=packed.dtype)
     plain[:, rows.flatten(), columns.flatten()] = packed.flatten(1)
     return plain
-
-
-@functools.cache
-def with_adapters(experts: type) -> type:
-    """A class of vLLM's experts for a CPU that takes adapters."""
-    return type(experts.__name__, (AdaptedExperts, experts), {})

@@ -23,15 +23,16 @@ The first two are read by ``settings.request``.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from dllm.engine.derived import as_one_of
+
 FRAME = "dllm_frame"
-Message = TypeVar("Message")
 
 
 class RepeatableSchedule(SchedulerOutput):
@@ -55,11 +56,8 @@ class LateAnswer(AsyncModelRunnerOutput):
     own: dict[str, Any]
 
     def get_output(self) -> ModelRunnerOutput:
-        return extended(self.theirs.get_output(), CanvasAnswer, **self.own)
-
-
-def extended(message: Any, kind: type[Message], **more: Any) -> Message:
-    return kind(**vars(message), **more)
+        answer: CanvasAnswer = as_one_of(CanvasAnswer, self.theirs.get_output(), **self.own)
+        return answer
 
 
 def frame_output(req_id: str, frame: dict[str, Any]) -> EngineCoreOutput:

@@ -22,7 +22,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm.engine.adapters import manager_of_adapters
-from dllm.engine.channels import CanvasAnswer, LateAnswer, RepeatableSchedule, extended
+from dllm.engine.channels import CanvasAnswer, LateAnswer, RepeatableSchedule
+from dllm.engine.derived import as_one_of
 from dllm.engine.warm_up import canvas_batch
 
 Base: Any = GPUModelRunner if TYPE_CHECKING else object
@@ -127,4 +128,4 @@ class CanvasRunner(Base):
         own = {"num_passes": self.model_state.loop.num_passes, "frames": self.sampler.frames.take()}
         if isinstance(answer, AsyncModelRunnerOutput):
             return LateAnswer(answer, own)
-        return None if answer is None else extended(answer, CanvasAnswer, **own)
+        return None if answer is None else as_one_of(CanvasAnswer, answer, **own)

@@ -19,7 +19,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from dllm import LOGGER
-from dllm.engine.channels import CanvasAnswer, RepeatableSchedule, extended, put_into
+from dllm.engine.channels import CanvasAnswer, RepeatableSchedule, put_into
+from dllm.engine.derived import as_one_of
 from dllm.engine.emitted_blocks import GrammarCapacity, capacity_for, most_searched
 from dllm.engine.frames import FrameMail
 from dllm.engine.metrics import KEY_OF_THOUGHTS
@@ -119,7 +120,7 @@ class CanvasScheduler(SessionScheduler):
         if self._overlaps_first_step:
             self._give_canvases_to_new_requests(output)
         if self._may_repeat(output):
-            output = extended(output, RepeatableSchedule)
+            output = as_one_of(RepeatableSchedule, output)
         return output
 
     def _mamba_block_aligned_split(

@@ -10,13 +10,14 @@ from typing import Any
 
 from vllm import platforms
 
+from dllm.engine.derived import as_one_of
 from dllm.models import AUTOREGRESSIVE, FAMILIES, own_configs
 from dllm.patches.configure import set_batch_defaults
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, register_model
 from dllm.patches.decoding import choose_model_config
 from dllm.patches.drafting import DRAFTER_MODEL
 from dllm.patches.neighbours import is_disabled
-from dllm.patches.served import ByServer, Server, as_one_of, derives
+from dllm.patches.served import ByServer, Server, derives
 from dllm.settings.drafting import OUR_DRAFTER
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from enum import Enum
-from functools import cache
 from typing import Any
 
+from dllm.engine.derived import as_one_of, of_both
 from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 
@@ -53,24 +53,11 @@ def derives(theirs: type, ours: ByServer | type) -> None:
             config = args[0] if args else options.get("vllm_config", options.get("config"))
             served = getattr(config, "served", None)  # without a configuration it is copied
             kind = None if served is None else ours.get(served)
-        is_plain = kind is None or issubclass(asked, kind)
-        return object.__new__(asked if is_plain else _of_both(kind, asked, theirs))
+        if kind is None or issubclass(asked, kind):
+            kind = asked
+        return object.__new__(kind if asked in (kind, theirs) else of_both(kind, asked))
 
     theirs.__new__ = __new__  # type: ignore[method-assign, assignment]
-
-
-@cache
-def _of_both(ours: type, asked: type, theirs: type) -> type:
-    if asked is theirs:
-        return ours
-    return type(asked.__name__, (ours, asked), {"__module__": ours.__module__})
-
-
-def as_one_of(ours: type, theirs: Any) -> Any:
-    """An object of our class, with what vLLM's has."""
-    one: Any = object.__new__(ours)
-    vars(one).update(vars(theirs))
-    return one
 
 
 class Part:

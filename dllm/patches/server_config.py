@@ -8,12 +8,13 @@ from typing import Any
 
 from vllm.config import SpeculativeConfig, VllmConfig
 
+from dllm.engine.derived import as_one_of
 from dllm.patches.contract import ASYNC_DRAFTING_SCHEDULER
 from dllm.patches.cpu import is_on_cpu_runtime, needs_no_openmp_setup
 from dllm.patches.drafts import Draft, draft_of
 from dllm.patches.kinds import complete
 from dllm.patches.neighbours import is_disabled
-from dllm.patches.served import Server, as_one_of, served_as
+from dllm.patches.served import Server, served_as
 
 
 class ServerConfig(VllmConfig):

@@ -30,6 +30,7 @@ from vllm.renderers.online_derenderer import OnlineDerenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.async_utils import make_async
 
+from dllm.engine.derived import as_one_of, of_both
 from dllm.patches.answers import parser_of, show_in_order
 from dllm.patches.grammars import read_no_grammars
 from dllm.patches.replace import replaces
@@ -46,7 +47,6 @@ from dllm.patches.routes import (
     take_messages,
     write_untranslated,
 )
-from dllm.patches.served import as_one_of
 from dllm.settings.checks import did_you_mean
 from dllm.settings.request import refuse
 
@@ -78,15 +78,11 @@ def serve_canvases(state: Any) -> None:
     for name, theirs in objects.items():
         if isinstance(theirs, BaseServing):
             kind = Translating if name == COHERES else Ours
-            ours = OURS.get(name) or _derived(kind, type(theirs))
+            ours = OURS.get(name) or of_both(kind, theirs.__class__)
             objects[name] = one = taken_over(theirs, ours)
             one.models = models
             if hasattr(one, "online_renderer"):
                 one.online_renderer = renderer
-
-
-def _derived(ours: type, theirs: type) -> type:
-    return type(theirs.__name__, (ours, theirs), {})
 
 
 def refuse_canvases(state: Any) -> None:

@@ -16,8 +16,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from dllm.api.events import TRACE_FIELD, CanvasWriter, Stream, TextWriter, TraceWriter
 from dllm.api.http_request import current
 from dllm.api.watching import CanvasFeed, Watchers, frames_taken, has_frames, interleaved
+from dllm.engine.derived import as_one_of
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
-from dllm.patches.served import as_one_of
 from dllm.settings.request import STREAM, TRACE, refuse, traced
 from dllm.settings.server import options_of
 

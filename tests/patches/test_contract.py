@@ -511,7 +511,8 @@ layers = ("vllm.model_executor.layers.attention.", "vllm.model_executor.models.g
 ours = ("dllm.models.gemma.backbone", "dllm.engine", "dllm.cpu", "dllm.attention")
 assert "ARCH" in ModelRegistry.models
 heavy = {name for name in sys.modules if name.startswith(runner + layers + ours)}
-light = {"dllm.engine"} | {f"dllm.engine.{name}" for name in ("frames", "channels", "metrics")}
+names = ("frames", "channels", "derived", "metrics")
+light = {"dllm.engine"} | {f"dllm.engine.{name}" for name in names}
 light |= {"dllm.cpu", "dllm.cpu.instructions"}  # the API server reads those, these /proc/cpuinfo
 print(sorted(heavy - light), torch.cuda.is_initialized())
 """.replace("ARCH", install.BUILTIN_ARCHITECTURE)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from dllm.engine.derived import as_one_of
 from dllm.patches.contract import CPU_WORKER
-from dllm.patches.served import Server, as_one_of, derives, served_as
+from dllm.patches.served import Server, derives, served_as
 
 
 def config(architecture: str = "Qwen3ForCausalLM", worker: str = "theirs") -> Any:
