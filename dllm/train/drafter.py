@@ -42,7 +42,7 @@ from dllm.train.responses import (
     split_buffer,
     usable,
 )
-from dllm.train.run import DraftLearner, Run, progress, train_shown
+from dllm.train.run import DraftLearner, Progress, Run, train_shown
 from dllm.train.settings import CONTINUED, NEW, DrafterTraining
 from dllm.train.target import (
     Target,
@@ -83,9 +83,9 @@ def train(given: argparse.Namespace, argv: Sequence[str]) -> int:
         elif not given.resume:
             say_how_long(target, prompts, settings.max_tokens, settings.generate_batch)
         folder, layers = given.out / RESPONSES, drafter.read.target_layer_ids
-        with progress("responses", len(prompts)) as shown:
-            for done in collect(folder, prompts, respond, target, layers, settings):
-                shown.advance(done)
+        progress = Progress("responses", len(prompts))
+        for done in collect(folder, prompts, respond, target, layers, settings):
+            progress.advance(done)
         samples = usable(folder / TRAIN), usable(folder / HELDOUT)
     run = Run(DraftLearner(settings, drafter, ends, *samples), given.out)
     if given.resume:
@@ -108,9 +108,9 @@ def train_adapter(given: argparse.Namespace, settings: DrafterTraining, argv: Se
     torch.set_num_threads(settings.threads)
     target, folder = Target(given.target, device_of(given.device)), given.out / RESPONSES
     respond = from_target(target, settings.max_tokens)
-    with progress("responses", len(prompts)) as shown:
-        for done in collect(folder, prompts, respond, target, (), settings):
-            shown.advance(done)
+    progress = Progress("responses", len(prompts))
+    for done in collect(folder, prompts, respond, target, (), settings):
+        progress.advance(done)
     samples = usable(folder / TRAIN), usable(folder / HELDOUT)
     run = Run(AdapterLearner(settings, target, own_mask(given.target), *samples), given.out)
     if given.resume:

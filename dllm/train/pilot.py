@@ -28,7 +28,7 @@ from dllm.train.pilot_trials import (
     refuse_too_few,
 )
 from dllm.train.responses import Prompt, digest_of, load_prompts
-from dllm.train.run import progress
+from dllm.train.run import Progress
 from dllm.train.settings import CHECKED_ONE_IN, OF_TRIALS, DrafterTraining, PilotTraining
 from dllm.train.target import Target, read_config, target_facts
 
@@ -168,9 +168,9 @@ def run(given: argparse.Namespace) -> int:
     if settings.label == "tokens_per_s" and settings.costs is None:
         settings = replace(settings, costs=costs_of(given, drafter, prompts, settings))
     target = Target(given.target, device)
-    with progress("trials", len(prompts)) as shown:
-        for done in record(given.out / TRIALS, prompts, target, drafter, settings):
-            shown.advance(done)
+    progress = Progress("trials", len(prompts))
+    for done in record(given.out / TRIALS, prompts, target, drafter, settings):
+        progress.advance(done)
     return finish(given.out, recorded(given.out / TRIALS), settings, device)
 
 

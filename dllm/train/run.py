@@ -1,20 +1,17 @@
 """What a run trains, a drafter on responses of its target, and its loop; how far a command is.
 
 Everything random in step i comes from (seed, i), so a run that was stopped and resumed ends with
-the same bits as one that was not. A terminal shows a bar, a log a line every few seconds.
+the same bits as one that was not.
 """
 
 import copy
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from dllm.drafter.samples import Sample
@@ -288,47 +285,29 @@ class Run:
 
 
 SECONDS_BETWEEN_LINES = 10.0
-COLUMNS = (
-    TextColumn("[bold]{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeRemainingColumn(),
-    TextColumn("{task.fields[note]}"),
-)
 
 
-class Shown:
-    """Work of ``total`` parts, of which some were done before (by a run that is resumed)."""
+class Progress:
+    """Prints how far work of ``total`` parts is, of which ``done`` were done before."""
 
-    def __init__(self, what: str, total: int, done: int, bar: Progress) -> None:
+    def __init__(self, what: str, total: int, done: int = 0) -> None:
         self.what, self.total, self.done = what, total, done
-        self._bar, self._task = bar, bar.add_task(what, total=total, completed=done, note="")
         self._begun_with = done
         self._start, self._said = time.monotonic(), -SECONDS_BETWEEN_LINES
 
     def advance(self, by: int = 1, note: str = "") -> None:
         self.done += by
-        self._bar.update(self._task, completed=self.done, note=note)
         seconds = time.monotonic() - self._start
-        is_due = self.done >= self.total or seconds - self._said >= SECONDS_BETWEEN_LINES
-        if self._bar.disable and is_due:
+        if self.done >= self.total or seconds - self._said >= SECONDS_BETWEEN_LINES:
             self._said = seconds
             each = seconds / max(1, self.done - self._begun_with)
             left = f"{each:.3g} s each, {each * (self.total - self.done) / 60:.1f} minutes left"
             print(f"{self.what}: {self.done}/{self.total}, {left}  {note}".rstrip(), flush=True)
 
 
-@contextmanager
-def progress(what: str, total: int, done: int = 0) -> Iterator[Shown]:
-    """Show work: on a terminal as a bar, elsewhere (in a log) as a line now and then."""
-    console = Console()
-    with Progress(*COLUMNS, console=console, disable=not console.is_terminal) as bar:
-        yield Shown(what, total, done, bar)
-
-
 def train_shown(run: Run) -> None:
     learner = run.learner
     print(learner.describe(), flush=True)
-    with progress("train", run.settings.steps, run.step) as shown:
-        for _ in run.run():
-            shown.advance(note=f"loss {run.loss:.3f}  {run.learner.summary()}")
+    progress = Progress("train", run.settings.steps, run.step)
+    for _ in run.run():
+        progress.advance(note=f"loss {run.loss:.3f}  {learner.summary()}")
