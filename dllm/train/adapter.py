@@ -8,9 +8,8 @@ them in both directions, and gives each token at its own place; an autoregressiv
 causally, without the LoRA at the last token, and gives the tokens behind.
 """
 
-import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ from dllm.drafter.checkpoint import LayerAttention
 from dllm.drafter.samples import Sample
 from dllm.models.nemotron.shapes import released_name
 from dllm.settings.command import CommandError
-from dllm.train.acceptance import ANCHORS_AT_ONCE, Acceptance, total
+from dllm.train.acceptance import ANCHORS_AT_ONCE, Acceptance
 from dllm.train.export import write_json, write_weights
 from dllm.train.network import losses, visible_keys
 from dllm.train.optimizer import autocast
+from dllm.train.run import Learner
 from dllm.train.settings import AdapterShape, DrafterTraining
-from dllm.train.target import Batch, Blocks, Target
+from dllm.train.target import Batch, Blocks, Target, load_batch
 
 FILE = "adapter_model.safetensors"
 
@@ -44,8 +44,8 @@ class LowRank(nn.Module):
         self.up = nn.ParameterList(torch.zeros(size, rank) for _, size in sizes)
 
 
-class AdapterLearner:
-    """As ``learner.DraftLearner``, of a target that drafts for itself."""
+class AdapterLearner(Learner):
+    """As ``DraftLearner``, of a target that drafts for itself."""
 
     evaluates_start = True  # what the target drafts without
 
@@ -63,24 +63,19 @@ class AdapterLearner:
         """
         assert settings.adapter is not None, "another kind of drafter"
         self.settings, self.shape, self.target = settings, settings.adapter, target
-        self.mask = mask
+        self.mask, self.is_canvas = mask, mask is not None
         self.samples, self.heldout = samples, heldout
-        self.acceptance: dict[str, Acceptance] = {}
         target.model.float()
         self.layers = layers_of(target.model, self.shape)
         linear = list(self.layers.values())
         self.model = LowRank(linear, self.shape.rank, settings.seed).to(target.device)
         self.num_drafts = self.shape.num_drafts
-        self.weights = torch.exp(-torch.arange(self.num_drafts) / self.gamma).to(target.device)
+        num_params = sum(param.numel() for param in self.model.parameters())
+        self._size = f"{num_params / 1e3:.1f}k parameters"
         # Of the pass that runs: the LoRA, and which rows have it, [K].
         self._drafting: tuple[LowRank, Tensor] | None = None
         for place, layer in enumerate(linear):
             layer.register_forward_hook(self._hook(place))
-
-    @property
-    def gamma(self) -> float:
-        """In the loss, draft k weighs exp(-(k - 1) / gamma)."""
-        return self.settings.gamma or self.num_drafts / 2
 
     def _hook(self, place: int) -> Any:
         def change(_layer: nn.Module, given: tuple[Tensor], output: Tensor) -> Tensor:
@@ -95,10 +90,8 @@ class AdapterLearner:
 
     def drafted(self, lora: LowRank, batch: Batch, blocks: Blocks, anchors: Tensor) -> Tensor:
         """``[B, A, N, H]``: hidden states that give the drafts of ``blocks``, ``[B, A, N + 1]``."""
-        decoder, ids = self.target.model.get_decoder(), blocks.ids
-        is_canvas = self.mask is not None
-        if not is_canvas:
-            ids = ids[..., :-1]
+        decoder, is_canvas = self.target.model.get_decoder(), self.is_canvas
+        ids = blocks.ids if is_canvas else blocks.ids[..., :-1]
         size, has = ids.shape[-1], torch.ones(ids.shape[-1], device=ids.device)
         has[0] = is_canvas
         with torch.no_grad():
@@ -106,9 +99,8 @@ class AdapterLearner:
         seen = visible_keys(
             LayerAttention(is_causal=not is_canvas), anchors, batch.tokens.shape[1], size
         )
-        dtype = self.target.embedding.dtype
-        hidden = torch.zeros(seen.shape, dtype=dtype, device=ids.device)
-        hidden.masked_fill_(~seen, torch.finfo(dtype).min)
+        hidden = torch.zeros(seen.shape, device=ids.device)
+        hidden.masked_fill_(~seen, torch.finfo(hidden.dtype).min)
         places = anchors[..., None] + torch.arange(size, device=ids.device)
         self._drafting = lora, has
         try:
@@ -125,31 +117,20 @@ class AdapterLearner:
 
     def loss(self, step: int) -> Tensor:
         """Mean cross-entropy of the drafts behind random anchors, weighted by their position."""
-        seed = self.settings.seed
-        chosen = random.Random(f"{seed} {step}").choices(self.samples, k=self.settings.batch_size)
-        batch, noise = self._batch(chosen), torch.Generator().manual_seed(seed * 1_000_003 + step)
-        drawn = torch.rand(len(chosen), self.settings.anchors, generator=noise)
-        count = torch.tensor([sample.num_anchors for sample in chosen])
-        anchors = batch.starts[:, None] + (drawn * count[:, None]).long().to(batch.tokens.device)
+        chosen, noise = self._draw_samples(step)
+        batch = load_batch(chosen, self.target, ())
+        anchors = self._draw_anchors(batch, noise)
         blocks = self._blocks(batch, anchors, noise)
         there = blocks.exists
-        if self.mask is None:
-            there[..., 0] = False  # the target's own token
+        there[..., : not self.is_canvas] = False  # the target's own token
         with autocast(self.target.device):
             hidden = self.drafted(self.model, batch, blocks, anchors)[there]
             each = losses(hidden, self.target.head.to(hidden.dtype), blocks.labels[there])
-        weights = self.weights.expand(there.shape)[there]
-        return (each * weights).sum() / weights.sum()
-
-    def _batch(self, samples: Sequence[Sample]) -> Batch:
-        longest = max(len(sample.tokens) for sample in samples)
-        rows = [[*s.tokens, *[0] * (longest - len(s.tokens))] for s in samples]
-        tokens = torch.tensor(rows, device=self.target.device)
-        return Batch(samples, tokens, tokens.new_zeros(*tokens.shape, 0))
+        return self._weighted(each, there)
 
     def _blocks(self, batch: Batch, anchors: Tensor, noise: torch.Generator) -> Blocks:
         blocks = batch.blocks(anchors, self.num_drafts + 1, self.mask or 0)
-        if self.mask is None:
+        if not self.is_canvas:
             end = self.shape.uno_mask_token_id or len(self.target.embedding)
             drawn = torch.randint(1, end, blocks.labels.shape, generator=noise)
             blocks.ids[..., 1:] = drawn.to(blocks.ids.device)
@@ -160,7 +141,7 @@ class AdapterLearner:
         found: dict[str, Acceptance] = defaultdict(Acceptance)
         noise = torch.Generator().manual_seed(self.settings.seed)
         for sample in self.heldout:
-            batch, agreeing = self._batch([sample]), []
+            batch, agreeing = load_batch([sample], self.target, ()), []
             first = sample.response_start
             every = torch.arange(first, first + sample.num_anchors, device=batch.tokens.device)
             for anchors in every[None].split(ANCHORS_AT_ONCE, 1):
@@ -172,34 +153,22 @@ class AdapterLearner:
                 agreeing += agrees[0].int().cumprod(-1).sum(-1).tolist()
             found[sample.group].add(agreeing, self.num_drafts)
         self.acceptance = dict(found)
-        everything = total(self.acceptance)
-        groups = sorted(self.acceptance.items())
-        return {
-            "length": round(everything.length, 3),
-            **{f"length_{name}": round(one.length, 3) for name, one in groups},
-        }
-
-    def summary(self) -> str:
-        return f"held-out tokens a step {total(self.acceptance).length:.2f}"
+        return self._columns()
 
     def card(self) -> list[str]:
         """How its model card begins."""
-        rows = "masks" if self.mask is not None else "noise"
+        rows = "masks" if self.is_canvas else "noise"
         kinds = ", ".join(self.shape.target_modules)
         return [
-            f"# An adapter for drafts, of {self._num_params / 1e3:.1f}k parameters\n",
+            f"# An adapter for drafts, of {self._size}\n",
             f"A LoRA of rank {self.shape.rank} in PEFT's format, in bf16, on the layers {kinds}: "
             f"with it one target drafts its own next {self.num_drafts} tokens in one pass over "
-            f"{rows}, which its own weights verify (docs/drafter.md). It changes the target's "
-            "speed and nothing that it says. No request can ask for it.\n",
+            f"{rows}, which its own weights verify (docs/draft-adapters.md). It changes the "
+            "target's speed and nothing that it says. No request can ask for it.\n",
         ]
 
-    @property
-    def _num_params(self) -> int:
-        return sum(param.numel() for param in self.model.parameters())
-
     def describe(self) -> str:
-        return f"adapter: {self._num_params / 1e3:.1f}k parameters of {len(self.layers)} layers"
+        return f"adapter: {self._size} of {len(self.layers)} layers"
 
     def write(self, average: LowRank, path: Path) -> None:
         """As PEFT writes an adapter, in bf16."""
@@ -207,7 +176,7 @@ class AdapterLearner:
         tensors = {}
         pairs = zip(self.layers, average.down, average.up, strict=True)
         for name, down, up in pairs:
-            stem = name if self.mask is None else released_name(name)
+            stem = released_name(name) if self.is_canvas else name
             for part, matrix in (("A", down), ("B", up)):
                 tensors[f"base_model.model.{stem}.lora_{part}.weight"] = matrix.detach()
         write_weights(path / FILE, tensors)
@@ -222,12 +191,6 @@ class AdapterLearner:
             "inference_mode": True,
         }
         write_json(path / "adapter_config.json", config)
-
-    def state(self) -> dict[str, Any]:
-        return {"acceptance": {name: vars(one) for name, one in self.acceptance.items()}}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.acceptance = {name: Acceptance(**one) for name, one in state["acceptance"].items()}
 
 
 def layers_of(model: nn.Module, shape: AdapterShape) -> dict[str, nn.Linear]:

@@ -34,7 +34,62 @@ HEAD_ROWS = 4096  # that the spread of the first logits is measured on
 TIMED_CONTEXT = 256  # tokens in front of a block whose pass is timed
 
 
-class DraftLearner:
+class Learner:
+    """What drafters, and adapters that draft, have in common; ``Run`` trains their ``model``."""
+
+    settings: DrafterTraining
+    samples: Sequence[Sample]
+    num_drafts: int
+    acceptance: dict[str, Acceptance] = {}  # of held-out groups, at the last measurement
+
+    @property
+    def gamma(self) -> float:
+        """In the loss, draft k weighs exp(-(k - 1) / gamma)."""
+        return self.settings.gamma or (self.num_drafts + 1) / 2
+
+    def _draw_samples(self, step: int) -> tuple[list[Sample], torch.Generator]:
+        """Those of a step, and what else is drawn in it."""
+        seed = self.settings.seed
+        chosen = random.Random(f"{seed} {step}").choices(self.samples, k=self.settings.batch_size)
+        return chosen, torch.Generator().manual_seed(seed * 1_000_003 + step)
+
+    def _draw_anchors(self, batch: Batch, noise: torch.Generator) -> Tensor:
+        """``[B, A]`` positions in the responses, each followed by at least one token."""
+        drawn = torch.rand(len(batch.samples), self.settings.anchors, generator=noise)
+        count = torch.tensor([sample.num_anchors for sample in batch.samples])
+        chosen = (drawn * count[:, None]).long().to(batch.tokens.device)
+        return batch.starts[:, None] + chosen
+
+    def _weighted(self, each: Tensor, there: Tensor) -> Tensor:
+        """The mean of the losses ``each`` of the drafts ``there``, ``[B, A, N]`` bool."""
+        of_place = torch.exp(-torch.arange(self.num_drafts) / self.gamma).to(each.device)
+        weights = of_place.expand(there.shape)[there]
+        return (each * weights).sum() / weights.sum().clamp(min=1e-9)  # there may be none
+
+    def _columns(self) -> dict[str, float]:
+        """No column has the bare name of a group, which a user chooses: it could be another's."""
+        everything = total(self.acceptance)
+        by_position = enumerate(everything.by_position, 1)
+        groups = sorted(self.acceptance.items())
+        return {
+            "length": round(everything.length, 3),
+            **{f"position_{position}": round(rate, 4) for position, rate in by_position},
+            **{f"length_{name}": round(one.length, 3) for name, one in groups},
+        }
+
+    def summary(self) -> str:
+        length = f"{total(self.acceptance).length:.2f}" if self.acceptance else "-"
+        return f"held-out tokens a step {length}"
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run has to know beside the weights: the acceptance, for the model card."""
+        return {"acceptance": {name: vars(one) for name, one in self.acceptance.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.acceptance = {name: Acceptance(**one) for name, one in state["acceptance"].items()}
+
+
+class DraftLearner(Learner):
     """The drafter of one target: its network, what that is to minimise, and how it is evaluated."""
 
     def __init__(
@@ -47,7 +102,7 @@ class DraftLearner:
     ) -> None:
         self.settings, self.drafter, self.target = settings, drafter, target
         self.samples, self.heldout = samples, heldout
-        self.acceptance: dict[str, Acceptance] = {}  # of held-out groups, at the last measurement
+        self.num_drafts = drafter.block - 1
         # Of weights that were only just drawn there is nothing to measure.
         self.evaluates_start = drafter.weights is not None
         network = drafter.network()
@@ -60,12 +115,6 @@ class DraftLearner:
             network.fit_to_head(head[:: max(1, len(head) // HEAD_ROWS)], target.head_norm)
         self.model: DraftNetwork = network.to(target.device)
         self.head, self.embedding = target.head.float(), target.embedding.float()
-        self.weights = torch.exp(-torch.arange(drafter.block - 1) / self.gamma).to(target.device)
-
-    @property
-    def gamma(self) -> float:
-        """In the loss, draft k weighs exp(-(k - 1) / gamma)."""
-        return self.settings.gamma or self.drafter.block / 2
 
     @torch.no_grad()
     def pass_ms(self) -> float:
@@ -86,10 +135,8 @@ class DraftLearner:
 
     def loss(self, step: int) -> Tensor:
         """Mean cross-entropy of the drafts behind random anchors, weighted by their position."""
-        seed = self.settings.seed
-        chosen = random.Random(f"{seed} {step}").choices(self.samples, k=self.settings.batch_size)
+        chosen, noise = self._draw_samples(step)
         batch = load_batch(chosen, self.target, self.drafter.read.target_layer_ids)
-        noise = torch.Generator().manual_seed(seed * 1_000_003 + step)
         anchors = self._draw_anchors(batch, noise)
         blocks = batch.blocks(anchors, self.drafter.block, self.drafter.read.mask_token_id)
         labels = self.model.as_drafted(blocks.labels)
@@ -101,8 +148,7 @@ class DraftLearner:
         with autocast(self.target.device):
             hidden = self.model(batch.features.float(), self.embedding[blocks.ids], anchors)
             each = losses(hidden[:, :, 1:][there], self.model.head_of(self.head), labels[there])
-        weights = self.weights.expand(there.shape)[there]
-        return (each * weights).sum() / weights.sum()
+        return self._weighted(each, there)
 
     def _frequent(self, count: int) -> Tensor:
         """So many tokens, ascending: the most frequent ones of the responses, then the first ones.
@@ -114,28 +160,9 @@ class DraftLearner:
         chosen = counts.argsort(descending=True, stable=True)[:count].sort().values
         return chosen.to(self.target.device)
 
-    def _draw_anchors(self, batch: Batch, noise: torch.Generator) -> Tensor:
-        """``[B, A]`` positions in the responses, each followed by at least one token."""
-        drawn = torch.rand(len(batch.samples), self.settings.anchors, generator=noise)
-        count = torch.tensor([sample.num_anchors for sample in batch.samples])
-        chosen = (drawn * count[:, None]).long().to(batch.tokens.device)
-        return batch.starts[:, None] + chosen
-
     def evaluate(self, average: DraftNetwork) -> dict[str, float]:
-        """No column has the bare name of a group, which a user chooses: it could be another's."""
         self.acceptance = measure(average, self.target, self.heldout, self.drafter.block)
-        everything = total(self.acceptance)
-        by_position = enumerate(everything.by_position, 1)
-        groups = sorted(self.acceptance.items())
-        return {
-            "length": round(everything.length, 3),
-            **{f"position_{position}": round(rate, 4) for position, rate in by_position},
-            **{f"length_{name}": round(one.length, 3) for name, one in groups},
-        }
-
-    @property
-    def num_drafts(self) -> int:
-        return self.drafter.block - 1
+        return self._columns()
 
     def card(self) -> list[str]:
         """How its model card begins."""
@@ -156,19 +183,8 @@ class DraftLearner:
             f"{TIMED_CONTEXT} tokens, on {processor(device)}"
         )
 
-    def summary(self) -> str:
-        length = f"{total(self.acceptance).length:.2f}" if self.acceptance else "-"
-        return f"held-out tokens a step {length}"
-
     def write(self, average: DraftNetwork, path: Path) -> None:
         write_checkpoint(path, self.drafter.config, average.state_dict())
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run has to know beside the weights: the acceptance, for the model card."""
-        return {"acceptance": {name: vars(one) for name, one in self.acceptance.items()}}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.acceptance = {name: Acceptance(**one) for name, one in state["acceptance"].items()}
 
 
 def draw_revealed(exists: Tensor, share: float, noise: torch.Generator) -> Tensor:
@@ -190,7 +206,7 @@ class Run:
     """One run in one directory; None: a run without log and checkpoint."""
 
     def __init__(self, learner: Any, out: Path | None) -> None:
-        """``learner``: a ``DraftLearner``, or an ``adapter.AdapterLearner``."""
+        """``learner``: a ``Learner``."""
         self.learner, self.out = learner, out
         self.settings = learner.settings
         torch.set_num_threads(self.settings.threads)

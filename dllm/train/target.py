@@ -237,6 +237,8 @@ def load_batch(
     longest = max(len(sample.tokens) for sample in samples)
     tokens = torch.tensor([[*s.tokens, *[0] * (longest - len(s.tokens))] for s in samples])
     tokens = tokens.to(target.device)
+    if not layer_ids:
+        return Batch(samples, tokens, tokens.new_zeros(*tokens.shape, 0))
     if samples[0].shard is None:
         assert isinstance(target, Target), "hidden states are neither stored nor can be computed"
         return Batch(samples, tokens, target.hidden_states(tokens, layer_ids))

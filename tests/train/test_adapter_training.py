@@ -12,7 +12,7 @@ from dllm.settings.command import CommandError
 from dllm.train.adapter import AdapterLearner
 from dllm.train.run import Run
 from dllm.train.settings import AdapterShape, DrafterTraining
-from dllm.train.target import Target, own_mask
+from dllm.train.target import Target, load_batch, own_mask
 from tests.support.adapters import changed, rows_changed
 from tests.support.masked_pass import logits_of
 
@@ -42,7 +42,7 @@ def test_blocks_are_drafted_as_by_a_server(name: str, tmp_path: Path) -> None:
         matrix.data = matrix.bfloat16().float()  # as it is written
     learner.write(learner.model, tmp_path)
     anchors = torch.tensor([[11, 17]])
-    batch = learner._batch(learner.samples[:1])
+    batch = load_batch(learner.samples[:1], learner.target, ())
     blocks = learner._blocks(batch, anchors, torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = learner.drafted(learner.model, batch, blocks, anchors) @ learner.target.head.T
@@ -74,6 +74,13 @@ def test_a_run_lowers_the_loss_and_goes_on_with_the_same_bits(tmp_path: Path) ->
         assert torch.equal(ours, theirs)
     assert second.learner.loss(0).item() < before
     assert whole.rows[-1]["length"] >= 1
+
+
+def test_a_step_in_which_nothing_can_be_learned_has_no_loss() -> None:
+    """The first draft behind noise is the target's own."""
+    loss = learner_of("tiny-ar", AdapterShape(rank=2, target_modules=KINDS, num_drafts=1)).loss(0)
+    loss.backward()
+    assert loss.item() == 0
 
 
 def test_layers_that_the_target_does_not_have_are_refused() -> None:
