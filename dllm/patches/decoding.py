@@ -15,7 +15,6 @@ from dllm.patches.drafting import always_has_our_worker, draft_limits, may_be_ou
 from dllm.patches.drafts import NOISE_DRAFTER, SELF_DRAFTER
 from dllm.patches.neighbours import explain_refusal
 from dllm.patches.replace import replaces
-from dllm.settings.drafting import WHERE as DRAFTER
 from dllm.settings.server import WHERE, PluginOptions, options_of
 
 ADAPTER = "draft_adapter"  # in ``additional_config``, beside our options: the adapter's digest
@@ -49,12 +48,7 @@ def configure_self_drafting(vllm_config: Any) -> None:
 
 
 def configure_noise_drafting(vllm_config: Any) -> None:
-    """Raises ValueError: there is no adapter, or an option does not work."""
-    if options_of(vllm_config).drafter.adapter is None:
-        raise ValueError(
-            f'--speculative-config names {NOISE_DRAFTER}, and "adapter" of {DRAFTER} is not given: '
-            "the folder of an adapter for it."
-        )
+    """Raises ValueError: an option does not work."""
     # Which vLLM's speculator asks for. Noise stands there.
     vllm_config.model_config.hf_config.ptd_token_id = 0
     _configure_rule(vllm_config)
