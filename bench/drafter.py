@@ -17,6 +17,7 @@ Servers of the target:
     draft model        a small model beside the target (--draft-model FOLDER): fixed 5
     draft model, adaptive    the same with the policy adaptive; the small model runs in every step,
                        also if nothing is drafted
+    itself             the target with an adapter (--adapter FOLDER N): fixed N
     n-gram             vLLM's own (DLLM_DISABLE=1), in the engine's process as well: drafts what
                        stood behind the same tokens before
 
@@ -119,6 +120,10 @@ def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
             ("draft model", STOCK_DRAFTS, small, {"policy": "fixed"}),
             ("draft model, adaptive", STOCK_DRAFTS, small, adaptive),
         ]
+    if options.adapter is not None:
+        adapter, count = options.adapter
+        own = {"method": "uno", "uno_lora_path": adapter}
+        steered.append(("itself", int(count), own, {"policy": "fixed"}))
     for name, num_drafts, source, policy in steered:
         chosen = "--additional-config", json.dumps({"dllm": {"drafter": policy}})
         add(name, *speculate(num_drafts, source), *chosen)
@@ -139,6 +144,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--passes", type=int, nargs="*", default=[], help="over a block: see above")
     parser.add_argument("--pilot", type=Path, help="a file of `dllm train pilot`")
     parser.add_argument("--draft-model", type=Path, help="a checkpoint's folder, for draft_model")
+    parser.add_argument("--adapter", nargs=2, metavar=("FOLDER", "N"), help="to draft for itself")
     parser.add_argument("--prompts", type=Path, help="a .jsonl file; default: see above")
     parser.add_argument("--without", nargs="*", default=[], help="names of servers to leave out")
     parser.add_argument("--file", default=FILE, help="name of the CSV file")

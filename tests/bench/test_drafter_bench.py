@@ -50,14 +50,15 @@ def test_who_is_measured(tmp_path: Path) -> None:
     assert json.loads(named["n-gram"].flags[-1])["num_speculative_tokens"] == STOCK_DRAFTS
 
 
-def test_a_small_model_is_measured_if_asked_for(tmp_path: Path) -> None:
-    asked = ["--widths", "3", "7", "--draft-model", str(TARGET)]
-    racing = contestants(parse(asked), tmp_path)
+def test_other_sources_are_measured_if_asked_for(tmp_path: Path) -> None:
+    racing = contestants(parse(["--draft-model", str(TARGET), "--adapter", "x", "8"]), tmp_path)
     flags = {one.name: one.server.flags[-4:] for one in racing if one.server}
-
-    def given(name: str) -> list[dict[str, object]]:
-        return [json.loads(flags[name][place]) for place in (1, 3)]
-
     small = {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens": STOCK_DRAFTS}
-    for name, policy in (("draft model", "fixed"), ("draft model, adaptive", "adaptive")):
-        assert given(name) == [small, {"dllm": {"drafter": {"policy": policy}}}]
+    own = {"method": "uno", "uno_lora_path": "x", "num_speculative_tokens": 8}
+    for name, source, policy in (
+        ("draft model", small, "fixed"),
+        ("draft model, adaptive", small, "adaptive"),
+        ("itself", own, "fixed"),
+    ):
+        given = [json.loads(flags[name][place]) for place in (1, 3)]
+        assert given == [source, {"dllm": {"drafter": {"policy": policy}}}]
