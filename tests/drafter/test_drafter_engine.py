@@ -433,14 +433,6 @@ def test_an_aborted_request_leaves_nothing_behind(target, drafting):
     drafting.reset_prefix_cache()  # asserts that no KV block leaked
 
 
-def test_a_cached_prefix_is_used(target, drafting):
-    drafting.reset_prefix_cache()
-    cold, warm = (drafting.outputs([prompt(130, 6)], greedy(20))[0] for _ in range(2))
-    assert cold.num_cached_tokens == 0 and warm.num_cached_tokens >= 64
-    assert cold.outputs[0].token_ids == warm.outputs[0].token_ids
-    assert_greedy(target, prompt(130, 6), list(warm.outputs[0].token_ids))
-
-
 # --- every sampling parameter ---------------------------------------------------------------------
 
 PLAIN = ("greedy", "one candidate", "tiny nucleus", "certain")

@@ -51,7 +51,10 @@ def test_a_pass_that_others_take_part_in_is_not_skipped(replicas, prompt_ranks, 
     assert may_skip_passes(config) is may_skip
 
 
-def test_the_fixed_policy():
+def test_the_policy_of_the_options():
+    adaptive = DrafterOptions(policy="adaptive")
+    assert isinstance(make_policy(adaptive, 7, 4), AdaptiveWidth)
+    assert not always_verifies_all(adaptive, 7)
     slots = np.array([4, 0, 2])
     for width, expected in ((None, 7), (3, 3), (0, 0)):
         options = DrafterOptions(width=width)
@@ -586,13 +589,3 @@ def test_a_pass_that_is_made_in_any_case_costs_nothing(may_skip):
         num_verifying.append(bool(traffic.step(np.full(N, 0.2)).any()))
         assert traffic.drafted[-1] or not num_verifying[-1]
     assert (np.mean(num_verifying[-200:]) > 0.8) is not may_skip
-
-
-# --- options --------------------------------------------------------------------------------------
-
-
-def test_the_adaptive_policy_from_options():
-    options = DrafterOptions(policy="adaptive")
-    policy = make_policy(options, 7, 4)
-    assert isinstance(policy, AdaptiveWidth)
-    assert not always_verifies_all(options, 7)
