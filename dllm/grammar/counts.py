@@ -53,7 +53,7 @@ def nearest_counted(automaton: Automaton, most_states: int, is_merged: bool = Tr
     states = nearest(automaton, most_states, is_merged)
     few = min(most_states, COUNTED)
     for share in SHARES:
-        if Counts.of(states, ENOUGH).size.sum() <= few:
+        if not len(states.most) or Counts.of(states, ENOUGH).size.sum() <= few:
             break
         try:
             states = nearest(automaton, few // share, is_merged)

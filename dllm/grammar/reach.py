@@ -10,7 +10,6 @@ Of the states behind which the same may follow, one is kept: the automaton knows
 read, and finds two to six times as many.
 """
 
-import bisect
 import functools
 import itertools
 from collections import deque
@@ -24,7 +23,8 @@ from dllm.grammar.refusals import Unsupported
 LOOKED_AT = 4  # times as many states, of which equal ones become one,
 MOST_LOOKED_AT = (1 << 16) - 1  # at most
 FEWEST_LEVELS = 2  # of recursion, the outer one counted
-UNROLLED = 2048  # states with which there may be more of them
+UNROLLED = 2048  # states with which there may be more of them; four times as many up to
+ENOUGH_LEVELS = 3  # levels: in JSON, an object within an object is two
 AT_ONCE = 4096  # states whose pairs are looked up
 ROUNDS, MOST_COUNTS = 16, 64  # between two counts of what they tell apart; of these counts
 MIXING, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
@@ -85,18 +85,21 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
         except Unsupported:  # no text ends within so few
             return 0
 
-    number, few = FEWEST_LEVELS, min(most_states, UNROLLED)
+    number = FEWEST_LEVELS
     if is_whole and (len(levels) <= FEWEST_LEVELS or size(len(levels)) <= most_states):
         number = len(levels)
-    elif len(levels) > FEWEST_LEVELS:
-        more = range(FEWEST_LEVELS + 1, len(levels) + 1)
-        number += bisect.bisect_right(more, few, key=size)
+    while number < len(levels) and size(number + 1) <= min(most_states, _room(number + 1)):
+        number += 1
     if number > len(levels):
         raise TooManyStates(most_states)
     found = of_levels(number)
     if len(found.rows) > most_states:
         raise TooManyStates(most_states)
     return replace(found, rows=found.rows.astype(np.int16))
+
+
+def _room(level: int) -> int:
+    return 4 * UNROLLED if level <= ENOUGH_LEVELS else UNROLLED
 
 
 def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
@@ -112,8 +115,8 @@ def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
     has_end = steps_to_end(rows, accepts) < NEVER
     if not has_end[0]:
         raise Unsupported(
-            f"No text of the grammar is within the limit of {len(states)} states. Make it smaller: "
-            "fewer parts, less nesting."
+            f"The grammar allows no finite text, or none within {len(states)} states. Give another "
+            "one, or make it smaller: fewer parts, less nesting."
         )
     circle, is_head, most = automaton.circles([states[at] for at in np.flatnonzero(has_end)])
     return ByteTable(
@@ -175,7 +178,7 @@ def _by_level(automaton: Automaton, most_states: int) -> tuple[list[list[int]], 
     seen: set[int] = set()
     while waiting:
         if len(levels) >= FEWEST_LEVELS:
-            most_states = min(most_states, 2 * UNROLLED)
+            most_states = min(most_states, 2 * _room(len(levels) + 1))
         calls = min(waiting)
         todo = deque(state for state in dict.fromkeys(waiting.pop(calls)) if state not in seen)
         seen.update(todo)

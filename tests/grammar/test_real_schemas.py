@@ -44,6 +44,10 @@ CONTAINER = closed(
     port={"type": "integer", "minimum": 1, "maximum": 65535},
     memory=TEXT | {"pattern": "^[0-9]{1,6}(Ki|Mi|Gi)$"},
 )  # fmt: skip
+SETTING = closed(
+    **{f"{letter * 9} {number}": TEXT for letter in LETTERS[:16] for number in range(6)},
+    inner={"type": "object", "additionalProperties": {"$ref": "#/$defs/setting"}},
+)
 IS_FILE = {"properties": {"kind": {"const": "file"}}}
 
 # Of each: the schema, values that are accepted, values that are not.
@@ -101,6 +105,11 @@ CASES = {
         {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
         [{"name": "a", "children": [{"name": "b", "note": None}, {"name": "c", "children": []}]}],
         [{"children": []}, {"name": "a", "children": [{"size": 1}]}],
+    ),
+    "settings in settings, of many names": (
+        {"$defs": {"setting": SETTING}, "$ref": "#/$defs/setting"},
+        [{"inner": {"x": {"aaaaaaaaa 1": "z"}, "w": {}}}],
+        [{"inner": {"x": {"y": {}}}}, {"x": {}}],
     ),
     "dictionaries": (
         {
