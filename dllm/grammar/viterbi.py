@@ -29,6 +29,7 @@ WORST = -1e30
 OTHER_THAN_FIXED = -1e33
 LOWEST = 10 * OTHER_THAN_FIXED  # a score that is not above this, or NaN, counts as WORST
 UNLIMITED = NEVER - 1  # a budget
+COLUMN = 512  # states; numpy compares whole arrays faster than segments of one
 KEPT_MASK_BYTES = 4 << 20  # for each table, of masks of what its states allow
 
 
@@ -81,14 +82,13 @@ class Canvas:
         self._thinking = len(table.accepts) - 1  # if there are thoughts
         self._source, self._label = edges.source[can_end], edges.label[can_end]
         target = edges.target[can_end]
-        # Edges come sorted by target: one segment for each state that has any.
-        self._reached, self._segment = np.unique(target, return_index=True)
-        self._segment_end = np.append(self._segment[1:], len(target))
+        # Edges come sorted by target.
+        self._bounds = np.searchsorted(target, np.arange(len(table.accepts) + 1))
+        self._targets, parts = _columns(self._bounds)
+        self._columns = [(self._source[at], self._label[at], *begins) for at, *begins in parts]
         # Of the token that ends thoughts, which is in no answer, nor in another label.
         ends_thoughts = (self._source == self._thinking) & (target != self._thinking)
         self._end_of_thoughts = self._label[ends_thoughts]
-        self._segment_of = np.full(len(table.accepts), -1)
-        self._segment_of[self._reached] = np.arange(len(self._reached))
         self._accepting = np.flatnonzero(table.accepts)
         # The tokens of all classes but the one that has most: in strings, nearly all of them.
         order, starts = table.members
@@ -99,7 +99,6 @@ class Canvas:
         self._other_starts = np.cumsum(others) - others
         self._other_classes = np.flatnonzero(is_other)
         self._longest = int(table.left.max(initial=0, where=table.left < NEVER))
-        self._following: dict[int, list[int]] = {}
         self._masks: dict[int, np.ndarray] = {}
 
     def best_path(
@@ -137,7 +136,7 @@ class Canvas:
                 state = STOPPED
                 states.append(state)
             else:
-                state = DEAD if kind < 0 else self._row(state)[kind]
+                state = DEAD if kind < 0 else int(table.next[state, kind])
                 is_late = state == self._thinking and place >= thoughts_end
                 if state == DEAD or is_late or table.left[state] > budget - place - 1:
                     return states, place
@@ -179,12 +178,6 @@ class Canvas:
         found: np.ndarray = np.append(too_long, True)[table.class_of]
         found[self.stops] = not table.accepts[state]
         return found
-
-    def _row(self, state: int) -> list[int]:
-        """The states behind ``state`` as a list, which Python reads faster than an array."""
-        if state not in self._following:
-            self._following[state] = self.table.next[state].tolist()
-        return self._following[state]
 
     def _search(
         self, scores: np.ndarray, likeliest: np.ndarray, state: int, budget: int, thoughts_end: int
@@ -237,9 +230,14 @@ class Canvas:
         at = np.full((num_places + 1, len(left)), -np.inf)
         at[0, state] = 0.0
         for place in range(num_places):
-            arriving = np.take(at[place], self._source)
-            arriving += np.take(by_label[place], self._label)
-            at[place + 1, self._reached] = np.maximum.reduceat(arriving, self._segment)
+            best = np.full(len(self._targets), -np.inf)
+            for source, label, *begins in self._columns:
+                arriving = at[place].take(source)
+                arriving += by_label[place].take(label)
+                if begins:
+                    arriving = np.maximum.reduceat(arriving, begins[0])
+                np.maximum(best[: len(arriving)], arriving, out=best[: len(arriving)])
+            at[place + 1, self._targets] = best
             if self._longest > budget - place - 1:
                 at[place + 1, left > budget - place - 1] = -np.inf
             if place >= thoughts_end:
@@ -253,8 +251,7 @@ class Canvas:
         states[place] = state
         labels = []
         for before in range(place - 1, -1, -1):
-            segment = self._segment_of[states[before + 1]]
-            low, high = self._segment[segment], self._segment_end[segment]
+            low, high = self._bounds[states[before + 1] :][:2]
             through = at[before, self._source[low:high]] + by_label[before, self._label[low:high]]
             edge = low + through.argmax()
             labels.append(int(self._label[edge]))
@@ -275,6 +272,27 @@ class Canvas:
                 some = order[starts[best] : ends[best]]
                 token = some[scores[place, some].argmax()]
             yield int(token)
+
+
+def _columns(bounds: np.ndarray) -> tuple[np.ndarray, list[tuple[np.ndarray, ...]]]:
+    """(states that edges lead to, those with most edges first; parts of the edges into them).
+
+    A part are the first edges into states, the second ones, ..., as far as COLUMN states have one;
+    the last part has all others, and where those of each state begin.
+
+    Args:
+        bounds: ``[S + 1]``, the first edge into each state.
+    """
+    sizes = np.diff(bounds)
+    targets = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes)]
+    first, sizes = bounds[targets], sizes[targets]
+    parts: list[tuple[np.ndarray, ...]] = []
+    while (size := int((sizes > len(parts)).sum())) >= COLUMN:
+        parts.append((first[:size] + len(parts),))
+    beyond = sizes[sizes > len(parts)] - len(parts)
+    begins = np.cumsum(beyond) - beyond
+    rest = np.repeat(first[: len(beyond)] + len(parts) - begins, beyond)
+    return targets, [*parts, (rest + np.arange(len(rest)), begins)]
 
 
 def _finite(scores: np.ndarray) -> np.ndarray:

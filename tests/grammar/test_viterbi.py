@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xgrammar
 
+from dllm.grammar import viterbi
 from dllm.grammar.automaton import DEAD
 from dllm.grammar.reach import NEVER
 from dllm.grammar.refusals import Unsupported
@@ -52,8 +53,10 @@ def of_all_texts(found: Table, scores: np.ndarray, budget: int) -> float:
     return best
 
 
+@pytest.mark.parametrize("column", [1, viterbi.COLUMN])
 @pytest.mark.parametrize("name", SHORT)
-def test_it_is_the_best_of_all_texts(name):
+def test_it_is_the_best_of_all_texts(name, column, monkeypatch):
+    monkeypatch.setattr(viterbi, "COLUMN", column)
     rng = np.random.default_rng(0)
     found, _ = table(*GRAMMARS[name])
     num_unchanged = 0
