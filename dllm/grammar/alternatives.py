@@ -51,8 +51,6 @@ BEYOND = {
 }
 UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
-MEMBERS = ("properties", "patternProperties", "required", "prefixItems", "enum")
-NOTES = {"title", "description", "default", "examples", "$comment"}
 MOST_ALTERNATIVES = 64
 DEEPEST = 64  # references, and alternatives of alternatives, one inside the other
 
@@ -77,30 +75,7 @@ class Alternatives:
             found = self._product(found, self._of_part(part, (), is_exact), part)
         return found
 
-    def simplest(self, conjunction: Conjunction) -> Conjunction:
-        """The same values, without a part beside one of the alternatives that it consists of."""
-        parts: dict[Part, Part] = {}
-        for part in conjunction:
-            parts.setdefault(self._meant(part), part)
-        for part in [*parts]:
-            if isinstance(part.schema, dict) and {"anyOf"} == set(part.schema) - NOTES:
-                ways = (part.inner("anyOf", at) for at in range(len(part.schema["anyOf"])))
-                if {*map(self._meant, ways)} & set(parts) - {part}:
-                    del parts[part]
-        return tuple(parts.values())
-
-    def _meant(self, part: Part) -> Part:
-        """What a part refers to, if it says nothing else."""
-        seen = {part}
-        while isinstance(part.schema, dict) and {"$ref"} == set(part.schema) - NOTES:
-            part = self.document.referenced(part)
-            if part in seen:
-                break
-            seen.add(part)
-        return part
-
     def _of_part(self, part: Part, opened: tuple[Part, ...], is_exact: bool) -> list[Flat]:
-        self.document.count()
         schema = part.schema
         if isinstance(schema, bool):
             return [{"path": part.path}] if schema else []
@@ -168,7 +143,6 @@ class Alternatives:
 
     def _complement(self, part: Part, opened: tuple[Part, ...]) -> list[Flat]:
         """Alternatives of values that are not of a part; there may be others."""
-        self.document.count()
         schema = part.schema
         if isinstance(schema, bool):
             return [] if schema else [{"path": part.path}]
@@ -232,15 +206,12 @@ class Alternatives:
         given = part.schema.get("enum", [part.schema.get("const")])
         if not isinstance(given, list):
             refuse("enum", part.path, "it is no list")
-        self.document.count(len(given))
         rest = {key: value for key, value in part.schema.items() if key != "enum"}
         beside = Part(rest, part.path, part.resolver)
         values = [value for value in given if self.document.allows(beside, value)]
         return [{"enum": values, "path": part.path}] if values else []
 
     def _product(self, left: list[Flat], right: list[Flat], part: Part) -> list[Flat]:
-        sizes = [[_num_members(flat) for flat in flats] for flats in (left, right)]
-        self.document.count(sum(one + other for one in sizes[0] for other in sizes[1]))
         merged = (_merged(one, other) for one in left for other in right)
         found = [flat for flat in merged if flat is not None]
         if len(found) > MOST_ALTERNATIVES:
@@ -260,11 +231,7 @@ class Alternatives:
     def _set_apart(
         self, at: int, flats: list[Flat], given: list[list[Flat]], parts: list[Part]
     ) -> list[Flat]:
-        """Alternatives of one part of ``oneOf``, narrowed so that they have no value of the others.
-
-        Raises:
-            Unsupported: it is not known how.
-        """
+        """Alternatives of one part of ``oneOf``, without the values of the others."""
         for place, others in enumerate(given):
             if place != at:
                 for other in others:
@@ -303,13 +270,13 @@ class Alternatives:
     def _have_none(self, conjunction: Conjunction) -> bool:
         key = frozenset(conjunction)
         if key not in self._empty:
+            self._empty[key] = False  # as far as it is known where it leads back to itself
             flats = self.of(tuple(dict.fromkeys(conjunction)), is_exact=False)
             self._empty[key] = all(self._is_empty(flat, conjunction) for flat in flats)
         return self._empty[key]
 
     def _is_empty(self, flat: Flat, conjunction: Conjunction = ()) -> bool:
         """Whether it is sure that an alternative has no value that is of all parts, too."""
-        self.document.count()
         if "enum" in flat:
             allows = self.document.allows
             return not any(all(allows(part, one) for part in conjunction) for one in flat["enum"])
@@ -338,12 +305,6 @@ def _sense(flat: Flat) -> str:
 def _kind(value: Any) -> str:
     kinds = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
     return kinds.get(type(value), "number")
-
-
-def _num_members(flat: Flat) -> int:
-    """A measure of the work of merging an alternative."""
-    patterns = len(flat.get("patternProperties", ()))
-    return 1 + sum(len(flat.get(key, ())) for key in MEMBERS) * (1 + patterns)
 
 
 def has_no_number(flat: Flat) -> bool:

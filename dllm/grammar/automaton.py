@@ -14,8 +14,10 @@ from collections.abc import Iterable, Sequence
 import networkx
 import numpy as np
 
+from dllm.grammar.expressions import REPEAT, RULE
+from dllm.grammar.pattern_edges import EPSILON
 from dllm.grammar.refusals import Unsupported
-from dllm.grammar.rules import EPSILON, NO_END, REPEAT, RULE, Rules
+from dllm.grammar.rules import Rules
 
 START, DEAD = 0, -1
 MOST_ITEMS = 200_000  # in one state, before it is called unbounded
@@ -33,18 +35,13 @@ class Automaton:
     """The states that were asked for so far.
 
     Args:
-        serialized, kind: arguments of ``Rules``.
-
-    Raises:
-        Unsupported: no finite text, left recursion, too many states, or tokens in the grammar.
+        serialized: of ``Rules``.
     """
 
-    def __init__(self, serialized: str, kind: str, most_states: int = 1 << 17) -> None:
-        rules = Rules(serialized, kind)
-        self.most_states = most_states
+    def __init__(self, serialized: str) -> None:
+        rules = Rules(serialized)
         self._edges, self._repeats = rules.edges, rules.repeats
         self._rule_starts, self._rule_ends = rules.starts, rules.ends
-        self._bytes_to_end = rules.bytes_to_end
         self._recursive_returns = rules.recursive_returns
         self._firsts = rules.firsts
         # By a repetition and what follows it, the state of a rule that leads nowhere else.
@@ -56,7 +53,6 @@ class Automaton:
         # Stack 0 is empty.
         self._frames: list[Frame] = [(0, 0)]
         self._frame_numbers: dict[Frame, int] = {}
-        self._stack_bytes = [0]  # fewest bytes until each stack is empty
         self._stack_levels = [0]  # recursive calls on each stack
         self._states: list[frozenset[Item]] = []
         self._numbers: dict[frozenset[Item], int] = {}
@@ -64,8 +60,7 @@ class Automaton:
         self._first, self._behind = array("B"), array("i")
         self._ranges: dict[int, tuple[int, int]] = {}  # of a state that was asked for
         self._levels: list[int] = []
-        if self._number(self._closure([(rules.root, 0)])) != START:
-            raise Unsupported("The grammar allows no finite text. Give another one.")
+        self._number(self._closure([(rules.starts[rules.root], 0)]))  # START
 
     def __len__(self) -> int:
         return len(self._states)
@@ -154,25 +149,11 @@ class Automaton:
         return self._ranges[state]
 
     def _number(self, state: frozenset[Item]) -> int:
-        """The number of a state; DEAD if no text ends behind it."""
-        if state in self._numbers:
-            return self._numbers[state]
-        to_end = (
-            0 if at == -1 else self._bytes_to_end[at] + self._stack_bytes[stack]
-            for at, stack in state
-        )
-        if min(to_end, default=NO_END) >= NO_END:
-            return DEAD
-        number = len(self._states)
-        if number >= self.most_states:
-            raise Unsupported(
-                f"The grammar needs more than {self.most_states} states. Make it smaller: fewer "
-                "optional parts, shorter lists, less nesting."
-            )
-        self._states.append(state)
-        self._numbers[state] = number
-        self._levels.append(max(self._stack_levels[stack] for _, stack in state))
-        return number
+        if state not in self._numbers:
+            self._numbers[state] = len(self._states)
+            self._states.append(state)
+            self._levels.append(max((self._stack_levels[stack] for _, stack in state), default=0))
+        return self._numbers[state]
 
     def _closure(self, items: Iterable[Item]) -> frozenset[Item]:
         """All items that are reached without reading a byte: those that read one next, and END."""
@@ -241,14 +222,8 @@ class Automaton:
     def _push(self, frame: Frame) -> int:
         if frame not in self._frame_numbers:
             target, stack = frame[:2]
-            to_end = self._bytes_to_end[target] + self._stack_bytes[stack]
-            if len(frame) == 4:
-                rule, fewest, _ = self._repeats[frame[2]]
-                missing = max(fewest - frame[3], 0)
-                to_end += missing * self._bytes_to_end[self._rule_starts[rule]]
             self._frame_numbers[frame] = len(self._frames)
             self._frames.append(frame)
-            self._stack_bytes.append(min(to_end, NO_END))
             name = frame[2] if len(frame) == 4 else None
             is_deeper = (target, name) in self._recursive_returns
             self._stack_levels.append(self._stack_levels[stack] + is_deeper)

@@ -30,9 +30,9 @@ from typing import Any
 import dllm
 from dllm.grammar.automaton import Automaton
 from dllm.grammar.counts import nearest_counted
-from dllm.grammar.lowering import lower_text
 from dllm.grammar.refusals import TooSlow, Unsupported
 from dllm.grammar.table import by_tokens
+from dllm.grammar.tags import lower_text
 from dllm.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(dllm.LOGGER)
@@ -150,11 +150,7 @@ def main(seconds: float, most_memory: int, patience: float) -> None:
     """Fork a child for every socket that comes in, until nobody can send one.
 
     The vocabulary comes first. This process leads a group of its own, in which its children are.
-
-    Args:
-        seconds: of a processor, after which a child ends.
-        most_memory: bytes, in addition to those of this process.
-        patience: times ``seconds`` by the clock, after which it ends as well.
+    The limits are those of `Children`; memory counts in addition to that of this process.
     """
     import xgrammar  # noqa: F401  it imports PyTorch, once for all children
 
@@ -214,7 +210,7 @@ def table_of(
             raise MemoryError from error
         raise Unsupported(f"xgrammar does not read the grammar: {str(error)[:SHOWN]}") from error
     # States stay apart where there are marks: the way there shows their places.
-    states = nearest_counted(Automaton(serialized, spec["kind"]), most_states, is_merged=not marks)
+    states = nearest_counted(Automaton(serialized), most_states, is_merged=not marks)
     return by_tokens(states, vocabulary, marks, most_states).without(absent).to_bytes()
 
 
@@ -245,7 +241,10 @@ def grammar_of(
                 "'schema' and 'end'). Correct it."
             ) from error
     if kind == "regex":
-        return Grammar.from_regex(text)
+        written = {"type": "const_string", "value": text}
+        return Grammar.from_structural_tag(
+            json.dumps({"type": "structural_tag", "format": written})
+        )
     return Grammar.from_lark(text) if kind == "lark" else Grammar.from_ebnf(text)
 
 

@@ -13,10 +13,9 @@ import contextlib
 import functools
 import hashlib
 import json
-import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -26,9 +25,9 @@ import prometheus_client
 from cachetools import LRUCache
 
 from dllm.grammar.children import Children
-from dllm.grammar.lowering import read_json
 from dllm.grammar.refusals import TooSlow, Unsupported
 from dllm.grammar.table import MOST_STATES
+from dllm.grammar.tags import read_json, spoken
 from dllm.grammar.vocabulary import Vocabulary
 
 MOST_TEXT = 1 << 17  # bytes of a schema, regular expression or grammar
@@ -42,15 +41,6 @@ SECONDS = prometheus_client.Summary(
 )
 
 Kind = Literal["json", "regex", "grammar", "lark", "structural_tag"]
-# Where a structural tag has texts, in either of xgrammar's forms.
-SPOKEN = ("begin", "end", "triggers", "value", "separator", "pattern", "grammar")
-MARK = re.compile(r"<[^<>\s]+>")  # of calls and thoughts, as <tool_call> and <|tool_call_begin|>
-# Keywords of a schema behind which the keys are names, and no keywords.
-NAMED = (
-    *("properties", "patternProperties", "$defs", "definitions"),
-    *("dependentSchemas", "dependentRequired", "dependencies"),
-)
-NOT_HELD = ("default", "examples")  # values of a schema that no answer is held to
 
 
 @dataclass(frozen=True)
@@ -190,15 +180,12 @@ class Grammars:
         with self._reading:
             tokens = self._tokens = self._tokens or self._read_tokens()
             children = self._children = self._children or _children_of(tuple(tokens.words))
-        spoken = ""
-        if spec.kind == "structural_tag":
-            tag = read_json(spec.text)
-            spoken = "\n".join(_spoken(tag))
-            refuse_marks(tag, spoken)
-        unnamed = {token for token, name in tokens.names.items() if name not in spoken}
+        is_tag = spec.kind == "structural_tag"
+        said = "\n".join(spoken(read_json(spec.text))) if is_tag else ""
+        unnamed = {token for token, name in tokens.names.items() if name not in said}
         # A tokenizer may have more tokens than the model.
         absent = {token for token in unnamed | {*stops} if token < len(tokens.words)}
-        named = {token for token, name in tokens.marks.items() if name in spoken}
+        named = {token for token, name in tokens.marks.items() if name in said}
         marks = {token for token in named.union(tokens.names) - absent if token < len(tokens.words)}
         limits = {"absent": sorted(absent), "marks": sorted(marks)}
         return children.table(asdict(spec) | limits | {"most_states": self.most_states})
@@ -208,54 +195,6 @@ class Grammars:
 def _children_of(words: tuple[bytes, ...]) -> Children:
     """One process of 200 MB, which forks others, for all engines with this vocabulary."""
     return Children(Vocabulary(words))
-
-
-def _spoken(tag: Any, key: str = "") -> Iterator[str]:
-    """The texts that a structural tag writes into answers, without its names and descriptions."""
-    if isinstance(tag, str) and key in SPOKEN:
-        yield tag
-    elif isinstance(tag, list):
-        for one in tag:
-            yield from _spoken(one, key)
-    elif isinstance(tag, Mapping):
-        for name, value in tag.items():
-            if name not in ("json_schema", "schema"):
-                yield from _spoken(value, name)
-
-
-def refuse_marks(tag: Any, spoken: str) -> None:
-    """Refuse a value that has a mark of calls: whoever reads the calls would cut them there.
-
-    Args:
-        spoken: the texts of the tag, with its marks.
-
-    Raises:
-        Unsupported: an ``enum`` or ``const`` of a schema has such a value.
-    """
-    marks = re.compile("|".join(map(re.escape, MARK.findall(spoken))) or r"\b\B")
-    try:
-        value = next(filter(marks.search, _values(tag)), None)
-    except RecursionError:
-        raise Unsupported("The grammar is nested too deeply. Make it flatter.") from None
-    if value is not None:
-        raise Unsupported(
-            f"The schema has the value {value[:80]!r}, which has a mark of calls. Leave it out."
-        )
-
-
-def _values(part: Any, is_listed: bool = False) -> Iterator[str]:
-    """The texts in ``enum`` and ``const`` of a tag's schemas."""
-    if isinstance(part, str) and is_listed:
-        yield part
-    elif isinstance(part, list):
-        for one in part:
-            yield from _values(one, is_listed)
-    elif isinstance(part, Mapping):
-        for name, value in part.items():
-            if name in NAMED and isinstance(value, Mapping):
-                value = list(value.values())
-            if is_listed or name not in NOT_HELD:
-                yield from _values(value, is_listed or name in ("enum", "const"))
 
 
 def _key(spec: Spec, stops: Collection[int]) -> str:

@@ -10,14 +10,14 @@ references to ``#/$defs``; ``{}`` is any value.
 """
 
 import decimal
-import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dllm.grammar.alternatives import TYPE_OF, TYPES, Alternatives, Conjunction, Flat, has_no_number
 from dllm.grammar.objects import lowered_object
-from dllm.grammar.patterns import IN_JSON, Alphabet, rewritten
+from dllm.grammar.patterns import IN_JSON, Alphabet
 from dllm.grammar.references import CANNOT, Document, Part, refuse
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.strings import lowered_string
@@ -33,14 +33,17 @@ MOST_ITEMS = 1 << 20  # a larger number limits nothing: no answer is as long
 MOST_MULTIPLES = 256  # values that are listed from a bound on; without bounds, the largest step
 
 
-def lower(schema: Any, alphabet: Alphabet = IN_JSON) -> Schema:
+NO_MARKS = re.compile(r"\b\B")
+
+
+def lower(schema: Any, alphabet: Alphabet = IN_JSON, marks: re.Pattern[str] = NO_MARKS) -> Schema:
     """The lowered schema of a JSON schema of draft 2020-12; older forms of items are read, too.
 
-    Raises:
-        Unsupported: answers cannot be held to it, or it allows no value.
+    Args:
+        marks: where whoever reads calls would cut them; values that have one are refused.
     """
     try:
-        lowering = Lowering(schema, alphabet)
+        lowering = Lowering(schema, alphabet, marks)
         found = lowering.conjunction((lowering.document.root,))
     except RecursionError:
         raise Unsupported("The schema is nested too deeply. Make it flatter.") from None
@@ -60,8 +63,8 @@ class Lowering:
         definitions: lowered schemas that are referred to, by their names.
     """
 
-    def __init__(self, schema: Any, alphabet: Alphabet) -> None:
-        self.alphabet = alphabet
+    def __init__(self, schema: Any, alphabet: Alphabet, marks: re.Pattern[str]) -> None:
+        self.alphabet, self.marks = alphabet, marks
         self.document = Document(schema)
         self.definitions: dict[str, Schema] = {}
         self.alternatives = Alternatives(self.document)
@@ -71,8 +74,7 @@ class Lowering:
 
     def conjunction(self, asked: Conjunction) -> Schema | None:
         """The lowered schema of the values of all parts."""
-        asked = self.alternatives.simplest(asked)
-        self.document.count()
+        asked = tuple(dict.fromkeys(asked))
         if asked in self._open:
             self._open[asked] = True
             return self._reference(asked)
@@ -116,8 +118,12 @@ class Lowering:
                 for value in flat["enum"]
                 if all(self.document.allows(part, value) for part in asked)
             ]
-            if not all(_is_writable(value) for value in values):
+            leaves = list(_leaves(values))
+            if not all(map(_is_writable, leaves)):
                 refuse("enum", flat["path"], "a value has no text that is read as the same value")
+            texts = (leaf for leaf in leaves if isinstance(leaf, str))
+            if (text := next(filter(self.marks.search, texts), None)) is not None:
+                refuse("enum", flat["path"], f"the value {text[:80]!r} has a mark of calls")
             whole = [one for one in values if isinstance(one, dict | list)]
             if not self.alphabet.is_json or not whole:
                 return [{"enum": values}] if values else []
@@ -153,12 +159,19 @@ def _literal(value: Any) -> Schema:
     return {"type": "array", "maxItems": 0} if isinstance(value, list) else {"enum": [value]}
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """Names and values without members."""
+    if isinstance(value, dict):
+        value = [one for pair in value.items() for one in pair]
+    if isinstance(value, list):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
 def _is_writable(value: Any) -> bool:
     """Whether xgrammar writes a value as it is: integers of 64 bits, and texts in UTF-8."""
-    if isinstance(value, dict):
-        return all(_is_writable(one) for pair in value.items() for one in pair)
-    if isinstance(value, list):
-        return all(_is_writable(one) for one in value)
     if isinstance(value, str):
         return not any("\ud800" <= character <= "\udfff" for character in value)
     if isinstance(value, int):
@@ -271,47 +284,3 @@ OF_TYPE: Mapping[str, Callable[[Lowering, Flat], Schema | None]] = {
     "array": _array,
     "object": _object,
 }
-
-
-def lower_text(kind: str, text: str) -> str:
-    """The text of a grammar (``compile.Spec``) with its schemas lowered and its patterns rewritten.
-
-    Raises:
-        Unsupported: a schema or pattern is refused, or the text is no JSON.
-    """
-    if kind == "regex":
-        return rewritten(text)
-    if kind not in ("json", "structural_tag"):
-        return text
-    given = read_json(text)
-    return json.dumps(lower(given) if kind == "json" else _lower_tag(given))
-
-
-def read_json(text: str) -> Any:
-    """What the text of a schema or a structural tag says.
-
-    Raises:
-        Unsupported: it is no JSON.
-    """
-    try:
-        return json.loads(text, parse_constant=_no_json)
-    except (ValueError, RecursionError) as error:
-        raise Unsupported("The grammar is no valid JSON. Correct it.") from error
-
-
-def _no_json(text: str) -> Any:
-    raise ValueError(text)
-
-
-def _lower_tag(tag: Any) -> Any:
-    if isinstance(tag, list):
-        return [_lower_tag(one) for one in tag]
-    if not isinstance(tag, Mapping):
-        return tag
-    lowered = {
-        key: lower(value) if key in ("json_schema", "schema") else _lower_tag(value)
-        for key, value in tag.items()
-    }
-    if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
-        lowered["pattern"] = rewritten(tag["pattern"])
-    return lowered

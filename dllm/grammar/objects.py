@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dllm.grammar.alternatives import TYPES, Alternatives, Conjunction, Flat, property_of
-from dllm.grammar.patterns import IN_JSON, Alphabet, exactly, in_string
+from dllm.grammar.patterns import ANYTHING, IN_JSON, Alphabet, Clause, exactly, held
 from dllm.grammar.references import refuse
 from dllm.grammar.strings import lowered_string
 
@@ -26,9 +26,6 @@ def lowered_object(
 
     Args:
         lower: the lowered schema of a conjunction.
-
-    Raises:
-        Unsupported: answers cannot be held to it.
     """
     declared, has_others = _declared(flat, alternatives)
     required = flat.get("required", [])
@@ -80,7 +77,6 @@ def _declared(flat: Flat, alternatives: Alternatives) -> tuple[dict[str, Conjunc
             values = [value for one in listed for value in one["enum"] if isinstance(value, str)]
             names |= dict.fromkeys(values)
             has_others = False
-    alternatives.document.count(len(names) * (1 + len(flat.get("patternProperties", ()))))
     return {name: property_of(flat, name) for name in names}, has_others
 
 
@@ -111,20 +107,15 @@ def _others(
         return _named(flat, rest, alternatives)
     if "propertyNames" in flat and declared:
         return None
-    asides = [(exactly(declared), False)] if declared else []
-    found: dict[str, Schema] = {}
-    for pattern, asked in patterns.items():
-        given = [(other, other == pattern) for other in patterns]
-        names = in_string([*given, *asides], is_anywhere=True)
-        if names is None and declared:
-            return None
-        if names is None or "propertyNames" in flat:
-            refuse("patternProperties", flat["path"], "beside others answers cannot be held to it")
-        if (value := lower(asked)) is not None:
-            found[names] = value
-    names = in_string([*((pattern, False) for pattern in patterns), *asides])
-    if rest is not None and names is not None:
-        found[names] = rest
+    if "propertyNames" in flat:
+        refuse("patternProperties", flat["path"], "beside others answers cannot be held to it")
+    asides = [Clause(exactly(declared), is_there=False)] if declared else []
+    found: dict[str | None, Schema] = {}
+    for pattern, asked in [*patterns.items(), (None, None)]:
+        value = rest if asked is None else lower(asked)
+        if value is not None:
+            parts = [Clause(other, other == pattern, is_whole=False) for other in patterns]
+            found[held([*parts, *asides])] = value
     return {"patternProperties": found, "additionalProperties": False} if found else None
 
 
@@ -138,10 +129,10 @@ def _named(flat: Flat, value: Schema, alternatives: Alternatives) -> Schema | No
         if "enum" in one:
             texts = [text for text in one["enum"] if isinstance(text, str)]
             texts = [text for text in texts if _is_name(flat, text, alternatives)]
-            found += [in_string(exactly(texts))] if texts else []
+            found += [held([Clause(exactly(texts))])] if texts else []
         elif "string" in one.get("type", TYPES) and (names := lowered_string(one, IN_JSON)):
             lengths = names.get("minLength", 0), names.get("maxLength", math.inf)
-            found.append(names.get("pattern") or in_string("[^]*", IN_JSON, *lengths))
+            found.append(names.get("pattern") or held([Clause(ANYTHING)], IN_JSON, *lengths))
     if not found:
         return None
     return {"patternProperties": dict.fromkeys(found, value), "additionalProperties": False}

@@ -1,11 +1,12 @@
-"""Regular expressions of schemas and requests, rewritten so that nothing can misread them.
+"""Regular expressions of schemas and requests.
 
 They are JavaScript's, as JSON Schema asks: ``\\d`` and ``\\w`` are ASCII. Python's parser reads
-them, and what is no regular language is refused. Written again they have classes of characters,
-groups and repetitions alone.
+them. What a text is held to is spelled in letters, which xgrammar hands on as they are (`held`);
+`pattern_edges` reads it, and refuses what is no regular language.
 """
 
 import functools
+import json
 import math
 import re
 import warnings
@@ -14,31 +15,42 @@ from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
-import regex
-
 from dllm.grammar.characters import BY_BYTES, Ranges, both, others
 from dllm.grammar.refusals import Unsupported
 
-DIGITS: Ranges = [(48, 57)]
-WORDS: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
 SPACES: Ranges = [
     *((9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
     *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 ]
-LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]
-SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
-LENGTH = "!"  # stands for any character where a length is written
-BEGINNING, END = (op.AT, op.AT_BEGINNING), (op.AT, op.AT_END)
-CARET = r"\^"
-SECONDS = 0.1  # to find a pattern in a text
+ANYTHING = r"[^\ud800]*"  # no text has a surrogate
+DIGITS: Ranges = [(48, 57)]
+WORDS: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
+CATEGORIES = {
+    op.CATEGORY_DIGIT: DIGITS,
+    op.CATEGORY_NOT_DIGIT: others(DIGITS),
+    op.CATEGORY_WORD: WORDS,
+    op.CATEGORY_NOT_WORD: others(WORDS),
+}
+CHARACTERS, REPEATS = (op.LITERAL, op.NOT_LITERAL, op.IN), (op.MAX_REPEAT, op.MIN_REPEAT)
 # What JavaScript and Python read differently, in classes and outside of them.
-ESCAPES = r"\\c(?P<control>[A-Za-z])|\\u\{(?P<code>[0-9a-fA-F]{1,6})\}|(?P<unclear>\\[aAZpP])|\\."
+ESCAPES = (
+    r"\\c(?P<control>[A-Za-z])|\\u\{(?P<code>[0-9a-fA-F]{1,6})\}|(?P<unclear>\\[aAZpP])"
+    r"|(?P<space>\\[sS])|\\."
+)
 IN_CLASS = re.compile(ESCAPES, flags=re.DOTALL)
 DIFFERENT = re.compile(
     rf"{ESCAPES}|(?P<any>\[\^\])|(?P<none>\[\])|(?P<inside>\[(?:\\.|[^\]\\])*\])"
-    r"|(?P<name>\(\?<(?![=!]))|(?P<count>\{,)",
+    r"|(?P<name>\(\?<(?![=!]))|(?P<count>\{,)|(?P<one>\.)|(?P<end>\$)",
     flags=re.DOTALL,
 )
+IN_PYTHON = {
+    "any": r"[\x00-\U0010ffff]",
+    "none": r"[^\x00-\U0010ffff]",
+    "name": "(?P<",
+    "one": r"[^\n\r\u2028\u2029]",
+    "end": r"\Z",
+}
+HELD = re.compile(r"\^held([0-9a-f]+)\$")
 
 
 class Alphabet(NamedTuple):
@@ -47,12 +59,10 @@ class Alphabet(NamedTuple):
     Attributes:
         plain: characters that stand for themselves.
         is_json: quotes, backslashes and control characters are written as JSON's escapes.
-        has_anchors: ``^`` and ``$`` are kept; otherwise the whole text is meant.
     """
 
     plain: Ranges
     is_json: bool = False
-    has_anchors: bool = False
 
 
 TEXT = Alphabet(BY_BYTES)
@@ -61,127 +71,108 @@ IN_JSON = Alphabet(
     is_json=True,
 )
 IN_GEMMA = Alphabet([(0, 0x3B), (0x3D, 0x7F), *BY_BYTES[1:]])  # its strings end with ``<|"|>``
-SEARCH = Alphabet(BY_BYTES, has_anchors=True)
+ALPHABETS = (TEXT, IN_JSON, IN_GEMMA)
 
 
-def rewritten(pattern: str, alphabet: Alphabet = TEXT) -> str:
-    """A regular expression of the same texts, as far as the alphabet has them; without anchors.
+class Clause(NamedTuple):
+    """What a text is held to: a pattern is found in it or not; as the whole text, or anywhere."""
 
-    A pattern without anchors is one of whole texts, too: answers are some of those that match.
-
-    Raises:
-        Unsupported: it looks around, refers back, has flags or anchors inside, or no text is left.
-    """
-    return _written(pattern, parsed(pattern), alphabet)
+    pattern: str
+    is_there: bool = True
+    is_whole: bool = True
 
 
-def _written(pattern: str, tree: Any, alphabet: Alphabet) -> str:
-    text = _Writer(pattern, alphabet).sequence(tree, True, True)
-    if text is None:
-        raise _refusal(pattern, "has no text that can be written here")
-    return text
+class Held(NamedTuple):
+    """Texts that are of all parts, with so many characters."""
+
+    alphabet: Alphabet
+    parts: tuple[Clause, ...]
+    fewest: float
+    most: float
+
+    def tree(self) -> Any:
+        """The tree of a single pattern that says all; None where there is none."""
+        part, *more = self.parts
+        is_alone = part.is_there and not more
+        return with_lengths(parsed(part.pattern), self.fewest, self.most) if is_alone else None
 
 
-def in_string(
-    patterns: str | Sequence[tuple[str, bool]],
-    alphabet: Alphabet = IN_JSON,
-    fewest: float = 0,
-    most: float = math.inf,
-    whole: str | None = None,
-    is_anywhere: bool = False,
+def held(
+    parts: Sequence[Clause], alphabet: Alphabet = IN_JSON, fewest: float = 0, most: float = math.inf
 ) -> str | None:
-    """Rewrite (``rewritten``) ``pattern`` of strings, or a name in ``patternProperties``.
-
-    Args:
-        patterns: and whether they are found in the text, or not. A single one is of whole texts,
-            unless ``is_anywhere``; several are found anywhere.
-        fewest, most: characters of the texts.
-        whole: a pattern that the whole text has as well.
-
-    Returns:
-        None if it is not known how to keep to all of them.
-    """
-    given = ((patterns, True),) if isinstance(patterns, str) else patterns
-    if given[1:] or is_anywhere or whole is not None or not all(is_there for _, is_there in given):
-        return _several(given, alphabet, fewest, most, whole)
-    ((pattern, _),) = given
-    tree: Any = parsed(pattern)
-    low, high = tree.getwidth()
-    if high < fewest or low > most:
-        return None
-    if low < fewest or high > most:
-        found = _with_lengths(tree, fewest, most)
-        if found is None:
-            return _together([_written(pattern, tree, alphabet)], [], alphabet, fewest, most)
-        tree = found
-    return _whole(_written(pattern, tree, alphabet), alphabet)
-
-
-def _several(
-    patterns: Sequence[tuple[str, bool]],
-    alphabet: Alphabet,
-    fewest: float,
-    most: float,
-    whole: str | None,
-) -> str | None:
-    """One pattern of the texts in which some are found, and others are not."""
-    found = [rewritten(whole, alphabet)] if whole is not None else []
-    absent: list[str] = []
-    for pattern, is_there in patterns:
-        tree = parsed(pattern)
-        if not is_there and _has_anchors_inside(tree):
+    """The spelling of texts that are held to all parts; None if it is not known how."""
+    if len(parts) == 1 and parts[0].is_there:
+        tree = parsed(parts[0].pattern)
+        if not has_text(tree, alphabet):
+            raise refusal(parts[0].pattern, "has no text that can be written here")
+        low, high = tree.getwidth()
+        if high < fewest or low > most:
             return None
-        text = _found_anywhere(_written(pattern, tree, alphabet), tree, alphabet)
-        (found if is_there else absent).append(text)
-    if absent:  # is known of texts in their only spelling
-        found.insert(0, rewritten("[^]*", alphabet))
-    return _together(found, absent, alphabet, fewest, most)
-
-
-def _together(
-    found: list[str], absent: list[str], alphabet: Alphabet, fewest: float, most: float
-) -> str | None:
-    """A pattern of what all written ones have, and no absent one; `expressions` reads it."""
-    if len(found) == 1 and not absent and (fewest, most) == (0, math.inf):
-        return _whole(found[0], alphabet)
-    if not alphabet.is_json:
+        if low >= fewest and high <= most:
+            fewest, most = 0, math.inf
+    if not all(part.is_there for part in parts):  # is known of texts in their only spelling
+        parts = [Clause(ANYTHING), *parts]
+    found = Held(alphabet, tuple(parts), fewest, most)
+    if not alphabet.is_json and found.tree() is None:
         return None
-    length = f"{LENGTH}{{{int(fewest)},{'' if most == math.inf else int(most)}}}"
-    held = [length, *found[1:], *(f"(?:{one}){{0}}" for one in absent)]
-    return _whole(found[0] + "".join(f"(?:{one}){{0}}" for one in held), alphabet)
+    spelled = json.dumps([ALPHABETS.index(alphabet), *found[1:]])
+    return f"^held{spelled.encode().hex()}$"
 
 
-def _whole(text: str, alphabet: Alphabet) -> str:
-    """A pattern of whole texts; of JSON's in ASCII, which xgrammar hands on as it is."""
-    is_plain = not alphabet.is_json
-    return "".join(c if is_plain or c < "\x7f" else f"\\u{{{ord(c):x}}}" for c in f"^(?:{text})$")
+def read_held(spelled: str) -> Held:
+    """What `held` has spelled; of any other pattern, its whole texts."""
+    found = HELD.fullmatch(spelled)
+    if not found:
+        return Held(TEXT, (Clause(spelled),), 0, math.inf)
+    alphabet, parts, fewest, most = json.loads(bytes.fromhex(found[1]))
+    return Held(ALPHABETS[alphabet], tuple(Clause(*part) for part in parts), fewest, most)
 
 
-def _has_anchors_inside(tree: Any) -> bool:
-    items = list(tree)
-    inner = items[items[:1] == [BEGINNING] : len(items) - (items[-1:] == [END])]
-    return "AT_" in repr(inner)
+def characters_of(kind: Any, value: Any) -> tuple[Ranges, bool]:
+    """(the characters of an item, whether they are named)."""
+    if kind is not op.IN:
+        one = [(value, value)]
+        return (one, True) if kind is op.LITERAL else (others(one), False)
+    ranges: Ranges = []
+    for part, one in value:
+        if part is op.CATEGORY:
+            ranges += CATEGORIES[one]
+        elif part is not op.NEGATE:
+            ranges.append(one if part is op.RANGE else (one, one))
+    is_negated = value[0][0] is op.NEGATE
+    return others(ranges) if is_negated else ranges, not is_negated
 
 
-def _found_anywhere(text: str, tree: Any, alphabet: Alphabet) -> str:
-    """A written pattern with any text around it where it has no anchors."""
-    if _has_anchors_inside(tree):  # of whole texts
-        return text
-    anything = rewritten("[^]*", alphabet)
-    before, behind = (anything * (end not in list(tree)) for end in (BEGINNING, END))
-    return f"{before}(?:{text}){behind}"
+def has_text(tree: Any, alphabet: Alphabet) -> bool:
+    """Whether an alphabet has the characters of one of a pattern's texts."""
+
+    def has(kind: Any, value: Any) -> bool:
+        if kind is op.BRANCH:
+            return any(has_text(one, alphabet) for one in value[1])
+        if kind is op.SUBPATTERN:
+            return has_text(value[3], alphabet)
+        if kind in REPEATS:
+            return value[0] == 0 or has_text(value[2], alphabet)
+        if kind not in CHARACTERS:
+            return True
+        ranges, _ = characters_of(kind, value)
+        return bool(ranges if alphabet.is_json else both(ranges, alphabet.plain))
+
+    return all(has(*item) for item in tree)
 
 
-def _with_lengths(tree: Any, fewest: float, most: float) -> list[Any] | None:
+def with_lengths(tree: Any, fewest: float, most: float) -> Any:
     """The tree with other counts of its only repetition of one character; None for other trees."""
 
     def width(*items: Any) -> tuple[int, int]:
         low, high = _parser.SubPattern(tree.state, list(items)).getwidth()
         return low, high
 
-    items = [item for item in tree if item not in (BEGINNING, END)]
+    if (fewest, most) == (0, math.inf):
+        return tree
+    items = list(tree)
     places = [place for place, item in enumerate(items) if len(set(width(item))) == 2]
-    if len(places) != 1 or items[places[0]][0] not in (op.MAX_REPEAT, op.MIN_REPEAT):
+    if len(places) != 1 or items[places[0]][0] not in REPEATS:
         return None
     kind, (low, high, inner) = items[places[0]]
     if inner.getwidth() != (1, 1):
@@ -196,23 +187,14 @@ def _with_lengths(tree: Any, fewest: float, most: float) -> list[Any] | None:
 
 
 def is_found(pattern: str, text: str) -> bool:
-    """Whether a pattern matches somewhere in a text.
-
-    Raises:
-        Unsupported: as ``rewritten``, or it takes too long.
-    """
-    searched = _searched(pattern)
-    try:
-        return searched is not None and searched.search(text, timeout=SECONDS) is not None
-    except TimeoutError:
-        raise _refusal(pattern, f"takes more than {SECONDS:g} s to be found in a text") from None
+    """Whether a pattern matches somewhere in a text."""
+    return _searched(pattern).search(text) is not None
 
 
 @functools.lru_cache(256)
 def _searched(pattern: str) -> Any:
-    """A pattern that can be searched for; None if it has no text."""
-    written = _Writer(pattern, SEARCH).sequence(parsed(pattern), True, True)
-    return None if written is None else regex.compile(written)
+    parsed(pattern)
+    return re.compile(DIFFERENT.sub(_in_python, pattern), re.ASCII)
 
 
 def exactly(texts: Iterable[str]) -> str:
@@ -221,24 +203,20 @@ def exactly(texts: Iterable[str]) -> str:
 
 
 def parsed(pattern: str) -> Any:
-    """Python's tree of a pattern in JavaScript's syntax.
-
-    Raises:
-        Unsupported: it is no pattern, or has flags.
-    """
+    """Python's tree of a pattern in JavaScript's syntax."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = _parser.parse(DIFFERENT.sub(_in_python, pattern))
     except (re.error, OverflowError, RecursionError, ValueError) as error:
-        raise _refusal(pattern, f"cannot be read ({error})") from None
+        raise refusal(pattern, f"cannot be read ({error})") from None
     if tree.state.flags & ~re.UNICODE:
-        raise _refusal(pattern, "has flags")
+        raise refusal(pattern, "has flags")
     return tree
 
 
 def _in_python(found: re.Match[str]) -> str:
-    kind = found.lastgroup
+    kind = found.lastgroup or ""
     if kind == "control":
         return f"\\x{ord(found['control'].upper()) - 64:02x}"
     if kind == "code":
@@ -247,117 +225,12 @@ def _in_python(found: re.Match[str]) -> str:
         raise re.error(f"{found[0]!r} is not known")
     if kind == "inside":
         return IN_CLASS.sub(_in_python, found[0])
-    return {"any": r"[\s\S]", "none": r"[^\s\S]", "name": "(?P<"}.get(kind or "", found[0])
+    if kind == "space":
+        ranges = SPACES if found[0] == r"\s" else others(SPACES)
+        members = "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges)
+        return members if found.re is IN_CLASS else f"[{members}]"
+    return IN_PYTHON.get(kind, found[0])
 
 
-class _Writer:
-    """Writes a tree; None is a part that has no text in the alphabet.
-
-    ``first`` and ``last``: nothing stands before, or behind, in the whole pattern.
-    """
-
-    def __init__(self, pattern: str, alphabet: Alphabet) -> None:
-        self._pattern, self._alphabet = pattern, alphabet
-
-    def sequence(self, items: Sequence[Any], first: bool, last: bool) -> str | None:
-        items, before, behind = list(items), "", ""
-        while first and items and items[0] == BEGINNING:
-            items, before = items[1:], r"\A" * self._alphabet.has_anchors
-        while last and items and items[-1] == END:
-            items, behind = items[:-1], r"\Z" * self._alphabet.has_anchors
-        written = [
-            self._item(item, first and place == 0, last and place == len(items) - 1)
-            for place, item in enumerate(items)
-        ]
-        if None in written:
-            return None
-        return before + "".join(filter(None, written)) + behind
-
-    def _item(self, item: tuple[Any, Any], first: bool, last: bool) -> str | None:
-        kind, value = item
-        if kind is op.LITERAL:
-            return self._characters([(value, value)], is_named=True)
-        if kind is op.NOT_LITERAL:
-            return self._characters(others([(value, value)]), is_named=False)
-        if kind is op.ANY:
-            return self._characters(others(LINE_ENDS), is_named=False)
-        if kind is op.IN:
-            return self._class(value)
-        if kind is op.BRANCH:
-            each = [self.sequence(one, first, last) for one in value[1]]
-            left = [one for one in each if one is not None]
-            return f"(?:{'|'.join(left)})" if left else None
-        if kind is op.SUBPATTERN and not value[1] and not value[2]:
-            inner = self.sequence(value[3], first, last)
-            return None if inner is None else f"(?:{inner})"
-        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-            return self._repeat(*value)
-        raise _refusal(self._pattern, "looks around, refers back, or has anchors or flags inside")
-
-    def _class(self, parts: Sequence[Any]) -> str | None:
-        ranges: Ranges = []
-        for kind, value in parts:
-            if kind is op.CATEGORY:
-                ranges += CATEGORIES[value]
-            elif kind is not op.NEGATE:
-                ranges.append((value, value) if kind is op.LITERAL else value)
-        is_negated = parts[0][0] is op.NEGATE
-        return self._characters(others(ranges) if is_negated else ranges, not is_negated)
-
-    def _repeat(self, fewest: int, most: Any, items: Sequence[Any]) -> str | None:
-        inner = "" if most == 0 else self.sequence(items, False, False)
-        if not inner:
-            return "" if inner == "" or fewest == 0 else None
-        end = "" if most is op.MAXREPEAT else most
-        times = {(0, ""): "*", (1, ""): "+", (0, 1): "?"}.get((fewest, end))
-        return f"(?:{inner}){times or f'{{{fewest},{end}}}'}"
-
-    def _characters(self, ranges: Ranges, is_named: bool) -> str | None:
-        """A class, and JSON's escapes of what is not plain.
-
-        ``is_named``: the pattern names the characters. Of all others in a negated class, only those
-        with a short escape are written: a number has four digits, which makes more states.
-        """
-        parts = [_class_of(both(ranges, self._alphabet.plain))]
-        if self._alphabet.is_json:
-            escaped = [c for c in (*range(32), 34, 92) if any(a <= c <= b for a, b in ranges)]
-            short = [(ord(SHORT_ESCAPES[c]),) * 2 for c in escaped if c in SHORT_ESCAPES]
-            parts += [rf"\\{_class_of(short)}"] * bool(short)
-            if is_named:
-                parts += [rf"\\u{c:04x}" for c in escaped if c not in SHORT_ESCAPES]
-        parts = [part for part in parts if part]
-        return (parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})") if parts else None
-
-
-def _class_of(ranges: Iterable[tuple[int, int]]) -> str:
-    """A class in the syntax that xgrammar and Python share; empty for no characters.
-
-    xgrammar takes an escaped "^" in front for one that is not.
-    """
-    parts = [_shown(a) if a == b else f"{_shown(a)}-{_shown(b)}" for a, b in ranges]
-    if parts and parts[0].startswith(CARET):
-        (low, high), *more = ranges
-        behind = [(low + 1, high)] if low < high else []
-        rest = _class_of([*behind, *more])
-        return f"{rest[:-1]}{CARET}]" if rest else CARET
-    return f"[{''.join(parts)}]" if parts else ""
-
-
-def _shown(code: int) -> str:
-    if code < 32 or code == 0x7F:
-        return f"\\u{code:04x}"
-    return ("\\" if chr(code) in "\\]^-[" else "") + chr(code)
-
-
-def _refusal(pattern: str, why: str) -> Unsupported:
+def refusal(pattern: str, why: str) -> Unsupported:
     return Unsupported(f"The pattern {pattern[:80]!r} {why}. Write another one, or leave it out.")
-
-
-CATEGORIES = {
-    op.CATEGORY_DIGIT: DIGITS,
-    op.CATEGORY_NOT_DIGIT: others(DIGITS),
-    op.CATEGORY_WORD: WORDS,
-    op.CATEGORY_NOT_WORD: others(WORDS),
-    op.CATEGORY_SPACE: SPACES,
-    op.CATEGORY_NOT_SPACE: others(SPACES),
-}

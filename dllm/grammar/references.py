@@ -13,8 +13,6 @@ from referencing.jsonschema import DRAFT202012
 from dllm.grammar.patterns import is_found
 from dllm.grammar.refusals import Unsupported
 
-MOST_STEPS = 50_000  # to read one schema; a schema of a few kilobytes could take hours
-
 
 @dataclass(frozen=True)
 class Part:
@@ -56,11 +54,7 @@ def canonical(value: Any) -> str:
 
 
 def part_at(schema: Any, path: str, resolver: Any) -> Part:
-    """A part, whose references are relative to its own ``$id`` if it has one.
-
-    Raises:
-        Unsupported: it is no schema.
-    """
+    """A part, whose references are relative to its own ``$id`` if it has one."""
     if not isinstance(schema, dict | bool):
         refuse(path.rsplit("/", 1)[-1], path, "a schema is an object, true or false")
     if isinstance(schema, dict) and isinstance(schema.get("$id"), str):
@@ -77,10 +71,9 @@ def refuse(keyword: str, path: str, why: str = CANNOT) -> NoReturn:
 
 
 class Document:
-    """One schema. It counts what it is asked, so that a small one does not keep a server busy."""
+    """One schema."""
 
     def __init__(self, schema: Any) -> None:
-        self._num_steps = 0
         self._listed: dict[int, set[str]] = {}  # of each list of values
         resource = DRAFT202012.create_resource(schema)
         named = (schema.get("$id"), schema.get("id")) if isinstance(schema, dict) else ()  # draft 4
@@ -91,22 +84,10 @@ class Document:
     @cached_property
     def _validator(self) -> Any:
         """The class that checks values; most schemas need none."""
-        keywords = jsonschema.Draft202012Validator.VALIDATORS
         own = {"pattern": _pattern, "patternProperties": _pattern_properties, "enum": self._enum}
         own["additionalProperties"] = _additional_properties
         own |= {key: _refused(key) for key in ("unevaluatedItems", "unevaluatedProperties")}
-        return jsonschema.validators.extend(
-            jsonschema.Draft202012Validator,
-            {name: self._counted(check) for name, check in (keywords | own).items()},
-        )
-
-    def count(self, number: int = 1) -> None:
-        self._num_steps += number
-        if self._num_steps > MOST_STEPS:
-            raise Unsupported(
-                f"The schema takes more than {MOST_STEPS:,} steps to read with its references and "
-                "alternatives written out. Make it smaller."
-            )
+        return jsonschema.validators.extend(jsonschema.Draft202012Validator, own)
 
     def referenced(self, part: Part) -> Part:
         reference = part.schema["$ref"]
@@ -139,17 +120,8 @@ class Document:
         if canonical(instance) not in self._listed[id(values)]:
             yield jsonschema.ValidationError("enum")
 
-    def _counted(self, check: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
-            # Members are compared with each other; those of objects are named by patterns.
-            size = len(instance) if isinstance(instance, list | dict) else 0
-            self.count(1 + size * size // 8)
-            return check(validator, value, instance, schema)
 
-        return counted
-
-
-# As the package's, with patterns that are JavaScript's and take a bounded time.
+# As the package's, with patterns that are JavaScript's.
 
 
 def _refused(keyword: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Why a grammar is refused."""
+"""Why a grammar is refused. All of this package raises `Unsupported` for what is not served."""
 
 
 class Unsupported(ValueError):

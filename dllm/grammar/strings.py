@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from dllm.grammar.patterns import Alphabet, in_string
+from dllm.grammar.patterns import Alphabet, Clause, held
 from dllm.grammar.references import refuse
 
 DAY31, DAY30 = "(?:0[1-9]|[12][0-9]|3[01])", "(?:0[1-9]|[12][0-9]|30)"
@@ -66,11 +66,7 @@ MOST_LENGTH = 1 << 20  # a larger one limits nothing: no answer is as long
 
 
 def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] | None:
-    """The lowered schema of an alternative's strings (``alternatives``); None if there are none.
-
-    Raises:
-        Unsupported: a format that is not known, or a combination that answers cannot be held to.
-    """
+    """The lowered schema of an alternative's strings (``alternatives``); None if there are none."""
     node: dict[str, Any] = {"type": "string"}
     fewest = max(math.ceil(flat.get("minLength", 0)), 0)
     most = flat.get("maxLength", math.inf)
@@ -78,18 +74,20 @@ def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] |
     if fewest > most:
         return None
     patterns, path = flat.get("pattern", ()), flat["path"]
-    form, whole = flat.get("format"), None
+    # A single one is of the whole text, also without anchors: answers are some of those that match.
+    is_whole = len(patterns) == 1 and patterns[0][1] and flat.get("format") not in FORMATS
+    parts = [Clause(pattern, is_there, is_whole) for pattern, is_there in patterns]
+    form = flat.get("format")
     if form in NOT_HELD:
         refuse("format", path, f"answers cannot be held to {form!r}")
     if form in FORMATS:
         is_short = form == "uri" and not patterns and (fewest, most) != (0, math.inf)
-        own = SHORT_URI if is_short else FORMATS[form]
-        patterns, whole = (patterns, own) if patterns else (((own, True),), None)
-    if not patterns:
+        parts.insert(0, Clause(SHORT_URI if is_short else FORMATS[form]))
+    if not parts:
         node |= {"minLength": fewest} if fewest else {}
         return node | ({"maxLength": most} if most < math.inf else {})
-    written = in_string(patterns, alphabet, fewest, most, whole)
-    if written is None:
+    spelled = held(parts, alphabet, fewest, most)
+    if spelled is None:
         keyword = "format" if "format" in flat else "pattern"
         refuse(keyword, path, "beside what else is asked answers cannot be held to it")
-    return node | {"pattern": written}
+    return node | {"pattern": spelled}

@@ -91,11 +91,7 @@ class Table:
         return state
 
     def without(self, tokens: Collection[int]) -> "Table":
-        """The table of the texts that have none of these tokens.
-
-        Raises:
-            Unsupported: there is none.
-        """
+        """The table of the texts that have none of these tokens."""
         removed = [token for token in tokens if self.class_of[token] >= 0]
         if not removed:
             return self

@@ -29,8 +29,8 @@ from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 from vllm.tool_parsers.utils import custom_tool_as_function_dict
 from xgrammar.structural_tag import JSONSchemaFormat
 
-from dllm.grammar.gemma_calls import QUOTE, structural_tag
-from dllm.grammar.refusals import Unsupported
+from dllm.grammar.gemma_arguments import QUOTE
+from dllm.grammar.gemma_calls import structural_tag
 from dllm.settings.request import refuse
 
 GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
@@ -128,9 +128,7 @@ def _tag_of_gemma_calls(tools: Any, builtin_tools: Any, tool_choice: str, *_: An
     given = [(one.function.name, registry.get_function_parameters(one.function)) for one in tools]
     try:
         return structural_tag(given, tool_choice)
-    except Unsupported as reason:
-        refuse("tools", str(reason))
-    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         refuse("tools", f"A tool's schema is no valid JSON schema ({error}). Correct it.")
 
 

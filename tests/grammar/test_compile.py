@@ -16,10 +16,10 @@ from dllm.grammar import children as children_of
 from dllm.grammar import compile as compiling
 from dllm.grammar.automaton import DEAD
 from dllm.grammar.children import Children
-from dllm.grammar.compile import Grammars, Spec, Tokens, refuse_marks
-from dllm.grammar.lowering import lower_text
+from dllm.grammar.compile import Grammars, Spec, Tokens
 from dllm.grammar.refusals import TooSlow, Unsupported
 from dllm.grammar.table import MOST_STATES, Table
+from dllm.grammar.tags import lower_text
 from tests.support.grammars import GRAMMARS, VOCABULARY, WORDS, accepts, table
 from tests.support.patience import HANG_S
 from tests.support.process import run_python, start_python
@@ -61,12 +61,13 @@ def same(one: Table, other: Table) -> bool:
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("name", ["words", "list", "person"])
 def test_a_child_builds_what_this_process_builds(name, children):
     kind, text = GRAMMARS[name]
     spec = Spec("grammar" if kind == "ebnf" else kind, text, any_whitespace=False)
     found = made_by(grammars(children, most_states=300), spec)
-    assert same(found, table(kind, lower_text(kind, text), most_states=300)[0])
+    lowered = lower_text(kind, text) if kind == "json" else text
+    assert same(found, table(kind, lowered, most_states=300)[0])
 
 
 def test_other_kinds(children):
@@ -138,9 +139,8 @@ def test_a_value_with_a_mark_of_the_tag_is_refused(schema, is_refused):
     """A parser of calls would end the call there, and return it cut."""
     content = {"type": "json_schema", "json_schema": schema}
     tag = {"begin": "<tool_call>\n", "content": content, "end": "</tool_call>"}
-    spoken = "<tool_call>\n\n</tool_call>"
     with pytest.raises(Unsupported, match="has a mark") if is_refused else contextlib.nullcontext():
-        refuse_marks(tag, spoken)
+        lower_text("structural_tag", json.dumps(tag))
 
 
 def test_tokens_that_the_model_lacks_are_in_no_text(children):

@@ -81,7 +81,7 @@ def test_circles_with_a_common_state_have_the_smallest_limit():
 
 def test_a_repetition_of_a_pattern_is_counted():
     rng = random.Random(4)
-    table = table_of({"type": "string", "pattern": "^(?:[a-z]{3,40}-[a-z]{0,20}(?:é){0})$"})
+    table = table_of({"type": "string", "pattern": "^(?:[a-z]{3,40}-[a-z]{0,20})$"})
     for left, right, is_valid in [(3, 0, True), (40, 20, True), (40, 21, False), (41, 0, False)]:
         assert accepts(table, "a" * left + "-" + "b" * right, rng) == is_valid
     assert not accepts(table, "ab-", rng)

@@ -1,17 +1,16 @@
 """Tool calls in Gemma's syntax: every text is a call that vLLM reads and the schema allows."""
 
 import json
-from unittest.mock import Mock
 
 import jsonschema
 import numpy as np
 import pytest
 from vllm.parser.gemma4 import _parse_gemma4_args
 
-from dllm.grammar import gemma_calls
 from dllm.grammar.children import Children
-from dllm.grammar.compile import MOST_TEXT, Grammars, Spec, Tokens
-from dllm.grammar.gemma_calls import BEGIN, END, QUOTE, structural_tag
+from dllm.grammar.compile import Grammars, Spec, Tokens
+from dllm.grammar.gemma_arguments import QUOTE
+from dllm.grammar.gemma_calls import BEGIN, END, structural_tag
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import Table
 from tests.support.grammars import VOCABULARY, WORDS, accepts, spelled
@@ -160,13 +159,6 @@ def test_auto_allows_text_and_required_does_not(compiler):
     assert not required.accepts[0] and required.read(0, [0]) < 0
 
 
-def nested_lists(depth: int, count: int):
-    schema = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"type": "array", "maxItems": count, "items": schema}
-    return schema
-
-
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -177,70 +169,14 @@ def nested_lists(depth: int, count: int):
         ({"properties": {"a": {"const": {"b}": 1}}}}, "called 'b}'"),
         ({"properties": {"a": {"type": "string"}}, "minProperties": 1}, "'minProperties'"),
         ({"patternProperties": {"^[a-z]+$": {}}}, "'patternProperties'"),
-        ({"properties": {f"p{i}": {} for i in range(300)}}, "written out"),
-        ({"properties": {"a": nested_lists(13, 1)}}, "deeper than 12"),
         ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "no object"),
         ({"enum": [{}]}, "'enum'"),
-        (
-            {
-                "properties": {"a": {"$ref": "#/$defs/a"}},
-                "$defs": {"a": {"properties": {"a": {"$ref": "#/$defs/a"}}}},
-            },
-            "is recursive",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_cannot_be_held_to_is_refused(schema, message):
-    with pytest.raises(Unsupported, match=message):
-        structural_tag([("ask", schema)], "required")
-
-
-def nested_objects(depth: int, count: int):
-    schema = {"type": "integer"}
-    for _ in range(depth):
-        others = {f"k{number:02}": {"type": "null"} for number in range(count - 1)}
-        schema = {"type": "object", "properties": others | {"z": schema}}
-    return schema
-
-
-def many_references(depth: int, count: int):
-    defs = {
-        f"d{level}": {"anyOf": [{"$ref": f"#/$defs/d{level + 1}"}] * count}
-        for level in range(depth)
-    }
-    defs[f"d{depth}"] = {"type": "string", "pattern": "a" * 10_000}
-    return {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": defs}
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [nested_objects(2, 20), nested_objects(11, 20), many_references(5, 20)],
-    ids=["objects", "deep objects", "references"],
-)
-def test_what_comes_to_too_much_is_not_written_out(schema, monkeypatch):
-    strings = Mock(wraps=gemma_calls._string)
-    monkeypatch.setattr(gemma_calls, "_string", strings)
-    monkeypatch.setattr(gemma_calls, "lower", lambda schema, alphabet: schema)
-    monkeypatch.setattr(gemma_calls, "StructuralTag", Mock(side_effect=AssertionError))
-    with pytest.raises(Unsupported, match="131,072 bytes with references"):
-        structural_tag([("ask", schema)], "auto")
-    assert strings.call_count <= 1
-
-
-def test_many_tools_that_are_small_each_are_too_much():
-    schema = nested_objects(2, 8)
-    one = structural_tag([("ask", schema)], "auto")
-    assert len(one.model_dump_json()) < MOST_TEXT
-    with pytest.raises(Unsupported, match="written out"):
-        structural_tag([("ask", schema)] * 40, "auto")
-
-
-def test_a_long_schema_is_refused_before_it_is_looked_at(monkeypatch):
-    monkeypatch.setattr(gemma_calls, "lower", Mock(side_effect=AssertionError))
-    schema = {"properties": {"a": {"type": "string", "pattern": "[" * MOST_TEXT}}}
-    with pytest.raises(Unsupported, match="allowed: 131,072"):
-        structural_tag([("ask", schema)], "auto")
+def test_what_cannot_be_held_to_is_refused(compiler, schema, message):
+    with pytest.raises(Unsupported, match=f"The tool 'ask'.*{message}"):
+        table_of(compiler, schema, "required")
 
 
 def test_a_list_has_its_bounds(compiler):
@@ -263,7 +199,13 @@ def test_a_list_has_its_bounds(compiler):
     assert not has("null,null", "1,2,1")
 
 
-def test_many_properties_behind_one_that_is_required():
-    """They have one order, so that they are few parts."""
-    properties = {f"p{number:03}": {"type": "null"} for number in range(200)}
-    structural_tag([("ask", {"properties": properties, "required": ["p000"]})], "auto")
+def test_references_may_lead_back_and_properties_may_be_many(compiler):
+    """Of these, any are left out."""
+    node = {"properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
+    properties = {f"p{number:03}": {"type": "null"} for number in range(100)}
+    schema = {"properties": {**properties, "node": node}, "$defs": {"node": node}}
+    found = table_of(compiler, schema, "forced")
+    for inside in ("node:{next:{next:{}}}", "node:{},p003:null,p097:null", ""):
+        assert accepts(found, f"{BEGIN}call:ask{{{inside}}}{END}")
+    for inside in ("node:{node:{}}", "p097:null,p003:null", "p003:null,p003:null"):
+        assert not accepts(found, f"{BEGIN}call:ask{{{inside}}}{END}")

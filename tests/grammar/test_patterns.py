@@ -1,23 +1,17 @@
-"""Patterns written again: the same texts by the automaton as by Python, in each alphabet."""
+"""Patterns: the same texts by the automaton as by Python, in each alphabet."""
 
 import itertools
 import json
+import math
 import random
 import re
 
 import pytest
 
 from dllm.grammar.automaton import DEAD, Automaton
-from dllm.grammar.patterns import (
-    IN_GEMMA,
-    IN_JSON,
-    exactly,
-    in_string,
-    is_found,
-    rewritten,
-)
+from dllm.grammar.patterns import IN_GEMMA, IN_JSON, TEXT, Clause, exactly, held, is_found
 from dllm.grammar.refusals import Unsupported
-from tests.support.grammars import automaton
+from tests.support.grammars import read
 
 CHARACTERS = [chr(code) for code in range(1, 128)] + [*"é߿ࠀ퟿￿𐀀\u2028\ufeff"]
 SHORT_TEXTS = ["".join(text) for n in range(6) for text in itertools.product("abc", repeat=n)]
@@ -28,14 +22,15 @@ def accepted(made: Automaton, texts, form=str) -> set[str]:
     return {text for text, state in states.items() if state != DEAD and made.accepts(state)}
 
 
-def as_text(pattern: str, texts=CHARACTERS) -> set[str]:
-    return accepted(automaton("regex", rewritten(pattern))[0], texts)
+def as_text(pattern: str, texts=CHARACTERS, alphabet=TEXT) -> set[str]:
+    return accepted(read("regex", held([Clause(pattern)], alphabet)), texts)
 
 
-def as_json(pattern: str, texts=CHARACTERS) -> set[str]:
+def as_json(parts: str | list[Clause], texts=CHARACTERS, fewest=0, most=math.inf) -> set[str]:
     """Texts in JSON strings, spelled as ``json`` does."""
-    schema = {"type": "string", "pattern": in_string(pattern)}
-    made, _ = automaton("json", json.dumps(schema))
+    parts = [Clause(parts)] if isinstance(parts, str) else parts
+    schema = {"type": "string", "pattern": held(parts, IN_JSON, fewest, most)}
+    made = read("json", json.dumps(schema))
     return accepted(made, texts, lambda text: json.dumps(text, ensure_ascii=False))
 
 
@@ -76,11 +71,10 @@ def test_a_class_has_its_characters_in_each_alphabet(part):
     if part in (r"[\x00-\x1f]", r"[\t-~]", r"\cA"):
         assert found == wanted
     if left := wanted - {"<"}:
-        made, _ = automaton("regex", rewritten(part, IN_GEMMA))
-        assert accepted(made, CHARACTERS) == left
+        assert as_text(part, alphabet=IN_GEMMA) == left
     else:
         with pytest.raises(Unsupported, match="no text"):
-            rewritten(part, IN_GEMMA)
+            held([Clause(part)], IN_GEMMA)
 
 
 def drawn(draws: random.Random, depth: int = 0) -> str:
@@ -134,7 +128,7 @@ def test_a_pattern_is_found_as_in_javascript(pattern, text, is_there):
 )
 def test_what_is_no_regular_language_or_unclear_is_refused(pattern):
     with pytest.raises(Unsupported, match="pattern"):
-        rewritten(pattern)
+        as_text(pattern)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +136,7 @@ def test_what_is_no_regular_language_or_unclear_is_refused(pattern):
     [
         ("^[ab]+$", 2, 3, {"ab", "aba"}),
         ("a*", 0, 1, {"", "a"}),
+        ("[]|a", 0, 9, {"a"}),
         ("^[ab]{2}$", 1, 5, {"ab"}),
         ("^a(?:b|c)$", 2, 2, {"ab", "ac"}),
         ("^a|aba$", 2, 3, {"aba"}),
@@ -149,12 +144,7 @@ def test_what_is_no_regular_language_or_unclear_is_refused(pattern):
     ],
 )
 def test_lengths_beside_a_pattern_are_held(pattern, fewest, most, texts):
-    made, _ = automaton(
-        "json", json.dumps({"type": "string", "pattern": in_string(pattern, IN_JSON, fewest, most)})
-    )
-    found = accepted(made, ["", "a", "ab", "ac", "aba", "abab"], json.dumps)
-    assert found >= texts
-    assert all(fewest <= len(text) <= most for text in found)
+    assert as_json(pattern, ["", "a", "ab", "ac", "aba", "abab"], fewest, most) == texts
 
 
 @pytest.mark.parametrize(
@@ -163,30 +153,31 @@ def test_lengths_beside_a_pattern_are_held(pattern, fewest, most, texts):
         ("^a", "[ab]*", {"a", "ab", "aba", "abab"}),
         ("b$", "[ab]*", {"ab", "abab", "b"}),
         ("a", "[ac]*", {"a", "ac"}),
-        ("^a|c$", "[ac]*", {"a"}),  # with anchors inside it is one of whole texts
+        ("^a|c$", "[abc]*", {"a", "ab", "ac", "aba", "abab"}),
+        ("(?:^b|(?:^|a)b$)", "[ab]*", {"ab", "abab", "b"}),
     ],
 )
 def test_two_patterns_are_held_at_once(pattern, also, texts):
-    written = in_string(pattern, whole=also)
-    made, _ = automaton("json", json.dumps({"type": "string", "pattern": written}))
-    assert accepted(made, ["", "a", "ab", "ac", "aba", "abab", "b"], json.dumps) == texts
+    tried = ["", "a", "ab", "ac", "aba", "abab", "b"]
+    there, absent = (Clause(pattern, is_there, is_whole=False) for is_there in (True, False))
+    assert as_json([Clause(also), there], tried) == texts
+    assert as_json([Clause(also), absent], tried) == as_json(also, tried) - texts
 
 
 def test_lengths_that_cannot_be_held_are_told():
-    assert in_string("^ab|c$", IN_GEMMA, 2) is None
-    assert in_string("^(?:ab)+$", IN_GEMMA, 3) is None
-    assert in_string("^a{3}$", IN_JSON, 4) is None and in_string("^a{3}$", IN_JSON, 0, 2) is None
+    for pattern, alphabet, *lengths in [
+        *(("^ab|c$", IN_GEMMA, 2), ("^(?:ab)+$", IN_GEMMA, 3)),
+        *(("^a{3}$", IN_JSON, 4), ("^a{3}$", IN_JSON, 0, 2)),
+    ]:
+        assert held([Clause(pattern)], alphabet, *lengths) is None
 
 
 @pytest.mark.parametrize(
     "names", [["a"], ["a", "ab", "b"], ["", "abc"], ['q"', "é", "a.b"], ['"'], ["(", "-"]], ids=str
 )
 def test_other_names_are_all_but_these(names):
-    pattern = in_string([(exactly(names), False)])
-    made, _ = automaton("json", json.dumps({"type": "string", "pattern": pattern}))
     tried = ["", "a", "ab", "abc", "abcd", "b", "bb", "é", "éa", "q", 'q"', "日本", "a.b"]
-    spelled = [json.dumps(name, ensure_ascii=False) for name in tried]
-    assert accepted(made, spelled) == {
-        json.dumps(n, ensure_ascii=False) for n in tried if n not in names
-    }
+    parts = [Clause(exactly(names), is_there=False)]
+    assert as_json(parts, tried) == {*tried} - {*names}
+    made = read("json", json.dumps({"type": "string", "pattern": held(parts)}))
     assert not accepted(made, [r'"\u0061"'])

@@ -1,8 +1,8 @@
 """Grammars for tests, compiled by xgrammar, with a small vocabulary of odd tokens."""
 
+import functools
 import json
 import random
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,10 @@ import xgrammar
 
 from dllm.grammar.automaton import DEAD, Automaton
 from dllm.grammar.children import grammar_of
+from dllm.grammar.patterns import HELD
 from dllm.grammar.reach import nearest
 from dllm.grammar.table import MOST_STATES, Table, by_tokens
+from dllm.grammar.tags import lower_text
 from dllm.grammar.vocabulary import Vocabulary
 
 STOP, PADDING = 5, 6
@@ -24,7 +26,7 @@ WORDS = (
 VOCABULARY = Vocabulary(WORDS)
 
 
-@cache
+@functools.cache
 def compiler() -> xgrammar.GrammarCompiler:
     """xgrammar's compiler, for this vocabulary."""
     info = xgrammar.TokenizerInfo(
@@ -56,19 +58,23 @@ class Read(Automaton):
 
 def read(kind: str, text: str) -> Read:
     """Our automaton alone, without spaces in JSON."""
-    return Read(grammar_of(kind, text, any_whitespace=False).serialize_json(), kind)
+    text = lower_text(kind, text) if kind == "regex" and not HELD.fullmatch(text) else text
+    return Read(grammar_of(kind, text, any_whitespace=False).serialize_json())
 
 
 def automaton(kind: str, text: str) -> tuple[Read, Any]:
     """Our automaton, and xgrammar's compiled grammar."""
-    grammar = grammar_of(kind, text, any_whitespace=False)
-    return Read(grammar.serialize_json(), kind), compiler().compile_grammar(grammar)
+    if kind == "regex":
+        grammar = xgrammar.Grammar.from_regex(text)
+    else:
+        grammar = grammar_of(kind, text, any_whitespace=False)
+    return read(kind, text), compiler().compile_grammar(grammar)
 
 
 def of_schema(text: str, any_whitespace: bool = False) -> tuple[Read, Any]:
     """As ``automaton``, of a JSON schema."""
     grammar = grammar_of("json", text, any_whitespace)
-    return Read(grammar.serialize_json(), "json"), compiler().compile_grammar(grammar)
+    return Read(grammar.serialize_json()), compiler().compile_grammar(grammar)
 
 
 def build(
