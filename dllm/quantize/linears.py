@@ -7,7 +7,6 @@ LLM Compressor expect. vLLM fuses some layers into one (q, k and v; gate and up)
 share an NVFP4 global scale. In LLaDA2 q, k and v are one layer in the checkpoint, too.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -81,12 +80,6 @@ def linears(config: Config) -> list[Linear]:
                 module = f"{parent}.{expert}.down_proj"
                 found.append(Linear(module, (shape[1], shape[2]), name, expert))
     return found
-
-
-def layer_number(name: str) -> int | None:
-    """The decoder layer that a tensor or module belongs to; None for the rest of the model."""
-    match = re.match(r"layers\.(\d+)\.", shared_name(name))
-    return int(match[1]) if match else None
 
 
 def one_name(name: str) -> str:

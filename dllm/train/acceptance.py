@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +19,6 @@ from dllm.train.network import DraftNetwork
 from dllm.train.target import Batch, TargetEmbeddingsAndHead, load_batch
 
 ANCHORS_AT_ONCE = 64  # of a response in one pass
-
-
-class Drafted(NamedTuple):
-    """A block of K - 1 drafts behind each token of a response but the last, ``A`` in all."""
-
-    agreeing: list[int]  # how many drafts of each block agree with the response
-    confidence: Tensor  # [A, K - 1], the drafter's probability of each draft; 0 beyond the end
 
 
 @dataclass
@@ -95,29 +87,27 @@ def measure(
     for sample in samples:
         if sample.num_anchors:
             batch = load_batch([sample], target, network.config.target_layer_ids)
-            drafted = draft_all(network, target.embedding, head, batch, block)
-            found[sample.group].add(drafted.agreeing, block - 1)
+            agreeing = agreeing_drafts(network, target.embedding, head, batch, block)
+            found[sample.group].add(agreeing, block - 1)
     return dict(found)
 
 
-def draft_all(
+def agreeing_drafts(
     network: DraftNetwork, embedding: Tensor, head: Tensor, batch: Batch, block: int
-) -> Drafted:
-    """Behind every token of the batch's only response but the last; head, embedding: ``[V, H]``."""
+) -> list[int]:
+    """How many of the K - 1 drafts behind each token of the only response, but the last, agree.
+
+    ``head``, ``embedding``: ``[V, H]``. Drafts beyond the end of the response do not count.
+    """
     (sample,) = batch.samples
     first, features = sample.response_start, batch.features.to(head.dtype)
     every = torch.arange(first, first + sample.num_anchors, device=batch.tokens.device)
     agreeing: list[int] = []
-    confidence = []
     for anchors in every[None].split(ANCHORS_AT_ONCE, 1):
         blocks = batch.blocks(anchors, block, network.config.mask_token_id)
         hidden = network(features, embedding[blocks.ids].to(head.dtype), anchors)[:, :, 1:]
         labels = network.as_drafted(blocks.labels)[blocks.exists]
-        logits = F.linear(hidden[blocks.exists], head).float()
         agrees = torch.zeros_like(blocks.exists)
-        agrees[blocks.exists] = logits.argmax(-1) == labels
+        agrees[blocks.exists] = F.linear(hidden[blocks.exists], head).argmax(-1) == labels
         agreeing += agrees[0].int().cumprod(-1).sum(-1).tolist()
-        sure = torch.zeros(blocks.exists.shape, device=logits.device)
-        sure[blocks.exists] = logits.softmax(-1).amax(-1)
-        confidence.append(sure[0].cpu())
-    return Drafted(agreeing, torch.cat(confidence))
+    return agreeing

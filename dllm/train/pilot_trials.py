@@ -27,7 +27,7 @@ from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
 from dllm.settings.command import CommandError
 from dllm.settings.files import whole
-from dllm.train.acceptance import Acceptance, draft_all
+from dllm.train.acceptance import Acceptance, agreeing_drafts
 from dllm.train.export import Drafter
 from dllm.train.network import DraftNetwork
 from dllm.train.responses import Prompt
@@ -37,6 +37,7 @@ from dllm.train.target import Target, load_batch
 PLAIN_ONE_IN = 5  # steps that draft nothing
 ROOM = 64  # tokens of a context beyond the longest prompt and its answer
 KV_CACHE_BYTES = 1 << 30
+TENSORS = ("logits", "starts", "kept", "is_heldout")  # of a file of trials
 
 
 class TimedWidths(WidthPolicy):
@@ -106,11 +107,9 @@ class Trials:
     """P prompts, A tokens of their answers that drafts may follow, W widths."""
 
     widths: tuple[int, ...]  # drafts of a block, ascending
-    trained: int  # the width of the blocks that the drafter was trained with
     logits: Tensor  # [P, vocab] bf16, of the target behind each prompt
     starts: Tensor  # [P + 1] int64, where the tokens of each answer begin in ``kept``
     kept: Tensor  # [A, W] int16, drafts of a block behind each token that agree with the answer
-    confidence: Tensor  # [A, trained] fp16, the drafter's probability of each draft of that width
     is_heldout: Tensor  # [P] bool
 
     @property
@@ -129,12 +128,6 @@ class Trials:
                 found[prompt, place] = replayed.steps
         return found
 
-    def within(self, radius: int) -> "Trials":
-        """The same prompts with the widths up to so many below and above ``trained``."""
-        places = [at for at, width in enumerate(self.widths) if abs(width - self.trained) <= radius]
-        widths = tuple(self.widths[place] for place in places)
-        return replace(self, widths=widths, kept=self.kept[:, places])
-
     def of(self, chosen: Tensor) -> "Trials":
         """Some of the prompts: ``chosen`` ``[P]`` bool."""
         of_tokens = chosen.repeat_interleave(self.tokens)
@@ -143,32 +136,28 @@ class Trials:
             logits=self.logits[chosen],
             starts=_starts(self.tokens[chosen]),
             kept=self.kept[of_tokens],
-            confidence=self.confidence[of_tokens],
             is_heldout=self.is_heldout[chosen],
         )
 
     def save(self, path: Path) -> None:
-        names = ("logits", "starts", "kept", "confidence", "is_heldout")
-        about = {"widths": json.dumps(self.widths), "trained": json.dumps(self.trained)}
-        tensors = {name: getattr(self, name).contiguous() for name in names}
+        tensors = {name: getattr(self, name).contiguous() for name in TENSORS}
         with whole(path) as part:
-            save_file(tensors, part, metadata=about)
+            save_file(tensors, part, metadata={"widths": json.dumps(self.widths)})
 
     @classmethod
     def load(cls, path: Path) -> "Trials":
         with safe_open(path, "pt") as file:
-            about = {name: json.loads(value) for name, value in file.metadata().items()}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return cls(tuple(about["widths"]), about["trained"], **tensors)
+            widths = json.loads(file.metadata()["widths"])
+            return cls(tuple(widths), **{name: file.get_tensor(name) for name in TENSORS})
 
     @classmethod
     def joined(cls, parts: Sequence["Trials"]) -> "Trials":
         tensors = {
             name: torch.cat([getattr(part, name) for part in parts])
-            for name in ("logits", "kept", "confidence", "is_heldout")
+            for name in ("logits", "kept", "is_heldout")
         }
         starts = _starts(torch.cat([part.tokens for part in parts]))
-        return cls(parts[0].widths, parts[0].trained, starts=starts, **tensors)
+        return cls(parts[0].widths, starts=starts, **tensors)
 
 
 def _starts(lengths: Tensor) -> Tensor:
@@ -224,23 +213,17 @@ def _try_widths(
     sample: Sample,
     widths: tuple[int, ...],
 ) -> Trials:
-    trained = drafter.block - 1
     kept = torch.zeros(sample.num_anchors, len(widths), dtype=torch.int16)
-    confidence = torch.zeros(sample.num_anchors, trained, dtype=torch.float16)
     if sample.num_anchors:
         batch = load_batch([sample], target, drafter.read.target_layer_ids)
         for place, width in enumerate(widths):
-            drafted = draft_all(network, target.embedding, head, batch, width + 1)
-            kept[:, place] = torch.tensor(drafted.agreeing)
-            if width == trained:
-                confidence = drafted.confidence.half()
+            agreeing = agreeing_drafts(network, target.embedding, head, batch, width + 1)
+            kept[:, place] = torch.tensor(agreeing)
     return Trials(
         widths,
-        trained,
         target.logits_behind(sample.tokens[: sample.response_start])[None],
         torch.tensor([0, sample.num_anchors]),
         kept,
-        confidence,
         torch.zeros(1, dtype=torch.bool),
     )
 

@@ -35,11 +35,9 @@ def made_up(num_prompts: int = 120, tells: bool = True) -> Trials:
     kept = torch.where((is_easy if tells else ~is_easy & False)[:, None], easy, hard)
     return Trials(
         WIDTHS,
-        TRAINED,
         logits.bfloat16(),
         TOKENS * torch.arange(num_prompts + 1),
         kept.repeat_interleave(TOKENS, 0).to(torch.int16),
-        torch.full((TOKENS * num_prompts, TRAINED), 0.5, dtype=torch.float16),
         torch.arange(num_prompts) % 3 == 0,
     )
 
@@ -53,7 +51,6 @@ def test_steps_are_replayed_token_by_token():
     # 24 tokens, of which each step emits its kept drafts and one more.
     assert trials.steps.tolist() == [[6, 5, 4], [6, 8, 12]]
     assert trials.of(torch.tensor([False, True])).steps.tolist() == [[6, 8, 12]]
-    assert trials.within(0).steps.tolist() == [[5], [8]]
 
 
 def test_trials_are_read_again_and_joined(tmp_path):
@@ -61,7 +58,7 @@ def test_trials_are_read_again_and_joined(tmp_path):
     trials.save(tmp_path / "some.safetensors")
     again = Trials.load(tmp_path / "some.safetensors")
     twice = Trials.joined([again, trials])
-    assert (again.widths, again.trained) == (WIDTHS, TRAINED)
+    assert again.widths == WIDTHS
     assert torch.equal(again.logits, trials.logits)
     assert twice.steps.tolist() == 2 * trials.steps.tolist()
 
