@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from dllm.settings.command import positive
+
 MADE = ("fp8-dynamic", "nvfp4")  # schemes
 
 
@@ -13,7 +15,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     found.add_argument("model", type=Path, help="directory of a checkpoint in bf16")
-    found.add_argument("--scheme", required=True, help=" or ".join(MADE))
+    found.add_argument("--scheme", required=True, choices=MADE)
     found.add_argument("--out", type=Path, required=True, help="directory to make")
     found.add_argument(
         "--ignore",
@@ -30,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
         help='prompts for nvfp4, {"prompt": ...} or {"messages": ...} a line (default: bundled '
         "general prompts)",
     )
-    found.add_argument("--samples", type=int, default=64, help="prompts to calibrate with")
-    found.add_argument("--blocks", type=int, default=2, help="canvases to fill for a prompt")
+    found.add_argument("--samples", type=positive, default=64, help="prompts to calibrate with")
+    found.add_argument("--blocks", type=positive, default=2, help="canvases to fill for a prompt")
     found.add_argument("--seed", type=int, default=0, help="of the noise")
     found.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     found.add_argument(

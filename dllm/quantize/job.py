@@ -15,7 +15,7 @@ from dllm.quant.schemes import Scheme
 from dllm.quantize.arguments import parser
 from dllm.quantize.checkpoint import Checkpoint
 from dllm.quantize.linears import Linear, linears, refuse_unfit
-from dllm.quantize.recipes import quantized_layers, scheme_named
+from dllm.quantize.recipes import MADE, quantized_layers
 from dllm.settings.command import CommandError
 from dllm.settings.denoising import WHOLE_SEQUENCE
 
@@ -51,10 +51,7 @@ class Job:
 def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
     """Raises CommandError: it cannot be done; says why and what to do."""
     args = parser().parse_args(argv)
-    scheme = scheme_named(args.scheme)
-    for name in ("samples", "blocks"):
-        if getattr(args, name) < 1:
-            raise CommandError(f"--{name} {getattr(args, name)}: has to be at least 1.")
+    scheme = MADE[args.scheme]
     if args.calibration is not None and not scheme.needs_calibration:
         raise CommandError(f"--calibration is of no use with --scheme {args.scheme}; leave it out.")
     refuse_existing(args.out)

@@ -8,7 +8,6 @@ from dllm.quant.formats import NVFP4_GROUP
 from dllm.quant.schemes import SCHEMES, Plan, Scheme, is_named, shared_name
 from dllm.quantize import arguments
 from dllm.quantize.linears import Linear
-from dllm.settings.checks import did_you_mean
 from dllm.settings.command import CommandError
 
 # Names and patterns as compressed-tensors reads them -> why. Norms and the embedding need no entry:
@@ -23,15 +22,6 @@ IGNORED: Mapping[str, str] = {
 }
 _BY_NAME = {scheme.name: scheme for scheme in SCHEMES.values()}
 MADE = {name: _BY_NAME[name] for name in arguments.MADE}
-
-
-def scheme_named(name: str) -> Scheme:
-    """Raises CommandError if there is no scheme of this name."""
-    if name not in MADE:
-        raise CommandError(
-            f"--scheme {name}: unknown{did_you_mean(name, list(MADE))}; allowed: {', '.join(MADE)}."
-        )
-    return MADE[name]
 
 
 def quantized_layers(

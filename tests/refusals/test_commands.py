@@ -44,6 +44,8 @@ COMMANDS: list[tuple[str, int, str]] = [
     (f"{WORKER} --keys /nowhere", 1, "/nowhere/key.pem"),
     (f"{WORKER} --ahead -1", 1, "--ahead -1.*at least 0"),
     (f"{WORKER} --discovery dynamo --listen tcp://0.0.0.0:5800", 1, "draft-keys"),
+    ("quantize x --out y --scheme fp8", 2, "--scheme.*fp8-dynamic.*nvfp4"),
+    ("quantize x --out y --scheme nvfp4 --samples 0", 2, "--samples.*at least 1"),
     (f"check-drafter {TARGET} /nowhere", 1, "no drafter with config.json"),
     (f"check-drafter {TARGET} /nowhere --num-prompts 0", 2, "--num-prompts is at least 1"),
     (f"train drafter --target {TARGET} --out x --from-buffer x --from-server http://x", 2,
