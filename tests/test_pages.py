@@ -4,6 +4,7 @@ import argparse
 import importlib
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,21 @@ def test_a_page_is_short(page: Path) -> None:
 @pytest.mark.parametrize("card", CARDS, ids=name_of)
 def test_a_model_card_is_short(card: Path) -> None:
     assert card.read_text().count("\n") <= 60
+
+
+def test_code_that_cards_show_is_in_this_history() -> None:
+    git = "git", "-C", str(ROOT)
+    whole = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True)
+    if whole.stdout.strip() != b"false":
+        pytest.skip("a copy without the whole history")
+    shown = {
+        each for card in CARDS for each in re.findall(r"git show (\w+:\S+?)[`\s]", card.read_text())
+    }
+    for commit, _, path in (one.partition(":") for one in shown):
+        subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=True)
+        if "NAME" not in path:
+            subprocess.run([*git, "cat-file", "-e", f"{commit}:{path}"], check=True)
+    assert shown
 
 
 @pytest.mark.parametrize("page", EVERY, ids=name_of)
