@@ -155,9 +155,6 @@ def pipeline(path: Path, max_tokens: int) -> tuple[Generate, Collection[int]]:
     return generate, rule.stop_ids
 
 
-# --- diffusers' LLaDA2Pipeline -------------------------------------------------------------------
-
-
 def is_installed() -> bool:
     return DIFFUSERS.exists()
 

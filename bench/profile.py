@@ -85,9 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-# --- in the process of a server ------------------------------------------------------------------
-
-
 def measure(options: argparse.Namespace) -> list[Row]:
     """A row for each load. Raises RuntimeError: an answer is too short."""
     from vllm import LLM
@@ -180,9 +177,6 @@ def shares_of(events: Sequence[Any]) -> dict[str, float]:
             if caller is not None:
                 own[caller.name] -= event.cpu_time_total
     return {part: time / sum(own.values()) for part, time in own.items()}
-
-
-# --- tables --------------------------------------------------------------------------------------
 
 
 def step_times(rows: Rows) -> str:

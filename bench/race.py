@@ -53,9 +53,6 @@ def add_options(
     add("--serve-flags", type=shlex.split, default=given, help=text)
 
 
-# --- turns ---------------------------------------------------------------------------------------
-
-
 def race(
     contestants: Sequence[Contestant],
     loads: Sequence[T],
@@ -110,9 +107,6 @@ def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator
     finally:
         for other in others:
             other.resume()
-
-
-# --- runs of `vllm bench serve` ------------------------------------------------------------------
 
 
 def race_workloads(
@@ -172,9 +166,6 @@ def withhold(rows: Sequence[Row]) -> list[Row]:
             row = {**row, **dict.fromkeys(SPEEDS), "problem": wrong}
         result.append(row)
     return result
-
-
-# --- servers -------------------------------------------------------------------------------------
 
 
 def start_all(

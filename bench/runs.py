@@ -127,8 +127,6 @@ def draw_questions(
     return tuple(drawn[index % num * each + index // num] for index in range(count))
 
 
-# --- numbers -------------------------------------------------------------------------------------
-
 TIMEOUT_S = 600
 # How a server commits blocks, which decides how its passes are counted: in passes of canvases, or
 # in passes that its counter takes for canvases'. Uncounted: engines without HTTP; and canvases that

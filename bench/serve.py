@@ -188,9 +188,6 @@ def write_generation_config(model: Path, folder: Path, steps: int | None) -> Non
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-# --- command line --------------------------------------------------------------------------------
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-dllm")

@@ -81,8 +81,6 @@ class Section:
         return f"{self.show(rows)}\n\n{about} ([CSV](bench/results/{self.file}))."
 
 
-# --- servers side by side ------------------------------------------------------------------------
-
 TITLES = {
     "adaptive": "adaptive denoise steps, questions",
     "fixed": "fixed steps, random tokens",

@@ -206,8 +206,6 @@ def side_by_side(lease: Lease) -> tuple[Engine, ...]:
 PAIR = (Engine("ours"), Engine("built-in", environment=BUILTIN_ENVIRONMENT))
 
 
-# --- what the engines have found ------------------------------------------------------------------
-
 States = Mapping[str, Mapping[str, Any]]  # by engine: what ``engine.State`` has written
 
 

@@ -155,8 +155,6 @@ def kernels(run: Callable[[int, int], float], load: int) -> list[tuple[float, in
     return sorted(rows, reverse=True)[:MOST_KERNELS]
 
 
-# --- weights -------------------------------------------------------------------------------------
-
 # vLLM's dummy weights are at most 0.001, also those of norms and scalars of layers. With them
 # hidden states of a Gemma 4 are zero behind a few layers, and all rows choose the same experts,
 # whose weights are then all that is read. Here matrices are normal, and norms and scalars 1.
@@ -212,9 +210,6 @@ class Draws:
             count = min(len(numbers) - self._start, len(flat) - at)
             flat[at : at + count].copy_(numbers[self._start : self._start + count])
             at += count
-
-
-# --- the process ---------------------------------------------------------------------------------
 
 
 @contextmanager
