@@ -8,13 +8,13 @@ schema declares properties, others are not written.
 
 import json
 import re
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from dllm.grammar.refusals import Unsupported
 
 QUOTE = '<|"|>'
+UNREAD = f"{QUOTE} arguments "  # of a tool, in a structural tag: (name, schema) in JSON follow
 NOTHING = '""'  # in EBNF
 OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # Regular expressions that are also EBNF.
@@ -29,17 +29,6 @@ value ::= string | {NUMBER} | "true" | "false" | "null" | "{{" members "}}" | "[
 list ::= (value ("," value)*)?
 string ::= "<|\"|>" {STRING} "<|\"|>"
 """
-
-
-def spelled(tool: str, schema: Any) -> str:
-    """A text that stands for the arguments of a tool; it names the special token (``compile``)."""
-    return QUOTE + zlib.compress(json.dumps([tool, schema]).encode()).hex()
-
-
-def read(text: Any) -> Any:
-    """(tool, schema) of what `spelled` has written; None of other texts."""
-    packed = re.fullmatch(re.escape(QUOTE) + "([0-9a-f]+)", text) if isinstance(text, str) else None
-    return packed and json.loads(zlib.decompress(bytes.fromhex(packed[1])))
 
 
 class Writer:

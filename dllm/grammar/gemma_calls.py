@@ -5,6 +5,7 @@
 Neither xgrammar nor vLLM has a tag for this syntax.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from xgrammar.structural_tag import (
     TriggeredTagsFormat,
 )
 
-from dllm.grammar.gemma_arguments import spelled
+from dllm.grammar.gemma_arguments import UNREAD
 
 BEGIN, END = "<|tool_call>", "<tool_call|>"
 THOUGHT, ANSWER = "<|channel>", "<channel|>"  # around a thought
@@ -37,7 +38,7 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
     tags = [
         TagFormat(
             begin=f"{BEGIN}call:{name}{{",
-            content=ConstStringFormat(value=spelled(name, schema)),  # `lowering` reads it
+            content=ConstStringFormat(value=UNREAD + json.dumps([name, schema])),  # see `tags`
             end=f"}}{END}",
         )
         for name, schema in tools

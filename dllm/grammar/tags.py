@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dllm.grammar import gemma_arguments
+from dllm.grammar.gemma_arguments import QUOTE, UNREAD, Writer
 from dllm.grammar.lowering import NO_MARKS, lower
 from dllm.grammar.patterns import IN_GEMMA, TEXT, Clause, held
 from dllm.grammar.refusals import Unsupported
@@ -44,7 +44,7 @@ def _no_json(text: str) -> Any:
 def spoken(tag: Any, key: str = "") -> Iterator[str]:
     """The texts that a structural tag writes into answers, without its names and descriptions."""
     if isinstance(tag, str) and key in SPOKEN:
-        yield tag
+        yield QUOTE if tag.startswith(UNREAD) else tag
     elif isinstance(tag, list):
         for one in tag:
             yield from spoken(one, key)
@@ -59,8 +59,8 @@ def _lower_tag(tag: Any, marks: re.Pattern[str]) -> Any:
         return [_lower_tag(one, marks) for one in tag]
     if not isinstance(tag, Mapping):
         return tag
-    if tag.get("type") == "const_string" and (tool := gemma_arguments.read(tag.get("value"))):
-        return {"type": "grammar", "grammar": _gemma_arguments(*tool)}
+    if str(tag.get("value", "")).startswith(UNREAD):
+        return {"type": "grammar", "grammar": _gemma_arguments(tag["value"].removeprefix(UNREAD))}
     if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
         return {"type": "const_string", "value": _spelled(tag["pattern"])}
     return {
@@ -69,9 +69,10 @@ def _lower_tag(tag: Any, marks: re.Pattern[str]) -> Any:
     }
 
 
-def _gemma_arguments(tool: str, schema: Any) -> str:
+def _gemma_arguments(written: str) -> str:
+    tool, schema = read_json(written)
     try:
-        return gemma_arguments.Writer(lower(schema, IN_GEMMA)).grammar
+        return Writer(lower(schema, IN_GEMMA)).grammar
     except Unsupported as reason:
         raise Unsupported(f"The tool {tool[:40]!r}: {reason}") from reason
 
