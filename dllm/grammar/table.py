@@ -112,8 +112,7 @@ class Table:
 
     def to_bytes(self) -> bytes:
         """Bytes for another process; `from_bytes` reads them."""
-        narrow = np.int16 if self.num_classes < 1 << 15 else np.int32
-        small = [self.class_of.astype(narrow), self.next.astype(np.int16)]
+        small = [part.astype(np.int16) for part in (self.class_of, self.next)]
         return pack([*small, self.accepts, self.left])
 
     @classmethod

@@ -372,10 +372,3 @@ def test_a_grammar_that_kills_two_children_is_an_error_and_not_remembered(monkey
             made.begin(Spec("regex", "abb"), []).result()
     assert len(asked) == 2
     assert len(made_by(made, Spec("regex", "abb")).accepts) == 4
-
-
-@pytest.mark.parametrize("limit", ["MOST_EDGES", "MOST_LABELS", "MOST_MEMBERS"])
-def test_too_many_edges_are_refused(limit, monkeypatch):
-    monkeypatch.setattr(f"dllm.grammar.table.{limit}", 10)
-    with pytest.raises(Unsupported, match="allowed: 10"):
-        table(*GRAMMARS["person"])
