@@ -8,31 +8,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedModel
 
+from bench.loops import Generate, plain_loop
 from bench.runs import ANSWER_TOKENS
 from bench.toys.suite import Question
-from dllm.models.unmasking.reference import DecodingRule, load_model
+from dllm.models.unmasking.reference import DecodingRule, Generated, load_model
 
-REFERENCE, PIPELINE = "transformers", "diffusers"
+REFERENCE, PIPELINE, LOOP = "transformers", "diffusers", "loop"
 DIFFUSERS = Path(os.environ.get("DLLM_DIFFUSERS", Path(sys.prefix) / "diffusers"))
 MISSING = f"needs diffusers in {DIFFUSERS} (make test installs it)"
-
-
-class Generated(NamedTuple):
-    tokens: list[int]
-    denoise_steps: int
-    blocks: int
-
-
-Generate = Callable[[list[int]], Generated]  # the answer to a prompt, whole blocks of it
 
 
 def chat(
@@ -81,27 +72,29 @@ def saved(
 def answer_questions(
     whose: str, path: Path, asked: Sequence[Question], at_once: int
 ) -> dict[str, Any]:
-    """As ``chat``, one question after the other; with ``denoise_steps`` and ``blocks``."""
-    assert at_once == 1
-    generate, stops = {REFERENCE: hugging_face, PIPELINE: pipeline}[whose](path, ANSWER_TOKENS)
+    """As ``chat``, with ``denoise_steps`` and ``blocks``; only ``LOOP`` takes several at once."""
+    ways = {REFERENCE: hugging_face, PIPELINE: pipeline, LOOP: plain_loop}
+    generate, stops = ways[whose](path, ANSWER_TOKENS)
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts, lengths, times = [], [], []
     found: list[Generated] = []
-    for one in (asked[0], *asked):
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": one.prompt}], add_generation_prompt=True, return_dict=False
-        )
+    chats = [[{"role": "user", "content": one.prompt}] for one in asked]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    batches = [prompts[at : at + at_once] for at in range(0, len(prompts), at_once)]
+    for batch in (batches[0], *batches):
         torch.manual_seed(len(found))
-        found.append(generate(ids))
-        tokens = found[-1].tokens
-        end = next((at for at, token in enumerate(tokens) if token in stops), len(tokens))
-        texts.append(tokenizer.decode(tokens[:end], skip_special_tokens=True))
-        lengths.append(min(end + 1, len(tokens)))
-        times.append(time.perf_counter())
-    latencies = [end - start for start, end in pairwise(times)]
-    return saved(texts[1:], lengths[1:], latencies, times[-1] - times[0]) | {
-        "denoise_steps": sum(one.denoise_steps for one in found[1:]),
-        "blocks": sum(one.blocks for one in found[1:]),
+        start = time.perf_counter()
+        found.append(generate(batch))
+        for tokens in found[-1].answers:
+            end = next((at for at, token in enumerate(tokens) if token in stops), len(tokens))
+            texts.append(tokenizer.decode(tokens[:end], skip_special_tokens=True))
+            lengths.append(min(end + 1, len(tokens)))
+        times += [time.perf_counter() - start] * len(batch)
+    first = len(batches[0])
+    seconds = sum(times[first::at_once])
+    return saved(texts[first:], lengths[first:], times[first:], seconds) | {
+        "denoise_steps": sum(one.num_steps for one in found[1:]),
+        "blocks": sum(one.num_blocks for one in found[1:]),
     }
 
 
@@ -127,14 +120,14 @@ def hugging_face(path: Path, max_tokens: int) -> tuple[Generate, Collection[int]
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(path, dtype="auto").eval()
     stops = model.generation_config.eos_token_id
 
-    def generate(ids: list[int]) -> Generated:
+    def generate(prompts: list[list[int]]) -> Generated:
         counter = StepCounter()
         with torch.inference_mode():
             output = model.generate(
-                torch.tensor([ids]), max_new_tokens=max_tokens, streamer=counter
+                torch.tensor(prompts), max_new_tokens=max_tokens, streamer=counter
             )
-        tokens = output.sequences[0, len(ids) :].tolist()
-        return Generated(tokens, counter.denoise_steps, counter.blocks)
+        answers = output.sequences[:, len(prompts[0]) :].tolist()
+        return Generated(answers, counter.denoise_steps, counter.blocks)
 
     return generate, stops if isinstance(stops, list) else [stops]
 
@@ -146,11 +139,11 @@ def pipeline(path: Path, max_tokens: int) -> tuple[Generate, Collection[int]]:
     model = BlockMasked(load_model(path), size, config["mask_token_id"])
     options = {"eos_token_id": stop, "threshold": rule.threshold}
 
-    def generate(ids: list[int]) -> Generated:
-        before = model.num_passes
+    def generate(prompts: list[list[int]]) -> Generated:
+        (ids,), before = prompts, model.num_passes
         tokens = generate_blocks(model, ids, max_tokens, rule.editing_threshold, **options)
         last = len(ids) + (tokens.index(stop) if stop in tokens else max_tokens - 1)
-        return Generated(tokens, model.num_passes - before, last // size - len(ids) // size + 1)
+        return Generated([tokens], model.num_passes - before, last // size - len(ids) // size + 1)
 
     return generate, rule.stop_ids
 

@@ -185,6 +185,10 @@ def figures(
     # accepted, too: with self-speculation there are more of them than tokens.
     if commits == NO_CANVAS and accepted < num_tokens:
         row["tokens_per_pass"] = num_tokens / (num_tokens - accepted)
+    if commits == UNCOUNTED and "diffusion_canvas_positions" in saved:
+        # `vllm bench serve` has taken a pass for each canvas off.
+        share = saved["diffusion_committed_tokens"] / saved["diffusion_canvas_positions"]
+        row["tokens_per_pass"] = num_tokens * (1 - share) / saved["diffusion_denoising_steps"]
     if blocks and denoise:
         row["ms_per_denoise_step"] = 1e3 * sum(latencies) / denoise
         row |= {"steps_per_block": denoise / blocks, "passes_per_block": passes / blocks}

@@ -14,6 +14,7 @@ with another one, too. The first is compared with each of the others.
                   without speculation, and greedy, because sampling makes it answer worse
     transformers  Hugging Face's ``generate`` at batch 1, eager, which is its default
     diffusers     its pipeline for models with blocks (--model checkpoints/tiny-sdar), at batch 1
+    loop          the plain loop of LLaDA, Dream or Fast-dLLM v2 (--model checkpoints/tiny-llada)
 
 They are driven one at a time by ``vllm bench serve``, while the others stand still; each round
 begins with another one. ``bench/runs.py`` says what is asked. There is no table unless each server
@@ -41,7 +42,7 @@ from pathlib import Path
 
 from bench import local
 from bench.context import ROOT, Row, command_line, publish, read_csv, reporting_failures
-from bench.local import PIPELINE, REFERENCE, answer_questions, chat
+from bench.local import LOOP, PIPELINE, REFERENCE, answer_questions, chat
 from bench.race import Contestant, add_options, admit, race_workloads, rounds, start_all
 from bench.runs import (
     ADAPTIVE,
@@ -59,7 +60,8 @@ from dllm.settings.command import CommandError, positive
 
 KINDS = OURS, BUILTIN, AUTOREGRESSIVE = "ours", "built-in", "tiny-ar"
 SERVING, ENGINE = "serve_compiled.csv", "engine.csv"
-LOCAL = (REFERENCE, PIPELINE)  # without a server
+LOCAL = (REFERENCE, PIPELINE, LOOP)  # without a server
+LENGTHS = ("block_size", "canvas_length", "gen_length", "bd_size")  # as config.json calls it
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
     generation = folder / "generation"
     write_generation_config(options.model, generation, options.steps if schedule == FIXED else None)
     config = json.loads((options.model / "config.json").read_text())
-    has_many = "block_size" in config and "nemotron" not in config["model_type"]
+    has_many = "canvas_length" not in config and "nemotron" not in config["model_type"]
     found = []
     for index, spec in enumerate(options.contestants):
         is_twin, is_local = spec.kind == AUTOREGRESSIVE, spec.kind in LOCAL
@@ -170,7 +172,7 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
                 client_flags=("--temperature", "0") if is_twin else (),
                 takes_seeds=spec.kind != BUILTIN,
                 answer=answer,
-                one_by_one=is_local,
+                one_by_one=spec.kind in (REFERENCE, PIPELINE),
             )
         )
     return found
@@ -208,12 +210,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--model {given.model}: no config.json there; give a checkpoint's folder.")
     config = json.loads((given.model / "config.json").read_text())
     try:
-        length = config["block_size"] if "block_size" in config else config["canvas_length"]
+        length = next(config[name] for name in LENGTHS if name in config)
         given.shape = Shape(length, given.input_len, given.output_len)
     except ValueError as error:
         parser.error(str(error))
-    has_blocks = "block_size" in config  # some begin in a prompt, and edits take other steps
-    alone = [PIPELINE] * local.is_installed()
+    has_blocks = "canvas_length" not in config  # some begin in a prompt, edits take other steps
+    alone = [PIPELINE] * local.is_installed() if "block_size" in config else [LOOP]
     kinds = [OURS, AUTOREGRESSIVE, *alone] if has_blocks else [*KINDS, REFERENCE]
     given.contestants = given.contestants or [Spec.parse(kind) for kind in kinds]
     if has_blocks:

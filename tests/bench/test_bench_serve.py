@@ -105,11 +105,14 @@ def test_an_autoregressive_model_has_a_token_a_step_and_the_drafts_that_it_accep
     assert behind_end["tokens_per_pass"] is None
 
 
-def test_canvases_of_many_widths_are_not_counted() -> None:
+def test_canvases_of_many_widths_have_passes_but_no_blocks() -> None:
+    """80 passes over 5 positions each, of which the client takes 20 for commits."""
     workload = replace(WORKLOAD, schedule=ADAPTIVE, steps_per_block=None)
-    one = figures(UNCOUNTED, saved(), workload)
+    counted = {"canvas_positions": 400, "committed_tokens": 100, "denoising_steps": 60}
+    named = {f"diffusion_{name}": count for name, count in counted.items()}
+    one = figures(UNCOUNTED, saved(**named), workload)
     assert one["tokens_per_s"] and not one["problem"]
-    assert one["steps_per_block"] is None and one["tokens_per_pass"] is None
+    assert one["steps_per_block"] is None and one["tokens_per_pass"] == 128 / 80
 
 
 # --- what is refused -----------------------------------------------------------------------------

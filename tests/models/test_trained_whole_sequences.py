@@ -6,20 +6,18 @@ import pytest
 from tokenizers import Tokenizer
 from vllm import SamplingParams
 
+from bench.loops import plain_loop
 from bench.toys.suite import FAMILIES, questions
-from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from tests.support.engine_harness import get_engine
 from tests.support.toy_prompts import encode_prompt
-from tests.support.whole_loop import Loop
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 EACH = 4  # questions of a family
-STOPS = (1, 6)  # of all three
 
 
 @pytest.mark.parametrize("name", ["tiny-dream", "tiny-fast-dllm", "tiny-llada"])
 def test_held_out_questions_are_answered_as_by_the_plain_loop(name: str) -> None:
-    """Greedily, by the family's defaults; the loop answers one question of each kind."""
+    """Greedily, by the family's defaults; the loop answers one question a kind, in a batch."""
     path = CHECKPOINTS / name
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     asked = questions(FAMILIES, "heldout", EACH)
@@ -28,13 +26,8 @@ def test_held_out_questions_are_answered_as_by_the_plain_loop(name: str) -> None
     texts = [tokenizer.decode(answer) for answer in answers]
     right = sum(one.is_correct(text) for one, text in zip(asked, texts, strict=True))
     assert right >= 0.9 * len(asked)
-    chosen = prompts[::EACH]
-    if name == "tiny-fast-dllm":
-        rule = DecodingRule.of_checkpoint(path)
-        loop = generate_blocks(load_model(path), chosen, rule, 64).answers
-    else:
-        plain = Loop(name.removeprefix("tiny-"), path)
-        loop = [plain.answer(prompt, plain.settings["default"])[0] for prompt in chosen]
-    for tokens, expected in zip(answers[::EACH], loop, strict=True):
-        assert tokens == expected[: len(tokens)]
-        assert tokens[-1] in STOPS
+    generate, stops = plain_loop(path, 64)
+    expected = generate(prompts[::EACH]).answers
+    for tokens, whole in zip(answers[::EACH], expected, strict=True):
+        assert tokens == whole[: len(tokens)]
+        assert tokens[-1] in stops
