@@ -16,7 +16,7 @@ from dllm.api.structured_outputs import spec_of
 from dllm.models import settings_of, takes_images
 from dllm.patches.drafts import draft_of
 from dllm.patches.replace import replaces
-from dllm.patches.served import has_canvases
+from dllm.patches.served import Server
 from dllm.patches.streaming import refuse_unseen_canvases
 from dllm.settings.admission import (
     admit,
@@ -224,11 +224,9 @@ def explain_missing_images() -> None:
     """vLLM only says that the model is not multimodal."""
     from vllm.multimodal.registry import MultiModalRegistry
 
-    @replaces(MultiModalRegistry)
+    @replaces(MultiModalRegistry, of=Server.CANVASES)
     def create_processor(theirs: Any, self: Any, model_config: Any, **kwargs: Any) -> Any:
-        if has_canvases(model_config) and (
-            not model_config.is_multimodal_model or not takes_images(model_config.hf_config)
-        ):
+        if not model_config.is_multimodal_model or not takes_images(model_config.hf_config):
             refuse("messages", _text_only_message(model_config.hf_config))
         return theirs(self, model_config, **kwargs)
 

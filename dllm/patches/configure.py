@@ -15,7 +15,7 @@ from dllm.patches import cpu
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.patches.cuda_graphs import choose_cuda_graphs
 from dllm.patches.replace import replaces
-from dllm.patches.served import has_canvases
+from dllm.patches.served import Server
 from dllm.settings.checks import refuse_value
 from dllm.settings.denoising import WHOLE_SEQUENCE, DenoiseSettings, block_size_of
 from dllm.settings.server import WHERE, options_of
@@ -94,7 +94,7 @@ def set_batch_defaults() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    @replaces(EngineArgs)
+    @replaces(EngineArgs, of=Server.CANVASES)
     def _set_default_max_num_seqs_and_batched_tokens_args(
         theirs: Any, self: Any, usage_context: Any, model_config: Any, parallel_config: Any
     ) -> None:
@@ -103,8 +103,6 @@ def set_batch_defaults() -> None:
             self.max_num_batched_tokens is not None,
         )
         theirs(self, usage_context, model_config, parallel_config)
-        if not has_canvases(model_config):
-            return
         if not has_seqs:
             self.max_num_seqs = min(self.max_num_seqs, DEFAULT_CONCURRENCY)
         if has_tokens:

@@ -11,9 +11,8 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.cpu.instructions import computes_bf16
-from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
+from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR, SCHEDULERS
 from dllm.patches.preflight import refuse_missing_parts
-from dllm.patches.served import Server
 from dllm.settings import vllm_names
 
 logger = init_logger(LOGGER)
@@ -169,9 +168,10 @@ def enable_cpu_runtime() -> None:
 
 
 def is_on_cpu_runtime(vllm_config: Any) -> bool:
-    """Of our architectures, and of any model that is started with our ``--worker-cls``."""
-    is_named = vllm_config.parallel_config.worker_cls == CPU_WORKER
-    return (is_named or vllm_config.served is Server.CANVASES) and is_cpu_without_triton()
+    """With our worker, or with one that serves canvases."""
+    is_ours = vllm_config.parallel_config.worker_cls == CPU_WORKER
+    is_ours |= vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
+    return is_ours and is_cpu_without_triton()
 
 
 def needs_no_openmp_setup() -> bool:

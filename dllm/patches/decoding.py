@@ -7,11 +7,13 @@ Served as such it is a causal language model to vLLM, with whatever vLLM does fo
 from collections.abc import Iterator
 from typing import Any
 
+from vllm import platforms
 from vllm.transformers_utils.config import get_config
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES, SERVED, Served
+from dllm.patches.contract import CPU_WORKER
 from dllm.patches.cpu import choose_dtype
-from dllm.patches.drafting import always_has_our_worker, draft_limits, may_be_ours
+from dllm.patches.drafting import draft_limits, may_be_ours
 from dllm.patches.drafts import NOISE_DRAFTER, SELF_DRAFTER
 from dllm.patches.neighbours import explain_refusal
 from dllm.patches.replace import replaces
@@ -92,10 +94,11 @@ def noise_drafting_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def adapter_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
-    """As ``kinds.Kind.refuses``, of models that have canvases and are served token by token."""
+    """As ``kinds.Kind.refuses``, of models that are served token by token."""
     is_given = vllm_config.lora_config is not None
+    is_on_cpu = vllm_config.parallel_config.worker_cls == CPU_WORKER
     why = "on a CPU vLLM adapts answers that ask for no adapter; canvases work"
-    yield is_given and always_has_our_worker(vllm_config), "--enable-lora", why
+    yield is_given and is_on_cpu, "--enable-lora", why
 
 
 def choose_model_config() -> None:
@@ -117,6 +120,9 @@ def choose_model_config() -> None:
         if decoding != "diffusion":
             config = _token_by_token(theirs, self, config, served, decoding)
             _choose_speculator(self, config, decoding)
+        is_on_cpu = platforms.current_platform.is_cpu()
+        if config.architecture in AUTOREGRESSIVE and is_on_cpu and self.worker_cls == "auto":
+            self.worker_cls = CPU_WORKER
         _choose_draft_length(self)
         choose_dtype(self, config, is_ours=served is not None)
         return config

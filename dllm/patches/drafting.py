@@ -22,7 +22,6 @@ from dllm.patches.cpu import is_cpu_without_triton, schedules_no_step_ahead
 from dllm.patches.drafts import LOOKUP, NOISE_DRAFTER, Draft, draft_of, has_drafter
 from dllm.patches.neighbours import vllm_version
 from dllm.patches.replace import replaces
-from dllm.patches.served import Server
 from dllm.settings.drafting import (
     DRAFTER_ARCHITECTURE,
     OUR_DRAFTER,
@@ -50,20 +49,13 @@ def may_be_ours(given: Any) -> bool:
 
 def asks_for_steering(vllm_config: Any) -> bool:
     """Our CPU worker has kernels for the sources that ours steers, and for no others."""
-    if vllm_config.speculative_config is None:
-        return False
-    return always_has_our_worker(vllm_config) or bool(_flags_for_ours(vllm_config))
+    return vllm_config.speculative_config is not None and bool(_asks_for_ours(vllm_config))
 
 
-def always_has_our_worker(vllm_config: Any) -> bool:
-    """A model that could have canvases, on a CPU."""
-    return vllm_config.served is Server.TOKENS and platforms.current_platform.is_cpu()
-
-
-def _flags_for_ours(vllm_config: Any) -> list[str]:
+def _asks_for_ours(vllm_config: Any) -> list[str]:
     worker = vllm_config.parallel_config.worker_cls
-    named = [f"--worker-cls {worker}"] * (worker in (CPU_WORKER, GPU_WORKER))
-    return [WHERE] * _has_options(vllm_config) + named
+    chosen = [f"the worker {worker}"] * (worker in (CPU_WORKER, GPU_WORKER))
+    return [WHERE] * _has_options(vllm_config) + chosen
 
 
 def _has_options(vllm_config: Any) -> bool:
@@ -174,16 +166,12 @@ def _refuse_source(vllm_config: Any) -> None:
         drafter = ""
         if speculative.method in ("dflash", "mtp"):
             drafter = f" of {', '.join(speculative.draft_model_config.architectures or ())}"
-        architecture = vllm_config.model_config.architecture
-        given = " and ".join(_flags_for_ours(vllm_config))
-        advice = f"Leave {given} out, and vLLM drafts."
-        if always_has_our_worker(vllm_config):
-            given, advice = f"{architecture} on a CPU", "Leave --speculative-config out."
         raise ValueError(
-            f"--speculative-config: method = {speculative.method!r}{drafter} with {given}; "
+            f"--speculative-config: method = {speculative.method!r}{drafter} with "
+            f"{' and '.join(_asks_for_ours(vllm_config))}; "
             f"allowed: {', '.join(SOURCES)} (of one MTP module), dflash of "
             f"{', '.join((DRAFTER_ARCHITECTURE, *SELECTORS))}, and {LOOKUP} with the option "
-            f'"prompt_lookup". {advice}'
+            '"prompt_lookup". Name one of these, or leave --speculative-config out.'
         )
     unsupported = vllm_config._get_v2_model_runner_unsupported_features()
     if unsupported or not (is_cpu_without_triton() or vllm_config.use_v2_model_runner):

@@ -9,7 +9,7 @@ from dllm.api.early_refusal import bound_bodies, bounded_type
 from dllm.api.page import CanvasPage, say_how
 from dllm.models import FAMILIES, settings_of
 from dllm.patches.replace import replaces
-from dllm.patches.served import Server, has_canvases
+from dllm.patches.served import Server
 from dllm.patches.serving import refuse_canvases, serve_canvases
 
 logger = init_logger(LOGGER)
@@ -115,11 +115,9 @@ def _bound_invocations() -> None:
     """``/invocations`` has validators of its own."""
     from vllm.entrypoints.serve.sagemaker import api_router
 
-    @replaces(api_router)
+    @replaces(api_router, of=Server.CANVASES)
     def get_generate_invocation_types(
         theirs: Any, supported_tasks: Any, model_config: Any = None
     ) -> Any:
         given = theirs(supported_tasks, model_config)
-        if not has_canvases(model_config):
-            return given
         return [(bounded_type(model), served) for model, served in given]

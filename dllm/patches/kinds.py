@@ -50,11 +50,15 @@ class Kind:
     configure: Callable[[Any], None] = lambda config: None
 
 
+def serves(whom: Server) -> Callable[[Any, PluginOptions], bool]:
+    return lambda config, options: config.served is whom
+
+
 # To our schedulers a canvas is draft tokens; our worker profiles, warms up and repeats its steps;
 # our attention backend has its masks.
 CANVASES = Kind(
     "a diffusion model",
-    lambda config, options: config.served is Server.CANVASES,
+    serves(Server.CANVASES),
     on_cpu=UNLESS_NAMED,
     on_cuda=UNLESS_NAMED,
     scheduler=contract.SCHEDULER,
@@ -148,7 +152,7 @@ RECORDED = Kind(
 # On a CPU, the runner that draws its numbers as drafts do: a seed gives the same text with both.
 TOKEN_BY_TOKEN = Kind(
     "decoding token by token",
-    lambda config, options: config.served is Server.TOKENS,
+    serves(Server.TOKENS),
     on_cpu=OURS,
     refuses=decoding.adapter_limits,
 )

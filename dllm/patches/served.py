@@ -23,10 +23,6 @@ def model_of(model_config: Any) -> Server | None:
     return Server.TOKENS if architecture in AUTOREGRESSIVE else None
 
 
-def has_canvases(model_config: Any) -> bool:
-    return model_of(model_config) is Server.CANVASES
-
-
 def served_as(vllm_config: Any) -> Server | None:
     """None: a server that is not ours."""
     if (model := model_of(vllm_config.model_config)) is not None:

@@ -2,8 +2,12 @@
 
 import asyncio
 import inspect
+from types import SimpleNamespace
+
+import pytest
 
 from dllm.patches.replace import replaces
+from dllm.patches.served import Server
 
 
 class Theirs:
@@ -12,6 +16,9 @@ class Theirs:
 
     async def iterated(self):
         yield "theirs"
+
+    def made(self, model_config=None):
+        return "theirs"
 
 
 class Owner(Theirs):
@@ -38,3 +45,15 @@ def test_an_async_generator_is_iterated_as_before():
         return [each async for each in Owner().iterated()]
 
     assert asyncio.run(answers()) == [("ours", "theirs")]
+
+
+@pytest.mark.parametrize(
+    ("given", "whose"),
+    [((), "theirs"), (("Qwen3ForCausalLM",), "theirs"), (("SDARForCausalLM",), "ours")],
+)
+def test_ours_is_called_for_models_of_ours_alone(given, whose):
+    @replaces(Owner, of=Server.CANVASES)
+    def made(theirs, self, model_config=None):
+        return "ours"
+
+    assert Owner().made(*(SimpleNamespace(architecture=name) for name in given)) == whose

@@ -161,7 +161,7 @@ DRAFTED: list[tuple[Flags, str]] = [  # of tiny-ar, which has drafts
     (NGRAM | drafter(), "'ngram'.*allowed: draft_model"),
     (drafts("ngram", prompt_lookup_max=3, draft_sample_method="probabilistic")
      | drafter(policy="adaptive", prompt_lookup=True), "looked up are not drawn"),
-    (NGRAM | {"worker_cls": CPU_WORKER}, "'ngram' with --worker-cls"),
+    (NGRAM | {"worker_cls": CPU_WORKER}, "'ngram' with the worker dllm"),
     (NGRAM | {"worker_cls": CPU_WORKER} | drafter(record="/nowhere"), "method = 'ngram' with"),
     (drafts("custom_class", model=SELF_DRAFTER), "does not draft for itself"),
     (uno(""), "without uno_lora_path"),
@@ -196,7 +196,7 @@ BOTH_WAYS: list[tuple[Flags, str]] = [  # of tiny-nemotron, which decodes in thr
     (options(decoding="ar") | {"enable_lora": True}, "--enable-lora"),
     (options(decoding="ar") | {"hf_overrides": lambda config: config},
      "hf_overrides that are a function"),
-    (options(decoding="ar") | NGRAM, "'ngram' with .* on a CPU; .*Leave --speculative-config out"),
+    (options(decoding="ar") | NGRAM, "'ngram' with the worker dllm.*leave --speculative-config"),
 ]  # fmt: skip
 WHOLE: list[tuple[Flags, str]] = [  # of models all of whose tokens see each other
     ({"max_num_batched_tokens": 256}, "--max-num-batched-tokens"),
