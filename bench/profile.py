@@ -42,20 +42,7 @@ from bench.tables import Section, grouped, markdown, spread_of
 from bench.toys.tiny import tiny_config, write_checkpoint
 
 PARTS = ENGINE, FORWARD, HEAD, SAMPLER = "engine", "forward", "head", "sampler"
-RANDOM_60M = {
-    "vocab_size": 32_768,
-    "hidden_size": 384,
-    "intermediate_size": 768,
-    "layer_types": ([*["sliding_attention"] * 3, "full_attention"]) * 2,
-    "num_attention_heads": 6,
-    "head_dim": 64,
-    "global_head_dim": 128,
-    "sliding_window": 512,
-    "canvas_length": 256,
-    "max_position_embeddings": 65_536,
-    "num_experts": 8,
-    "moe_intermediate_size": 512,
-}
+SHAPES = json.loads((ROOT / "bench/shapes.json").read_text())
 
 
 @reporting_failures
@@ -75,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
         if options.random_60m:
-            options.model = write_checkpoint(Path(folder) / "model", tiny_config(**RANDOM_60M))
+            options.model = write_checkpoint(
+                Path(folder) / "model", tiny_config(**SHAPES["random-60m"])
+            )
         for start, server in enumerate(options.server):
             environment = BUILTIN_ENVIRONMENT if server == BUILTIN else {}
             found = with_engine(measure, options, environment=environment)

@@ -149,7 +149,7 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
         is_twin, is_local = spec.kind == AUTOREGRESSIVE, spec.kind in LOCAL
         if schedule == FIXED and (is_twin or is_local):
             continue
-        model = options.autoregressive if is_twin else options.model
+        model = ROOT / "checkpoints/tiny-ar" if is_twin else options.model
         flags = () if is_twin else ("--generation-config", str(generation))
         flags = (*flags, *options.serve_flags, *spec.flags)
         environment = dict(BUILTIN_ENVIRONMENT) if spec.kind == BUILTIN else {}
@@ -193,7 +193,6 @@ def write_generation_config(model: Path, folder: Path, steps: int | None) -> Non
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-dllm")
-    parser.add_argument("--autoregressive", type=Path, default=ROOT / "checkpoints/tiny-ar")
     parser.add_argument("--contestants", nargs="+", type=Spec.parse, help="see above")
     parser.add_argument(
         "--schedule", nargs="+", choices=(ADAPTIVE, FIXED), default=[ADAPTIVE, FIXED]

@@ -234,9 +234,6 @@ def sample(pid: int) -> list[Sample]:
     return found
 
 
-# --- numbers and table ----------------------------------------------------------------------------
-
-
 def _row(
     what: str,
     part: str,

@@ -49,9 +49,6 @@ class Answer(NamedTuple):
         return self.status == 200 and bool(self.choices) and not self.problem
 
 
-# --- good ones ------------------------------------------------------------------------------------
-
-
 def _prompt(dice: Random) -> str:
     return question(dice.choice(list(FAMILIES)), "heldout", dice.randrange(100_000)).prompt
 
@@ -289,8 +286,6 @@ def _said(choice: Body) -> str:
     said = (message.get("reasoning") or "") + (message.get("content") or "")
     return said + (json.dumps(calls) if calls else "")
 
-
-# --- hostile ones ---------------------------------------------------------------------------------
 
 # Statuses that came back; none for what did not wait.
 Hostile = Callable[[aiohttp.ClientSession, str, Random], Awaitable[list[int]]]

@@ -1,4 +1,4 @@
-"""One engine of the 26B-A4B shape, measured in turns with others when a file says so.
+"""One engine of the shape of google/diffusiongemma-26B-A4B-it, measured in turns with others.
 
     python -m bench.gpu.engine NAME FOLDER [--toy] [--llm JSON]
 
@@ -25,31 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.profile import generate_ms
+from bench.profile import SHAPES, generate_ms
 from dllm.settings.files import whole
 
 STEPS = 16
 PASSES = STEPS + 1
 LOADS, ROUNDS, BLOCKS = (1, 8), 3, 5
 MOST_KERNELS = 60
-# google/diffusiongemma-26B-A4B-it: its text_config is its Gemma 4 26B-A4B backbone's.
-RELEASED = {
-    "vocab_size": 262_144,
-    "hidden_size": 2816,
-    "intermediate_size": 2112,
-    "layer_types": ([*["sliding_attention"] * 5, "full_attention"]) * 5,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "num_global_key_value_heads": 2,
-    "global_head_dim": 512,
-    "sliding_window": 1024,
-    "max_position_embeddings": 262_144,
-    "num_experts": 128,
-    "top_k_experts": 8,
-    "moe_intermediate_size": 704,
-    "final_logit_softcapping": 30.0,
-}
 ONES = re.compile(r"(layer_scalar|head_scalars|canvas_scalars|per_expert_scale|scale)$")
 # Attention adds little to a row, or the mean of all keys would make all rows the same.
 SMALL, SHARE = "post_attention_layernorm", 0.1
@@ -129,7 +111,7 @@ def write_model(path: Path, *, is_toy: bool) -> int:
     from bench.toys.tiny import tiny_config, write_checkpoint
     from dllm.quantize.recipes import MADE, quantization_config
 
-    config = tiny_config() if is_toy else tiny_config(canvas_length=256, **RELEASED)
+    config = tiny_config() if is_toy else tiny_config(canvas_length=256, **SHAPES["released"])
     if torch.cuda.is_available() and not is_toy:
         config["quantization_config"] = quantization_config(MADE["fp8-dynamic"])
     if not path.exists():

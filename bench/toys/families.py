@@ -12,41 +12,19 @@ import datetime
 import itertools
 import json
 from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
 from random import Random
 
 from bench.toys.chat import Asked
 
 Family = Callable[[Random], Iterator[Hashable]]
 
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-NAMES = _words(
-    "Ann Bob Eve Tom Sam Max Ida Leo Mia Zoe Ben Amy "
-    "Dan Kim Lou Ray Jim Ivy Ned Pam Roy Sue Tim Una"
-)
-CITIES = _words("Rome Oslo Lima Bern Bonn Cork Nice Riga York Bath Baku Graz")
-NOUNS = _words(
-    "cat dog fox hen owl pig cup pen hat box bag key "
-    "map jar fan rug bus net pot bed car toy bell ring"
-)
-FOODS = _words("tea jam pie egg fig ham milk rice soup cake corn nut")
-ADJECTIVES = _words("red old big new wet sad tiny calm")
-VERBS = _words("ran sat hid fell went slept sang fled")
-PLACES = _words("home here away down there out in far")
-ADVERBS = _words("again now too today")
-TIMES = _words("morning afternoon evening")
-MONTHS = _words(
-    "January February March April May June July August September October November December"
-)
-
-SMALL_NUMBERS = _words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen"
-)
-TENS = _words("twenty thirty forty fifty sixty seventy eighty ninety")
+_FILE = Path(__file__).with_name("words.json")
+WORDS = {name: tuple(text.split()) for name, text in json.loads(_FILE.read_text()).items()}
+NAMES, CITIES, NOUNS, FOODS = (WORDS[name] for name in ("names", "cities", "nouns", "foods"))
+ADJECTIVES, VERBS, PLACES = (WORDS[name] for name in ("adjectives", "verbs", "places"))
+ADVERBS, TIMES, MONTHS = (WORDS[name] for name in ("adverbs", "times", "months"))
+SMALL_NUMBERS, TENS = WORDS["small_numbers"], WORDS["tens"]
 
 FIRST_DAY, LAST_DAY = datetime.date(1990, 1, 1).toordinal(), datetime.date(2029, 12, 31).toordinal()
 # Large unit, small unit, how many of the small one make the large one.
@@ -59,7 +37,7 @@ def in_words(number: int) -> str:
     if number < 20:
         return SMALL_NUMBERS[number]
     tens, ones = divmod(number, 10)
-    return TENS[tens - 2] + (f"-{SMALL_NUMBERS[ones]}" if ones else "")
+    return TENS[tens - 2] + (f"-{WORDS['small_numbers'][ones]}" if ones else "")
 
 
 def twelve_hour(minute: int) -> str:
@@ -136,7 +114,7 @@ def convert(rng: Random) -> Iterator[Hashable]:
     forward = rng.random() < 0.5
     if kind == "date":
         date = datetime.date.fromordinal(value)
-        long, iso = f"{date.day} {MONTHS[date.month - 1]} {date.year}", str(date)
+        long, iso = f"{date.day} {WORDS['months'][date.month - 1]} {date.year}", str(date)
         there = f"Write the date {iso} in words.", long
         back = f"Write the date {long} in ISO format.", iso
     elif kind == "time":

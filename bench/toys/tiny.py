@@ -54,10 +54,6 @@ def tiny_config(**overrides: object) -> Config:
     return config
 
 
-# --------------------------------------------------------------------------------------------------
-# Weights
-
-
 # How much each layer adds to the residual stream, and the scale of the logits. With these values a
 # random model behaves like a trained one: entropies are between 0 and 0.7 nats in a canvas, and a
 # canvas converges after 3 to 16 denoise steps. With 1.0 and 1.0 every position has the entropy of
