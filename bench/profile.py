@@ -140,7 +140,6 @@ def named_parts(llm: Any) -> Iterator[None]:
     ]
     if type(runner.sampler).__module__.startswith("dllm."):
         functions += [
-            (runner.model, "_logits", HEAD),  # the sampler calls it for one tile after the other
             (runner.model_state, "_condition", FORWARD),
             # The denoise loop prepares inputs inside of the sampler.
             (runner.sampler.loop.forward_of.__self__, "_canvases_alone", ENGINE),

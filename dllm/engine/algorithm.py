@@ -15,8 +15,8 @@ emits canvases that have converged. In one denoise step the engine calls, in thi
 What vLLM loads is the family's model class. It also has ``make_algorithm(vllm_config)``;
 ``get_model_state_cls()``, which returns ``DiffusionModelState`` or a subclass; a ``forward`` that
 takes ``is_canvas_row`` (``[tokens]`` bool, may be ignored); and a ``compute_logits`` that returns
-``LogitRows`` for more rows than ``rows_at_once`` allows. If it has ``gives_raw_logits`` (bool), the
-engine sets that before a call whose logits may be ``RawLogits``.
+``[N, V]`` fp32. It may have ``raw_logits``, too: ``[N, V]`` in its dtype, which is not soft-capped,
+and the cap (None: there is none). On a GPU the engine reads these where nobody needs whole rows.
 
 Shapes: R canvases in a step, N rows of logits (one for each token of these canvases), C the served
 canvas length, V the vocabulary size, hidden the model's hidden size.
@@ -145,7 +145,7 @@ class DenoisingAlgorithm(ABC):
         """The denoise step after the forward pass. It is compiled: tensor operations only.
 
         Args:
-            logits, cap: ``[N, V]`` fp32, edited, and None; or raw ones (``logit_rows.RawLogits``).
+            logits, cap: ``[N, V]`` fp32, edited, and None; or ``raw_logits`` of the model.
             filters: of each row of logits; None if no request filters.
         """
 

@@ -1,12 +1,12 @@
-"""Computes the logits of a large batch in tiles: 64 canvases of 256 tokens would need 17 GB.
+"""Tiles of a batch whose logits exist at once: those of 64 canvases of 256 tokens would need 17 GB.
 
-A tile is some whole canvases. The sampler finishes the denoise step of one tile before the logits
-of the next are computed. A canvas's step does not depend on other canvases, so tiles change nothing
-except how much memory a step needs. The logits of a batch that fits are a plain tensor.
+A tile is some whole canvases. The sampler finishes the denoise step of one tile before it computes
+the logits of the next. A canvas's step does not depend on other canvases, so tiles change nothing
+except how much memory a step needs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,32 +22,6 @@ from dllm.ops.staging import to_device
 from dllm.settings.server import options_of
 
 LEAST_WORKSPACE_MIB = 1024  # by default
-
-
-@dataclass(frozen=True)
-class RawLogits:
-    """Logits of a step in which nobody needs whole rows: soft-capped where they are read."""
-
-    values: torch.Tensor  # [N, vocab] in the model's dtype, not soft-capped
-    cap: float | None  # what they are to be soft-capped with
-
-    def __getitem__(self, rows: slice) -> "RawLogits":
-        return RawLogits(self.values[rows], self.cap)
-
-
-@dataclass(frozen=True)
-class LogitRows:
-    """The logits of N rows, computed when they are indexed with a slice."""
-
-    hidden: torch.Tensor  # [N, hidden], output of the model's last layer
-    # ``[rows, hidden]`` to ``[rows, vocab]`` fp32, or raw ones.
-    head: Callable[[torch.Tensor], torch.Tensor | RawLogits]
-
-    def __getitem__(self, rows: slice) -> torch.Tensor | RawLogits:
-        return self.head(self.hidden[rows])
-
-
-Logits = torch.Tensor | RawLogits | LogitRows
 
 
 def rows_at_once(vllm_config: VllmConfig) -> int:
@@ -73,6 +47,9 @@ def tiles_of_batch(
     input_batch: InputBatch, rows_at_once: int
 ) -> Iterator[tuple[slice, InputBatch]]:
     """For each tile its rows of logits, and a batch of its requests alone."""
+    if input_batch.num_draft_tokens <= rows_at_once:
+        yield slice(None), input_batch
+        return
     starts = input_batch.cu_num_logits_np[: input_batch.num_reqs + 1]
     for first, end in tile_bounds(starts, rows_at_once):
         yield slice(int(starts[first]), int(starts[end])), part_of_batch(input_batch, first, end)

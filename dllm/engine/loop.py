@@ -30,14 +30,13 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.attention.ragged import spread, starts_of
-from dllm.engine.logit_rows import Logits
 from dllm.engine.ranks import answer_of_first_rank
 from dllm.engine.spans import Spans
 from dllm.ops.staging import to_device
 from dllm.settings.server import options_of
 
 CPU_LOOP_S = 0.05
-Forward = Callable[[], Logits]
+Forward = Callable[[], torch.Tensor]  # hidden states of canvas rows
 
 
 class DenoiseLoop:
@@ -161,7 +160,7 @@ class CanvasForward:
         slots, places = batch.expanded_idx_mapping, batch.expanded_local_pos
         is_canvas_alone = batch.num_draft_tokens == batch.num_tokens
 
-        def forward() -> Logits:
+        def forward() -> torch.Tensor:
             canvases = self._canvases[slots, places]
             if is_canvas_alone:
                 batch.input_ids.copy_(canvases)
@@ -169,8 +168,7 @@ class CanvasForward:
                 batch.input_ids[rows] = canvases.to(batch.input_ids.dtype)
             hidden = run(state.canvas_inputs(batch))
             state.before_logits(hidden, batch)
-            logits: Logits = state.model.compute_logits(hidden if is_canvas_alone else hidden[rows])
-            return logits
+            return hidden if is_canvas_alone else hidden[rows]
 
         return forward
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import NewRequestData
@@ -85,12 +84,6 @@ class DiffusionModelState(ModelState):
         self._num_logit_rows = np.full(self.max_num_reqs, self.algorithm.settings.canvas_length)
         self._is_causal = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._condition = maybe_compile(condition_rows, vllm_config)
-        # On a CPU soft-capping is fused with other work, and a compiled step would be compiled for
-        # either kind of logits.
-        # Whether a step has raw logits depends on all of its requests, and they differ from
-        # soft-capped ones in the last digits.
-        has_raw_logits = device.type == "cuda" and hasattr(model, "gives_raw_logits")
-        self._reads_raw_logits = has_raw_logits and not envs.VLLM_BATCH_INVARIANT
 
     def get_supported_generation_tasks(self) -> tuple[Any, ...]:
         return ("generate",)
@@ -100,8 +93,14 @@ class DiffusionModelState(ModelState):
         self._requests = sampler.req_states
         forward = CanvasForward(self, self.canvases.canvas)
         self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
-        ours = self._sampler = DiffusionSampler(
-            self.vllm_config, self.algorithm, self.canvases, sampler, self.grammars, self.loop
+        ours = DiffusionSampler(
+            self.vllm_config,
+            self.model,
+            self.algorithm,
+            self.canvases,
+            sampler,
+            self.grammars,
+            self.loop,
         )
         if self.algorithm.begins_causally:
             mask = self.model_config.hf_config.mask_token_id
@@ -185,8 +184,6 @@ class DiffusionModelState(ModelState):
                 self.canvases,
                 self.algorithm,
             )
-            if self._reads_raw_logits:
-                self.model.gives_raw_logits = not self._sampler.needs_whole_rows(batch)
         return self._inputs(num_padded)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dllm.engine.adapters import manager_of_adapters
 from dllm.engine.channels import CanvasAnswer, LateAnswer, RepeatableSchedule
@@ -76,7 +77,7 @@ class CanvasRunner(Base):
         length = self.num_speculative_steps
         batch = canvas_batch(self.input_buffers, self.max_num_reqs, length)
         hidden = hidden_states.new_zeros(batch.num_draft_tokens, hidden_states.shape[1])
-        self.sampler.profile(self.model.compute_logits(hidden), batch)
+        self.sampler.profile(hidden, batch)
 
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         """Let full graphs be replayed for canvases alone.
@@ -118,12 +119,17 @@ class CanvasRunner(Base):
             scheduler_output, batch_req_state, batch_desc, num_active_loras
         )
 
+    def sample(
+        self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        """Our sampler computes logits, as many at once as there is room for."""
+        self.model_state.before_logits(hidden_states, input_batch)
+        output = self.sampler(hidden_states[input_batch.logits_indices], input_batch)
+        return output, output.num_sampled, output.num_rejected
+
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Passes and frames go into vLLM's answer."""
-        step = self.execute_model_state
-        if step is not None:
-            self.model_state.before_logits(step.hidden_states, step.input_batch)
         answer = super().sample_tokens(grammar_output)
         own = {"num_passes": self.model_state.loop.num_passes, "frames": self.sampler.frames.take()}
         if isinstance(answer, AsyncModelRunnerOutput):

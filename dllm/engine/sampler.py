@@ -1,6 +1,6 @@
 """DiffusionSampler: a denoise step of every canvas of the batch, or several.
 
-vLLM's runner calls the sampler once in an engine step, with the logits of its own forward pass.
+The runner calls the sampler once in an engine step, with hidden states of vLLM's forward pass.
 Then ``engine.loop`` may repeat the forward pass and the denoise step, until a canvas converges or a
 request arrives; not under asynchronous scheduling. A denoise step (``_denoise_tile``) is:
 
@@ -17,9 +17,11 @@ converged.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
@@ -34,14 +36,7 @@ from dllm.engine.compilation import maybe_compile, of_fixed_size
 from dllm.engine.edits import LogitEdits
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.grammars import CanvasGrammars, Written
-from dllm.engine.logit_rows import (
-    LogitRows,
-    Logits,
-    RawLogits,
-    joined_outputs,
-    rows_at_once,
-    tiles_of_batch,
-)
+from dllm.engine.logit_rows import joined_outputs, rows_at_once, tiles_of_batch
 from dllm.engine.logprobs import BlockLogprobs, KeptScores
 from dllm.engine.loop import DenoiseLoop
 from dllm.engine.state import CanvasState
@@ -60,6 +55,7 @@ class DiffusionSampler:
     def __init__(
         self,
         vllm_config: VllmConfig,
+        model: Any,
         algorithm: DenoisingAlgorithm,
         state: CanvasState,
         sampler: Sampler,
@@ -67,6 +63,11 @@ class DiffusionSampler:
         loop: DenoiseLoop,
     ) -> None:
         self.algorithm = algorithm
+        self._model = model
+        # On a CPU soft-capping is fused with other work. Whether a step reads raw logits depends on
+        # all of its requests, and they differ from soft-capped ones in the last digits.
+        has_raw_logits = state.canvas.is_cuda and hasattr(model, "raw_logits")
+        self._may_read_raw_logits = has_raw_logits and not envs.VLLM_BATCH_INVARIANT
         self.grammars = grammars
         self.state = state
         self.loop = loop
@@ -123,19 +124,15 @@ class DiffusionSampler:
         self.state.looks_for_ends(slots_np)
         self._begin_rows(slots, starts, self.state, self.algorithm)
 
-    def __call__(
-        self, logits: Logits, input_batch: InputBatch, draft_logits: None = None
-    ) -> SamplerOutput:
-        """``logits``: ``[N, vocab]`` fp32 of canvas rows, in batch order, edited in place.
-
-        ``LogitRows`` where they do not fit the workspace: then one tile after the other.
-        ``RawLogits`` where ``needs_whole_rows`` is false.
+    def __call__(self, hidden_states: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+        """``[N, hidden]``: of canvas rows, in batch order, of which the model has yet to compute
+        logits.
         """
         if input_batch.num_draft_tokens == 0:
             return self._nothing_sampled(input_batch)
         self.state.looks_for_ends(input_batch.idx_mapping_np[: input_batch.num_reqs])
-        tiles = self._tiles(input_batch, not isinstance(logits, LogitRows))
-        output = self._denoise_batch(logits, tiles)
+        tiles = self._tiles(input_batch)
+        output = self._denoise_batch(hidden_states, tiles)
         if self.loop.may_repeat(input_batch) and self.loop.begin_next_pass(output.num_sampled):
             with self.loop.forward_of(input_batch) as forward:
                 output = self._denoise_batch(forward(), tiles)
@@ -143,7 +140,7 @@ class DiffusionSampler:
                     output = self._denoise_batch(forward(), tiles)
         return output
 
-    def needs_whole_rows(self, batch: InputBatch) -> bool:
+    def _needs_whole_rows(self, batch: InputBatch) -> bool:
         """Whether somebody needs soft-capped logits in memory, all of a row. Does not wait."""
         slots = batch.idx_mapping_np[: batch.num_reqs]
         return bool(
@@ -153,7 +150,7 @@ class DiffusionSampler:
             or self.traces.are_wanted(slots)
         )
 
-    def profile(self, logits: Logits, input_batch: InputBatch) -> None:
+    def profile(self, hidden_states: torch.Tensor, input_batch: InputBatch) -> None:
         """With as many logprobs as the server allows. No request may run in these slots."""
         slots = input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()
         asking, not_asking = SamplingParams(logprobs=self._most_logprobs), SamplingParams()
@@ -164,15 +161,15 @@ class DiffusionSampler:
             if params is asking:
                 self.loop.begin_engine_step(allows_more_passes=False)
                 with self.grammars.largest():
-                    self(logits, input_batch)
+                    self(hidden_states, input_batch)
         self.logprobs.shrink()
 
-    def _tiles(self, input_batch: InputBatch, fits: bool) -> list[Tile]:
-        if fits:
-            return [self._tile(slice(None), input_batch)]
-        return [self._tile(*part) for part in tiles_of_batch(input_batch, self._rows_at_once)]
+    def _tiles(self, input_batch: InputBatch) -> list[Tile]:
+        is_raw = self._may_read_raw_logits and not self._needs_whole_rows(input_batch)
+        parts = tiles_of_batch(input_batch, self._rows_at_once)
+        return [self._tile(*part, is_raw) for part in parts]
 
-    def _tile(self, logit_rows: slice, batch: InputBatch) -> Tile:
+    def _tile(self, logit_rows: slice, batch: InputBatch, is_raw: bool) -> Tile:
         rows, state = self._rows(batch), self.state
         if self._is_async:
             rows = pending.without_commits(rows, state)
@@ -184,6 +181,7 @@ class DiffusionSampler:
             is_read_only = state.is_read_only[rows.slots[rows.request_of]]
         return Tile(
             logit_rows=logit_rows,
+            is_raw=is_raw,
             batch=batch,
             rows=rows,
             traced=self.traces.rows_of(batch),
@@ -199,18 +197,21 @@ class DiffusionSampler:
             batch, self.algorithm.settings.canvas_length, self.state.spare_slot
         )
 
-    def _denoise_batch(self, logits: Logits, tiles: Sequence[Tile]) -> SamplerOutput:
-        return joined_outputs([self._denoise_tile(logits[tile.logit_rows], tile) for tile in tiles])
+    def _denoise_batch(self, hidden: torch.Tensor, tiles: Sequence[Tile]) -> SamplerOutput:
+        return joined_outputs([self._denoise_tile(hidden[tile.logit_rows], tile) for tile in tiles])
 
-    def _denoise_tile(self, logits: torch.Tensor | RawLogits, tile: Tile) -> SamplerOutput:
+    def _denoise_tile(self, hidden: torch.Tensor, tile: Tile) -> SamplerOutput:
         """What reads the model's logits comes before they are edited; what reads the edited ones
         comes before ``_count_emitted_`` excludes bad words.
 
         ``logits`` ``[N, vocab]`` fp32 are changed in place by the functions whose names end with an
         underscore. Of raw ones nobody asks these functions for anything.
         """
-        raw = logits if isinstance(logits, RawLogits) else RawLogits(logits, None)
-        logits, cap = raw.values, raw.cap
+        cap: float | None = None
+        if tile.is_raw:
+            logits, cap = self._model.raw_logits(hidden)
+        else:
+            logits = self._model.compute_logits(hidden)
         ids = self.state.canvas[tile.batch.expanded_idx_mapping, tile.rows.place]
         unedited = None if tile.traced is None else logits[tile.traced]  # a copy
 

@@ -16,7 +16,8 @@ from dllm.ops.filters import RowFilters
 class Tile(NamedTuple):
     """Canvases whose logits exist at once, and what the host decides about their engine step."""
 
-    logit_rows: slice  # theirs among all logits of the batch
+    logit_rows: slice  # theirs among all canvas rows of the batch
+    is_raw: bool  # nobody needs whole rows: logits are soft-capped where they are read
     batch: InputBatch  # their requests alone
     rows: CanvasRows  # at least two, of which the last may be empty
     traced: Tensor | None  # [n], rows of logits whose tokens are traced

@@ -155,7 +155,7 @@ def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
     runner = engine.runner
     batch = canvas_batch(runner.input_buffers, runner.max_num_reqs, runner.num_speculative_steps)
     hidden = torch.zeros(batch.num_draft_tokens, state.model_config.get_hidden_size())
-    sampler.profile(runner.model.compute_logits(hidden), batch)
+    sampler.profile(hidden, batch)
     most = MOST_CLASSES, MOST_LABELS, MOST_STATES + 2048 * runner.max_num_reqs
     assert seen and all(size >= least for size, least in zip(seen[0], most, strict=True))
     assert on_device.prepare.__func__ is DeviceGrammars.prepare

@@ -212,8 +212,8 @@ def test_the_number_of_operations_does_not_grow_with_the_batch(engine):
         assert set(few.calls[hook]) == set(many.calls[hook])
 
 
-# What a steady engine step with one request launches beside the model's graph: kernels, copies, and
-# each compiled function as one. vLLM's runner has its own.
+# What a steady engine step with one request launches beside the model's graph and head: kernels,
+# copies, and each compiled function as one. vLLM's runner has its own.
 HOOKS = (IN_PLACE, "state.prepare_inputs", "sampler")
 LAUNCHES = {"synchronous": 20, "asynchronous": 37}
 
@@ -226,6 +226,7 @@ def test_few_kernels_are_launched_beside_the_graph(scheduled, request):
     ]
     launched = sum((Counter(dict(items)) for items in common), Counter())
     assert launched["_denoise_rows"] == launched["_store_rows"] == launched["_condition"] == 1
+    assert launched.pop("compute_logits") == 1  # the model's head
     is_async = scheduled.runner.vllm_config.scheduler_config.async_scheduling
     most = LAUNCHES["asynchronous" if is_async else "synchronous"]
     assert launched.total() == most, dict(launched)

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.frame_taker import FrameTaker
-from dllm.engine.logit_rows import LogitRows, RawLogits, rows_at_once, tile_bounds
+from dllm.engine.logit_rows import rows_at_once, tile_bounds
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.step_rows import num_rejected
 from tests.engine.test_parity import CANVAS, prompt
@@ -68,11 +68,10 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 def test_tiles_change_nothing(engine, checkpoint, monkeypatch, get):
     whole = engine.outputs(*requests())
     ours, limit = get(checkpoint(), max_num_batched_tokens=256), CANVAS + 13
-    monkeypatch.setattr(ours.runner.model, "_rows_at_once", limit)
     monkeypatch.setattr(ours.runner.sampler, "_rows_at_once", limit)
-    seen = record_calls(monkeypatch, LogitRows, "__getitem__")
+    seen = record_calls(monkeypatch, ours.runner.model, "compute_logits")
     tiled = ours.outputs(*requests())
-    sizes = {rows.stop - rows.start for (_, rows), _ in seen}
+    sizes = {len(hidden) for (hidden,), _ in seen}
     assert max(sizes) <= limit and len(sizes) > 1
     for a, b in zip(whole, tiled, strict=True):
         assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
@@ -103,15 +102,14 @@ def test_raw_logits_change_nothing(checkpoint, monkeypatch, get, limit):
     ours = get(checkpoint(), max_num_batched_tokens=256)
     outputs = [ours.outputs(contexts[:3], plain), ours.outputs(contexts, sampling)]
     if limit is not None:
-        monkeypatch.setattr(ours.runner.model, "_rows_at_once", limit)
         monkeypatch.setattr(ours.runner.sampler, "_rows_at_once", limit)
     steps = record_calls(monkeypatch, DiffusionSampler, "_denoise_tile")
-    monkeypatch.setattr(ours.runner.model_state, "_reads_raw_logits", True)
+    monkeypatch.setattr(ours.runner.sampler, "_may_read_raw_logits", True)
     ours.reset_prefix_cache()
     found = [ours.outputs(contexts[:3], plain)]
-    assert {type(logits) for (_, logits, _), _ in steps} == {RawLogits}
+    assert {tile.is_raw for (_, _, tile), _ in steps} == {True}
     found.append(ours.outputs(contexts, sampling))
-    assert torch.Tensor in {type(logits) for (_, logits, _), _ in steps}  # while a request edits
+    assert {tile.is_raw for (_, _, tile), _ in steps} == {True, False}  # while a request edits
     for whole, raw in zip(outputs, found, strict=True):
         assert [a.outputs[0].token_ids for a in raw] == [b.outputs[0].token_ids for b in whole]
         for a, b in zip(raw, whole, strict=True):
@@ -137,7 +135,6 @@ def test_every_request_gets_the_frames_of_its_own_canvas(engine, monkeypatch):
         return []
 
     monkeypatch.setattr(FrameTaker, "take", take)
-    monkeypatch.setattr(engine.runner.model, "_rows_at_once", CANVAS)
     monkeypatch.setattr(engine.runner.sampler, "_rows_at_once", CANVAS)
     ids = [engine.add(*pair) for pair in zip(contexts, sampling, strict=True)]
     engine.run()

@@ -49,8 +49,8 @@ def passes_of_steps(engine: Engine) -> Iterator[list[int]]:
     sampler = type(engine.runner.sampler)
     call = sampler.__call__
 
-    def spy(self: Any, logits: Any, batch: Any, draft_logits: None = None) -> Any:
-        output = call(self, logits, batch, draft_logits)
+    def spy(self: Any, hidden: Any, batch: Any) -> Any:
+        output = call(self, hidden, batch)
         if batch.num_draft_tokens:
             taken.append(self.loop.num_passes)
         return output

@@ -39,10 +39,10 @@ def sampled(engine: Engine) -> Iterator[list[list[int]]]:
     sampler = type(engine.runner.sampler)
     call = sampler.__call__
 
-    def spy(self: Any, logits: torch.Tensor, batch: Any, draft_logits: None = None) -> Any:
+    def spy(self: Any, hidden: torch.Tensor, batch: Any) -> Any:
         widths = np.diff(batch.cu_num_logits_np[: batch.num_reqs + 1]).tolist()
         batches.append(widths if batch.num_draft_tokens else [])
-        return call(self, logits, batch, draft_logits)
+        return call(self, hidden, batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "__call__", spy)

@@ -374,6 +374,7 @@ ALSO_USED = {
     "CanvasReads.num_requests",
     "CanvasReads.read",
     "CanvasRunner.execute_model",
+    "CanvasRunner.sample",
     "CanvasRunner.sample_tokens",
     "CanvasScheduler._update_request_with_output",
     "CanvasScheduler.schedule",

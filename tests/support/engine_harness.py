@@ -222,17 +222,17 @@ class Engine:
         call, denoise = kind.__call__, kind._denoise_batch
         visited: list[Any] = []  # the batch of the engine step that is going on
 
-        def spy_step(self: Any, logits: Any, batch: Any, draft_logits: None = None) -> Any:
+        def spy_step(self: Any, hidden: Any, batch: Any) -> Any:
             visited[:] = [batch]
-            return call(self, logits, batch, draft_logits)
+            return call(self, hidden, batch)
 
-        def spy_pass(self: Any, logits: Any, tiles: Any) -> Any:
+        def spy_pass(self: Any, hidden: Any, tiles: Any) -> Any:
             (batch,) = visited
-            logits_before = logits.clone() if keep_logits else logits  # edited in place
+            logits = self._model.compute_logits(hidden) if keep_logits else None
             canvases = self.req_states.draft_tokens[batch.idx_mapping].tolist()
             commits = self.state.commits[batch.idx_mapping].tolist()
             is_first = self.loop.num_passes == 1  # later passes hold canvases alone
-            output = denoise(self, logits, tiles)
+            output = denoise(self, hidden, tiles)
             starts = batch.cu_num_logits_np
             for row, req_id in enumerate(batch.req_ids):
                 width = int(starts[row + 1] - starts[row])
@@ -244,7 +244,7 @@ class Engine:
                     DenoiseStep(
                         canvas_start=int(batch.seq_lens[row] - batch.num_draft_tokens_per_req[row]),
                         causal_len=causal_len if is_first else 0,
-                        logits=logits_before[of_row] if keep_logits else None,
+                        logits=None if logits is None else logits[of_row],
                         canvas=canvases[row][:width],
                         num_emitted=int(output.num_sampled[row]),
                     )

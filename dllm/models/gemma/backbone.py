@@ -24,7 +24,6 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 
 from dllm.attention.layers import see
 from dllm.engine.compilation import maybe_compile, of_fixed_size
-from dllm.engine.logit_rows import LogitRows, Logits, RawLogits, rows_at_once
 from dllm.models import quantized, settings_of
 from dllm.models.gemma.algorithm import EntropyBound
 from dllm.models.gemma.self_conditioning import SelfConditioning
@@ -90,8 +89,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         },
     )
     _is_loaded = False
-    # Whether the next call of ``compute_logits`` may leave soft-capping to those who read.
-    gives_raw_logits = False
     packed_modules_mapping = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -121,7 +118,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self.final_logit_softcapping = config.final_logit_softcapping
         self._softcap = maybe_compile(softcap, vllm_config)
-        self._rows_at_once = rows_at_once(vllm_config)
         self.self_conditioning = SelfConditioning(
             config.hidden_size, config.intermediate_size, config.rms_norm_eps
         )
@@ -174,26 +170,16 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
             is_canvas_row = torch.zeros_like(positions, dtype=torch.bool)
         return self.model(input_ids, positions, inputs_embeds, is_canvas_row)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> Logits:
-        """Of canvas rows, ``[rows, vocab]`` fp32; raw ones if announced; in tiles if many."""
-        head = self._raw_logits if self.gives_raw_logits else self._logits
-        self.gives_raw_logits = False  # vLLM asks for those of prompts, too, later in the step
-        if hidden_states.shape[0] > self._rows_at_once:
-            return LogitRows(hidden_states, head)
-        return head(hidden_states)
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocab]`` fp32; soft-capping is computed in fp32, as in the reference."""
+        logits, cap = self.raw_logits(hidden_states)
+        return self._softcap(of_fixed_size(logits, 1), cap)
 
-    def _raw_logits(self, hidden_states: torch.Tensor) -> RawLogits:
+    def raw_logits(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, float | None]:
+        """``[rows, vocab]`` in the model's dtype, and what they are to be soft-capped with."""
         logits = self.logits_processor(self.lm_head, hidden_states)
         assert logits is not None, "every rank samples, so every rank gathers the logits"
-        return RawLogits(logits, self.final_logit_softcapping)
-
-    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Soft-capping is computed in fp32, as in the reference."""
-        if hidden_states.shape[0] == 0:  # vLLM's all-gather on a CPU divides by the number of rows
-            return hidden_states.new_empty(0, self.logits_processor.vocab_size, dtype=torch.float32)
-        logits = self.logits_processor(self.lm_head, hidden_states)
-        assert logits is not None, "every rank samples, so every rank gathers the logits"
-        return self._softcap(of_fixed_size(logits, 1), self.final_logit_softcapping)
+        return logits, self.final_logit_softcapping
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint with one copy of the shared weights, or with two equal copies.

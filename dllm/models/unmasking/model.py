@@ -13,7 +13,6 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from dllm.attention.layers import see
-from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized, settings_of
 from dllm.models.unmasking.settings import UnmaskingSettings
 from dllm.models.unmasking.step import Unmasking
@@ -36,7 +35,6 @@ class UnmaskingModel:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.settings = settings_of(vllm_config)  # type: ignore[assignment]
-        self._rows_at_once = rows_at_once(vllm_config)
         for layer in self.modules():  # type: ignore[attr-defined]
             if isinstance(layer, Attention):
                 see(layer, block_length=self.settings.block_size)
@@ -59,16 +57,8 @@ class UnmaskingModel:
         )
         return hidden
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | LogitRows:
-        """Of canvas rows, ``[rows, vocab]`` fp32; -inf for the mask. In tiles if they are many."""
-        if hidden_states.shape[0] > self._rows_at_once:
-            return LogitRows(hidden_states, self._logits)
-        return self._logits(hidden_states)
-
-    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if hidden_states.shape[0] == 0:  # vLLM's all-gather on a CPU divides by the number of rows
-            vocab_size = self.logits_processor.vocab_size  # type: ignore[attr-defined]
-            return hidden_states.new_empty(0, vocab_size, dtype=torch.float32)
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocab]`` fp32; -inf for the mask."""
         model: Any = super()
         logits: torch.Tensor = model.compute_logits(hidden_states).float()
         # A mask is never an answer: a position that "becomes" a mask would be no progress.
