@@ -5,8 +5,11 @@ takes as many positions, from ``at`` on. Where two of a list overlap, the later 
 need not know how many tokens a text has.
 """
 
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+
+from dllm.settings.options import CHECKED, Natural
 from dllm.settings.pins import PIN_AT, PIN_IDS, PINNED_CANVASES
 from dllm.settings.request import refuse
 
@@ -14,6 +17,24 @@ FIELD = "diffusion_pins"
 SHAPE = (
     'a list of {"at": answer position, "text": "..."}, or with "ids": [...] in the place of text'
 )
+
+
+class Pin(BaseModel):
+    # With a bound pydantic refuses texts with half of a surrogate pair.
+    model_config = CHECKED | {"str_max_length": 10 << 20}
+
+    at: Natural
+    text: Annotated[str, Field(min_length=1)] | None = None
+    ids: Annotated[list[int], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_tokens_once(self) -> "Pin":
+        if (self.text is None) == (self.ids is None):
+            raise ValueError
+        return self
+
+
+PINS = TypeAdapter(Annotated[list[Pin], Field(min_length=1, fail_fast=True)])
 
 
 def check_length(field: str, num_chars: int, num_tokens: int, tokenizer: Any) -> None:
@@ -33,47 +54,21 @@ def check_length(field: str, num_chars: int, num_tokens: int, tokenizer: Any) ->
 
 def as_extra_args(given: Any, tokenizer: Any, canvas_length: int) -> dict[str, list[int]]:
     """Raises VLLMValidationError: ``given`` is no list of pins, or its texts are too long."""
-    if not isinstance(given, list) or not given:
-        _refuse(given)
+    try:
+        pins = PINS.validate_python(given)
+    except ValidationError:
+        refuse(FIELD, f"{FIELD}: {given!r:.200}; allowed: {SHAPE}. Send that, or omit it.")
     most = PINNED_CANVASES * canvas_length
-    texts = (pin.get("text") for pin in given if isinstance(pin, dict))
-    num_chars = sum(len(text) for text in texts if isinstance(text, str))
-    num_ids = sum(len(pin["ids"]) for pin in given if _has_list(pin))
-    if max(len(given), num_ids) > most:
+    num_ids = sum(len(pin.ids or ()) for pin in pins)
+    if max(len(pins), num_ids) > most:
         refuse(
             FIELD,
-            f"{FIELD} has {len(given)} pins, with {num_ids} ids; allowed: at most {most} of each. "
+            f"{FIELD} has {len(pins)} pins, with {num_ids} ids; allowed: at most {most} of each. "
             "Send fewer.",
         )
-    check_length(FIELD, num_chars, most, tokenizer)
+    check_length(FIELD, sum(len(pin.text or "") for pin in pins), most, tokenizer)
     token_at: dict[int, int] = {}
-    for pin in given:
-        tokens = _tokens(pin, tokenizer)
-        token_at |= zip(range(pin["at"], pin["at"] + len(tokens)), tokens, strict=True)
+    for pin in pins:
+        tokens = pin.ids or tokenizer.encode(pin.text, add_special_tokens=False)
+        token_at |= zip(range(pin.at, pin.at + len(tokens)), tokens, strict=True)
     return {PIN_AT: list(token_at), PIN_IDS: list(token_at.values())}
-
-
-def _tokens(pin: Any, tokenizer: Any) -> list[int]:
-    keys = set(pin) if isinstance(pin, dict) else set()
-    if keys not in ({"at", "text"}, {"at", "ids"}) or type(pin["at"]) is not int or pin["at"] < 0:
-        _refuse(pin)
-    text = pin.get("text")
-    if isinstance(text, str) and not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair, which JSON may hold
-            _refuse(pin)
-    tokens = pin.get("ids")
-    if isinstance(text, str):
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-    if not isinstance(tokens, list) or not tokens or not all(type(one) is int for one in tokens):
-        _refuse(pin)
-    return tokens
-
-
-def _has_list(pin: Any) -> bool:
-    return isinstance(pin, dict) and isinstance(pin.get("ids"), list)
-
-
-def _refuse(given: Any) -> NoReturn:
-    refuse(FIELD, f"{FIELD}: {given!r:.200}; allowed: {SHAPE}. Send that, or omit it.")
