@@ -6,6 +6,7 @@ before anything is loaded. What a model's requests may ask for is in ``settings.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm import platforms
@@ -69,59 +70,47 @@ CANVASES = Kind(
     configure=configure.configure_canvases,
 )
 # Our worker verifies drafts by our rule; our scheduler passes their counts to the metrics.
-SELF_DRAFTS = Kind(
-    "drafting for itself",
-    lambda config, options: draft_of(config.speculative_config) is Draft.ITSELF,
+DRAFTING = partial(
+    Kind,
     on_cpu=OURS,
     on_cuda=OURS,
     scheduler=contract.DRAFTING_SCHEDULER,
     async_scheduler=contract.ASYNC_DRAFTING_SCHEDULER,
+    why_synchronous=drafting.why_steps_wait,
+)
+SELF_DRAFTS = DRAFTING(
+    "drafting for itself",
+    lambda config, options: draft_of(config.speculative_config) is Draft.ITSELF,
     attention=decoding.self_drafting_attention,
     takes=WIDTHS | BLOCKS | {"adapter"},
     refuses=decoding.self_drafting_limits,
-    why_synchronous=drafting.why_steps_wait,
     configure=decoding.configure_self_drafting,
 )
-# As above, of an autoregressive model with an adapter.
-NOISE_DRAFTS = Kind(
+# Of an autoregressive model with an adapter.
+NOISE_DRAFTS = DRAFTING(
     "drafting for itself with noise",
     lambda config, options: (
         draft_of(config.speculative_config) is Draft.ITSELF
         and config.speculative_config.model == NOISE_DRAFTER
     ),
-    on_cpu=OURS,
-    on_cuda=OURS,
-    scheduler=contract.DRAFTING_SCHEDULER,
-    async_scheduler=contract.ASYNC_DRAFTING_SCHEDULER,
     takes=WIDTHS | {"adapter", "uno_mask_token_id", "uno_noise_seed", "verification"},
     refuses=decoding.noise_drafting_limits,
-    why_synchronous=drafting.why_steps_wait,
     configure=decoding.configure_noise_drafting,
 )
-DFLASH = Kind(
+DFLASH = DRAFTING(
     "drafting with a DFlash drafter",
     lambda config, options: drafting.asks_for_our_drafter(config),
-    on_cpu=OURS,
-    on_cuda=OURS,
-    scheduler=contract.DRAFTING_SCHEDULER,
-    async_scheduler=contract.ASYNC_DRAFTING_SCHEDULER,
     attention=drafting.draft_attention,
     takes=WIDTHS | BLOCKS | NETWORK | RECORDING,
     refuses=drafting.draft_limits,
-    why_synchronous=drafting.why_steps_wait,
     configure=drafting.configure_drafting,
 )
-# As above, with a speculator of vLLM, or with drafts that are looked up alone.
-STEERED = Kind(
+# With a speculator of vLLM, or with drafts that are looked up alone.
+STEERED = DRAFTING(
     "drafting with options of dllm",
     lambda config, options: drafting.asks_for_steering(config),
-    on_cpu=OURS,
-    on_cuda=OURS,
-    scheduler=contract.DRAFTING_SCHEDULER,
-    async_scheduler=contract.ASYNC_DRAFTING_SCHEDULER,
     takes=WIDTHS | RECORDING,
     refuses=drafting.steering_limits,
-    why_synchronous=drafting.why_steps_wait,
     configure=drafting.configure_steering,
 )
 # Our scheduler asks the draft workers between two steps.
