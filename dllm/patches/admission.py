@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from dllm import LOGGER
@@ -24,6 +24,7 @@ from dllm.settings.admission import (
     admit_next_tokens,
     admit_prompt,
     check_sizes,
+    refuse_beams,
 )
 from dllm.settings.pins import without_noise
 from dllm.settings.request import has_structured_outputs, of_one_canvas, refuse, with_edits
@@ -139,6 +140,12 @@ class CanvasInputs(TargetInputs):
         params = with_edits(with_resolved_ids(self, params))
         admit_ids(params, settings, vocab_size)
         return params
+
+    def resolve_watermarking(self, params: Any) -> bool:
+        """What ``LLM.beam_search`` asks first; its requests of one token look like any others."""
+        if isinstance(params, BeamSearchParams):
+            refuse_beams()
+        return super().resolve_watermarking(params)
 
     def _validate_params(self, params: Any, supported_tasks: Any) -> Any:
         """vLLM refuses what our sampler serves, and ids of a first canvas that stand for noise."""

@@ -24,7 +24,7 @@ from dllm.api.engine_requests import places_of
 from dllm.api.http_request import HttpRequest, current, handling
 from dllm.models import settings_of
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
-from dllm.settings.admission import refuse_without_canvases
+from dllm.settings.admission import refuse_beams, refuse_without_canvases
 from dllm.settings.denoising import WHOLE_SEQUENCE
 from dllm.settings.request import BUDGET, LOGITS_MODES, STREAM, TRACE, refuse, refuse_value
 
@@ -61,11 +61,7 @@ async def handled(
     ``theirs``: vLLM's method of ``self``, which ``take`` calls with what our fields ask for.
     """
     if getattr(request, "use_beam_search", False):
-        refuse(
-            "use_beam_search",
-            "use_beam_search = True; allowed: False, because a canvas has no next token to branch "
-            "on. Leave it out; n = 2 asks for two samples.",
-        )
+        refuse_beams()
     _leave_out_transfers(self, request)
     _choose_length(self, request)
     one = HttpRequest(places_of(self.engine_client.vllm_config))

@@ -70,6 +70,14 @@ def admit_next_tokens(params: "SamplingParams") -> None:
     _check_numbers(params)
 
 
+def refuse_beams() -> NoReturn:
+    refuse(
+        "use_beam_search",
+        "use_beam_search = True; allowed: False, because a canvas has no next token to branch on. "
+        "Leave it out; n = 2 asks for two samples.",
+    )
+
+
 def refuse_without_canvases(name: str) -> NoReturn:
     """Refuse a parameter about canvases, with HTTP 400, where a model is served token by token."""
     refuse(

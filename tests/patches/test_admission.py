@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.registry import MultiModalRegistry
+from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -133,6 +134,14 @@ def test_parameters_are_checked_for_each_request(processor):
         with pytest.raises(VLLMValidationError) as refusal:
             again()
         assert refusal.value.parameter == "diffusion_max_steps"
+
+
+def test_a_search_with_beams_is_refused_offline(processor):
+    """It asks for one token at a time, of a canvas that is decided as a whole."""
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(input_processor=processor))
+    with pytest.raises(VLLMValidationError) as refusal:
+        LLM.beam_search(llm, [PROMPT], BeamSearchParams(beam_width=2, max_tokens=4))
+    assert refusal.value.parameter == "use_beam_search"
 
 
 def test_vllm_takes_what_was_prepared(processor):
