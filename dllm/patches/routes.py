@@ -106,7 +106,7 @@ def _choose_length(self: Any, request: Any) -> None:
         return
     given = vars(request)  # reading the deprecated one from the request itself would warn
     names = [name for name in LENGTHS if name in given]
-    if not any(given[name] for name in names):
+    if names and all(given[name] is None for name in names):
         setattr(request, names[-1], settings.canvas_length)
 
 

@@ -12,6 +12,7 @@ import torch
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.patches import routes
@@ -247,7 +248,14 @@ def test_an_answer_without_a_number_of_tokens_has_gen_length(
     engine: Engine, request_of: Any, field: str
 ) -> None:
     serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=engine.core.vllm_config))
-    for given in ({}, {field: 7}):
+    for given in ({}, {field: None}, {field: 7}, {field: 0}):  # 0: vLLM refuses it
         request = request_of(**given)
         routes._choose_length(serving, request)
-        assert getattr(request, field) == given.get(field, GEN_LENGTH)
+        assert getattr(request, field) == (GEN_LENGTH if given.get(field) is None else given[field])
+
+
+def test_a_request_of_tokens_names_its_length_elsewhere(engine: Engine) -> None:
+    serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=engine.core.vllm_config))
+    request = GenerateRequest(token_ids=[1], sampling_params=SamplingParams(max_tokens=7))
+    routes._choose_length(serving, request)
+    assert request.sampling_params.max_tokens == 7
