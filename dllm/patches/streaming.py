@@ -124,6 +124,7 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
             f"Try again later, or leave {STREAM} out.",
             err_type="TooManyRequestsError",
             status_code=HTTPStatus.TOO_MANY_REQUESTS,
+            param=STREAM,
         )
     one = current.get()
     assert one is not None, "its route handles it"

@@ -201,8 +201,9 @@ def test_too_many_watchers_are_refused_and_others_are_not(server, client):
     streams = [open_slow(server) for _ in range(MAX_WATCHERS)]
     try:
         assert all(stream.status == 200 for stream in streams)
-        with pytest.raises(openai.RateLimitError, match=f"{MAX_WATCHERS} canvas streams are open"):
+        with pytest.raises(openai.RateLimitError, match=f"{MAX_WATCHERS} canvas streams") as error:
             chat(client, stream=True, extra_body=CANVASES)
+        assert error.value.param == "diffusion_stream"
     finally:
         for stream in streams:
             stream.close()
