@@ -65,23 +65,14 @@ class TargetInputs(InputProcessor):
     """Of any server of ours."""
 
     def prepared(self, prompt: Any, params: Any) -> Any:
-        _refuse_grammar_of_sampled_drafts(params, self.vllm_config)
+        _refuse_beside_drafts(params, self.vllm_config)
         return params
 
     def _validate_params(self, params: Any, supported_tasks: Any) -> Any:
-        """Model Runner V2 honours min_p and logit_bias beside drafts; vLLM refuses them.
-
-        It admits logprob_token_ids, but returns no such logprobs: refused here.
-        """
+        """Model Runner V2 honours min_p and logit_bias beside drafts; vLLM refuses them."""
         is_drafted = draft_of(self.vllm_config.speculative_config) is not None
         if not is_drafted or not isinstance(params, SamplingParams):
             return super()._validate_params(params, supported_tasks)
-        if params.logprob_token_ids:
-            refuse(
-                "logprob_token_ids",
-                f"logprob_token_ids = {params.logprob_token_ids}: steps that verify drafts return "
-                "no logprobs of chosen tokens. Leave it out, or ask for the likeliest (logprobs).",
-            )
         params._validate_logit_bias(self.model_config)
         return self._validate_rest(params, {"min_p": 0.0, "logit_bias": None}, supported_tasks)
 
@@ -174,11 +165,19 @@ def _check_length_of_words(processor: Any, params: Any) -> None:
         check_length("bad_words", num_chars, most, processor.tokenizer)
 
 
-def _refuse_grammar_of_sampled_drafts(params: Any, vllm_config: Any) -> None:
-    """vLLM leaves out drafts that the grammar forbids before they are verified. The token in their
+def _refuse_beside_drafts(params: Any, vllm_config: Any) -> None:
+    """Model Runner V2 admits logprob_token_ids, and returns no such logprobs.
+
+    vLLM leaves out drafts that the grammar forbids before they are verified. The token in their
     place is then drawn from p, where exact rejection sampling draws from max(p - q, 0).
     """
     speculative = vllm_config.speculative_config
+    if params.logprob_token_ids and draft_of(speculative) is not None:
+        refuse(
+            "logprob_token_ids",
+            f"logprob_token_ids = {params.logprob_token_ids}: steps that verify drafts return no "
+            "logprobs of chosen tokens. Leave it out, or ask for the likeliest (logprobs).",
+        )
     if speculative is None or not has_structured_outputs(params):
         return
     is_ratio = options_of(vllm_config).drafter.verification == "rejection"

@@ -21,8 +21,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dllm import patches
 from dllm.patches import install, serving
-from dllm.patches.admission import prepare
+from dllm.patches.admission import TargetInputs, prepare
 from dllm.patches.async_llm import _prepared_pieces
+from dllm.patches.drafts import SELF_DRAFTER
 from dllm.settings.request import of_one_canvas
 from tests.support import family_checkpoints
 
@@ -142,6 +143,14 @@ def test_a_search_with_beams_is_refused_offline(processor):
     with pytest.raises(VLLMValidationError) as refusal:
         LLM.beam_search(llm, [PROMPT], BeamSearchParams(beam_width=2, max_tokens=4))
     assert refusal.value.parameter == "use_beam_search"
+
+
+def test_logprobs_that_drafts_leave_out_are_refused_before_a_stream_begins():
+    drafts = SimpleNamespace(method="custom_class", model=SELF_DRAFTER)
+    server = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=drafts))
+    with pytest.raises(VLLMValidationError) as refusal:
+        TargetInputs.prepared(server, PROMPT, SamplingParams(logprob_token_ids=[5]))
+    assert refusal.value.parameter == "logprob_token_ids"
 
 
 def test_vllm_takes_what_was_prepared(processor):
