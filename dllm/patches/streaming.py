@@ -181,7 +181,7 @@ def _writer(self: Any, form: str | None, request_id: str, request: Any) -> Trace
     stream = Stream(
         # A completion numbers the engine's requests, one for each prompt.
         request_id=request_id if is_chat else request_id.rpartition("-")[0],
-        model=self.models.model_name(),
+        model=self.models.model_name(self.models.lora_requests.get(request.model)),
         is_chat=is_chat,
         stops=_stops(self.engine_client, request),
         tokenizer=self.renderer.get_tokenizer(),

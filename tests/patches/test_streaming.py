@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -48,6 +49,20 @@ def test_drafts_that_replace_cannot_stand_beside_an_echo():
     with pytest.raises(VLLMValidationError, match=r'diffusion_stream = "text" with echo'):
         streaming._refuse_what_is_not_shown(SimpleNamespace(), asked, "text")
     streaming._refuse_what_is_not_shown(SimpleNamespace(), asked, "canvas")
+
+
+def test_events_name_the_adapter_as_vllms_own_do():
+    models = object.__new__(OpenAIServingModels)
+    models.base_model_paths = [SimpleNamespace(name="base")]
+    models.lora_requests = {"signed": SimpleNamespace(lora_name="signed")}
+    serving = SimpleNamespace(
+        models=models,
+        renderer=SimpleNamespace(get_tokenizer=lambda: None),
+        engine_client=SimpleNamespace(),
+    )
+    for asked, said in ((None, "base"), ("base", "base"), ("signed", "signed")):
+        of_model = request(model=asked, stop_token_ids=None, ignore_eos=True)
+        assert streaming._writer(serving, None, "a-0", of_model)._stream.model == said
 
 
 def test_where_nobody_watches_traces_are_taken_out_of_the_whole_message(monkeypatch):
