@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from vllm import envs
@@ -235,6 +236,15 @@ def explain_missing_images() -> None:
         if not model_config.is_multimodal_model or not takes_images(model_config.hf_config):
             refuse("messages", _text_only_message(model_config.hf_config))
         return theirs(self, model_config, **kwargs)
+
+
+def begin_responses_once() -> None:
+    """As chats: the template has written the token that begins a text."""
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    @replaces(ResponsesRequest, of=Server.CANVASES)
+    def build_tok_params(theirs: Any, self: Any, model_config: Any) -> Any:
+        return replace(theirs(self, model_config), add_special_tokens=False)
 
 
 def _text_only_message(hf_config: Any) -> str:

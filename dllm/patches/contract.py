@@ -92,6 +92,10 @@ PATCHES = {
     "vllm.entrypoints.anthropic.api_router.translate_error_response": (
         "Anthropic's SDK goes on without a thread where an error has the details that say so"
     ),
+    "vllm.entrypoints.openai.responses.protocol.ResponsesRequest.build_tok_params": (
+        "the prompt of a response is that of the chat; vLLM begins it twice where the template and "
+        "the tokenizer write the token that begins a text"
+    ),
     "vllm.entrypoints.openai.responses.serving.split_delta": (
         "in the front end: what a canvas adds to a response comes in the order of the answer"
     ),

@@ -47,7 +47,7 @@ def _serve_families() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     # Not loaded where vLLM's own classes serve.
-    from dllm.patches.admission import explain_missing_images
+    from dllm.patches.admission import begin_responses_once, explain_missing_images
     from dllm.patches.endpoints import add_endpoint_plugins
     from dllm.patches.serving import explain_threads
 
@@ -63,6 +63,7 @@ def _serve_families() -> None:
         register_model(architecture, path)
     choose_model_config()
     explain_missing_images()
+    begin_responses_once()
     _derive_engines()
     explain_threads()
     add_endpoint_plugins()

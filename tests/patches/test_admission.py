@@ -12,6 +12,8 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.protocol import StreamingInput
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.registry import MultiModalRegistry
 from vllm.sampling_params import BeamSearchParams
@@ -151,6 +153,14 @@ def test_logprobs_that_drafts_leave_out_are_refused_before_a_stream_begins():
     with pytest.raises(VLLMValidationError) as refusal:
         TargetInputs.prepared(server, PROMPT, SamplingParams(logprob_token_ids=[5]))
     assert refusal.value.parameter == "logprob_token_ids"
+
+
+def test_the_prompt_of_a_response_begins_as_that_of_a_chat(processor):
+    """The template has written the token that begins a text."""
+    for asked in (ChatCompletionRequest(messages=[]), ResponsesRequest(input="a")):
+        assert not asked.build_tok_params(processor.model_config).add_special_tokens
+    of_others = SimpleNamespace(architecture="Qwen3ForCausalLM", max_model_len=8)
+    assert ResponsesRequest(input="a").build_tok_params(of_others).add_special_tokens
 
 
 def test_vllm_takes_what_was_prepared(processor):
