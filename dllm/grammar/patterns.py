@@ -40,7 +40,7 @@ ESCAPES = (
 IN_CLASS = re.compile(ESCAPES, flags=re.DOTALL)
 DIFFERENT = re.compile(
     rf"{ESCAPES}|(?P<any>\[\^\])|(?P<none>\[\])|(?P<inside>\[(?:\\.|[^\]\\])*\])"
-    r"|(?P<name>\(\?<(?![=!]))|(?P<count>\{,)|(?P<one>\.)|(?P<end>\$)",
+    r"|(?P<name>\(\?<(?![=!]))|(?P<count>\{,)|(?P<open>\[)|(?P<one>\.)|(?P<end>\$)",
     flags=re.DOTALL,
 )
 IN_PYTHON = {
@@ -221,7 +221,7 @@ def _in_python(found: re.Match[str]) -> str:
         return f"\\x{ord(found['control'].upper()) - 64:02x}"
     if kind == "code":
         return f"\\U{int(found['code'], 16):08x}"
-    if kind in ("unclear", "count"):
+    if kind in ("unclear", "count", "open"):
         raise re.error(f"{found[0]!r} is not known")
     if kind == "inside":
         return IN_CLASS.sub(_in_python, found[0])
