@@ -56,7 +56,7 @@ class EntropyBound(DenoisingAlgorithm):
         parameters, steps_done = canvases.parameters, canvases.steps_done
         length, vocab_size = self.settings.canvas_length, logits.shape[-1]
         drawn = noise.step_noise(canvases.seeds, rows.starts, steps_done, length, vocab_size)
-        # A request may change its number of steps, but not the model's temperature schedule.
+        # Temperatures fall over the model's number of steps, however many a request may take.
         temperature = rule.temperature(
             steps_done, self.settings.max_denoising_steps, parameters["t_min"], parameters["t_max"]
         )[rows.request_of]  # [R] -> [N]
