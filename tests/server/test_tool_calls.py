@@ -314,10 +314,12 @@ def test_a_streamed_response_has_the_calls_of_the_whole_one(client, style, width
     *_, last = client.responses.create(**asks, stream=True)
     assert last.type == "response.completed"
     calls = [
-        [(one.name, check(one)) for one in response.output if one.type == "function_call"]
+        [(one.name, one.arguments) for one in response.output if one.type == "function_call"]
         for response in (whole, last.response)
     ]
     assert calls[0] == calls[1]
+    if whole.status == "completed":  # or the last call may be cut
+        assert all(check(one) for one in whole.output if one.type == "function_call")
 
 
 def test_a_response_in_the_background_is_streamed(client):
