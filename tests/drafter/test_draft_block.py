@@ -163,7 +163,7 @@ def test_trials_are_what_a_server_does(target, drafter, engine, tmp_path):
     prompts = [Prompt(tuple(given), "all", at == 1) for at, given in enumerate(asked)]
     assert list(record(tmp_path, prompts, model, loaded, settings)) == [4, 2]
     trials = recorded(tmp_path)
-    assert trials.widths == (2, 3, 4, 5, 6) and trials.trained == TRAINED
+    assert trials.widths == (2, 3, 4, 5, 6)
     assert trials.tokens.tolist() == [39] * 6
     assert trials.is_heldout.tolist() == [False, True, False, False, False, False]
     for at, given in enumerate(asked):
