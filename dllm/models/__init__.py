@@ -91,9 +91,6 @@ AUTOREGRESSIVE = {
     if served.autoregressive is not None
 }
 
-# By either architecture.
-SERVED = FAMILIES | {one.autoregressive: one for one in FAMILIES.values() if one.autoregressive}
-
 # Diffusion models that are not served, by the model_type in config.json, with the reason.
 REFUSED = {
     "Dream": "its architecture is not DreamModel, that of Dream-7B and DiffuCoder",

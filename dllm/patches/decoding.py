@@ -10,13 +10,14 @@ from typing import Any
 from vllm import platforms
 from vllm.transformers_utils.config import get_config
 
-from dllm.models import AUTOREGRESSIVE, FAMILIES, SERVED, Served
+from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.contract import CPU_WORKER
 from dllm.patches.cpu import choose_dtype
 from dllm.patches.drafting import draft_limits, may_be_ours
 from dllm.patches.drafts import NOISE_DRAFTER, SELF_DRAFTER
 from dllm.patches.neighbours import explain_refusal
 from dllm.patches.replace import replaces
+from dllm.patches.served import Server, model_of
 from dllm.settings.server import WHERE, PluginOptions, options_of
 
 ADAPTER = "draft_adapter"  # in ``additional_config``, beside our options: the adapter's digest
@@ -116,12 +117,12 @@ def choose_model_config() -> None:
             raise
         if config.using_transformers_backend():
             explain_refusal(self)
-        served = SERVED.get(config.architecture)
+        served, is_on_cpu = model_of(config), platforms.current_platform.is_cpu()
         if decoding != "diffusion":
             config = _token_by_token(theirs, self, config, served, decoding)
             _choose_speculator(self, config, decoding)
-        is_on_cpu = platforms.current_platform.is_cpu()
-        if config.architecture in AUTOREGRESSIVE and is_on_cpu and self.worker_cls == "auto":
+            served = Server.TOKENS
+        if served is Server.TOKENS and is_on_cpu and self.worker_cls == "auto":
             self.worker_cls = CPU_WORKER
         _choose_draft_length(self)
         choose_dtype(self, config, is_ours=served is not None)
@@ -129,10 +130,10 @@ def choose_model_config() -> None:
 
 
 def _token_by_token(
-    theirs: Any, arguments: Any, config: Any, served: Served | None, decoding: str
+    theirs: Any, arguments: Any, config: Any, served: Server | None, decoding: str
 ) -> Any:
     """The model's configuration, of its class for ``decoding``. Raises ValueError: it has none."""
-    if served is None or served.autoregressive is None:
+    if served is None or getattr(config.hf_config, "widest_canvas", None) is None:
         both = ", ".join(name for name, one in FAMILIES.items() if one.autoregressive)
         raise ValueError(
             f"{WHERE}: decoding = {decoding!r}, and {config.architecture} has one way to "

@@ -19,7 +19,7 @@ from dllm.patches.contract import (
     GPU_WORKER,
 )
 from dllm.patches.cpu import is_cpu_without_triton, schedules_no_step_ahead
-from dllm.patches.drafts import LOOKUP, NOISE_DRAFTER, Draft, draft_of, has_drafter
+from dllm.patches.drafts import LOOKUP, NOISE_DRAFTER, Draft, draft_of
 from dllm.patches.neighbours import vllm_version
 from dllm.patches.replace import replaces
 from dllm.settings.drafting import (
@@ -27,6 +27,7 @@ from dllm.settings.drafting import (
     OUR_DRAFTER,
     WHERE,
     always_verifies_all,
+    has_drafter,
 )
 from dllm.settings.server import options_of
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.patches.neighbours import is_disabled
-from dllm.settings.drafting import OUR_DRAFTER
+from dllm.settings.drafting import OUR_DRAFTER, has_drafter
 
 SELF_DRAFTER = "dllm.drafter.self_drafter.SelfDrafter"
 NOISE_DRAFTER = "dllm.drafter.self_drafter.NoiseDrafter"
@@ -43,10 +43,3 @@ def draft_of(speculative_config: Any) -> Draft | None:
     if worker not in (CPU_WORKER, GPU_WORKER) or is_disabled():
         return None
     return Draft.TEXTS if speculative_config.method == LOOKUP else Draft.SOURCE
-
-
-def has_drafter(speculative_config: Any, architectures: list[str]) -> bool:
-    if speculative_config is None or speculative_config.method != "dflash":
-        return False
-    found = speculative_config.draft_model_config.architectures or ()
-    return not set(architectures).isdisjoint(found)

@@ -10,13 +10,12 @@ import functools
 import importlib.metadata
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from dllm import LOGGER
-from dllm.models import FAMILIES, REFUSED
+from dllm.models import FAMILIES, REFUSED, is_ours
 from dllm.patches.replace import replaces
-from dllm.settings.drafting import DRAFTER_ARCHITECTURE
+from dllm.settings.drafting import DRAFTER_ARCHITECTURE, has_drafter
 
 logger = logging.getLogger(LOGGER)
 
@@ -103,7 +102,8 @@ def refuse_when_asked(reason: str) -> None:
         try:
             config = theirs(self, *args, **kwargs)
         except Exception:  # vLLM does not know all architectures of ours
-            if _is_of_family(_read_config(self).get("architectures")):
+            names = _read_config(self).get("architectures")
+            if names and is_ours(names):
                 raise ValueError(reason) from None
             raise
         if _serves_ours(config):
@@ -146,11 +146,5 @@ def _serves_ours(config: Any) -> bool:
     """On a CPU also its drafter; on CUDA a drafter of ours is asked for by an option."""
     from vllm.platforms import current_platform
 
-    drafter = getattr(config.speculative_config, "draft_model_config", None)
-    architectures = getattr(drafter, "architectures", None) or ()
-    is_our_drafter = current_platform.is_cpu() and DRAFTER_ARCHITECTURE in architectures
-    return _is_of_family([config.model_config.architecture]) or is_our_drafter
-
-
-def _is_of_family(architectures: Sequence[str] | None) -> bool:
-    return not FAMILIES.keys().isdisjoint(architectures or ())
+    drafts = has_drafter(config.speculative_config, [DRAFTER_ARCHITECTURE])
+    return is_ours([config.model_config.architecture]) or (current_platform.is_cpu() and drafts)

@@ -161,3 +161,10 @@ class DrafterOptions:
 def always_verifies_all(options: DrafterOptions, num_drafts: int) -> bool:
     """Then a step's size is known in advance, which asynchronous schedulers but ours need."""
     return options.policy == "fixed" and options.width in (None, num_drafts)
+
+
+def has_drafter(speculative_config: Any, architectures: list[str]) -> bool:
+    if speculative_config is None or speculative_config.method != "dflash":
+        return False
+    found = speculative_config.draft_model_config.architectures or ()
+    return not set(architectures).isdisjoint(found)
