@@ -171,13 +171,10 @@ def _refuse_unserved(params: "SamplingParams", settings: DenoiseSettings) -> Non
     why = "it writes canvases, not one token after the other"
     unserved = [(name, getattr(params, name), why) for name in UNSUPPORTED_PARAMETERS]
     if settings.block_size > 1:
-        why = (
-            "every token of a prompt sees its whole block, itself included (so `echo` goes without "
-            "`logprobs`)"
-        )
+        why = "every token of a prompt sees itself (so `echo` goes without `logprobs`)"
         names = ("prompt_logprobs", "prompt_logprob_token_ids")
         unserved += [(name, getattr(params, name), why) for name in names]
-        why = "a canvas is the rest of a block, and its width depends on the prompt"
+        why = "a canvas is the rest of a block, or of the answer, and has no width of its own"
         extra = params.extra_args or {}
         unserved += [(name, extra.get(name), why) for name in WHOLE_CANVAS_ARGS]
     for name, value, why in unserved:

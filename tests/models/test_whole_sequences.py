@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.patches import routes
@@ -214,6 +215,12 @@ def test_pins_are_seen_and_emitted_wherever_they_are(engine: Engine, loop: Loop)
     assert logits is not None
     expected = loop.logits(ids)[len(prompt) : len(prompt) + len(logits)]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("asked", [{"seed_canvas": [5] * GEN_LENGTH}, {"read_only": True}])
+def test_a_canvas_has_no_width_of_its_own(engine: Engine, asked: dict[str, Any]) -> None:
+    with pytest.raises(VLLMValidationError, match="the rest of a block, or of the answer"):
+        engine.add(prompts()[0], params(**{f"diffusion_{name}": asked[name] for name in asked}))
 
 
 def test_a_grammar_is_held(engine: Engine) -> None:
