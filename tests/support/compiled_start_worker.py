@@ -3,16 +3,20 @@
     python compiled_start_worker.py CHECKPOINT
 
 It prints one JSON object: whether the backbone was compiled or loaded, how many functions were
-traced before the engine was ready, which of them more than once, how many more were traced for each
-kind of request, and the tokens.
+traced before the engine was ready, which of them more than once, how many guards a call of each
+checks, how many more were traced for each kind of request, and the tokens.
 """
 
 import json
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from torch._dynamo.utils import counters, get_compilation_metrics
 from vllm import LLM, SamplingParams
 from vllm.compilation.counter import compilation_counter
+
+from dllm.engine import compilation
 
 CANVAS = 32
 KINDS: dict[str, tuple[int, int, dict[str, object]]] = {  # requests, prompt tokens, parameters
@@ -41,6 +45,15 @@ def num_traced() -> int:
 
 
 def main() -> None:
+    checked: list[int] = []
+    guards_to_check = compilation._guards_to_check
+
+    def counted(guards: Sequence[Any]) -> list[bool]:
+        are_checked = guards_to_check(guards)
+        checked.append(sum(are_checked))
+        return are_checked
+
+    compilation._guards_to_check = counted
     llm = LLM(
         sys.argv[1],
         dtype="float32",
@@ -54,6 +67,7 @@ def main() -> None:
         "compiled": compilation_counter.num_aot_compiles,
         "loaded": compilation_counter.num_aot_artifacts_loaded,
         "traced": num_traced(),
+        "checked": checked,
         "traced_again": [
             f"{entry.co_name}: {entry.recompile_reason}"
             for entry in get_compilation_metrics()
