@@ -181,7 +181,8 @@ class CanvasCPUImpl(CPUAttentionBackendImpl):
         else:
             parts = [Part(slice(0, calls.num_actual_tokens), self.sliding_window, calls)]
         usual, scales = self.sliding_window, (output_scale, output_block_scale)
-        output[sum(part.metadata.num_actual_tokens for part in parts) :] = 0
+        if len(output) > (num_tokens := sum(part.metadata.num_actual_tokens for part in parts)):
+            output[num_tokens:] = 0
         for part in parts:
             self.sliding_window, tokens = part.window, part.tokens
             own, rows = query[tokens], output[tokens]
