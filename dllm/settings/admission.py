@@ -57,6 +57,8 @@ def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) 
         refuse("allowed_token_ids", "allowed_token_ids is empty; allowed: one and more. Send some.")
     check_integers("allowed_token_ids", params.allowed_token_ids, 0, vocab_size - 1)
     check_integers("logit_bias", params.logit_bias, 0, vocab_size - 1)
+    if params.allowed_token_ids and settings.never_emitted:  # among masks
+        _refuse_hints_outside(params)
     if has_structured_outputs(params):
         _refuse_beside_structured_outputs(params, settings)
     return options
@@ -197,6 +199,19 @@ def _check_constrained(params: "SamplingParams") -> None:
             f"{CONSTRAINED} = true beside allowed_token_ids; allowed: one of them, both say which "
             "tokens may be emitted. Leave one out.",
         )
+
+
+def _refuse_hints_outside(params: "SamplingParams") -> None:
+    """Refuse hints that are not allowed, where what is given stays on its canvas."""
+    extra = params.extra_args or {}
+    pins = pins_of(extra)
+    hints = dict(enumerate(extra.get(SEED_CANVAS) or ())) | pins
+    for place, token in hints.items():
+        is_held = holds(extra) and place in pins
+        if not (is_held or token == NO_TOKEN or token in params.allowed_token_ids):
+            name = PIN_IDS if place in (extra.get(PIN_AT) or ()) else SEED_CANVAS
+            allowed = "tokens of allowed_token_ids, because here a hint is emitted"
+            refuse_value(name, token, allowed, f"Leave it out; {PIN_MODE} = 'hold' emits any pin.")
 
 
 def _refuse_beside_structured_outputs(params: "SamplingParams", settings: DenoiseSettings) -> None:
