@@ -101,9 +101,6 @@ class OneTokenAtATime(DelegatingParser):
             _read(parse, self, part, asked, finished and number == len(parts))
             for number, part in enumerate(parts, 1)
         ]
-        if not request.tools:  # what looks like a call is none, and has no name
-            for delta in filter(None, read):
-                delta.tool_calls = []
         return _ordered(read)
 
 

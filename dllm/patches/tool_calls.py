@@ -19,6 +19,7 @@ from typing import Any
 
 from openai.types.responses import CustomTool, FunctionTool
 from pydantic import BaseModel
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.parser import gemma4
 from vllm.parser.engine.adapters import make_adapters
 from vllm.tool_parsers import structural_tag_registry as registry
@@ -81,6 +82,17 @@ class HeldCalls(ToolParser):
             request.tools = tools
         adjusted.tools = tools
         return adjusted
+
+    def extract_tool_calls_streaming(
+        self, previous_text: str, current_text: str, delta_text: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        request = kwargs.get("request") or args[-1]
+        if not request.tools or request.tool_choice == "none":
+            # What looks like a call is text, which some of vLLM's parsers leave out.
+            return DeltaMessage(content=delta_text) if delta_text else None
+        return super().extract_tool_calls_streaming(
+            previous_text, current_text, delta_text, *args, **kwargs
+        )
 
 
 def _without_arguments(tool: Any) -> Any:

@@ -159,14 +159,21 @@ def test_a_thought_that_is_cut_keeps_its_spaces(width):
 
 
 @pytest.mark.parametrize("width", [1, 40])
-def test_nothing_is_a_call_where_there_are_no_tools(width):
-    make = parser_of(ParserManager.get_parser("gemma4", "gemma4", enable_auto_tools=True))
-    tokens = TOKENIZER.encode(f"So:{CALLS['gemma4']}", add_special_tokens=False)
-    parser, request = make(TOKENIZER, []), ResponsesRequest(input="x", skip_special_tokens=False)
+@pytest.mark.parametrize("tool", CALLS)
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "name": "t0", "parameters": {}}]])
+def test_a_call_that_is_not_allowed_is_text(tools, tool, width):
+    make = parser_of(ParserManager.get_parser(tool, "gemma4", enable_auto_tools=True))
+    choice = "none" if tools else "auto"
+    request = ResponsesRequest(
+        input="x", tools=tools, tool_choice=choice, skip_special_tokens=False
+    )
+    written = f"So:{CALLS[tool]} <|tool"
+    tokens = TOKENIZER.encode(written, add_special_tokens=False)
+    parser = make(TOKENIZER, request.tools)
     found: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}}
     for text, part, is_last in in_parts(tokens, width):
         read(parser.parse_delta(text, part, request, [2], finished=is_last), found)
-    assert found["content"] == "So:" and not found["calls"]
+    assert found == {"reasoning": "", "content": written, "calls": {}}
 
 
 THOUGHT = "<|channel>thought\nWhy not.<channel|>"
