@@ -348,12 +348,13 @@ def _flat(part: Part) -> Flat:
             flat[keyword] = value
         elif keyword == "multipleOf" and _is_whole(value):
             flat[keyword] = int(value)
-        elif keyword in ("items", "additionalItems") and isinstance(part.schema.get("items"), list):
-            _read_old_items(part, flat)
+        elif keyword == "additionalItems":  # beside a list of items, before draft 2020-12
+            if isinstance(part.schema.get("items"), list):
+                flat["items"] = (part.inner(keyword),)
+        elif keyword == "prefixItems" or (keyword == "items" and isinstance(value, list)):
+            flat["prefixItems"] = [(part.inner(keyword, at),) for at in range(len(value))]
         elif keyword in ("items", "additionalProperties", "propertyNames"):
             flat[keyword] = (part.inner(keyword),)
-        elif keyword == "prefixItems":
-            flat[keyword] = [(part.inner(keyword, at),) for at in range(len(value))]
         elif keyword in ("properties", "patternProperties"):
             flat[keyword] = {name: (part.inner(keyword, name),) for name in value}
         elif keyword == "required":
@@ -380,13 +381,6 @@ def _bound(part: Part, keyword: str) -> float | None:
     return value
 
 
-def _read_old_items(part: Part, flat: Flat) -> None:
-    """A list of ``items`` with ``additionalItems``, as before draft 2020-12."""
-    flat["prefixItems"] = [(part.inner("items", at),) for at in range(len(part.schema["items"]))]
-    if "additionalItems" in part.schema:
-        flat["items"] = (part.inner("additionalItems"),)
-
-
 def _asks_nothing(keyword: str, part: Part) -> bool:
     """Whether a keyword limits nothing, or is read elsewhere (``_dependencies``)."""
     schema = part.schema
@@ -394,8 +388,6 @@ def _asks_nothing(keyword: str, part: Part) -> bool:
         return schema.get("minContains") == 0 and "maxContains" not in schema
     if keyword in ("minContains", "maxContains"):
         return "contains" not in schema or _asks_nothing("contains", part)
-    if keyword == "additionalItems":
-        return True  # without a list of items
     if keyword == "uniqueItems":
         return schema[keyword] is False
     return keyword in UNEVALUATED or keyword in DEPENDENCIES

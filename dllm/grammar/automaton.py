@@ -14,10 +14,9 @@ from collections.abc import Iterable, Sequence
 import networkx
 import numpy as np
 
-from dllm.grammar.expressions import REPEAT, RULE
 from dllm.grammar.pattern_edges import EPSILON
 from dllm.grammar.refusals import Unsupported
-from dllm.grammar.rules import Rules
+from dllm.grammar.rules import REPEAT, RULE, Rules
 
 START, DEAD = 0, -1
 MOST_ITEMS = 200_000  # in one state, before it is called unbounded

@@ -126,21 +126,15 @@ class TablePool:
             chunk_class=empty(capacity.chunks),
             label_chunk=empty(capacity.label_chunks, LABEL_CHUNK),
             chunk_label=empty(capacity.label_chunks),
-            **{name: empty(capacity.tables + 1) for name in FIRSTS},
             num_classes=empty(capacity.tables),
-            most_classes=0,
-            most_chunks=0,
-            most_labels=0,
-            most_label_chunks=0,
+            **{name: empty(capacity.tables + 1) for name in FIRSTS} | NONE_YET,
         )
         self._clear()
 
     def _clear(self) -> None:
         self._placed: list[Table] = []
         self._used = NOTHING
-        self._packed = self._packed._replace(
-            most_classes=0, most_chunks=0, most_labels=0, most_label_chunks=0
-        )
+        self._packed = self._packed._replace(**NONE_YET)
 
     def place(self, tables: Sequence[Table]) -> tuple[PackedTables, list[int]]:
         """(the pool's tables, the numbers of those that were given).
@@ -180,6 +174,7 @@ class TablePool:
         label_chunk, chunk_label = _chunks(classes, bounds, LABEL_CHUNK)
         is_last = np.append(target[1:] != target[:-1], True)[: len(target)]
         into = used.edges + np.searchsorted(target, np.arange(sizes.states + 1))
+        begins: Any = zip(FIRSTS, used[1:], behind[1:], strict=True)
         for part, first, values in (
             (packed.class_of, used.tables, table.class_of[None]),
             (packed.next, used.cells, table.next.reshape(-1)),
@@ -195,14 +190,10 @@ class TablePool:
             (packed.label_chunk, used.label_chunks, label_chunk),
             (packed.chunk_label, used.label_chunks, chunk_label),
             (packed.num_classes, used.tables, [table.next.shape[1]]),
-            (packed.first_next, used.tables, [used.cells, behind.cells]),
-            (packed.first_state, used.tables, [used.states, behind.states]),
-            (packed.first_edge, used.tables, [used.edges, behind.edges]),
-            (packed.first_chunk, used.tables, [used.chunks, behind.chunks]),
-            (packed.first_label_chunk, used.tables, [used.label_chunks, behind.label_chunks]),
+            *((getattr(packed, name), used.tables, [low, high]) for name, low, high in begins),
         ):
-            narrow = np.int8 if part.dtype == torch.int8 else np.int32
-            _put(np.asarray(values, narrow), part[first : first + len(values)])
+            written = np.asarray(values, np.int8 if part.dtype == torch.int8 else np.int32)
+            _put(written, part[first : first + len(written)])
         self._used = behind
         of_table = table.num_classes, sizes.chunks, len(bounds) - 1
         for name, size in zip(MOST, (*of_table, sizes.label_chunks), strict=True):
@@ -216,8 +207,10 @@ def _put(values: np.ndarray, target: Tensor) -> None:
     target.copy_(on_host.pin_memory() if target.is_cuda else on_host, non_blocking=True)
 
 
+# The parts of `PackedTables` that count what `Sizes` does behind the first one.
 FIRSTS = ("first_next", "first_state", "first_edge", "first_chunk", "first_label_chunk")
 MOST = ("most_classes", "most_chunks", "most_labels", "most_label_chunks")
+NONE_YET: Any = dict.fromkeys(MOST, 0)
 
 
 def pack(tables: Sequence[Table], device: torch.device | str = "cpu") -> PackedTables:

@@ -112,15 +112,18 @@ def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
     of_part = np.array([columns.setdefault(row.tobytes(), len(columns)) for row in by_byte])
     rows, class_of = rows[:, np.unique(of_part, return_index=True)[1]], of_part[part_of]
     # What leads only to states that were left out is left out too.
-    has_end = steps_to_end(rows, accepts) < NEVER
+    ordered = np.sort(rows, axis=1)
+    source, place = np.nonzero(np.diff(ordered, axis=1, prepend=DEAD))  # DEAD is the lowest
+    has_end = distances(source, ordered[source, place].astype(np.int64), accepts) < NEVER
     if not has_end[0]:
         raise Unsupported(
             f"The grammar allows no finite text, or none within {len(states)} states. Give another "
             "one, or make it smaller: fewer parts, less nesting."
         )
+    renumbered = np.append(np.where(has_end, np.cumsum(has_end) - 1, DEAD), DEAD).astype(np.int32)
     circle, is_head, most = automaton.circles([states[at] for at in np.flatnonzero(has_end)])
     return ByteTable(
-        only(has_end, rows),
+        renumbered[rows[has_end]],
         class_of.astype(np.uint8),
         accepts[has_end],
         circle,
@@ -202,17 +205,6 @@ def _by_level(automaton: Automaton, most_states: int) -> tuple[list[list[int]], 
     return levels, True
 
 
-def steps_to_end(following: np.ndarray, accepts: np.ndarray) -> np.ndarray:
-    """``[S]`` int32: fewest steps to a state that accepts, NEVER if there is no way.
-
-    Args:
-        following: ``[S, K]``, the state behind each kind of step, or DEAD.
-    """
-    ordered = np.sort(following, axis=1)
-    source, place = np.nonzero(np.diff(ordered, axis=1, prepend=DEAD))  # DEAD is the lowest
-    return distances(source, ordered[source, place].astype(np.int64), accepts)
-
-
 def distances(source: np.ndarray, target: np.ndarray, is_end: np.ndarray) -> np.ndarray:
     """``[S]`` int32: fewest edges from each state to one that ``is_end``, NEVER without a way."""
     num_states = len(is_end)
@@ -231,10 +223,3 @@ def distances(source: np.ndarray, target: np.ndarray, is_end: np.ndarray) -> np.
         reached = before[steps[before] == NEVER]
         steps[reached] = distance
     return steps
-
-
-def only(is_kept: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """The kept states' rows of ``following``, numbered anew; DEAD in the place of the others."""
-    number = np.full(len(is_kept) + 1, DEAD, dtype=following.dtype)  # the last one is for DEAD
-    number[:-1][is_kept] = np.arange(is_kept.sum())
-    return number[following[is_kept]]

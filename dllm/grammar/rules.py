@@ -1,19 +1,40 @@
-"""What is asked of all rules: which calls are recursive, which repetitions are long."""
+"""The grammars that xgrammar writes, read before it compiles them.
+
+Compiled, each rule repeats the whole grammar: that takes memory by the square of its length.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
 
 import networkx
 
-from dllm.grammar.expressions import REPEAT, RULE, Expressions
-from dllm.grammar.pattern_edges import EPSILON
+from dllm.grammar.characters import others
+from dllm.grammar.pattern_edges import EPSILON, Build, Edges, Texts, later
+from dllm.grammar.patterns import HELD, read_held
+from dllm.grammar.refusals import Unsupported
 
+# Kinds of edges that read no byte, in the place of the lowest byte; kinds of expressions (0.2.8).
+RULE, REPEAT = -2, -4
+TEXT, CLASS, STAR, EMPTY, CALL, SEQUENCE, CHOICES, DISPATCH, REPEATED, PATTERN = *range(9), 12
+FORM = "v16"  # of what xgrammar writes
+CONTROLS = (0, 31)  # are in no text of JSON, but for spaces between its tokens
+# One character of a string of bounded length. xgrammar writes none of JSON's escapes there; those
+# of one character are added. Of \uXXXX two may stand for one.
+IN_STRING = [1, 34, 34, 92, 92, 13, 13, 10, 10]
 MOST_UNROLLED = 16  # characters that have states of their own
+ESCAPED = b'"\\/bfnrt'
 
 
-class Rules(Expressions):
+class Rules(Edges):
     """All rules; their states are numbered together.
 
+    Args:
+        serialized: of xgrammar's ``Grammar.serialize_json()``.
+
     Attributes:
-        edges: of each state, [low, high, target]: a range of bytes; or, with one of the kinds above
-            as low, high is the rule (RULE) or the name of the repetition (REPEAT).
+        edges: of each state, [low, high, target]: a range of bytes; or, with RULE or REPEAT
+            as low, high is the rule or the name of the repetition.
         repeats: by its name, the rule, and how often it is repeated: fewest, most (-1: no limit).
         starts: the first state of each rule.
         ends: states in which a rule may end.
@@ -26,13 +47,133 @@ class Rules(Expressions):
     """
 
     def __init__(self, serialized: str) -> None:
-        super().__init__(serialized)
+        super().__init__()
+        grammar = json.loads(serialized)
+        if grammar["__VERSION__"] != FORM:
+            raise Unsupported(
+                f"xgrammar's grammars have the form {grammar['__VERSION__']}; read are those of "
+                f"{FORM}. Install the xgrammar that this version is tested with."
+            )
+        data, firsts = grammar["grammar_expr_data"], grammar["grammar_expr_indptr"]
+        ends = [*firsts[1:], len(data)]
+        self._expressions = [
+            (data[at], data[at + 2 : end]) for at, end in zip(firsts, ends, strict=True)
+        ]
+        self.repeats: dict[int, tuple[int, int, int]] = {}
+        self.starts = [self.state() for _ in grammar["rules"]]
+        self.ends: set[int] = set()
+        self._texts: dict[str, Texts] = {}
+        for start, (_, body, *_) in zip(list(self.starts), grammar["rules"], strict=True):
+            self._rule(start, later(self._add, body))
+        self.root = grammar["root_rule_id"]
         self.recursive_returns = self._returns_of_recursion()
         self.firsts = {
             name: self._inside(self.starts[rule], EPSILON)
             for name, (rule, fewest, most) in self.repeats.items()
             if most - fewest > MOST_UNROLLED and self._is_simple(rule)
         }
+
+    def _rule(self, start: int, build: Build) -> None:
+        end = self.state()
+        self.ends.add(end)
+        build(start, end)
+
+    def repeat(self, build: Build, fewest: int, most: int, at: int, to: int) -> None:
+        rule, start = len(self.starts), self.state()
+        self.starts.append(start)
+        self._rule(start, build)
+        self._repeat_rule(rule, fewest, most, at, to)
+
+    def _repeat_rule(self, rule: int, fewest: int, most: int, at: int, to: int) -> None:
+        name = len(self.repeats)
+        self.repeats[name] = (rule, fewest, most)
+        self.edges[at].append([REPEAT, name, to])
+
+    def _add(self, number: int, at: int, to: int) -> None:
+        """The edges of an expression."""
+        kind, parts = self._expressions[number]
+        if kind in (TEXT, EMPTY):
+            word = self._word(number)
+            if HELD.fullmatch(written := word.decode(errors="replace")):
+                return self._texts_of(written, at, to)
+            self.text(word, at, to)
+        elif kind in (CLASS, STAR):
+            ranges = list(zip(parts[1::2], parts[2::2], strict=True))
+            if parts[0]:
+                ranges = others([CONTROLS, *ranges] if parts == IN_STRING else ranges)
+            if kind == STAR:
+                return self.loop(later(self.characters, ranges), at, to)
+            self.characters(ranges, at, to)
+            if parts == IN_STRING:
+                escape = self.state()
+                self.text(b"\\", at, escape)
+                for byte in ESCAPED:
+                    self.text(bytes([byte]), escape, to)
+        elif kind == CALL:
+            self.edges[at].append([RULE, parts[0], to])
+        elif kind == SEQUENCE:
+            self.one_by_one([later(self._add, part) for part in parts], at, to)
+        elif kind == CHOICES:
+            for part in parts:
+                self._add(part, at, to)
+        elif kind == REPEATED:
+            rule, fewest, most = parts
+            self._repeat_rule(rule, fewest, most, at, to)
+        elif kind == DISPATCH:
+            self._dispatch(parts, at, to)
+        elif kind == PATTERN:
+            self._texts_of(bytes(byte & 255 for byte in parts[1:]).decode(), at, to)
+        else:
+            raise Unsupported("The grammar names tokens; allowed: text only.")
+        return None
+
+    def _dispatch(self, parts: Sequence[int], at: int, to: int) -> None:
+        """Any text in which rules follow their triggers, and some texts are not (Aho 1975).
+
+        Its states are beginnings of these texts: the longest one that the text ends with.
+        """
+        *tags, is_loop, excluded = parts
+        words = dict(zip(map(self._word, tags[::2]), tags[1::2], strict=True))
+        never = [*map(self._word, self._expressions[excluded][1])]
+        begun = {
+            word[:size]: self.state() for word in (*words, *never) for size in range(len(word))
+        }
+        begun.setdefault(b"", self.state())
+        self.edges[at].append([EPSILON, 0, begun[b""]])
+        letters = {byte for word in (*words, *never) for byte in word}
+        cuts = sorted({0, 256, *letters, *(byte + 1 for byte in letters)})
+        for before, state in begun.items():
+            self.edges[state].append([EPSILON, 0, to])
+            for low, high in itertools.pairwise(cuts):
+                text = before + bytes([low])
+                if any(map(text.endswith, never)):
+                    continue
+                rule = next((rule for word, rule in words.items() if text.endswith(word)), None)
+                target = next(
+                    begun[text[cut:]] for cut in range(len(text) + 1) if text[cut:] in begun
+                )
+                if rule is not None:
+                    target = self.state()
+                    self.edges[target].append([RULE, rule, begun[b""] if is_loop else to])
+                self.edges[state].append([low, high - 1, target])
+
+    def _word(self, number: int) -> bytes:
+        return bytes(byte & 255 for byte in self._expressions[number][1])  # xgrammar has signs
+
+    def _texts_of(self, pattern: str, at: int, to: int) -> None:
+        asked = read_held(pattern)
+        if (tree := asked.tree()) is not None:
+            return self.tree(tree, asked.parts[0], asked.alphabet, at, to)
+        if pattern not in self._texts:
+            self._texts[pattern] = Texts(asked)
+        texts = self._texts[pattern]
+        states = [self.state() for _ in texts.edges]
+        self.edges[at].append([EPSILON, 0, states[0]])
+        for state, edges in zip(states, texts.edges, strict=True):
+            self.edges[state] += [[low, high, states[target]] for low, high, target in edges]
+        for end in texts.ends:
+            self.edges[states[end]].append([EPSILON, 0, to])
+        return None
 
     def _is_simple(self, rule: int) -> bool:
         """Whether a rule reads bytes alone."""

@@ -78,7 +78,7 @@ def _gemma_arguments(written: str) -> str:
 
 
 def _spelled(pattern: str) -> str:
-    """What `expressions` reads as a pattern, where xgrammar writes a text as it is."""
+    """What `rules` reads as a pattern, where xgrammar writes a text as it is."""
     found = held([Clause(pattern)], TEXT)
     assert found is not None, "a single pattern can be held to"
     return found
