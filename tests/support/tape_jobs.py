@@ -56,6 +56,7 @@ SPLIT = ("sdar", "llada2", "nemotron", "fast-dllm")
 ALONE = {"additional_config": {"dllm": {"first_step": "separate"}}}
 SELF = {"additional_config": {"dllm": {"decoding": "self_speculation"}}}
 SELF_ADAPTED = {"decoding": "self_speculation", "drafter": {"adapter": "nemotron, adapter"}}
+MASKS = {"additional_config": {"dllm": SELF_ADAPTED}}
 NOISE = {"method": "uno", "uno_lora_path": "target, adapter", "num_speculative_tokens": 5}
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "adapter": "sdar, adapter"}
 
@@ -73,10 +74,14 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         "eagle3": drafts("target", 6, speculative("eagle3", "eagle3", 5), sizes=[4, 6, 24]),
         "draft_model": drafts("target", 6, speculative("draft_model", "target", 5)),
         "self-speculation": drafts(TINY_NEMOTRON, 32, SELF, num_tokens=8),
-        "self-speculation, adapter": drafts(
-            "nemotron", 32, {"additional_config": {"dllm": SELF_ADAPTED}}, num_tokens=4
-        ),
-        "noise": drafts("target", 6, {"speculative_config": NOISE}, is_async=True),
+        **{
+            f"{name}, {kind}": drafts(*of, is_async=kind == "ahead", num_tokens=count)
+            for name, of, count in (
+                ("self-speculation, adapter", ("nemotron", 32, MASKS), 4),
+                ("noise", ("target", 6, {"speculative_config": NOISE}), 16),
+            )
+            for kind in ("in turn", "ahead")
+        },
     },
     "requests": {
         "adapter": canvases("sdar", *ADAPTED, **ADAPTERS, max_num_seqs=8, checks=True),
