@@ -171,6 +171,7 @@ def test_a_refusal_says_what_is_allowed_and_what_is_meant_by_default():
     message = str(refusal({"diffusion_max_steps": 0}))
     assert message.startswith("diffusion_max_steps = 0; allowed: ") and "Omit it for 16." in message
     assert "'hint' or 'hold'" in str(refusal({"diffusion_pin_mode": "force"}))
+    assert "a valid list" in str(refusal({"diffusion_trace": "entropy"}))
 
 
 def test_a_long_value_is_not_sent_back_whole():
