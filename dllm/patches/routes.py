@@ -46,6 +46,7 @@ DROPPED: dict[str, Any] = {
     **dict.fromkeys(("container", EDITS, "compaction", "thread", "output_format", "conversation")),
     "mcp_servers": [],
 }
+OPTION = "diffusion_"  # how the names of our options begin
 PROMPT = (
     "prompt_token_ids"  # of ``kv_transfer_params``: the prompt, which vLLM then does not render
 )
@@ -62,6 +63,7 @@ async def handled(
     """
     if getattr(request, "use_beam_search", False):
         refuse_beams()
+    _refuse_misplaced(getattr(request, "model_extra", None) or {})
     _leave_out_transfers(self, request)
     _choose_length(self, request)
     one = HttpRequest(places_of(self.engine_client.vllm_config))
@@ -84,6 +86,13 @@ async def handled(
             for compilation in one.compilations:
                 await compilation()
     return answer
+
+
+def _refuse_misplaced(sent: dict[str, Any]) -> None:
+    """Refuse options beside OpenAI's fields, where vLLM would drop them."""
+    for name, value in sent.items():
+        if name.startswith(OPTION) and name != pins.FIELD and value is not None:
+            refuse(name, f"{name} is not read here. Send it within vllm_xargs.")
 
 
 def _leave_out_transfers(self: Any, request: Any) -> None:
@@ -218,6 +227,7 @@ def refuse_sent(body: Any, sent: dict[str, Any], *held: str) -> None:
         refuse_route(TRACE)
     if sent.get(pins.FIELD) is not None:
         refuse_route(pins.FIELD)
+    _refuse_misplaced(sent)
     if sent.get(BUDGET) is not None and BUDGET not in body.model_fields:
         refuse(BUDGET, f"{BUDGET} is not read here. Send it within vllm_xargs.")
     for name, default in _of_chats_alone(body).items():

@@ -49,6 +49,8 @@ TOLD: list[tuple[str, Body, Names]] = [
      ("'diffusion_canvas_lenght'", "did you mean 'diffusion_canvas_length'?")),
     *((path, xargs(x=[1, "a"]), ("'x'", "Known: diffusion_canvas_length, "))
       for path in STREAMING),
+    *((path, {"diffusion_max_steps": 8}, ("diffusion_max_steps", "within vllm_xargs"))
+      for path in (*STREAMING, ANTHROPIC)),
     (COMPLETIONS, xargs(kv_transfer_params="x"), ("kv_transfer_params = 'x'", "a valid dict")),
     (COMPLETIONS, xargs(diffusion_t_max=float("nan")),
      ("diffusion_t_max = nan", "allowed: a finite number")),
