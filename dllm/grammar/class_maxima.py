@@ -23,18 +23,11 @@ HIGHEST = tl.constexpr(0x7FFFFFFF)
 NOTHING = -(2**63)
 
 
-class ClassMaxima(NamedTuple):
-    """The class maxima of N rows; K is the number of classes of the largest table."""
+class Maxima(NamedTuple):
+    """Of N rows and G groups: the classes, or the labels, of the table that has most."""
 
-    best: Tensor  # [N, K] fp32; -inf for classes that a row's table does not have
-    token: Tensor  # [N, K] int32, the lowest id with it; -1 there
-
-
-class LabelMaxima(NamedTuple):
-    """The label maxima of N rows; L is the number of labels of the table that has most."""
-
-    best: Tensor  # [N, L] fp32; -inf for labels that a row's table does not have
-    kind: Tensor  # [N, L] int32, the lowest class with it; -1 there
+    best: Tensor  # [N, G] fp32; -inf for groups that a row's table does not have
+    member: Tensor  # [N, G] int32, the lowest token, or class, with it; -1 there
 
 
 class Groups(NamedTuple):
@@ -48,7 +41,7 @@ class Groups(NamedTuple):
 
 def class_maxima(
     logits: Tensor, tables: PackedTables, table_of: Tensor, members: int = 4096
-) -> ClassMaxima:
+) -> Maxima:
     """The best token of each class in each row; NaN counts as -inf.
 
     Args:
@@ -58,17 +51,17 @@ def class_maxima(
     """
     tokens = Groups(tables.chunk, tables.chunk_class, tables.first_chunk, tables.most_chunks)
     chunks = max(members // CHUNK, 1)
-    return ClassMaxima(*_maxima(logits, tokens, table_of, tables.most_classes, chunks))
+    return Maxima(*_maxima(logits, tokens, table_of, tables.most_classes, chunks))
 
 
 def label_maxima(
-    maxima: ClassMaxima, tables: PackedTables, table_of: Tensor, members: int = 4096
-) -> LabelMaxima:
+    maxima: Maxima, tables: PackedTables, table_of: Tensor, members: int = 4096
+) -> Maxima:
     """The best class of each label in each row. ``table_of``, ``members``: as `class_maxima`."""
     chunk, first = tables.label_chunk, tables.first_label_chunk
     classes = Groups(chunk, tables.chunk_label, first, tables.most_label_chunks)
     chunks = max(members // LABEL_CHUNK, 1)
-    return LabelMaxima(*_maxima(maxima.best, classes, table_of, tables.most_labels, chunks))
+    return Maxima(*_maxima(maxima.best, classes, table_of, tables.most_labels, chunks))
 
 
 def _maxima(

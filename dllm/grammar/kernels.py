@@ -23,8 +23,7 @@ from dllm.grammar import automaton, viterbi
 from dllm.grammar.class_maxima import (
     HIGHEST,
     NO_TABLE,
-    ClassMaxima,
-    LabelMaxima,
+    Maxima,
     class_maxima,
     label_maxima,
 )
@@ -89,8 +88,8 @@ def write_paths(
 
 
 def best_paths_kernels(
-    maxima: ClassMaxima,
-    labels: LabelMaxima,
+    maxima: Maxima,
+    labels: Maxima,
     found: Ends,
     tables: PackedTables,
     canvases: Searches,
@@ -125,8 +124,8 @@ def best_paths_kernels(
     inputs = found, pointers(canvases), pointers(tables)
     _read_kernel[(num_canvases,)](*inputs, is_text, paths, tables.class_of.shape[1], num_warps=1)
     _search_kernel[(num_canvases,)](
-        *inputs, is_text, paths, maxima.token, labels, kept,
-        maxima.token.shape[1], labels.best.shape[1], shape[1],
+        *inputs, is_text, paths, maxima.member, labels, kept,
+        maxima.member.shape[1], labels.best.shape[1], shape[1],
         BLOCK=cut.edges, num_warps=cut.num_warps,
     )  # fmt: skip
     return paths
@@ -290,7 +289,7 @@ def _search_kernel(
                 earliest = tl.min(tl.where(value == largest, edge, HIGHEST), axis=0)
                 chosen = tl.where(largest > highest, earliest, chosen)
                 highest = tl.where(largest > highest, largest, highest)
-            kind = tl.load(labels.kind + of_row + tl.load(tables.label + chosen))
+            kind = tl.load(labels.member + of_row + tl.load(tables.label + chosen))
             token = tl.load(class_token + (row + place) * most_classes + kind)
             tl.store(paths.tokens + row + place, token.to(tl.int64))
             state = tl.load(tables.source + chosen)

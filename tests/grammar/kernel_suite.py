@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dllm.grammar import kernels
-from dllm.grammar.class_maxima import ClassMaxima, class_maxima, label_maxima
+from dllm.grammar.class_maxima import Maxima, class_maxima, label_maxima
 from dllm.grammar.device import NO_TABLE, Searches, pack
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import OTHER_THAN_FIXED, STOPPED, Canvas
@@ -42,23 +42,23 @@ def on_device(parts):
     return type(parts)._make(moved)
 
 
-def maxima_of(made: Batch, members: int = 512) -> ClassMaxima:
+def maxima_of(made: Batch, members: int = 512) -> Maxima:
     tables = on_device(made.tables)
     found = class_maxima(made.logits.to(DEVICE), tables, made.table_of.to(DEVICE), members)
-    return ClassMaxima(*(part.cpu() for part in found))
+    return Maxima(*(part.cpu() for part in found))
 
 
-def assert_maxima(found: ClassMaxima, made: Batch) -> None:
+def assert_maxima(found: Maxima, made: Batch) -> None:
     """By hand: NaN is -inf, the lowest of equal tokens wins."""
     logits = made.logits.float().nan_to_num(nan=-math.inf, neginf=-math.inf)
     for row, which in enumerate(made.table_of.tolist()):
         for kind in range(made.tables.most_classes):
             members = torch.nonzero(made.tables.class_of[which] == kind)[:, 0]
             if which == NO_TABLE or not len(members):
-                assert found.token[row, kind] == -1 and found.best[row, kind] == -math.inf
+                assert found.member[row, kind] == -1 and found.best[row, kind] == -math.inf
             else:
                 x = logits[row, members]
-                assert found.token[row, kind] == members[x == x.max()][0]
+                assert found.member[row, kind] == members[x == x.max()][0]
                 assert found.best[row, kind] == x.max()
 
 
@@ -84,7 +84,7 @@ def test_label_maxima(members):
     for row, which in enumerate(made.table_of.tolist()):
         labels = [] if which == NO_TABLE else labels_of(unpacked(made.tables, which))
         for label in range(made.tables.most_labels):
-            best, kind = float(found.best[row, label]), int(found.kind[row, label])
+            best, kind = float(found.best[row, label]), int(found.member[row, label])
             if label >= len(labels):
                 assert (best, kind) == (-math.inf, -1)
                 continue
