@@ -289,17 +289,7 @@ class Alternatives:
 
 def _sense(flat: Flat) -> str:
     """A text that alternatives with the same values share, wherever they stand."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(one) for name, one in value.items()}
-        if isinstance(value, set | tuple):
-            return sorted(map(plain, value))
-        if isinstance(value, list):
-            return [plain(one) for one in value]
-        return id(value.schema) if isinstance(value, Part) else value
-
-    return canonical({key: plain(value) for key, value in flat.items() if key != "path"})
+    return canonical({key: value for key, value in flat.items() if key != "path"})
 
 
 def _kind(value: Any) -> str:
@@ -307,12 +297,18 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "number")
 
 
-def has_no_number(flat: Flat) -> bool:
-    """Whether no number is between the bounds of an alternative."""
+def bounds_of(flat: Flat) -> tuple[float, float, bool, bool]:
+    """(low, high, whether a number has to be above ``low``, and below ``high``)."""
     low, above = (flat.get(key, -math.inf) for key in ("minimum", "exclusiveMinimum"))
     high, below = (flat.get(key, math.inf) for key in ("maximum", "exclusiveMaximum"))
-    lowest, highest = max(low, above), min(high, below)
-    return lowest > highest or (lowest == highest and (above == lowest or below == highest))
+    is_above, is_below = low <= above > -math.inf, high >= below < math.inf
+    return max(low, above), min(high, below), is_above, is_below
+
+
+def has_no_number(flat: Flat) -> bool:
+    """Whether no number is between the bounds of an alternative."""
+    low, high, is_above, is_below = bounds_of(flat)
+    return low > high or (low == high and (is_above or is_below))
 
 
 def _has_no_size(fewest: str, most: str) -> Callable[[Flat], bool]:

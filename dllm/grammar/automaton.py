@@ -41,8 +41,7 @@ class Automaton:
         rules = Rules(serialized)
         self._edges, self._repeats = rules.edges, rules.repeats
         self._rule_starts, self._rule_ends = rules.starts, rules.ends
-        self._recursive_returns = rules.recursive_returns
-        self._firsts = rules.firsts
+        self._recursive_returns, self._firsts = rules.recursive_returns, rules.firsts
         # By a repetition and what follows it, the state of a rule that leads nowhere else.
         self._repeating = {
             (edges[0][1], edges[0][2]): at
@@ -171,7 +170,8 @@ class Automaton:
                 if stack == 0:
                     kept.add(END)
                 else:
-                    reached += self._return_to(self._frames[stack])
+                    frame = self._frames[stack]
+                    reached += [frame] if len(frame) == 2 else self._repeat(*frame)
             for low, high, target in self._edges[at]:
                 if low >= 0:
                     kept.add((at, stack))
@@ -200,9 +200,6 @@ class Automaton:
         # The last thing that a rule does: it returns to where its caller returns.
         is_last = target in self._rule_ends and not self._edges[target]
         return stack if is_last else self._push((target, stack))
-
-    def _return_to(self, frame: Frame) -> list[Item]:
-        return [frame] if len(frame) == 2 else self._repeat(*frame)
 
     def _repeat(self, target: int, stack: int, name: int, count: int) -> list[Item]:
         """Behind ``count`` repetitions: once more, and (if they are enough) on to ``target``."""

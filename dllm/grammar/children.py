@@ -190,6 +190,8 @@ def _answer(vocabulary: Vocabulary, request: bytes) -> bytes:
         return TABLE + table_of(vocabulary, **json.loads(request))
     except Unsupported as refusal:
         return REFUSAL + str(refusal).encode(errors="replace")
+    except RecursionError:
+        return REFUSAL + b"The schema is nested too deeply. Make it flatter."
     except MemoryError:
         return OUT_OF_MEMORY
 

@@ -138,7 +138,8 @@ class Grammars:
             TooSlow: it took too long, or too many others wait.
             ChildProcessError: two processes failed with it.
         """
-        key = _key(spec, stops)
+        asked = json.dumps([asdict(spec), sorted(stops)])
+        key = hashlib.sha256(asked.encode()).hexdigest()
         with self._lock:
             found, future = self._recent.get(key), self._begun.get(key)
             if found is None and future is None:
@@ -195,7 +196,3 @@ class Grammars:
 def _children_of(words: tuple[bytes, ...]) -> Children:
     """One process of 200 MB, which forks others, for all engines with this vocabulary."""
     return Children(Vocabulary(words))
-
-
-def _key(spec: Spec, stops: Collection[int]) -> str:
-    return hashlib.sha256(json.dumps([asdict(spec), sorted(stops)]).encode()).hexdigest()

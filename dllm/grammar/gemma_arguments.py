@@ -8,15 +8,14 @@ schema declares properties, others are not written.
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
+from dllm.grammar import nodes
 from dllm.grammar.refusals import Unsupported
 
 QUOTE = '<|"|>'
 UNREAD = f"{QUOTE} arguments "  # of a tool, in a structural tag: (name, schema) in JSON follow
 NOTHING = '""'  # in EBNF
-OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # Regular expressions that are also EBNF.
 NAME = r"[^\0-\x20:,{}\[\]<>]+([\x20][^\0-\x20:,{}\[\]<>]+)*"
 INTEGER = "[0]|[-]?[1-9][0-9]*"
@@ -34,11 +33,11 @@ string ::= "<|\"|>" {STRING} "<|\"|>"
 class Writer:
     """Writes the arguments of a lowered schema (``lowering``) as EBNF: ``grammar``."""
 
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        self._defs: Mapping[str, Any] = schema.get("$defs", {})
+    def __init__(self, lowered: nodes.Lowered) -> None:
+        self._defs = lowered.definitions
         self._rules: dict[str, str] = {}  # names, by what they stand for
         self._others: dict[str, str] = {}  # of references and numbers, by their names
-        ways = [self._members(one) for one in self._objects(schema, ())]
+        ways = [self._members(one) for one in self._objects(lowered.root, ())]
         if not ways:
             raise Unsupported("its arguments are no object. Declare them as one.")
         rules = [f"root ::= {' | '.join(ways)}", *self._others.values()]
@@ -48,49 +47,39 @@ class Writer:
     def _rule(self, body: str) -> str:
         return self._rules.setdefault(body, f"r{len(self._rules)}")
 
-    def _objects(self, schema: Mapping[str, Any], seen: tuple[str, ...]) -> list[Mapping[str, Any]]:
-        if "$ref" in schema:
-            name = schema["$ref"]
-            return [] if name in seen else self._objects(self._referenced(name), (*seen, name))
-        if "anyOf" in schema:
-            return [each for one in schema["anyOf"] for each in self._objects(one, seen)]
-        if "enum" in schema:
-            raise Unsupported("its arguments have 'enum'. Declare the values of each property.")
-        return [schema] if schema.get("type", "object") == "object" else []
+    def _objects(self, node: nodes.Node, seen: tuple[str, ...]) -> list[nodes.Members]:
+        match node:
+            case nodes.Reference(name):
+                return [] if name in seen else self._objects(self._defs[name], (*seen, name))
+            case nodes.Choice(options):
+                return [each for one in options for each in self._objects(one, seen)]
+            case nodes.Members():
+                return [node]
+        return [nodes.Members({}, (), node)] if node == nodes.Node() else []
 
-    def _referenced(self, reference: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._defs[reference.removeprefix("#/$defs/")]
-        return found
-
-    def _value(self, schema: Mapping[str, Any]) -> str:
-        if "$ref" in schema:
-            name = schema["$ref"].replace("#/$defs/", "def_")
-            if name not in self._others:
-                self._others[name] = ""  # it may refer to itself
-                self._others[name] = f"{name} ::= {self._value(self._referenced(schema['$ref']))}"
-            return name
-        if "anyOf" in schema:
-            return self._rule(" | ".join(map(self._value, schema["anyOf"])))
-        if "enum" in schema:
-            return self._rule(" | ".join(_quoted(_constant(value)) for value in schema["enum"]))
-        match schema.get("type"):
-            case None:
-                return "value"
-            case "object":
-                return f'"{{" {self._members(schema)} "}}"'
-            case "array":
-                return f'"[" {self._items(schema)} "]"'
-            case "string":
-                return _string(schema)
-            case "boolean":
-                return self._rule('"true" | "false"')
-            case "null":
-                return '"null"'
-            case kind:
-                kept = {key: schema[key] for key in OF_NUMBERS if key in schema}
-                if not kept:
-                    return self._rule(NUMBER if kind == "number" else INTEGER)
-                return self._bounded(json.dumps({"type": kind} | kept))
+    def _value(self, node: nodes.Node) -> str:
+        match node:
+            case nodes.Reference(name):
+                rule = f"def_{name}"
+                if rule not in self._others:
+                    self._others[rule] = ""  # it may refer to itself
+                    self._others[rule] = f"{rule} ::= {self._value(self._defs[name])}"
+                return rule
+            case nodes.Choice(options):
+                return self._rule(" | ".join(map(self._value, options)))
+            case nodes.Values(values):
+                return self._rule(" | ".join(_quoted(_constant(value)) for value in values))
+            case nodes.Members():
+                return f'"{{" {self._members(node)} "}}"'
+            case nodes.Items():
+                return f'"[" {self._items(node)} "]"'
+            case nodes.Text():
+                return _string(node)
+            case nodes.Number(kind) if node == nodes.Number(kind):
+                return self._rule(INTEGER if kind == "integer" else NUMBER)
+            case nodes.Number():
+                return self._bounded(json.dumps(nodes.schema_of(node)))
+        return "value"
 
     def _bounded(self, schema: str) -> str:
         """A number between bounds, as xgrammar writes it."""
@@ -101,30 +90,26 @@ class Writer:
         self._others[name] = re.sub(r"\broot", f"{name}root", "\n".join(rules))
         return f"{name}root"
 
-    def _items(self, schema: Mapping[str, Any]) -> str:
-        """Values with commas between them; ``prefixItems`` are all written (``lowering``)."""
-        least, most = schema.get("minItems", 0), schema.get("maxItems", -1)
-        if most == 0:
-            return NOTHING
-        first, behind = [self._value(one) for one in schema.get("prefixItems", ())], NOTHING
-        if schema["items"] is not False:
-            item = self._value(schema["items"])
+    def _items(self, node: nodes.Items) -> str:
+        """Values with commas between them."""
+        first, behind = [*map(self._value, node.prefix_items)], NOTHING
+        if node.items is not False:
+            item, least, most = self._value(node.items), node.min_items or 0, node.max_items
             first = first or [item]
-            more = max(least - len(first), 0), max(most - len(first), -1)
+            more = max(least - len(first), 0), None if most is None else most - len(first)
             behind = _repeated(self._rule(f'"," {item}'), *more)
         items = ' "," '.join(first) + f" {behind}"
-        return items if least else f"({items})?"
+        return items if node.min_items or not first else f"({items})?"
 
-    def _members(self, schema: Mapping[str, Any]) -> str:
+    def _members(self, node: nodes.Members) -> str:
         """``key:value`` pairs with commas between them."""
-        properties, required = schema.get("properties", {}), schema.get("required", ())
-        others = schema.get("additionalProperties", {})
-        least, most = schema.get("minProperties", 0), schema.get("maxProperties", -1)
-        if "patternProperties" in schema:
+        properties, required = node.properties, node.required
+        least, most = node.min_properties or 0, node.max_properties
+        if node.pattern_properties:
             raise _not_held("patternProperties")
-        if not properties and others is not False:
-            return self._any_members(others, least, most)
-        if least > len(required) or 0 <= most < len(properties):
+        if not properties and node.additional_properties is not False:
+            return self._any_members(node.additional_properties, least, most)
+        if least > len(required) or (most is not None and most < len(properties)):
             raise _not_held("minProperties" if least > len(required) else "maxProperties")
         first = behind = NOTHING  # of the names so far
         for name in sorted(properties, reverse=True):
@@ -135,14 +120,14 @@ class Writer:
             behind = self._rule(f'"," {pair} {behind}' + f" | {behind}" * is_optional)
         return first
 
-    def _any_members(self, schema: Mapping[str, Any], least: int, most: int) -> str:
+    def _any_members(self, value: nodes.Node, least: int, most: int | None) -> str:
         """Pairs with any names, some of which may be equal."""
         if least > 1:
             raise _not_held("minProperties")
         if most == 0:
             return NOTHING
-        pair = self._rule(f'{NAME} ":" {self._value(schema)}')
-        behind = _repeated(self._rule(f'"," {pair}'), 0, max(most - 1, -1))
+        pair = self._rule(f'{NAME} ":" {self._value(value)}')
+        behind = _repeated(self._rule(f'"," {pair}'), 0, most and most - 1)
         return f"{pair} {behind}" if least else f"({pair} {behind})?"
 
 
@@ -164,27 +149,20 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _repeated(rule: str, least: int, most: int) -> str:
-    """``most`` is -1 for any number."""
-    return NOTHING if most == 0 else f"{rule}{{{least},{most if most > 0 else ''}}}"
+def _repeated(rule: str, least: int, most: int | None) -> str:
+    return NOTHING if most == 0 else f"{rule}{{{least},{'' if most is None else most}}}"
 
 
-def _string(schema: Mapping[str, Any]) -> str:
-    inside = STRING
-    if "pattern" in schema:
-        inside = _quoted(schema["pattern"])
-    elif "minLength" in schema or "maxLength" in schema:
-        inside = f"[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+def _string(node: nodes.Text) -> str:
+    inside, most = STRING, node.max_length
+    if node.pattern is not None:
+        inside = _quoted(node.pattern)
+    elif node != nodes.Text():
+        inside = f"[^<]{{{node.min_length or 0},{'' if most is None else most}}}"
     return f"{_quoted(QUOTE)} {inside} {_quoted(QUOTE)}"
 
 
 def _constant(value: Any) -> str:
-    if isinstance(value, Mapping):
-        for name in value:
-            _check_name(name)
-        return "{" + ",".join(f"{key}:{_constant(value[key])}" for key in sorted(value)) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(_constant(one) for one in value) + "]"
     if not isinstance(value, str):
         return json.dumps(value)
     if not re.fullmatch(STRING, value):

@@ -10,15 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xgrammar import StructuralTag
-from xgrammar.structural_tag import (
-    AnyTextFormat,
-    ConstStringFormat,
-    OptionalFormat,
-    SequenceFormat,
-    TagFormat,
-    TagsWithSeparatorFormat,
-    TriggeredTagsFormat,
-)
+from xgrammar import structural_tag as formats
 
 from dllm.grammar.gemma_arguments import UNREAD
 
@@ -36,22 +28,26 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
             one call.
     """
     tags = [
-        TagFormat(
+        formats.TagFormat(
             begin=f"{BEGIN}call:{name}{{",
-            content=ConstStringFormat(value=UNREAD + json.dumps([name, schema])),  # see `tags`
+            content=formats.ConstStringFormat(
+                value=UNREAD + json.dumps([name, schema])
+            ),  # see `tags`
             end=f"}}{END}",
         )
         for name, schema in tools
     ]
     if tool_choice == "auto":
         # Without a reasoning parser, thoughts are text, too.
-        thought = TagFormat(begin=THOUGHT, content=AnyTextFormat(excludes=[BEGIN]), end=ANSWER)
-        text = TriggeredTagsFormat(triggers=[BEGIN], tags=tags)
+        thought = formats.TagFormat(
+            begin=THOUGHT, content=formats.AnyTextFormat(excludes=[BEGIN]), end=ANSWER
+        )
+        text = formats.TriggeredTagsFormat(triggers=[BEGIN], tags=tags)
         return StructuralTag(
-            format=SequenceFormat(elements=[OptionalFormat(content=thought), text])
+            format=formats.SequenceFormat(elements=[formats.OptionalFormat(content=thought), text])
         )
     return StructuralTag(
-        format=TagsWithSeparatorFormat(
+        format=formats.TagsWithSeparatorFormat(
             tags=tags, separator="", at_least_one=True, stop_after_first=tool_choice == "forced"
         )
     )

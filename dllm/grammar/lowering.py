@@ -5,38 +5,45 @@ lowered schema has no more values than the given one; it may have fewer, for ins
 that nobody declared are not written beside declared ones. What it cannot be narrowed to is refused,
 with the keyword and its path.
 
-It has ``type`` (one), ``enum``, ``anyOf`` (with nothing beside it), the keywords of the types, and
-references to ``#/$defs``; ``{}`` is any value.
+It is made of `nodes`.
 """
 
 import decimal
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from dllm.grammar.alternatives import TYPE_OF, TYPES, Alternatives, Conjunction, Flat, has_no_number
-from dllm.grammar.objects import lowered_object
-from dllm.grammar.patterns import IN_JSON, Alphabet
+from dllm.grammar import nodes
+from dllm.grammar.alternatives import (
+    TYPE_OF,
+    TYPES,
+    Alternatives,
+    Conjunction,
+    Flat,
+    bounds_of,
+    has_no_number,
+    property_of,
+)
+from dllm.grammar.patterns import ANYTHING, IN_JSON, Alphabet, Clause, exactly, held
 from dllm.grammar.references import CANNOT, Document, Part, refuse
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.strings import lowered_string
 
-Schema = dict[str, Any]
-
 NUM_DIGITS = 6  # digits behind the point in numbers that have bounds
-WHY = {
-    "uniqueItems": "answers cannot be held to items that differ (a set); send a list, and look for "
-    "repeated items in the answer"
-}
+NO_SETS = (
+    "answers cannot be held to items that differ (a set); send a list, and look for repeated items "
+    "in the answer"
+)
+MOST_NAMES = 64  # with more declared names, no free names are written beside them
 MOST_ITEMS = 1 << 20  # a larger number limits nothing: no answer is as long
 MOST_MULTIPLES = 256  # values that are listed from a bound on; without bounds, the largest step
-
-
 NO_MARKS = re.compile(r"\b\B")
 
 
-def lower(schema: Any, alphabet: Alphabet = IN_JSON, marks: re.Pattern[str] = NO_MARKS) -> Schema:
+def lower(
+    schema: Any, alphabet: Alphabet = IN_JSON, marks: re.Pattern[str] = NO_MARKS
+) -> nodes.Lowered:
     """The lowered schema of a JSON schema of draft 2020-12; older forms of items are read, too.
 
     Args:
@@ -53,110 +60,100 @@ def lower(schema: Any, alphabet: Alphabet = IN_JSON, marks: re.Pattern[str] = NO
         raise Unsupported(f"The schema is no valid JSON schema ({error}). Correct it.") from error
     if found is None:
         raise Unsupported("No value was found that the schema allows. Correct it.")
-    return ({"$defs": lowering.definitions} if lowering.definitions else {}) | found
+    return nodes.Lowered(found, lowering.definitions)
 
 
 class Lowering:
     """Lowers the schemas of one document; None is a schema without values.
 
     Attributes:
-        definitions: lowered schemas that are referred to, by their names.
+        definitions: nodes that are referred to, by their names.
     """
 
     def __init__(self, schema: Any, alphabet: Alphabet, marks: re.Pattern[str]) -> None:
         self.alphabet, self.marks = alphabet, marks
         self.document = Document(schema)
-        self.definitions: dict[str, Schema] = {}
+        self.definitions: dict[str, nodes.Node] = {}
         self.alternatives = Alternatives(self.document)
         self._names: dict[Conjunction, str] = {}
         self._empty: set[Conjunction] = set()
         self._open: dict[Conjunction, bool] = {}  # being lowered; whether something refers to it
 
-    def conjunction(self, asked: Conjunction) -> Schema | None:
-        """The lowered schema of the values of all parts."""
+    def conjunction(self, asked: Conjunction) -> nodes.Node | None:
+        """The node of the values of all parts."""
         asked = tuple(dict.fromkeys(asked))
         if asked in self._open:
             self._open[asked] = True
-            return self._reference(asked)
+            return nodes.Reference(self._name(asked))
         if asked in self._names and self._names[asked] in self.definitions:
-            return self._reference(asked)
+            return nodes.Reference(self._name(asked))
         if asked in self._empty:
             return None
         self._open[asked] = False
         known = set(self.definitions)
-        found: list[Schema] = []
+        found: list[nodes.Node] = []
         for flat in self.alternatives.of(asked):
-            found += [one for one in self.of_flat(flat, asked) if one not in found]
+            found += self.of_flat(flat, asked)
         is_referred_to = self._open.pop(asked)
         if not found:
             self._empty.add(asked)
             # What was lowered meanwhile may refer to it.
             self.definitions = {name: self.definitions[name] for name in known}
             return None
-        lowered = found[0] if len(found) == 1 else {"anyOf": found}
+        if len(found) > 1:  # each once; 1 and true are not the same
+            found = [*{repr(one): one for one in found}.values()]
+        lowered = found[0] if len(found) == 1 else nodes.Choice(tuple(found))
         is_named = is_referred_to or any(_has_reference(part) for part in asked)
-        if not is_named or lowered == {} or "$ref" in lowered:
+        if not is_named or lowered == nodes.Node() or isinstance(lowered, nodes.Reference):
             return lowered
         self.definitions[self._name(asked)] = lowered
-        return self._reference(asked)
-
-    def _reference(self, asked: Conjunction) -> Schema:
-        return {"$ref": f"#/$defs/{self._name(asked)}"}
+        return nodes.Reference(self._name(asked))
 
     def _name(self, asked: Conjunction) -> str:
         return self._names.setdefault(asked, f"r{len(self._names)}")
 
-    def of_flat(self, flat: Flat, asked: Conjunction) -> list[Schema]:
-        """One lowered schema for each type that an alternative allows.
-
-        Args:
-            asked: what its values are checked with.
-        """
+    def of_flat(self, flat: Flat, asked: Conjunction) -> list[nodes.Node]:
+        """One node for each type that an alternative allows; values are checked with ``asked``."""
         if "enum" in flat:
-            values = [
-                value
-                for value in flat["enum"]
-                if all(self.document.allows(part, value) for part in asked)
-            ]
+            allows = self.document.allows
+            values = [one for one in flat["enum"] if all(allows(part, one) for part in asked)]
             leaves = list(_leaves(values))
             if not all(map(_is_writable, leaves)):
                 refuse("enum", flat["path"], "a value has no text that is read as the same value")
             texts = (leaf for leaf in leaves if isinstance(leaf, str))
             if (text := next(filter(self.marks.search, texts), None)) is not None:
                 refuse("enum", flat["path"], f"the value {text[:80]!r} has a mark of calls")
-            whole = [one for one in values if isinstance(one, dict | list)]
-            if not self.alphabet.is_json or not whole:
-                return [{"enum": values}] if values else []
-            plain = [one for one in values if not isinstance(one, dict | list)]
-            return [*([{"enum": plain}] if plain else []), *map(_literal, whole)]
+            plain = tuple(one for one in values if not isinstance(one, dict | list))
+            whole = [_literal(one) for one in values if isinstance(one, dict | list)]
+            return [nodes.Values(plain), *whole] if plain else whole
         unheld = flat.get("unheld", ())
         spoken = {TYPE_OF[key] for key in flat if key in TYPE_OF} | {kind for kind, _, _ in unheld}
         # Whoever declares properties means an object; other keywords leave all other types alone.
         types = flat.get("type") or ({"object"} if "properties" in flat else set(TYPES))
         for kind, keyword, path in unheld:
             if kind is None or kind in types or (kind == "number" and "integer" in types):
-                refuse(keyword, path, WHY.get(keyword, CANNOT))
+                refuse(keyword, path, NO_SETS if keyword == "uniqueItems" else CANNOT)
         if types >= set(TYPES) and not spoken:
-            return [{}]
+            return [nodes.Node()]
         kinds = [kind for kind in (*TYPES, "integer") if kind in types]
         if "number" in types and "integer" in types:
             kinds.remove("integer")
-        made = [OF_TYPE[kind](self, flat) if kind in OF_TYPE else {"type": kind} for kind in kinds]
-        return [one for one in made if one is not None]
+        return [one for kind in kinds if (one := OF_TYPE[kind](self, flat)) is not None]
 
 
-def _literal(value: Any) -> Schema:
-    """The schema of one value, in any spacing."""
-    if isinstance(value, dict) and value:
-        members = {name: _literal(one) for name, one in value.items()}
-        shape = {"type": "object", "properties": members, "required": list(value)}
-        return shape | {"additionalProperties": False}
-    if isinstance(value, list) and value:
-        size = {"minItems": len(value), "items": False}
-        return {"type": "array", "prefixItems": [_literal(one) for one in value]} | size
+def _literal(value: Any) -> nodes.Node:
+    """One value, in any spacing."""
     if isinstance(value, dict):
-        return {"type": "object", "additionalProperties": False}
-    return {"type": "array", "maxItems": 0} if isinstance(value, list) else {"enum": [value]}
+        return nodes.Members({name: _literal(one) for name, one in value.items()}, tuple(value))
+    if isinstance(value, list):
+        return _all_of(map(_literal, value))
+    return nodes.Values((value,))
+
+
+def _all_of(items: Iterable[nodes.Node]) -> nodes.Items:
+    """Arrays of just these items."""
+    prefix = tuple(items)
+    return nodes.Items(prefix, False, len(prefix) or None, None if prefix else 0)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -183,76 +180,62 @@ def _has_reference(part: Part) -> bool:
     return isinstance(part.schema, dict) and "$ref" in part.schema
 
 
-def _number(lowering: Lowering, flat: Flat) -> Schema | None:
+def _number(lowering: Lowering, flat: Flat) -> nodes.Node | None:
     if "multipleOf" in flat:
         return _integer(lowering, flat)
     if has_no_number(flat):
         return None
-    low, above = (flat.get(key, -math.inf) for key in ("minimum", "exclusiveMinimum"))
-    high, below = (flat.get(key, math.inf) for key in ("maximum", "exclusiveMaximum"))
-    node: Schema = {"type": "number"}
-    if max(low, above) > -math.inf:
-        node["exclusiveMinimum" if above >= low else "minimum"] = max(low, above)
-    if min(high, below) < math.inf:
-        node["exclusiveMaximum" if below <= high else "maximum"] = min(high, below)
-    if len(node) == 3 and not _has_digits(node):
+    low, high, is_above, is_below = bounds = bounds_of(flat)
+    if -math.inf < low and high < math.inf and not _has_digits(*bounds):
         refuse("minimum", flat["path"], f"no number of {NUM_DIGITS} digits is between the bounds")
-    return node
+    least, most = low if low > -math.inf else None, high if high < math.inf else None
+    lower_bounds = (None, least) if is_above else (least, None)
+    return nodes.Number("number", *lower_bounds, *((None, most) if is_below else (most, None)))
 
 
-def _has_digits(node: Schema) -> bool:
+def _has_digits(least: float, most: float, is_above: bool, is_below: bool) -> bool:
     """Whether a number that xgrammar writes, with NUM_DIGITS behind the point, is in bounds."""
-    low = decimal.Decimal(str(node["minimum"] if "minimum" in node else node["exclusiveMinimum"]))
-    high = decimal.Decimal(str(node["maximum"] if "maximum" in node else node["exclusiveMaximum"]))
+    low, high = decimal.Decimal(str(least)), decimal.Decimal(str(most))
     step = decimal.Decimal(1).scaleb(-NUM_DIGITS)
     with decimal.localcontext(prec=400):
         first = (low / step).to_integral_value(decimal.ROUND_CEILING) * step
-        if first == low and "exclusiveMinimum" in node:
+        if first == low and is_above:
             first += step
-    return first < high or (first == high and "maximum" in node)
+    return first < high or (first == high and not is_below)
 
 
-def _integer(_: Lowering, flat: Flat) -> Schema | None:
-    lowest = [math.ceil(flat["minimum"])] if "minimum" in flat else []
-    lowest += [math.floor(flat["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in flat else []
-    highest = [math.floor(flat["maximum"])] if "maximum" in flat else []
-    highest += [math.ceil(flat["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in flat else []
-    bounds: Schema = {"minimum": max(lowest)} if lowest else {}
-    bounds |= {"maximum": min(highest)} if highest else {}
-    if lowest and highest and max(lowest) > min(highest):
+def _integer(_: Lowering, flat: Flat) -> nodes.Node | None:
+    low, high, is_above, is_below = bounds_of(flat)
+    if low > -math.inf:
+        low = math.floor(low) + 1 if is_above else math.ceil(low)
+    if high < math.inf:
+        high = math.ceil(high) - 1 if is_below else math.floor(high)
+    if low > high:
         return None
-    for keyword, bound in bounds.items():
-        if abs(bound) >= 1 << 63:
+    for keyword, bound in (("minimum", low), ("maximum", high)):
+        if 1 << 63 <= abs(bound) < math.inf:
             refuse(keyword, flat["path"], "it takes more than 64 bits")
     step = flat.get("multipleOf", 1)
     if step == 1:
-        return {"type": "integer"} | bounds
-    low, high = bounds.get("minimum"), bounds.get("maximum")
-    if low is None and high is None and step <= MOST_MULTIPLES:
-        return {"type": "integer", "multipleOf": step}
-    if low is not None or high is not None:
+        bounds = low if low > -math.inf else None, high if high < math.inf else None
+        return nodes.Number("integer", bounds[0], None, bounds[1])
+    if (low, high) != (-math.inf, math.inf):
         room = step * (MOST_MULTIPLES - 1)
-        first = (high // step) * step - room if low is None else -(-low // step) * step
-        values = range(first, (first + room if high is None else high) + 1, step)
+        first = int(-(-low // step) * step if low > -math.inf else (high // step) * step - room)
+        values = range(first, int(high if high < math.inf else first + room) + 1, step)
         if len(values) <= MOST_MULTIPLES:
-            return {"enum": list(values)} if values else None
+            return nodes.Values(tuple(values)) if values else None
+    elif step <= MOST_MULTIPLES:
+        return nodes.Number("integer", multiple_of=step)
     why = f"answers can be held to it beside one bound, or two with {MOST_MULTIPLES} values between"
     refuse("multipleOf", flat["path"], why)
 
 
-def _object(lowering: Lowering, flat: Flat) -> Schema | None:
-    return lowered_object(flat, lowering.conjunction, lowering.alternatives, lowering.alphabet)
-
-
-def _string(lowering: Lowering, flat: Flat) -> Schema | None:
-    return lowered_string(flat, lowering.alphabet)
-
-
-def _array(lowering: Lowering, flat: Flat) -> Schema | None:
+def _array(lowering: Lowering, flat: Flat) -> nodes.Node | None:
     fewest = math.ceil(flat.get("minItems", 0))
     has_most = flat.get("maxItems", math.inf) < MOST_ITEMS
     most = math.floor(flat["maxItems"]) if has_most else MOST_ITEMS
-    prefix: list[Schema] = []
+    prefix: list[nodes.Node] = []
     rest = lowering.conjunction(flat.get("items", ())) if most > 0 else None
     for asked in flat.get("prefixItems", ())[: max(most, 0)]:
         item = lowering.conjunction(asked)
@@ -264,23 +247,127 @@ def _array(lowering: Lowering, flat: Flat) -> Schema | None:
         most = min(most, len(prefix))
     if fewest > most:
         return None
-    if most <= 0:
-        return {"type": "array", "maxItems": 0}
-    node: Schema = {"type": "array"}
-    if prefix:  # xgrammar writes all of them
-        node["prefixItems"] = prefix
-        fewest = max(fewest, len(prefix))
-        if len(prefix) == most:
-            return node | {"minItems": most, "items": False}
-    node |= {"items": rest}
-    node |= {"minItems": fewest} if fewest else {}
-    return node | ({"maxItems": most} if has_most else {})
+    if rest is None or len(prefix) >= most:
+        return _all_of(prefix)
+    fewest = max(fewest, len(prefix))  # xgrammar writes all of them
+    return nodes.Items(tuple(prefix), rest, fewest or None, most if has_most else None)
 
 
-OF_TYPE: Mapping[str, Callable[[Lowering, Flat], Schema | None]] = {
+def _object(lowering: Lowering, flat: Flat) -> nodes.Node | None:
+    """The node of an alternative's objects; None if there are none.
+
+    xgrammar may write a free name twice. The last one counts, so that is no harm as long as nothing
+    counts names, and a free name is never a declared one.
+    """
+    alternatives = lowering.alternatives
+    declared, has_others = _declared(flat, alternatives)
+    required = flat.get("required", [])
+    properties: dict[str, nodes.Node] = {}
+    for name, asked in declared.items():
+        lowered = lowering.conjunction(asked) if _is_name(flat, name, alternatives) else None
+        if lowered is not None:
+            properties[name] = lowered
+        elif name in required:
+            return None
+    fewest, most = max(flat.get("minProperties", 0), 0), flat.get("maxProperties", math.inf)
+    if max(fewest, len(required)) > most:
+        return None
+    # Free names may come twice: where more than one is missing, declared ones have to do.
+    is_enough = fewest <= len(required) + 1 or fewest > len(properties)
+    others, patterns = (
+        _others(lowering, flat, declared)
+        if has_others and most > len(required) and is_enough
+        else (None, {})
+    )
+    is_open = others is not None or bool(patterns)
+    if not is_open and fewest > len(properties):
+        return None
+    if is_open and fewest > len(required) + 1:
+        refuse("minProperties", flat["path"], "names that are not declared may come twice")
+    least = math.ceil(fewest) if fewest > len(required) else None
+    is_reached = most < math.inf and (is_open or most < len(properties))
+    limit = math.floor(most) if is_reached else None
+    return nodes.Members(properties, tuple(required), others or False, patterns, least, limit)
+
+
+def _declared(flat: Flat, alternatives: Alternatives) -> tuple[dict[str, Conjunction], bool]:
+    """The properties that are written by their names, and whether there may be others.
+
+    Beside declared names there are others only if the schema says of which value.
+    """
+    names = dict.fromkeys([*flat.get("properties", ()), *flat.get("required", ())])
+    named = [part for asked in flat.get("properties", {}).values() for part in asked]
+    is_named = any(part.schema is not False for part in named) or bool(flat.get("required"))
+    has_others = not is_named or not {"additionalProperties", "patternProperties"}.isdisjoint(flat)
+    if "propertyNames" in flat:
+        listed = alternatives.of(flat["propertyNames"])
+        if all("enum" in one for one in listed):
+            values = [value for one in listed for value in one["enum"] if isinstance(value, str)]
+            names |= dict.fromkeys(values)
+            has_others = False
+    return {name: property_of(flat, name) for name in names}, has_others
+
+
+def _is_name(flat: Flat, name: str, alternatives: Alternatives) -> bool:
+    asked: Conjunction = flat.get("propertyNames", ())
+    return all(alternatives.document.allows(part, name) for part in asked)
+
+
+def _others(
+    lowering: Lowering, flat: Flat, declared: Mapping[str, Conjunction]
+) -> tuple[nodes.Node | None, Mapping[str, nodes.Node]]:
+    """The values of names that are not declared.
+
+    A name is of one of the patterns alone, or of none and of ``additionalProperties``.
+    """
+    patterns: dict[str, Conjunction] = flat.get("patternProperties", {})
+    if len(declared) > MOST_NAMES or (declared and not lowering.alphabet.is_json):
+        return None, {}
+    has_rest = not patterns or "additionalProperties" in flat
+    rest = lowering.conjunction(flat.get("additionalProperties", ())) if has_rest else None
+    if not patterns and not declared:
+        if rest is None or "propertyNames" not in flat:
+            return rest, {}
+        return None, dict.fromkeys(_named(flat, lowering.alternatives), rest)
+    if "propertyNames" in flat and declared:
+        return None, {}
+    if "propertyNames" in flat:
+        refuse("patternProperties", flat["path"], "beside others answers cannot be held to it")
+    asides = [Clause(exactly(declared), is_there=False)] if declared else []
+    found: dict[str, nodes.Node] = {}
+    for pattern, asked in [*patterns.items(), (None, None)]:
+        value = rest if asked is None else lowering.conjunction(asked)
+        if value is not None:
+            parts = [Clause(other, other == pattern, is_whole=False) for other in patterns]
+            if (spelled := held([*parts, *asides])) is not None:
+                found[spelled] = value
+    return None, found
+
+
+def _named(flat: Flat, alternatives: Alternatives) -> list[str]:
+    """Names that ``propertyNames`` allows; each alternative is a pattern."""
+    found: list[str | None] = []
+    for one in alternatives.of(flat["propertyNames"]):
+        for kind, keyword, path in one.get("unheld", ()):
+            if kind in ("string", None):
+                refuse(keyword, path)
+        if "enum" in one:
+            texts = [text for text in one["enum"] if isinstance(text, str)]
+            texts = [text for text in texts if _is_name(flat, text, alternatives)]
+            found += [held([Clause(exactly(texts))])] if texts else []
+        elif "string" in one.get("type", TYPES) and (names := lowered_string(one, IN_JSON)):
+            most = math.inf if names.max_length is None else names.max_length
+            plain = held([Clause(ANYTHING)], IN_JSON, names.min_length or 0, most)
+            found.append(names.pattern or plain)
+    return [spelled for spelled in found if spelled is not None]
+
+
+OF_TYPE: Mapping[str, Callable[[Lowering, Flat], nodes.Node | None]] = {
     "number": _number,
     "integer": _integer,
-    "string": _string,
+    "string": lambda lowering, flat: lowered_string(flat, lowering.alphabet),
     "array": _array,
     "object": _object,
+    "boolean": lambda *_: nodes.Values((False, True)),
+    "null": lambda *_: nodes.Values((None,)),
 }

@@ -48,6 +48,10 @@ def canonical(value: Any) -> str:
             return {name: plain(one) for name, one in value.items()}
         if isinstance(value, list):
             return [plain(one) for one in value]
+        if isinstance(value, set | tuple):  # of alternatives
+            return sorted(map(plain, value), key=repr)
+        if isinstance(value, Part):
+            return id(value.schema)
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     return json.dumps(plain(value), sort_keys=True)

@@ -1,8 +1,9 @@
 """Strings of a lowered schema: patterns, lengths and formats."""
 
 import math
-from typing import Any
 
+from dllm.grammar.alternatives import Flat
+from dllm.grammar.nodes import Text
 from dllm.grammar.patterns import Alphabet, Clause, held
 from dllm.grammar.references import refuse
 
@@ -51,13 +52,12 @@ FORMATS = {
     "uri-reference": f"(?:{URI}|{REFERENCE})",
     "uri-template": rf"https?://{LABEL}(?:\.{LABEL})*(?:/(?:{UNRESERVED}|\{{[A-Za-z0-9_]+\}})*)*",
 }
-UUIDS = {
+FORMATS |= {
     f"uuid{version}": f"{HEX}{{8}}-{HEX}{{4}}-{version}{HEX}{{3}}-[89abAB]{HEX}{{3}}-{HEX}{{12}}"
     for version in range(1, 9)
 }
 # pydantic's, of which no standard says more: any text without control characters.
-PATHS = dict.fromkeys(("path", "file-path", "directory-path"), r"[^\x00-\x1f\x7f]+")
-FORMATS |= UUIDS | PATHS
+FORMATS |= dict.fromkeys(("path", "file-path", "directory-path"), r"[^\x00-\x1f\x7f]+")
 # Beside a length: an address of at most 337 characters.
 SHORT_URI = r"https?://(?:[a-z0-9]{1,20}\.){1,3}[a-z]{2,10}(?:/[A-Za-z0-9._~/-]{0,255})?"
 # JSON Schema's that answers are not held to. Other names are notes, which limit no text.
@@ -65,9 +65,8 @@ NOT_HELD = ("idn-email", "idn-hostname", "iri", "iri-reference", "regex")
 MOST_LENGTH = 1 << 20  # a larger one limits nothing: no answer is as long
 
 
-def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] | None:
-    """The lowered schema of an alternative's strings (``alternatives``); None if there are none."""
-    node: dict[str, Any] = {"type": "string"}
+def lowered_string(flat: Flat, alphabet: Alphabet) -> Text | None:
+    """The node of an alternative's strings (``alternatives``); None if there are none."""
     fewest = max(math.ceil(flat.get("minLength", 0)), 0)
     most = flat.get("maxLength", math.inf)
     most = math.floor(most) if most < MOST_LENGTH else math.inf
@@ -84,10 +83,9 @@ def lowered_string(flat: dict[str, Any], alphabet: Alphabet) -> dict[str, Any] |
         is_short = form == "uri" and not patterns and (fewest, most) != (0, math.inf)
         parts.insert(0, Clause(SHORT_URI if is_short else FORMATS[form]))
     if not parts:
-        node |= {"minLength": fewest} if fewest else {}
-        return node | ({"maxLength": most} if most < math.inf else {})
+        return Text(None, fewest or None, int(most) if most < math.inf else None)
     spelled = held(parts, alphabet, fewest, most)
     if spelled is None:
         keyword = "format" if "format" in flat else "pattern"
         refuse(keyword, path, "beside what else is asked answers cannot be held to it")
-    return node | {"pattern": spelled}
+    return Text(spelled)

@@ -24,7 +24,7 @@ def lower_text(kind: str, text: str) -> str:
         return text
     given = read_json(text)
     if kind == "json":
-        return json.dumps(lower(given))
+        return json.dumps(lower(given).schema())
     marks = "|".join(map(re.escape, MARK.findall("\n".join(spoken(given)))))
     return json.dumps(_lower_tag(given, re.compile(marks) if marks else NO_MARKS))
 
@@ -32,13 +32,9 @@ def lower_text(kind: str, text: str) -> str:
 def read_json(text: str) -> Any:
     """What the text of a schema or a structural tag says."""
     try:
-        return json.loads(text, parse_constant=_no_json)
+        return json.loads(text, parse_constant=int)  # which reads no NaN
     except (ValueError, RecursionError) as error:
         raise Unsupported("The grammar is no valid JSON. Correct it.") from error
-
-
-def _no_json(text: str) -> Any:
-    raise ValueError(text)
 
 
 def spoken(tag: Any, key: str = "") -> Iterator[str]:
@@ -64,7 +60,7 @@ def _lower_tag(tag: Any, marks: re.Pattern[str]) -> Any:
     if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
         return {"type": "const_string", "value": _spelled(tag["pattern"])}
     return {
-        key: lower(value, marks=marks) if key in SCHEMAS else _lower_tag(value, marks)
+        key: lower(value, marks=marks).schema() if key in SCHEMAS else _lower_tag(value, marks)
         for key, value in tag.items()
     }
 

@@ -27,7 +27,7 @@ VALUES = (
 
 
 def accepted(schema) -> list[object]:
-    made, _ = of_schema(json.dumps(lower(schema)))
+    made, _ = of_schema(json.dumps(lower(schema).schema()))
     ends = ((value, made.read(START, json.dumps(value).encode())) for value in VALUES)
     return [value for value, state in ends if state != DEAD and made.accepts(state)]
 

@@ -69,7 +69,7 @@ class Asked:
     def table(self, grammars: Grammars) -> Table:
         asked = self.request.structured_outputs
         kind = "structural_tag" if asked.structural_tag else "json"
-        spec = Spec(kind, asked.structural_tag or json.dumps(lower(asked.json)))
+        spec = Spec(kind, asked.structural_tag or json.dumps(lower(asked.json).schema()))
         return Table.from_bytes(grammars.begin(spec, []).result())
 
     def calls(self, text: str) -> list[tuple[str, Any]]:
@@ -194,7 +194,7 @@ def test_a_custom_tool_is_given_one_text(grammars, parser, choice, call):
     make = parser_of(ParserManager.get_parser(parser, enable_auto_tools=True))
     outputs = make(TOKENIZER, request.tools).adjust_request(request).extract_structured_outputs()
     kind = "structural_tag" if outputs.structural_tag else "json"
-    spec = Spec(kind, outputs.structural_tag or json.dumps(lower(outputs.json)))
+    spec = Spec(kind, outputs.structural_tag or json.dumps(lower(outputs.json).schema()))
     found = Table.from_bytes(grammars.begin(spec, []).result())
     name, text = ("input", '<|"|>a<|"|>') if parser == "gemma4" else ('"input"', '"a"')
     assert accepts(found, call.replace("*", f"{name}:{text}"))
