@@ -29,10 +29,9 @@ def maybe_compile(
     of one token), ``function`` runs without the compiler, which treats a size of 1 as a special
     case, and would compile everything once more for it while a request waits.
 
-    Before each call ``torch.compile`` checks its guards: hundreds of attributes and functions. With
-    one request that is up to a tenth of a pass, so what does not change is not checked: attributes
-    of fixed arguments, and what modules define. A kernel that is wrong (``ops.dispatch``) is
-    replaced before anything is compiled.
+    Before each call ``torch.compile`` checks its guards: hundreds of attributes and functions.
+    Those of fixed arguments and of modules are not checked, as they do not change: a wrong kernel
+    (``ops.dispatch``) is replaced before anything is compiled.
     """
     if vllm_config.compilation_config.mode == CompilationMode.NONE:
         return function
