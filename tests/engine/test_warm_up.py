@@ -273,56 +273,71 @@ def test_a_gpu_worker_warms_up_before_graphs_are_captured(
 # --- compiled -------------------------------------------------------------------------------------
 
 
+@dataclass
+class CompiledStarts:
+    """Starts of one model with one cache, one after the other."""
+
+    model: Path
+    cache: Path
+
+    def start(self) -> dict[str, Any]:
+        # Inductor's own cache is under vLLM's, once the backbone is compiled.
+        caches = {"VLLM_CACHE_ROOT": str(self.cache), "TORCHINDUCTOR_CACHE_DIR": str(self.cache)}
+        less_time = {"TORCHINDUCTOR_DEBUG_COMPILE": "1"}  # -O0: the same code
+        environment = {"TORCHDYNAMO_DISABLE": "0", "OMP_NUM_THREADS": "1"} | caches | less_time
+        worker = ("-m", "tests.support.compiled_start_worker", str(self.model))
+        return printed_json(run_python(*worker, environment=environment, timeout=HANG_S))
+
+
 @pytest.fixture(scope="module")
 def starts(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """What two compiled starts in a row report.
-
-    The first has an empty cache. In the cache of the second a compiled library is cut short, which
-    ends a process that loads it.
-    """
-    model = checkpoint(layer_types=["full_attention"])
+) -> CompiledStarts:
     cache = tmp_path_factory.mktemp("cache")
     # What vLLM noted about model classes, which takes another process, is no compilation.
     noted = Path(envs.VLLM_CACHE_ROOT) / "modelinfos"
     noted.mkdir(parents=True, exist_ok=True)
     (cache / noted.name).symlink_to(noted)
-    # Inductor's own cache is under vLLM's, once the backbone is compiled.
-    environment = {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    environment |= {"TORCHDYNAMO_DISABLE": "0", "OMP_NUM_THREADS": "1"}
-    environment["TORCHINDUCTOR_DEBUG_COMPILE"] = "1"  # -O0: the same code, compiled in less time
+    return CompiledStarts(checkpoint(layer_types=["full_attention"]), cache)
 
-    def start() -> dict[str, Any]:
-        worker = ("-m", "tests.support.compiled_start_worker", str(model))
-        return printed_json(run_python(*worker, environment=environment, timeout=HANG_S))
 
-    first = start()
-    library = min(cache.rglob("*.main.so"))
+@pytest.fixture(scope="module")
+def first(starts: CompiledStarts) -> dict[str, Any]:
+    return starts.start()
+
+
+@pytest.fixture(scope="module")
+def restart(starts: CompiledStarts, first: dict[str, Any]) -> dict[str, Any]:
+    """A start whose cache has a library that is cut short, which ends a process that loads it."""
+    library = min(starts.cache.rglob("*.main.so"))
     os.truncate(library, 4096)
-    second = start()
+    report = starts.start()
     assert library.stat().st_size > 4096, "it was not compiled again"
-    return [first, second]
+    return report
 
 
-def test_no_request_waits_for_a_compiler(starts: list[dict[str, Any]]) -> None:
-    for report in starts:
-        assert report["traced"] > 0
-        assert set(report["traced_later"].values()) == {0}, report["traced_later"]
+@pytest.fixture(params=["first", "restart"])
+def started(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.getfixturevalue(request.param)
 
 
-def test_nothing_is_compiled_twice_at_start(starts: list[dict[str, Any]]) -> None:
-    assert [report["traced_again"] for report in starts] == [[], []]
+def test_no_request_waits_for_a_compiler(started: dict[str, Any]) -> None:
+    assert started["traced"] > 0
+    assert set(started["traced_later"].values()) == {0}, started["traced_later"]
 
 
-def test_what_does_not_change_is_not_checked_in_every_step(starts: list[dict[str, Any]]) -> None:
-    for report in starts:  # 300 with fixed arguments and modules
-        assert report["checked"]
-        assert max(report["checked"]) < 50
+def test_nothing_is_compiled_twice_at_start(started: dict[str, Any]) -> None:
+    assert started["traced_again"] == []
 
 
-def test_a_restart_loads_the_compiled_backbone(starts: list[dict[str, Any]]) -> None:
-    first, second = starts
+def test_what_does_not_change_is_not_checked_in_every_step(started: dict[str, Any]) -> None:
+    assert started["checked"]
+    assert max(started["checked"]) < 50  # 300 with fixed arguments and modules
+
+
+def test_a_restart_loads_the_compiled_backbone(
+    first: dict[str, Any], restart: dict[str, Any]
+) -> None:
     assert (first["compiled"], first["loaded"]) == (1, 0)
-    assert (second["compiled"], second["loaded"]) == (0, 1)
-    assert second["tokens"] == first["tokens"]
+    assert (restart["compiled"], restart["loaded"]) == (0, 1)
+    assert restart["tokens"] == first["tokens"]
