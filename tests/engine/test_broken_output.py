@@ -1,6 +1,5 @@
 """What is not finite in a model's output ends its request with an error, and no other one."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,13 +11,7 @@ from tests.engine.test_parity import prompt
 from tests.support.engine_models import Model
 
 
-@pytest.fixture(params=["gemma", "sdar", "llada2", "nemotron"])
-def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
-    return model_named(request.param)
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_request_with_a_broken_canvas_ends_with_an_error(
     model: Model, is_async: bool, value: float
 ) -> None:

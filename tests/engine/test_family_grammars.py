@@ -1,9 +1,9 @@
 """Structured outputs of every way to denoise, through vLLM's engine, with random weights.
 
-Forms, and how an answer of each is judged, are those of ``test_grammars``.
+Forms, and how an answer of each is judged, are those of ``test_grammars``. Edits and random
+grammars: ``tests/models/test_unmasking_grammars.py``.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,12 +44,6 @@ SAMPLING = [
     {"temperature": 2.0, "top_k": 5},
     {"min_p": 0.2, "top_p": 0.5},
 ]
-
-
-# Edits and random grammars: tests/models/test_unmasking_grammars.py.
-@pytest.fixture(scope="module", params=["gemma", "sdar", "llada2", "nemotron"])
-def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
-    return model_named(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 In models with blocks behind prompts that end within a block, too.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from dllm.models.unmasking.rule import STRATEGIES
 from tests.engine.test_parity import CANVAS, prompt
 from tests.engine.test_sampling_engine import CONTEXT, assert_seen, params, tokens_of, watched
-from tests.support.engine_models import BLOCKS, SIZES, Model
+from tests.support.engine_models import Model
 
 # What changes tokens, or their order: of each family.
 WAYS: dict[str, list[dict[str, Any]]] = {
@@ -34,16 +33,6 @@ def pins_of(model: Model) -> dict[int, int]:
     size = model.size
     places = (0, 2, size - 1, size, size + 2, 3 * size - 1)
     return {place: 40 + at for at, place in enumerate(places)}
-
-
-@pytest.fixture(scope="module", params=[*SIZES])
-def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
-    return model_named(request.param)
-
-
-@pytest.fixture(scope="module", params=BLOCKS)
-def of_blocks(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
-    return model_named(request.param)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

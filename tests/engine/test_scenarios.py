@@ -5,8 +5,6 @@ tests takes one pass an engine step. It is held to Hugging Face in ``test_parity
 and plain loops in ``tests/models``.
 """
 
-from collections.abc import Callable
-
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -14,26 +12,16 @@ from tests.engine.test_loop import switched
 from tests.engine.test_parity import prompt
 from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import Engine, assert_same_runs, blocks_of
-from tests.support.engine_models import SIZES, Model
+from tests.support.engine_models import Model
 from tests.support.grammar_paths import as_on_a_gpu
 from tests.support.recorded_calls import record_calls
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[*SIZES])
-def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
-    return model_named(request.param)
-
-
 @pytest.fixture(scope="module")
 def quiet(model: Model) -> Engine:
     return model.engine()
-
-
-@pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
-def is_async(request: pytest.FixtureRequest) -> bool:
-    return request.param
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 """Sessions of streamed input: a piece continues the text so far, but for its last token."""
 
-from collections.abc import Callable
-
-import pytest
 from vllm import SamplingParams
 
 from tests.engine.test_parity import prompt
@@ -11,11 +8,6 @@ from tests.support.engine_models import Model
 
 # Tokens of a piece, and canvases of its answer: one in part, one and a half, two.
 TURNS = [(10, 0.75), (7, 1.5), (21, 2)]
-
-
-@pytest.fixture(params=["gemma", "sdar", "llada2", "nemotron"])
-def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
-    return model_named(request.param)
 
 
 def ask(engine: Engine, name: str, piece: list[int], params: SamplingParams) -> None:
@@ -41,7 +33,6 @@ def answers(engine: Engine, names: list[str]) -> dict[str, list[int]]:
     raise AssertionError(f"{waiting} did not answer")
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_piece_is_answered_as_the_whole_text(model: Model, is_async: bool) -> None:
     """Two sessions side by side."""
     engine = model.engine(is_async)

@@ -1,10 +1,10 @@
 """Thinking budgets through vLLM's real engine: every thought ends where its budget does, or before.
 
-Also where a model would never end a thought by itself.
+Also where a model would never end a thought by itself. Preempted: ``test_drawn_scenarios``.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tests.engine.test_parity import prompt
 from tests.engine.test_sampling_engine import assert_seen
-from tests.support.engine_harness import TIGHT
 from tests.support.engine_models import Model
 from tests.support.grammar_paths import as_on_a_gpu
-from tests.support.recorded_calls import record_calls
 from tests.support.tape_jobs import PARSER, write_with_thoughts
 
 START, END = 7, 8  # under the names that PARSER reads
@@ -24,16 +22,11 @@ FOR_EVER = {START: -100.0, END: -100.0}  # the model begins and ends no thought
 ENDS_AND_BEGINS = {START: 9.0, END: 9.0}  # again and again
 
 
-@pytest.fixture(scope="module", params=["gemma", "sdar", "llada2", "nemotron"])
-def model(
-    request: pytest.FixtureRequest,
-    model_named: Callable[[str], Model],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Model:
+@pytest.fixture(scope="module")
+def model(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """With these names in its tokenizer."""
-    plain = model_named(request.param)
     path = tmp_path_factory.mktemp("thoughts") / "model"
-    return replace(plain, path=write_with_thoughts(plain.path, path))
+    return replace(model, path=write_with_thoughts(model.path, path))
 
 
 def full_thoughts(context: Sequence[int], answer: Sequence[int], budget: int) -> list[int]:
@@ -125,21 +118,6 @@ def test_thoughts_that_begin_and_end_on_a_canvas(model):
                 full = full_thoughts(context, tokens, budget)
                 held, own = held + len(full), own + len(ends_of(tokens)) - len(full)
     assert held > 20 and own > 5
-
-
-def test_preemption_changes_no_token(model, monkeypatch):
-    """In the middle of canvases; some do not fit into a step, which is a single pass."""
-    is_gemma, blocks = model.name == "gemma", 128 / model.size
-    few = {"num_gpu_blocks_override": 24 if is_gemma else 14}
-    engine, tight = engine_of(model), engine_of(model, **TIGHT | few)
-    contexts = [[*prompt(60 if is_gemma else 157, salt=at), START, 41] for at in range(4)]
-    many = [asked(model, b, blocks, logit_bias=FOR_EVER, seed=b) for b in (3, 33, 65, 120)]
-    expected = engine.generate(contexts, many)
-    preempted = record_calls(monkeypatch, tight.scheduler, "_preempt_request")
-    with tight.one_pass_a_step():
-        assert tight.generate(contexts, many) == expected
-    assert preempted, "the cache was large enough for everybody"
-    assert [ends_of(tokens)[0] for tokens in expected] == [2, 32, 64, 119]
 
 
 def test_logprobs_and_samples(model):
