@@ -1,4 +1,7 @@
-"""Rejection sampling of drafts: every token has the target's distribution."""
+"""Rejection sampling of drafts: every token has the target's distribution.
+
+Draws follow from fixed seeds: a test that has passed once passes always.
+"""
 
 from types import SimpleNamespace
 
@@ -7,14 +10,12 @@ import torch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from dllm.drafter.verification import RatioSampler, ratio_test
+from tests.ops.test_noise import assert_drawn_from
 from tests.support.drafter_harness import drafting_engine, greedy, make_policy, policy_of
 from tests.support.drafter_pairs import SMALL_VOCAB
 from tests.support.engine_harness import Engine
 
 VOCAB, NUM_DRAFTS = 6, 2
-# All draws follow from fixed seeds: a test that has passed once passes always. Of right samplers
-# with other seeds, one in a million would fail.
-SIGNIFICANCE = 1e-6
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -56,15 +57,6 @@ def test_a_draft_that_is_a_point_is_kept_with_the_targets_probability():
     torch.testing.assert_close(ratio, target.diagonal())
     found = torch.diag(ratio) + (1 - ratio)[:, None] * residual / residual.sum(1, keepdim=True)
     torch.testing.assert_close(found, target)
-
-
-def fits(tokens: torch.Tensor, probabilities: torch.Tensor) -> bool:
-    """Whether Pearson's chi-square test finds nothing against tokens from this distribution."""
-    counts = tokens.bincount(minlength=len(probabilities)).double()
-    expected = len(tokens) * probabilities.double()
-    statistic = ((counts - expected).square() / expected).sum()
-    half = torch.tensor((len(probabilities) - 1) / 2, dtype=torch.float64)
-    return bool(torch.special.gammaincc(half, statistic / 2) > SIGNIFICANCE)
 
 
 NUM_REQUESTS = 60_000
@@ -113,12 +105,13 @@ def test_tokens_of_many_requests_have_the_targets_distribution(engine, is_sample
     )  # fmt: skip
     for heat in (1.0, 2.0):
         asked = temperature == heat
-        assert fits(tokens[asked, 0], (target[3] / heat).softmax(0))
+        assert_drawn_from(tokens[asked, 0].bincount(minlength=VOCAB), (target[3] / heat).softmax(0))
         for token in range(VOCAB):
             for place in (1, 2):  # a token behind drafts that were kept, and the one behind both
                 behind = asked & (num_emitted > place) & (tokens[:, place - 1] == token)
                 if behind.sum() > 200:
-                    assert fits(tokens[behind, place], (target[token] / heat).softmax(0))
+                    counts = tokens[behind, place].bincount(minlength=VOCAB)
+                    assert_drawn_from(counts, (target[token] / heat).softmax(0))
     is_greedy = temperature == 0
     assert (tokens[is_greedy, 0] == target[3].argmax()).all()
     assert {1, 2, 3} == set(num_emitted.tolist())
@@ -160,7 +153,8 @@ def test_served_tokens_have_the_targets_distribution(engine, plain, kind):
         found = {token: one.logprob for token, one in output.outputs[0].logprobs[0].items()}
         logprobs = torch.tensor([found[token] for token in range(SMALL_VOCAB)]).double()
         here = answers if not prefix else answers[answers[:, 0] == likeliest]
-        assert fits(here[:, len(prefix)], (logprobs / HEAT).softmax(0))
+        counts = here[:, len(prefix)].bincount(minlength=SMALL_VOCAB)
+        assert_drawn_from(counts, (logprobs / HEAT).softmax(0))
 
 
 def test_drafts_are_drawn_by_vllm_with_numbers_of_their_own(engine):

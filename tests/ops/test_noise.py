@@ -38,11 +38,20 @@ def token_bits_python(key: tuple[int, int], token: int) -> int:
     return x ^ (x >> 14)
 
 
-def chi_square_tail(counts: Tensor, expected: Tensor) -> float:
-    """Probability of a statistic at least this large if `expected` is right."""
-    statistic = ((counts - expected) ** 2 / expected).sum().double()
-    half = torch.tensor((counts.numel() - 1) / 2, dtype=torch.float64)
-    return torch.special.gammaincc(half, statistic / 2).item()
+def assert_drawn_from(counts: Tensor, probs: Tensor, num_tests: int = 1, what: object = "") -> None:
+    """Pearson's chi-square test of how often each was drawn, [V], against its probability, [V]."""
+    assert not counts[probs == 0].any(), "what is excluded was drawn"
+    counts, probs = counts[probs > 0].double(), probs[probs > 0].double()
+    if len(counts) > 1:
+        expected = probs * counts.sum()
+        statistic = ((counts - expected) ** 2 / expected).sum()
+        half = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
+        tail = torch.special.gammaincc(half, statistic / 2).item()
+        assert tail > ERROR_PROBABILITY / num_tests, (what, tail)
+
+
+def uniform(size: int) -> Tensor:
+    return torch.full((size,), 1 / size, dtype=torch.float64)
 
 
 def random_keys(num: int, seed: int) -> Tensor:
@@ -157,9 +166,8 @@ def test_bits_of_a_row_are_distinct_and_uniform() -> None:
         bits = noise.token_bits(random_keys(1, seed)[0], torch.arange(2**16))
         assert torch.unique(bits).numel() == 2**16
         for shift in (24, 12, 0):
-            counts = torch.bincount((bits >> shift) & 255, minlength=256).double()
-            tail = chi_square_tail(counts, torch.full_like(counts, 256.0))
-            assert tail > ERROR_PROBABILITY / 24, (seed, shift, tail)
+            counts = torch.bincount((bits >> shift) & 255, minlength=256)
+            assert_drawn_from(counts, uniform(256), 24, (seed, shift))
 
 
 def test_neighbouring_positions_and_tokens_are_independent() -> None:
@@ -170,9 +178,8 @@ def test_neighbouring_positions_and_tokens_are_independent() -> None:
         "token, token + 256": (bits[:, :256], bits[:, 256:]),
     }
     for name, (a, b) in pairs.items():
-        counts = torch.bincount((a * 16 + b).flatten(), minlength=256).double()
-        tail = chi_square_tail(counts, torch.full_like(counts, a.numel() / 256))
-        assert tail > ERROR_PROBABILITY / 3, (name, tail)
+        counts = torch.bincount((a * 16 + b).flatten(), minlength=256)
+        assert_drawn_from(counts, uniform(256), 3, name)
 
 
 @pytest.mark.parametrize("stride", [1, 257, 2**10, 2**13])
@@ -185,16 +192,13 @@ def test_gumbel_max_draws_from_the_softmax(stride: int) -> None:
         bits = noise.token_bits(keys, torch.arange(num_tokens) * stride)
         drawn = (logits + noise.gumbel_from_bits(bits)).argmax(dim=-1)
         counts += torch.bincount(drawn, minlength=num_tokens)
-    tail = chi_square_tail(counts, num_draws * torch.softmax(logits.double(), 0))
-    assert tail > ERROR_PROBABILITY / 4, (stride, tail)
+    assert_drawn_from(counts, torch.softmax(logits.double(), 0), 4, stride)
 
 
 def test_random_tokens_are_uniform_over_a_vocabulary_that_is_no_power_of_two() -> None:
     seeds = torch.arange(512)
     tokens = noise.random_tokens(seeds, seeds * 0 + 64, seeds * 0, 256, 1000, 0)
-    counts = torch.bincount(tokens.flatten(), minlength=1000).double()
-    tail = chi_square_tail(counts, torch.full_like(counts, tokens.numel() / 1000))
-    assert counts.numel() == 1000 and tail > ERROR_PROBABILITY
+    assert_drawn_from(torch.bincount(tokens.flatten(), minlength=1000), uniform(1000))
 
 
 def test_compiled_bits_are_the_same_at_every_shape() -> None:
