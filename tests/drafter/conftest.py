@@ -1,4 +1,4 @@
-"""A pair whose drafts are mostly right, which several files share; others write their own."""
+"""Pairs that several files share: drafts are mostly right, or mostly wrong."""
 
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,13 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.drafter_pairs import write_repeating_drafter
 
     return write_repeating_drafter(tmp_path_factory.mktemp("drafter"))
+
+
+@pytest.fixture(scope="session")
+def random_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.drafter_pairs import write_target
+
+    return write_target(tmp_path_factory.mktemp("random_target"))
 
 
 @pytest.fixture(scope="module")

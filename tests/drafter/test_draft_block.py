@@ -7,25 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from dllm.drafter.block import DraftBlock, reveal_surest
-from dllm.drafter.pair import drafter_config as read_config
 from dllm.drafter.sources import SteeredBlocks
 from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotLengths
-from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.train.export import Drafter
 from dllm.train.pilot_trials import TimedWidths, in_milliseconds, record, recorded
 from dllm.train.responses import Prompt
 from dllm.train.settings import PilotTraining
 from dllm.train.target import Target, target_facts
 from dllm.train.target import read_config as read_target
+from tests.support import drafter_harness
 from tests.support.drafter_harness import (
+    AllDrafts,
+    assert_close,
     drafting_engine,
     greedy,
     make_policy,
     policy_of,
     prompt,
+    take_counts,
     watch_drafts,
 )
 from tests.support.drafter_pairs import (
@@ -39,7 +40,6 @@ from tests.support.engine_harness import Engine
 from tests.support.watched_device import DeviceWatch, off_device, on_device
 
 NUM_DRAFTS, TRAINED, STEPS = 6, 4, 4
-RTOL = 1e-4  # fp32, sums in another order
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,7 @@ def engine(in_passes: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 def reference(target: Path, drafter: Path, engine: Engine) -> ReferenceDrafter:
     weights = Drafter.load(drafter, target_facts(read_target(target))).weights
-    assert weights is not None
-    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32)
-    return ReferenceDrafter(model, read_config(engine.runner.vllm_config), weights)
+    return drafter_harness.reference(target, engine, weights)
 
 
 class AnyLengths(PilotLengths):
@@ -102,17 +100,16 @@ def test_a_shortened_blocks_drafts_are_those_of_a_block_that_ends_there(target, 
             mask = expected.config.mask_token_id
             behind, block = draft.tokens[:-1], [draft.tokens[-1]] + [mask] * NUM_DRAFTS
             logits = expected.logits(behind, block[: width + 1])[1:]
-            torch.testing.assert_close(draft.logits[:width], logits, rtol=RTOL, atol=RTOL * 10)
+            assert_close(draft.logits[:width], logits)
             whole = expected.logits(behind, block)[1 : width + 1]
-            is_different |= not torch.allclose(whole, logits, rtol=RTOL, atol=RTOL * 10)
+            is_different |= not torch.allclose(whole, logits, rtol=1e-4, atol=1e-3)
     assert is_different, "its masks do not see each other"
 
 
 def test_a_pilot_chooses_once_for_each_prompt(engine):
     """The logits that it reads are those of the first token; drafts and choices are counted."""
     engine.reset_prefix_cache()
-    speculator = engine.runner.speculator
-    speculator.steering.counts.take(), engine.scheduler._counts.take()
+    take_counts(engine)
     policy = make_policy("pilot", engine)
     read: list[torch.Tensor] = []
     choose = policy.pilot.choose
@@ -122,8 +119,7 @@ def test_a_pilot_chooses_once_for_each_prompt(engine):
         outputs = engine.generate(prompts, greedy(12))
     firsts = torch.cat(read).argmax(-1).tolist()
     assert sorted(firsts) == sorted(output[0] for output in outputs)
-    counts = engine.scheduler._counts.take()
-    counts.merge(speculator.steering.counts.take())
+    counts = take_counts(engine)
     assert counts["pilot_choices", ""] == len(prompts)
     assert counts["pilot_seconds", ""] > 0
     widths = {int(label) for name, label in counts if name == "draft_widths"}
@@ -138,16 +134,6 @@ class OneLength(AnyLengths):
 
     def of(self, slots: np.ndarray) -> np.ndarray:
         return np.full(len(slots), self.length)
-
-
-class Served(FixedWidth):
-    """Counts steps behind the prompt."""
-
-    reads_outcomes = True
-    steps = 0
-
-    def observe(self, step: VerifiedStep) -> None:
-        self.steps += int((~step.in_prompt).sum())
 
 
 def test_trials_are_what_a_server_does(target, drafter, engine, tmp_path):
@@ -168,10 +154,11 @@ def test_trials_are_what_a_server_does(target, drafter, engine, tmp_path):
     assert trials.is_heldout.tolist() == [False, True, False, False, False, False]
     for at, given in enumerate(asked):
         for place, width in enumerate(trials.widths):
-            served = policy_of(engine, Served(NUM_DRAFTS))
+            served = policy_of(engine, AllDrafts(NUM_DRAFTS))
             with policy_of(engine, OneLength(width)), served as policy:
                 (output,) = engine.generate([given], greedy(40))
-            assert policy.steps == trials.steps[at, place]
+            behind = sum(int((~step.in_prompt).sum()) for step in policy.steps)
+            assert behind == trials.steps[at, place]
         assert output[0] == trials.logits[at].argmax()
     assert len(trials.steps.unique()) > 4, "all widths are alike"
 
@@ -232,7 +219,7 @@ def test_passes_are_those_of_the_definition(target, drafter, in_passes):
                 for place in sure.topk(count).indices.tolist():
                     block[1 + place] = int(best[place])
             assert draft.drafts == block[1:]
-            torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
+            assert_close(draft.logits, logits)
             in_one += first == block[1:]
     assert len(seen) > 10 and in_one < len(seen), "one pass would have done"
 

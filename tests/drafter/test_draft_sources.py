@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,12 +23,13 @@ from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
 from dllm.patches.drafting import steering_limits
 from dllm.train.target import Target
-from tests.drafter.test_drafter_seeds import Watching
 from tests.drafter.test_prompt_lookup import Any as AnyLookup
 from tests.support.draft_sources import SOURCES, write_dflash_2, write_lilicorr
 from tests.support.drafter_harness import (
     LIMITS,
     SAMPLED,
+    AllDrafts,
+    Bursts,
     RandomWidth,
     drafting_engine,
     greedy,
@@ -35,6 +37,7 @@ from tests.support.drafter_harness import (
     plain_engine,
     policy_of,
     prompt,
+    take_counts,
 )
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
@@ -127,28 +130,8 @@ def test_the_text_is_that_of_plain_decoding(pair, monkeypatch, kind, params):
     assert kind != "lookup" or (policy.num_lookups > 10 and policy.num_passes > 10)
 
 
-class Bursts(FixedWidth):
-    """Several steps without drafts, then some with; notes how sure the drafter is."""
-
-    reads_confidence = True
-
-    def __init__(self) -> None:
-        super().__init__(N)
-        self.num_steps = 0
-        self.confidence: list[np.ndarray] = []
-
-    def wants_drafts(self, slots: np.ndarray) -> bool:
-        self.num_steps += 1
-        return self.num_steps % 7 < 3
-
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        assert confidence is not None
-        self.confidence.append(confidence.copy())
-        return super().widths(slots, confidence)
-
-
 @contextmanager
-def watch_passes(engine: Engine, monkeypatch: Any) -> Iterator[dict[tuple[int, ...], list[int]]]:
+def watch_passes(engine: Engine) -> Iterator[dict[tuple[int, ...], list[int]]]:
     """What is drafted behind each text, by draft passes alone."""
     seen: dict[tuple[int, ...], list[int]] = {}
     states, follow = engine.runner.req_states, Steering._follow
@@ -163,8 +146,7 @@ def watch_passes(engine: Engine, monkeypatch: Any) -> Iterator[dict[tuple[int, .
                     seen[tuple(text)] = drafts[row].tolist()
         return drafts
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Steering, "_follow", spy)
+    with mock.patch.object(Steering, "_follow", spy):
         yield seen
 
 
@@ -172,16 +154,13 @@ OTHERS = [name for name in SOURCES if "draft_model" not in name]
 
 
 @pytest.mark.parametrize("pair", OTHERS, indirect=True)
-def test_what_was_not_drafted_for_is_context_of_later_drafts(pair, monkeypatch):
+def test_what_was_not_drafted_for_is_context_of_later_drafts(pair):
     """The drafts behind a text do not depend on the steps in which nothing was drafted."""
     given, params = [prompt(40, 3), prompt(70, 8)], greedy(50)
-    found, policies = [], [FixedWidth(N), Bursts()]
+    found, policies = [], [FixedWidth(N), Bursts(N, N, 3, 7)]
     for policy in policies:
         pair.drafting.reset_prefix_cache()
-        with (
-            policy_of(pair.drafting, policy),
-            watch_passes(pair.drafting, monkeypatch) as seen,
-        ):
+        with policy_of(pair.drafting, policy), watch_passes(pair.drafting) as seen:
             pair.drafting.generate(given, params)
         found.append(seen)
     always, sometimes = found
@@ -194,13 +173,13 @@ def test_what_was_not_drafted_for_is_context_of_later_drafts(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("pair", ["draft_model", "draft_model, sampled"], indirect=True)
-@pytest.mark.parametrize("policy", [FixedWidth(N), Bursts()], ids=["always", "in bursts"])
-def test_all_drafts_of_a_target_for_itself_are_kept(pair, monkeypatch, policy):
+@pytest.mark.parametrize("policy", [FixedWidth(N), Bursts(N, N, 3, 7)], ids=["always", "in bursts"])
+def test_all_drafts_of_a_target_for_itself_are_kept(pair, policy):
     """Sampled ones are drawn with the random numbers of the target."""
     pair.drafting.reset_prefix_cache()
     params = greedy(50, **SAMPLED) if "sampled" in pair.name else greedy(50)
     given = [prompt(40, 3), prompt(70, 8)]
-    with policy_of(pair.drafting, policy), watch_passes(pair.drafting, monkeypatch) as seen:
+    with policy_of(pair.drafting, policy), watch_passes(pair.drafting) as seen:
         texts = pair.drafting.generate(given, params)
     checked = 0
     for whole in (tuple(a + b) for a, b in zip(given, texts, strict=True)):
@@ -230,8 +209,7 @@ def test_a_small_model_makes_one_pass_where_nothing_is_drafted(folders, monkeypa
 
 
 def test_what_is_counted_reaches_the_scheduler(pair):
-    pair.drafting.scheduler._counts.take()
-    pair.speculator.steering.counts.take()
+    take_counts(pair.drafting)
     with policy_of(pair.drafting, FixedWidth(N)):
         pair.drafting.generate([prompt(20, 11)], greedy(20))
     counts = pair.drafting.scheduler._counts.take()
@@ -244,7 +222,7 @@ def test_what_is_counted_reaches_the_scheduler(pair):
 def chosen_ahead(engine: Engine, policy: WidthPolicy) -> Iterator[list[SchedulerOutput]]:
     """Let another policy choose the widths of steps that are scheduled ahead; the steps."""
     scheduler, steps = engine.scheduler, []
-    before, schedule = scheduler.driver.policy, scheduler.schedule
+    schedule = scheduler.schedule
 
     def spy(*args: Any) -> SchedulerOutput:
         output = schedule(*args)
@@ -252,12 +230,9 @@ def chosen_ahead(engine: Engine, policy: WidthPolicy) -> Iterator[list[Scheduler
             steps.append(output)
         return output
 
-    scheduler.driver.policy, scheduler.schedule = policy, spy
-    try:
+    chooses = mock.patch.object(scheduler.driver, "policy", policy)
+    with chooses, mock.patch.object(scheduler, "schedule", spy):
         yield steps
-    finally:
-        scheduler.driver.policy = before
-        del scheduler.schedule
 
 
 def widths_of(steps: Iterable[SchedulerOutput]) -> set[int]:
@@ -303,16 +278,17 @@ def test_the_scheduler_chooses_widths_of_steps_that_are_scheduled_ahead(folders,
     if SOURCES[name].write_drafter is None:  # a target that drafts for itself
         no_ends = torch.zeros(0, dtype=torch.int64)
         monkeypatch.setattr(engine.runner.speculator.steering, "end_ids", no_ends)
-        seen = Watching(N)
+        seen = AllDrafts(N)
         with chosen_ahead(engine, seen):
             engine.generate([prompt(40, 3)], greedy(50, **SAMPLED))
         # Behind its last token, too, a step was scheduled.
-        assert seen.verified > 40 and seen.verified - seen.accepted <= 2 * N
+        assert seen.num("verified") > 40
+        assert seen.num("verified") - seen.num("accepted") <= 2 * N
         told = RandomWidth(N, reads_confidence=False)
         with chosen_ahead(engine, told):
             engine.generate([prompt(40, 3)], greedy(50, **SAMPLED))
         assert all((step.accepted == step.verified).all() for step in told.steps[:-3])
-        assert sum(int(step.verified.sum()) for step in told.steps) > 20
+        assert told.num("verified") > 20
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dspark"])

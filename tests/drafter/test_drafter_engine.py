@@ -9,16 +9,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
-from dllm.drafter.checkpoint import DrafterConfig
-from dllm.drafter.pair import drafter_config as read_config
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from tests.support.drafter_harness import (
     CASES,
-    Draft,
+    Bursts,
     RandomWidth,
+    assert_close,
+    assert_drafts,
     assert_greedy,
     drafting_engine,
     greedy,
@@ -26,6 +25,7 @@ from tests.support.drafter_harness import (
     plain_engine,
     policy_of,
     prompt,
+    reference,
     unused_drafts,
     watch_drafts,
 )
@@ -34,43 +34,29 @@ from tests.support.drafter_pairs import (
     random_drafter,
     speculators_config,
     write_drafter,
-    write_repeating_drafter,
-    write_repeating_target,
-    write_target,
 )
-from tests.support.drafter_reference import ReferenceDrafter
 from tests.support.recorded_calls import record_calls
 
 NUM_DRAFTS = 5
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("target"))
+def plain(random_target):
+    return plain_engine(random_target)
 
 
 @pytest.fixture(scope="module")
-def plain(target):
-    """The target without speculation."""
-    return plain_engine(target)
-
-
-@pytest.fixture(scope="module")
-def drafting(target, tmp_path_factory):
+def drafting(random_target, tmp_path_factory):
     """A random drafter in z-lab's format, and a cache too small for four long requests."""
     drafter = write_drafter(tmp_path_factory.mktemp("drafter"))
-    return drafting_engine(target, drafter, NUM_DRAFTS, num_gpu_blocks_override=24)
+    return drafting_engine(random_target, drafter, NUM_DRAFTS, num_gpu_blocks_override=24)
 
 
 @pytest.fixture(scope="module")
-def repeating(tmp_path_factory):
-    """A pair whose drafts are mostly right."""
-    target = write_repeating_target(tmp_path_factory.mktemp("repeating"))
-    drafter = tmp_path_factory.mktemp("repeating_drafter")
-    write_repeating_drafter(drafter)
+def engine(target, drafter):
+    """Its drafts are mostly right."""
     limits = dict(max_num_seqs=40, max_num_batched_tokens=256)
-    engine = drafting_engine(target, drafter, NUM_DRAFTS, skip_tokenizer_init=True, **limits)
-    return target, engine
+    return drafting_engine(target, drafter, NUM_DRAFTS, skip_tokenizer_init=True, **limits)
 
 
 WINDOW = 40
@@ -93,40 +79,26 @@ def reduced_drafter() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def windowed(target, tmp_path_factory):
+def windowed(random_target, tmp_path_factory):
     """Reduced vocabulary, a mask row of its own, a draft window."""
     weights, config = reduced_drafter()
     path = write_drafter(tmp_path_factory.mktemp("windowed"), config, weights)
     mask = torch.randn(64, generator=torch.Generator().manual_seed(8))
     torch.save({"mask_token_id": 500, "embedding": mask}, path / "mask_embedding.pt")
     limits = dict(max_model_len=400, num_gpu_blocks_override=72)  # pages change hands all the time
-    return drafting_engine(target, path, NUM_DRAFTS, {"window": WINDOW}, **limits), weights, mask
+    engine = drafting_engine(random_target, path, NUM_DRAFTS, {"window": WINDOW}, **limits)
+    return engine, weights, mask
 
 
 # --- the drafts are those of the definition -------------------------------------------------------
 
-# fp32, sums in another order; 2e-6 was measured.
-RTOL = 1e-4
+
+@pytest.fixture(scope="module")
+def definition(random_target, drafting):
+    return reference(random_target, drafting)
 
 
-def reference(target, engine, weights) -> ReferenceDrafter:
-    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32)
-    config: DrafterConfig = read_config(engine.runner.vllm_config)
-    return ReferenceDrafter(model, config, weights)
-
-
-def assert_definition(target, engine, seen: list[Draft]) -> None:
-    """The drafts of the random drafter, and their logits, are the definition's."""
-    expected = reference(target, engine, random_drafter())
-    with torch.inference_mode():
-        for draft in seen:
-            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * NUM_DRAFTS
-            logits = expected.logits(draft.tokens[:-1], block)[1:]
-            torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
-            assert draft.drafts == logits.argmax(-1).tolist()
-
-
-def test_drafts_are_those_of_the_definition(target, drafting):
+def test_drafts_are_those_of_the_definition(drafting, definition):
     """In mixed batches: prompts in chunks, cached prefixes, drafts rejected all the time."""
     drafting.reset_prefix_cache()
     prompts = [prompt(3), prompt(40, 1), prompt(90, 2), prompt(100, 2)]
@@ -134,15 +106,15 @@ def test_drafts_are_those_of_the_definition(target, drafting):
         drafting.generate(prompts, greedy(8))
         drafting.generate(prompts, greedy(8))  # from cached prefixes
     assert len(seen) > 50
-    assert_definition(target, drafting, seen[::4])
+    assert_drafts(definition, seen[::4])
 
 
-def test_every_option_at_once_drafts_as_the_definition(target, windowed):
+def test_every_option_at_once_drafts_as_the_definition(random_target, windowed):
     """Speculators' format, reduced vocabulary, mask row, causal layer, window."""
     engine, weights, mask = windowed
     with watch_drafts(engine) as seen:
         engine.generate([prompt(30), prompt(100, 5)], greedy(10))
-    expected = reference(target, engine, weights)
+    expected = reference(random_target, engine, weights)
     config = expected.config
     layers = [(layer.mask.window, layer.is_causal) for layer in config.layers]
     assert layers == [(33, True), (41, False)]
@@ -153,27 +125,15 @@ def test_every_option_at_once_drafts_as_the_definition(target, windowed):
             block = [draft.tokens[-1]] + [config.mask_token_id] * NUM_DRAFTS
             logits = expected.logits(draft.tokens[:-1], block)[1:]
             assert draft.drafts == ids[logits.argmax(-1)].tolist()
-            torch.testing.assert_close(draft.logits[:, ids], logits, rtol=RTOL, atol=RTOL * 10)
+            assert_close(draft.logits[:, ids], logits)
             assert bool(draft.logits.isneginf().sum(-1).eq(512 - 256).all())
 
 
-class Bursts(WidthPolicy):
-    """Several steps without drafting, then two with, of which the target verifies nothing."""
+def test_context_that_was_left_for_later_is_there_when_drafting(drafting, definition, monkeypatch):
+    """Also that of generated tokens, when their pages are another request's cached prefix.
 
-    def __init__(self, num_drafts: int) -> None:
-        super().__init__(num_drafts)
-        self.num_steps = 0
-
-    def wants_drafts(self, slots: np.ndarray) -> bool:
-        self.num_steps += 1
-        return self.num_steps % 9 < 2
-
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        return np.zeros(len(slots), dtype=np.int64)
-
-
-def test_context_that_was_left_for_later_is_there_when_drafting(target, drafting, monkeypatch):
-    """Also that of generated tokens, when their pages are another request's cached prefix."""
+    Of the drafts of two steps in nine the target verifies nothing.
+    """
     drafting.reset_prefix_cache()
     speculator = drafting.runner.speculator
     stored = []
@@ -182,7 +142,7 @@ def test_context_that_was_left_for_later_is_there_when_drafting(target, drafting
         speculator, "_store_context", lambda: (stored.append(len(speculator._context)), store())
     )
     prompts = [prompt(20, 7), prompt(50, 8)]
-    with policy_of(drafting, Bursts(NUM_DRAFTS)), watch_drafts(drafting) as seen:
+    with policy_of(drafting, Bursts(NUM_DRAFTS, 0, 2, 9)), watch_drafts(drafting) as seen:
         outputs = drafting.generate(prompts, greedy(50))
     with policy_of(drafting, FixedWidth(NUM_DRAFTS, 0)):
         drafting.generate([prompt(9, 9)], greedy(40))
@@ -191,10 +151,12 @@ def test_context_that_was_left_for_later_is_there_when_drafting(target, drafting
         drafting.generate(longer, greedy(4))
     assert max(stored) >= 10  # tokens, of two requests
     assert len(seen) > 10 and len(later) > 4
-    assert_definition(target, drafting, seen + later)
+    assert_drafts(definition, seen + later)
 
 
-def test_nobody_drafts_behind_a_step_in_which_all_end_and_its_context_is_not_lost(target, drafting):
+def test_nobody_drafts_behind_a_step_in_which_all_end_and_its_context_is_not_lost(
+    drafting, definition
+):
     """What the last step computed is another request's cached prefix."""
     drafting.reset_prefix_cache()
     prompts = [prompt(40, 3), prompt(41, 4)]
@@ -205,10 +167,10 @@ def test_nobody_drafts_behind_a_step_in_which_all_end_and_its_context_is_not_los
     with watch_drafts(drafting) as later:
         drafting.generate([tokens + [5] for tokens in whole], greedy(4))
     assert len(later) > 1
-    assert_definition(target, drafting, later)
+    assert_drafts(definition, later)
 
 
-def test_steps_whose_drafts_nobody_uses_count_nothing_and_keep_their_context(target, drafting):
+def test_steps_whose_drafts_nobody_uses_count_nothing_and_keep_their_context(drafting, definition):
     drafting.reset_prefix_cache()
     given = prompt(150, 11)
     with watch_drafts(drafting) as seen:
@@ -218,7 +180,7 @@ def test_steps_whose_drafts_nobody_uses_count_nothing_and_keep_their_context(tar
         (output,) = drafting.outputs([[*given, 5]], greedy(8))
     assert output.num_cached_tokens >= 64
     assert len(later) > 1
-    assert_definition(target, drafting, later)
+    assert_drafts(definition, later)
 
 
 def test_the_time_of_such_a_step_is_no_drafting_time(drafting):
@@ -269,7 +231,7 @@ def test_pages_behind_the_window_are_freed(windowed):
 
 
 @pytest.mark.parametrize("kind", ["5", "random", "0", "adaptive"])
-def test_greedy_output_is_the_targets(target, drafting, monkeypatch, kind):
+def test_greedy_output_is_the_targets(random_target, drafting, monkeypatch, kind):
     """Four long requests in mixed batches, in chunks, through preemptions; drafts mostly wrong."""
     drafting.reset_prefix_cache()
     policy = make_policy(kind, drafting)
@@ -280,7 +242,7 @@ def test_greedy_output_is_the_targets(target, drafting, monkeypatch, kind):
     assert preempted, "the cache was large enough for everybody"
     for given, output in zip(prompts, outputs, strict=True):
         assert len(output) == 160
-        assert_greedy(target, given, output)
+        assert_greedy(random_target, given, output)
 
 
 def test_without_drafts_the_context_is_stored_and_the_drafter_does_not_run(windowed, monkeypatch):
@@ -299,7 +261,7 @@ def test_without_drafts_the_context_is_stored_and_the_drafter_does_not_run(windo
 
 
 @pytest.mark.parametrize("kind", ["0", "random"])
-def test_greedy_output_is_the_targets_with_a_window(target, windowed, kind):
+def test_greedy_output_is_the_targets_with_a_window(random_target, windowed, kind):
     """Pages that the window leaves behind become the target's: nothing late is written there."""
     engine, *_ = windowed
     engine.reset_prefix_cache()
@@ -307,7 +269,7 @@ def test_greedy_output_is_the_targets_with_a_window(target, windowed, kind):
     with policy_of(engine, make_policy(kind, engine)):
         outputs = engine.generate(prompts, greedy(90))
     for given, output in zip(prompts, outputs, strict=True):
-        assert_greedy(target, given, output)
+        assert_greedy(random_target, given, output)
 
 
 @contextmanager
@@ -326,8 +288,7 @@ def watch_widths(policy: WidthPolicy) -> Iterator[list[list[int]]]:
 
 
 @pytest.mark.parametrize("kind", ["5", "random", "adaptive"])
-def test_greedy_output_is_the_targets_when_drafts_are_right(repeating, kind):
-    target, engine = repeating
+def test_greedy_output_is_the_targets_when_drafts_are_right(target, engine, kind):
     engine.reset_prefix_cache()
     policy = make_policy(kind, engine)
     prompts = [prompt(length, length, vocab=14) for length in (3, 40, 70)]
@@ -347,9 +308,8 @@ def test_greedy_output_is_the_targets_when_drafts_are_right(repeating, kind):
         assert len(seen) < 3 * 70
 
 
-def test_adaptive_widths_follow_each_request(repeating):
+def test_adaptive_widths_follow_each_request(engine):
     """Side by side, one whose drafts are mostly kept and one whose tokens are nearly random."""
-    _target, engine = repeating
     engine.reset_prefix_cache()
     policy = make_policy("adaptive", engine)
     params = [greedy(60), greedy(60, temperature=2.0, seed=1)]
@@ -361,8 +321,7 @@ def test_adaptive_widths_follow_each_request(repeating):
     assert abs(kept - random) > 1, pairs
 
 
-def test_a_policy_is_told_what_happened(repeating, monkeypatch):
-    _target, engine = repeating
+def test_a_policy_is_told_what_happened(engine, monkeypatch):
     engine.reset_prefix_cache()
     speculator = engine.runner.speculator
     monkeypatch.setattr(speculator.steering, "end_ids", torch.zeros(0, dtype=torch.int64))
@@ -382,8 +341,7 @@ def test_a_policy_is_told_what_happened(repeating, monkeypatch):
     assert all(((each > 0) & (each <= 1)).all() for each in policy.confidence)
 
 
-def test_the_drafter_is_never_sure_of_a_draft_that_ends_the_answer(repeating, monkeypatch):
-    _target, engine = repeating
+def test_the_drafter_is_never_sure_of_a_draft_that_ends_the_answer(engine, monkeypatch):
     steering = engine.runner.speculator.steering
     end: list[int] = []
     runs = []
@@ -401,8 +359,7 @@ def test_the_drafter_is_never_sure_of_a_draft_that_ends_the_answer(repeating, mo
     assert any((after == 0).any() for after in with_end.confidence)
 
 
-def test_a_draft_that_ends_the_answer_counts_as_rejected_with_those_behind_it(repeating):
-    _target, engine = repeating
+def test_a_draft_that_ends_the_answer_counts_as_rejected_with_those_behind_it(engine):
 
     def steps(max_tokens: int) -> list[VerifiedStep]:
         engine.reset_prefix_cache()
@@ -419,7 +376,7 @@ def test_a_draft_that_ends_the_answer_counts_as_rejected_with_those_behind_it(re
     assert any((after.accepted < before.accepted).any() for before, after in lasts)
 
 
-def test_an_aborted_request_leaves_nothing_behind(target, drafting):
+def test_an_aborted_request_leaves_nothing_behind(random_target, drafting):
     drafting.reset_prefix_cache()
     doomed = drafting.add(prompt(50, 4), greedy(100))
     kept = drafting.add(prompt(20, 9), greedy(30))
@@ -429,7 +386,7 @@ def test_an_aborted_request_leaves_nothing_behind(target, drafting):
     late = drafting.add(prompt(33, 5), greedy(30))
     finished = drafting.run()
     for req_id, given in ((kept, prompt(20, 9)), (late, prompt(33, 5))):
-        assert_greedy(target, given, list(finished[req_id].outputs[0].token_ids))
+        assert_greedy(random_target, given, list(finished[req_id].outputs[0].token_ids))
     drafting.reset_prefix_cache()  # asserts that no KV block leaked
 
 
@@ -491,15 +448,15 @@ def test_logprobs_are_the_targets(plain, drafting):
         ),
     ],
 )
-def test_weights_that_contradict_the_config_are_refused(target, tmp_path, weights, words):
+def test_weights_that_contradict_the_config_are_refused(random_target, tmp_path, weights, words):
     kept = {name: tensor for name, tensor in weights.items() if tensor is not None}
     with pytest.raises((ValueError, AssertionError), match=words):
-        drafting_engine(target, write_drafter(tmp_path, drafter_config(), kept), NUM_DRAFTS)
+        drafting_engine(random_target, write_drafter(tmp_path, drafter_config(), kept), NUM_DRAFTS)
 
 
-def test_a_drafter_with_another_tokenizer_is_refused_at_start(target, tmp_path):
-    text = (target / "tokenizer.json").read_text()
+def test_a_drafter_with_another_tokenizer_is_refused_at_start(random_target, tmp_path):
+    text = (random_target / "tokenizer.json").read_text()
     drafter = write_drafter(tmp_path)
     (drafter / "tokenizer.json").write_text(text.replace('"a":', '"aa":', 1))
     with pytest.raises(ValueError, match="tokenizer"):
-        drafting_engine(target, drafter, NUM_DRAFTS)
+        drafting_engine(random_target, drafter, NUM_DRAFTS)

@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,13 +66,30 @@ def request(name: str, num_steps: int, prompt: int = 4):
         ]  # fmt: skip
 
 
-def test_samples_are_what_the_target_kept(tmp_path):
-    recording = Recorder(tmp_path, 1 << 20)
-    one, two = list(request("one", 3)), list(request("two", 1, prompt=7))
-    for rows in itertools.zip_longest(one, two, fillvalue=[]):
-        recording.observe(step([*rows[0], *rows[1]]))
+def observe(recording: Recorder, *steps: Iterable[list[dict]]) -> None:
+    for rows in itertools.chain(*steps):
+        recording.observe(step(rows))
+
+
+def recorded(folder: Path, steps: Iterable[list[dict]]) -> list[shards.Sample]:
+    recording = Recorder(folder, 1 << 24)
+    observe(recording, steps)
     recording.close()
-    found = {len(sample.tokens): sample for sample in read_shards(tmp_path)}
+    return read_shards(folder)
+
+
+def hand_over(recording: Recorder, name: str, num_steps: int, prompt: int = 4) -> None:
+    """A request that ends, up to where the writer has taken its shard."""
+    observe(recording, request(name, num_steps, prompt), request("next", 0))
+    recording._hand_over()
+    recording._queue.put([])  # returns when the writer has taken the shard before it
+    recording._queue.put([])
+
+
+def test_samples_are_what_the_target_kept(tmp_path):
+    both = request("one", 3), request("two", 1, prompt=7)
+    steps = [one + two for one, two in itertools.zip_longest(*both, fillvalue=[])]
+    found = {len(sample.tokens): sample for sample in recorded(tmp_path, steps)}
     assert sorted(found) == [10, 11]
     sample = found[11]
     assert sample.tokens == (0, 1, 2, 3, *range(100, 107))  # 106 was sampled and never computed
@@ -85,38 +103,29 @@ def test_samples_are_what_the_target_kept(tmp_path):
 
 
 def test_a_preempted_or_cut_request_is_not_glued_together(tmp_path):
-    recording = Recorder(tmp_path, 1 << 20)
     steps = list(request("one", 2))
-    recording.observe(step(steps[0]))
-    recording.observe(step(steps[2]))  # a step is missing
-    recording.observe(step(steps[0]))  # and it begins again
-    recording.observe(step(steps[1]))
-    recording.close()
-    assert [sample.tokens for sample in read_shards(tmp_path)] == [(0, 1, 2, 3, 100, 101, 102)]
+    # One is missing, and it begins again.
+    (sample,) = recorded(tmp_path, [steps[0], steps[2], steps[0], steps[1]])
+    assert sample.tokens == (0, 1, 2, 3, 100, 101, 102)
 
 
 def test_of_a_long_prompt_in_one_step_the_end_is_recorded(tmp_path):
     """There is room for the answer, of which a whole prompt of that length would leave none."""
-    recording = Recorder(tmp_path, 1 << 24)
-    for rows in request("long", 3, prompt=4000):
-        recording.observe(step(rows))
-    recording.close()
-    (sample,) = read_shards(tmp_path)
+    (sample,) = recorded(tmp_path, request("long", 3, prompt=4000))
     assert sample.tokens == (*range(4000 - recorder.BEGIN_TOKENS, 4000), *range(100, 107))
     assert sample.response_start == recorder.BEGIN_TOKENS
     assert sample.hidden()[:2, 0].tolist() == [2976.0, 2977.0]
 
 
 def test_a_prompt_of_two_long_steps_leaves_room_for_its_answer(tmp_path):
-    recording = Recorder(tmp_path, 1 << 24)
     prompt = range(3072)
-    for start, end in ((0, 2048), (2048, 3072)):
-        chunk = dict(request="a", start=start, tokens=prompt[start:end], prompt=len(prompt))
-        recording.observe(step([chunk | ({"sampled": 5} if end == len(prompt) else {})]))
-    row = dict(request="a", start=3072, tokens=[5, 6], prompt=len(prompt), sampled=7)
-    recording.observe(step([row]))
-    recording.close()
-    assert [sample.tokens for sample in read_shards(tmp_path)] == [(*prompt[2048:], 5, 6, 7)]
+    rows = [
+        dict(request="a", start=0, tokens=prompt[:2048], prompt=3072),
+        dict(request="a", start=2048, tokens=prompt[2048:], prompt=3072, sampled=5),
+        dict(request="a", start=3072, tokens=[5, 6], prompt=3072, sampled=7),
+    ]
+    (sample,) = recorded(tmp_path, [[row] for row in rows])
+    assert sample.tokens == (*prompt[2048:], 5, 6, 7)
 
 
 def test_a_prompt_in_chunks_is_one_sample_and_an_aborted_one_is_forgotten(tmp_path):
@@ -126,12 +135,11 @@ def test_a_prompt_in_chunks_is_one_sample_and_an_aborted_one_is_forgotten(tmp_pa
         dict(request="a", start=2, tokens=[3, 4], prompt=4, sampled=5),
         dict(request="a", start=4, tokens=[5, 6], prompt=4, sampled=7),
     ]
-    recording.observe(step([chunks[0], dict(request="b", start=0, tokens=[8, 9], prompt=99)]))
-    recording.observe(step([dict(request="c", start=0, tokens=[1], prompt=9)]))  # a waits
-    for row in chunks[1:]:
-        recording.observe(step([row]))
-    for index in range(recorder.MAX_GAP + 1):
-        recording.observe(step([dict(request=f"x{index}", start=0, tokens=[1], prompt=9)]))
+    other = dict(request="b", start=0, tokens=[8, 9], prompt=99)
+    waits = [dict(request="c", start=0, tokens=[1], prompt=9)]  # of a there is nothing in it
+    observe(recording, [[chunks[0], other], waits, [chunks[1]], [chunks[2]]])
+    others = range(recorder.MAX_GAP + 1)
+    observe(recording, ([dict(request=f"x{n}", start=0, tokens=[1], prompt=9)] for n in others))
     assert "b" not in recording._open
     recording.close()
     assert [sample.tokens for sample in read_shards(tmp_path)] == [(1, 2, 3, 4, 5, 6, 7)]
@@ -142,8 +150,7 @@ def test_the_ring_stays_within_its_bytes_and_keeps_the_newest(tmp_path):
     for turn in range(2):  # a second server goes on where the first one ended
         recording = Recorder(tmp_path, bound)
         for number in range(150):
-            for rows in request(f"{turn} {number}", 40, prompt=4 + number % 3):
-                recording.observe(step(rows))
+            observe(recording, request(f"{turn} {number}", 40, prompt=4 + number % 3))
             assert size(tmp_path) <= bound
         recording.close()
         assert bound / 2 < size(tmp_path) <= bound
@@ -156,11 +163,10 @@ def test_open_samples_hold_no_more_memory_than_is_allowed(tmp_path):
     """A small row of large steps, whose other row has no room."""
     recording = Recorder(tmp_path, 4 * 10 * FEATURES * 4)
     for at in range(8):
-        rows = [
-            dict(request="small", start=at, tokens=[at], prompt=99),
-            dict(request="large", start=0, tokens=range(50), prompt=99),
-        ]
-        recording.observe(step(rows))
+        small = dict(request="small", start=at, tokens=[at], prompt=99)
+        recording.observe(
+            step([small, dict(request="large", start=0, tokens=range(50), prompt=99)])
+        )
     (sample,) = recording._open.values()
     held = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in sample.hidden}
     assert sum(storage.nbytes() for storage in held.values()) == sample.num_bytes
@@ -215,12 +221,7 @@ def test_servers_that_share_a_folder_share_its_bytes_and_keep_each_others_shards
     written = 0
     for turn in range(12):
         for name, recording in zip("ab", both, strict=True):
-            for rows in request(f"{name}{turn}", 40, prompt=4 + "ab".index(name)):
-                recording.observe(step(rows))
-            recording.observe(step(next(request("next", 0))))
-            recording._hand_over()
-            recording._queue.put([])  # returns when the writer has taken the shard before it
-            recording._queue.put([])
+            hand_over(recording, f"{name}{turn}", 40, prompt=4 + "ab".index(name))
             assert size(tmp_path) <= bound
         written += 2
         if turn == 0:
@@ -260,18 +261,12 @@ def test_a_full_disk_costs_samples_and_nothing_else(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(shards, "save_file", full)
-        for rows in request("one", 3):
-            recording.observe(step(rows))
-        recording.observe(step(next(request("two", 0))))
-        recording._hand_over()
-        recording._queue.put([])  # returns when the writer has taken the shard before it
-        recording._queue.put([])
+        hand_over(recording, "one", 3)
     assert recording.num_dropped == 1
     assert [path.name for path in tmp_path.iterdir()] == [recorder.LOCK]
     (line,) = said
     assert "No space left" in line
-    for rows in request("three", 3):
-        recording.observe(step(rows))
+    observe(recording, request("three", 3))
     recording.close()
     assert len(read_shards(tmp_path)) == 1
 
@@ -282,9 +277,7 @@ def test_a_writer_that_is_behind_costs_samples_and_no_time(tmp_path, monkeypatch
     write = recording.ring.write
     monkeypatch.setattr(recording.ring, "write", lambda some: (held.wait(), write(some)))
     for number in range(5):
-        for rows in request(f"{number}", 3):
-            recording.observe(step(rows))
-        recording.observe(step(next(request("next", 0))))
+        observe(recording, request(f"{number}", 3), request("next", 0))
         recording._hand_over()  # would wait for the writer here
     held.set()
     recording.close()
@@ -295,10 +288,7 @@ def test_a_writer_that_is_behind_costs_samples_and_no_time(tmp_path, monkeypatch
 
 def record_and_end(folder: Path) -> None:
     """Without ``close``; another sample is still open."""
-    recording = Recorder(folder, 1 << 20)
-    for rows in request("one", 3):
-        recording.observe(step(rows))
-    recording.observe(step(next(request("two", 0))))
+    observe(Recorder(folder, 1 << 20), request("one", 3), request("two", 0))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -321,14 +311,8 @@ def test_memory_is_bounded_whether_requests_are_many_or_long(tmp_path):
         recording.observe(step([dict(request=f"{number}", start=0, tokens=range(50), prompt=500)]))
         assert 0 < held() <= 40_000 // 4
     for start in range(400):
-        recording.observe(
-            step(
-                [
-                    dict(request=f"long{number}", start=start, tokens=[5], prompt=1, sampled=5)
-                    for number in range(8)
-                ]
-            )
-        )
+        row = dict(start=start, tokens=[5], prompt=1, sampled=5)
+        recording.observe(step([row | {"request": f"long{number}"} for number in range(8)]))
         assert held() <= 40_000 // 4
     recording.close()
     assert recording.ring.shards()

@@ -10,6 +10,7 @@ from dllm.drafter.verification import keep_own_tokens
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.ops.schedule import reveal_counts
 from tests.support.drafter_harness import (
+    AllDrafts,
     drafting_engine,
     greedy,
     make_policy,
@@ -70,26 +71,15 @@ def test_own_tokens_are_kept_up_to_the_first_that_differs():
     assert tokens.shape == (3, 4)
 
 
-class Watching(FixedWidth):
-    """Full width, and a count of drafts verified and kept."""
-
-    reads_outcomes = True
-    verified = accepted = 0
-
-    def observe(self, step) -> None:
-        self.verified += step.verified.sum()
-        self.accepted += step.accepted.sum()
-
-
 def test_sampled_drafts_are_kept_more_often_than_likeliest_ones(target, drafter):
     """At temperature 2 the likeliest token is not likely."""
     rates = {}
     for method in METHODS:
         engine = drafting(target, drafter, method)
-        with policy_of(engine, Watching(NUM_DRAFTS)) as seen:
+        with policy_of(engine, AllDrafts(NUM_DRAFTS)) as seen:
             params = [greedy(60, temperature=2.0, seed=seed) for seed in range(16)]
             engine.generate(PROMPTS * 4, params)
-        rates[method] = seen.accepted / seen.verified
+        rates[method] = seen.num("accepted") / seen.num("verified")
     assert rates["probabilistic"] > rates["greedy"] + 0.02, rates
 
 

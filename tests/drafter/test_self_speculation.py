@@ -7,7 +7,7 @@ token and the masks behind it see each other.
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest import mock
 
 import pytest
 import torch
@@ -18,19 +18,21 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.models.unmasking.reference import load_model
 from dllm.ops.schedule import reveal_counts
 from tests.support.drafter_harness import (
+    assert_close,
     greedy,
     make_policy,
     policy_of,
+    take_counts,
     unused_drafts,
     watch_drafts,
 )
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK, NEMOTRON
-from tests.support.masked_pass import logits_of
-from tests.support.recorded_calls import record_calls
+from tests.support.masked_pass import logits_of, random_prompts
 
 CANVAS = NEMOTRON["block_size"]
 NUM_DRAFTS = CANVAS - 1
+PROMPTS = random_prompts([150, 5, 31, 120, 64, 200], seed=2)
 # Prompts in chunks, batches that do not fit, and pages for two long requests.
 LIMITS = dict(max_num_batched_tokens=192, max_num_seqs=4, max_model_len=288, block_size=32)
 
@@ -59,12 +61,6 @@ def drafting(path: Path) -> Engine:
     return serving(path, "self_speculation", num_gpu_blocks_override=14)
 
 
-def prompts() -> list[list[int]]:
-    draw = torch.Generator().manual_seed(2)
-    lengths = [150, 5, 31, 120, 64, 200]
-    return [torch.randint(20, 800, (n,), generator=draw).tolist() for n in lengths]
-
-
 def continued(model: Ministral3ForCausalLM, prompt: list[int], num_tokens: int) -> list[int]:
     options = dict(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     ids = model.generate(torch.tensor([prompt]), **options)[0]
@@ -72,20 +68,20 @@ def continued(model: Ministral3ForCausalLM, prompt: list[int], num_tokens: int) 
 
 
 def test_token_by_token_it_is_the_model_of_transformers(plain: Engine, model) -> None:
-    expected = [continued(model, prompt, 40) for prompt in prompts()]
-    assert plain.generate(prompts(), greedy(40)) == expected
+    expected = [continued(model, prompt, 40) for prompt in PROMPTS]
+    assert plain.generate(PROMPTS, greedy(40)) == expected
 
 
 def test_a_config_without_a_canvas_serves_it_so_too(path: Path, plain: Engine) -> None:
     """As in vLLM, which has the model but not the option."""
     engine = get_engine(path, hf_overrides={"canvas_length": None}, **LIMITS)
-    assert engine.generate(prompts(), greedy(9)) == plain.generate(prompts(), greedy(9))
+    assert engine.generate(PROMPTS, greedy(9)) == plain.generate(PROMPTS, greedy(9))
 
 
 def test_drafts_are_those_of_a_pass_over_masks(drafting: Engine, model) -> None:
     """In mixed batches, and up to the end of the model's context."""
     with watch_drafts(drafting) as seen:
-        drafting.generate([*prompts()[1:3], prompts()[5]], greedy(60))
+        drafting.generate([*PROMPTS[1:3], PROMPTS[5]], greedy(60))
     assert len(seen) > 100
     for draft in seen[::11]:
         start = len(draft.tokens) - 1
@@ -94,8 +90,7 @@ def test_drafts_are_those_of_a_pass_over_masks(drafting: Engine, model) -> None:
             continue  # masks behind the context are drafts that nobody verifies
         expected = logits_of(model, draft.tokens[:-1] + canvas, start)[start + 1 :]
         expected[:, MASK] = -torch.inf
-        # fp32, sums in another order.
-        torch.testing.assert_close(draft.logits, expected, rtol=1e-4, atol=1e-3)
+        assert_close(draft.logits, expected)
         assert draft.drafts == expected.argmax(-1).tolist()
 
 
@@ -113,18 +108,29 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("kind", [str(NUM_DRAFTS), "random", "pilot"])
-def test_the_text_is_the_one_token_by_token(plain, drafting, kind, monkeypatch) -> None:
-    """Greedy and seeded, with grammars and logprobs, preempted, from cached prefixes."""
-    expected = plain.outputs(prompts(), SAMPLED)
-    preempted = record_calls(monkeypatch, drafting.scheduler, "_preempt_request")
-    with policy_of(drafting, make_policy(kind, drafting)):
-        for _ in range(2):  # the second time prefixes are cached
-            found = drafting.outputs(prompts(), SAMPLED)
+def served_alike(
+    plain: Engine, drafting: Engine, given: list[list[int]], kind: str
+) -> tuple[list[Any], list[Any]]:
+    """Twice, preempted, the second time from cached prefixes; what both gave in the end."""
+    expected = plain.outputs(given, SAMPLED)
+    preempt = drafting.scheduler._preempt_request
+    with (
+        policy_of(drafting, make_policy(kind, drafting)),
+        mock.patch.object(drafting.scheduler, "_preempt_request", wraps=preempt) as preempted,
+    ):
+        for _ in range(2):
+            found = drafting.outputs(given, SAMPLED)
             for ours, theirs in zip(found, expected, strict=True):
                 assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
                 assert ours.outputs[0].finish_reason == theirs.outputs[0].finish_reason
-    assert preempted, "the cache was large enough for everybody"
+    assert preempted.called, "the cache was large enough for everybody"
+    return found, expected
+
+
+@pytest.mark.parametrize("kind", [str(NUM_DRAFTS), "random", "pilot"])
+def test_the_text_is_the_one_token_by_token(plain, drafting, kind) -> None:
+    """Greedy and seeded, with grammars and logprobs."""
+    found, expected = served_alike(plain, drafting, PROMPTS, kind)
     for ours, theirs in zip(
         found[1].outputs[0].logprobs, expected[1].outputs[0].logprobs, strict=True
     ):
@@ -137,23 +143,21 @@ def test_the_text_is_the_one_token_by_token(plain, drafting, kind, monkeypatch) 
 def test_several_passes_give_the_same_text(plain, drafting, num_steps, monkeypatch) -> None:
     """Each of them is a pass over the canvas."""
     speculator = drafting.runner.speculator
-    run = Mock(wraps=speculator._run_model)
+    run = mock.Mock(wraps=speculator._run_model)
     monkeypatch.setattr(speculator, "_run_model", run)
     counts = reveal_counts("cosine", NUM_DRAFTS, num_steps)
     monkeypatch.setattr(speculator, "reveal_counts", counts)
     few = slice(1, 4)
-    expected = plain.generate(prompts()[few], SAMPLED[few])
+    expected = plain.generate(PROMPTS[few], SAMPLED[few])
     drafting.reset_prefix_cache()
-    speculator.steering.counts.take(), drafting.scheduler._counts.take()
-    assert drafting.generate(prompts()[few], SAMPLED[few]) == expected
-    found = drafting.scheduler._counts.take()
-    found.merge(speculator.steering.counts.take())
-    assert run.call_count == num_steps * found["draft_passes", ""] > 0
+    take_counts(drafting)
+    assert drafting.generate(PROMPTS[few], SAMPLED[few]) == expected
+    assert run.call_count == num_steps * take_counts(drafting)["draft_passes", ""] > 0
 
 
 def test_steps_whose_drafts_nobody_uses_count_nothing(plain: Engine, drafting: Engine) -> None:
     drafting.reset_prefix_cache()
-    given = prompts()[5]
+    given = PROMPTS[5]
     assert not unused_drafts(drafting, given)
     behind = [*given, 30]
     assert drafting.generate([behind], greedy(20)) == plain.generate([behind], greedy(20))
@@ -163,6 +167,6 @@ def test_the_context_stays_exact_up_to_the_end_of_the_model(
     plain: Engine, drafting: Engine
 ) -> None:
     """Canvases that begin in the last page would reach behind it."""
-    given = prompts()[5] + prompts()[4][:40]
+    given = PROMPTS[5] + PROMPTS[4][:40]
     length = LIMITS["max_model_len"] - len(given)
     assert drafting.generate([given], greedy(length)) == plain.generate([given], greedy(length))

@@ -37,7 +37,6 @@ from tests.support.drafter_pairs import (
     drafter_config,
     random_drafter,
     write_drafter,
-    write_target,
 )
 
 NUM_DRAFTS = 5
@@ -222,19 +221,14 @@ def test_a_drafter_with_another_config_is_refused_by_field(tmp_path, change, fie
 # --- in an engine ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
 PROMPTS = [prompt(30, salt) for salt in range(3)]
 
 
-def test_renewed_weights_draft_as_those_of_a_server_that_started_with_them(target, tmp_path):
+def test_renewed_weights_draft_as_those_of_a_server_that_started_with_them(random_target, tmp_path):
     first = write_drafter(tmp_path / "first", drafter_config(), random_drafter(1))
     second = write_drafter(tmp_path / "second", drafter_config(), random_drafter(9))
-    renewed = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(tmp_path / "none")})
-    started = drafting_engine(target, second, NUM_DRAFTS)
+    renewed = drafting_engine(random_target, first, NUM_DRAFTS, {"renew": str(tmp_path / "none")})
+    started = drafting_engine(random_target, second, NUM_DRAFTS)
     drafts = []
     for engine in (renewed, started):
         if engine is renewed:
@@ -255,9 +249,9 @@ def test_renewed_weights_draft_as_those_of_a_server_that_started_with_them(targe
         torch.testing.assert_close(logits, same_logits, rtol=0, atol=0)
 
 
-def test_weights_of_another_shape_are_refused_and_those_in_use_stay(target, tmp_path):
+def test_weights_of_another_shape_are_refused_and_those_in_use_stay(random_target, tmp_path):
     first = write_drafter(tmp_path / "first", drafter_config(), random_drafter(1))
-    engine = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(tmp_path / "none")})
+    engine = drafting_engine(random_target, first, NUM_DRAFTS, {"renew": str(tmp_path / "none")})
     model = engine.runner.speculator.model
     before = [param.clone() for param in model.parameters()]
     weights, broken = weights_of(first), weights_of(first)
@@ -277,13 +271,13 @@ def test_weights_of_another_shape_are_refused_and_those_in_use_stay(target, tmp_
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "adaptive", "prompt_lookup": True}])
-def test_the_text_is_the_targets_while_drafters_change(target, tmp_path, options):
+def test_the_text_is_the_targets_while_drafters_change(random_target, tmp_path, options):
     """A new drafter every few steps, some of them unusable; greedy and sampled requests."""
     first = write_drafter(tmp_path / "first", drafter_config(), random_drafter(1))
     folder = tmp_path / "newer"
-    engine = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(folder), **options})
+    engine = drafting_engine(random_target, first, NUM_DRAFTS, {"renew": str(folder), **options})
     params = [greedy(80), greedy(80, temperature=1.0, seed=4), greedy(80)]
-    expected = plain_engine(target).generate(PROMPTS, params)
+    expected = plain_engine(random_target).generate(PROMPTS, params)
     renewal = engine.runner.speculator._weight_reload
     ids = [engine.add(given, param) for given, param in zip(PROMPTS, params, strict=True)]
     for number in range(1, 7):
@@ -300,7 +294,7 @@ def test_the_text_is_the_targets_while_drafters_change(target, tmp_path, options
     assert [list(finished[req_id].outputs[0].token_ids) for req_id in ids] == expected
     assert renewal.current == 5
     assert sorted((folder / REJECTED).read_text().split()) == ["000003", "000006"]
-    assert_greedy(target, PROMPTS[0], expected[0])
+    assert_greedy(random_target, PROMPTS[0], expected[0])
 
 
 def test_only_a_drafter_in_a_folder_can_be_renewed(tmp_path):

@@ -1,6 +1,6 @@
 """Engines with a drafter, and a record of what they draft in each step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,8 @@ from transformers import Qwen3ForCausalLM
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.metrics import Counts
+from dllm.drafter.pair import drafter_config
 from dllm.drafter.steering import Steering
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.costs import StepCosts
@@ -23,7 +23,7 @@ from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
 from dllm.settings import vllm_names
 from tests.support.drafter_pairs import random_drafter
-from tests.support.drafter_reference import GivenContext
+from tests.support.drafter_reference import ReferenceDrafter
 from tests.support.engine_harness import Engine, get_engine
 
 LIMITS = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64, block_size=32)
@@ -82,20 +82,55 @@ class FixedCosts(StepCosts):
         )
 
 
-class RandomWidth(WidthPolicy):
-    """Any width, 0 and N included, and no drafting in one step of ten; notes what it is told."""
+class Noting(WidthPolicy):
+    """Notes what it is told."""
 
     reads_outcomes = True
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        self.steps: list[VerifiedStep] = []
+
+    def observe(self, step: VerifiedStep) -> None:
+        self.steps.append(step)
+
+    def num(self, count: str) -> int:
+        """Drafts that were "verified", or "accepted"."""
+        return sum(int(getattr(step, count).sum()) for step in self.steps)
+
+
+class AllDrafts(Noting, FixedWidth):
+    """The full width, always."""
+
+
+class Bursts(FixedWidth):
+    """Drafts in the first steps of every so many; notes how sure the drafter is."""
+
+    reads_confidence = True
+
+    def __init__(self, num_drafts: int, width: int, first: int, every: int) -> None:
+        super().__init__(num_drafts, width)
+        self.first, self.every, self.num_steps = first, every, 0
+        self.confidence: list[np.ndarray] = []
+
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        self.num_steps += 1
+        return self.num_steps % self.every < self.first
+
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        assert confidence is not None
+        self.confidence.append(confidence.copy())
+        return super().widths(slots, confidence)
+
+
+class RandomWidth(Noting):
+    """Any width, 0 and N included, and no drafting in one step of ten."""
 
     def __init__(self, num_drafts: int, seed: int = 3, reads_confidence: bool = True) -> None:
         super().__init__(num_drafts)
         self.reads_confidence = reads_confidence
         self.rng = np.random.default_rng(seed)
-        self.steps: list[VerifiedStep] = []
         self.confidence: list[np.ndarray] = []
-
-    def observe(self, step: VerifiedStep) -> None:
-        self.steps.append(step)
 
     def wants_drafts(self, slots: np.ndarray) -> bool:
         return bool(self.rng.random() < 0.9)
@@ -144,22 +179,27 @@ def policy_of(engine: Engine, policy: Any) -> Iterator[Any]:
         yield policy
 
 
+def take_counts(engine: Engine) -> Counts:
+    """What was counted since they were taken; without statistics nobody else takes them."""
+    counts = engine.scheduler._counts.take()
+    counts.merge(engine.runner.speculator.steering.counts.take())  # of the last step, no report
+    return counts
+
+
 def unused_drafts(engine: Engine, given: list[int]) -> Counts:
     """Serve one token behind a prompt in chunks; what was counted, times aside.
 
     No step of it has drafts that anybody can use. Behind the last one vLLM knows it from 0.33 on.
     """
     speculator = engine.runner.speculator
-    engine.scheduler._counts.take()  # without statistics nobody else does
-    speculator.steering.counts.take()
+    take_counts(engine)
     with mock.patch.object(speculator, "propose", wraps=speculator.propose) as propose:
         engine.generate([given], greedy(1))
     asked = [call.kwargs["num_speculative_tokens"] for call in propose.call_args_list]
     num_chunks = -(-len(given) // engine.scheduler.max_num_scheduled_tokens)
     last = speculator.num_speculative_steps if vllm_names.is_0_32() else 0
     assert asked == [0] * (num_chunks - 1) + [last] and num_chunks > 1
-    counts = engine.scheduler._counts.take()
-    counts.merge(speculator.steering.counts.take())  # of the last step: no report has followed
+    counts = take_counts(engine)
     counts.pop(("drafting_seconds", ""), None)
     return counts
 
@@ -219,27 +259,28 @@ def watch_context(engine: Engine) -> Iterator[dict[int, torch.Tensor]]:
         yield states
 
 
-def assert_drafts(
-    target: Path,
-    config: DrafterConfig,
-    drafts: Sequence[Draft],
-    states: Mapping[int, torch.Tensor],
-    tolerance: float,
-) -> None:
-    """The drafts of the random drafter are the definition's behind the hidden states given.
-
-    Args:
-        drafts, states: of one request, from ``watch_drafts`` and ``watch_context``.
-        tolerance: of logits, relative, and absolute ten times as large.
-    """
+def reference(
+    target: Path, engine: Engine, weights: dict[str, torch.Tensor] | None = None
+) -> ReferenceDrafter:
+    """The definition of an engine's drafter; without weights, of the random one."""
     model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32)
-    expected = GivenContext(model, config, random_drafter())
-    expected.states = states
+    config = drafter_config(engine.runner.vllm_config)
+    return ReferenceDrafter(model, config, weights or random_drafter())
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """In fp32, but for sums in another order; 2e-6 was measured."""
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
+
+
+def assert_drafts(expected: ReferenceDrafter, drafts: Sequence[Draft]) -> None:
+    """The drafts, and their logits, are those of the definition."""
     with torch.inference_mode():
         for draft in drafts:
-            block = [draft.tokens[-1]] + [config.mask_token_id] * len(draft.drafts)
+            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * len(draft.drafts)
             logits = expected.logits(draft.tokens[:-1], block)[1:]
-            torch.testing.assert_close(draft.logits, logits, rtol=tolerance, atol=10 * tolerance)
+            assert_close(draft.logits, logits)
+            assert draft.drafts == logits.argmax(-1).tolist()
 
 
 def assert_greedy(target: Path, prompt: list[int], output: list[int]) -> None:

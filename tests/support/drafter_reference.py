@@ -19,11 +19,16 @@ from dllm.drafter.checkpoint import DrafterConfig, LayerAttention
 
 @dataclass
 class ReferenceDrafter:
-    """The target, and the drafter's tensors under the names of its checkpoint."""
+    """The target, and the drafter's tensors under the names of its checkpoint.
+
+    fc: what ``fc`` gave in an engine whose target computes otherwise than Qwen3's: ``[hidden]`` by
+        position (``watch_context``).
+    """
 
     target: Qwen3ForCausalLM
     config: DrafterConfig
     weights: dict[str, Tensor]
+    fc: Mapping[int, Tensor] | None = None
 
     def logits(self, tokens: Sequence[int], block: Sequence[int]) -> Tensor:
         """Logits ``[len(block), vocab]`` of a draft block behind ``tokens``.
@@ -41,6 +46,9 @@ class ReferenceDrafter:
 
     def _context(self, tokens: Sequence[int]) -> Tensor:
         """The target's hidden states of ``tokens``, projected by ``fc``: ``[tokens, hidden]``."""
+        if self.fc is not None:
+            found = torch.stack([self.fc[place] for place in range(len(tokens))])
+            return self._norm(found, "hidden_norm")
         outputs: dict[int, Tensor] = {}
         hooks = [
             self.target.model.layers[layer].register_forward_hook(
@@ -93,16 +101,3 @@ class ReferenceDrafter:
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         first, second = heads[..., :half], heads[..., half:]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-class GivenContext(ReferenceDrafter):
-    """The definition behind the fc of an engine, whose target computes otherwise than Qwen3's.
-
-    states: by position, ``[hidden]``, what fc gave (``watch_context``).
-    """
-
-    states: Mapping[int, Tensor]
-
-    def _context(self, tokens: Sequence[int]) -> Tensor:
-        found = torch.stack([self.states[place] for place in range(len(tokens))])
-        return self._norm(found, "hidden_norm")

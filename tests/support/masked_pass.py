@@ -1,7 +1,7 @@
 """transformers' models that fill in masks: a pass without a cache, and greedy decoding by it."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,11 @@ def logits_of_all(
     padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in rows])
     logits = model(input_ids=padded, attention_mask=mask, use_cache=False).logits
     return [of_row[: len(ids)] for of_row, ids in zip(logits, rows, strict=True)]
+
+
+def random_prompts(lengths: Iterable[int], seed: int) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(20, 800, (length,), generator=draw).tolist() for length in lengths]
 
 
 def surest(counts: list[int]) -> Choose:
