@@ -55,18 +55,16 @@ def parse_chat(model: Path, messages: list[dict[str, Any]]) -> Any:
     return asyncio.run(parse_chat_messages_async(messages, config, "openai"))
 
 
-def test_an_image_gets_a_400_that_says_why(checkpoint, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        VLLMValidationError,
-        match=r"text-only: images need torchvision, which is not installed here; audio and",
-    ):
-        parse_chat(checkpoint(), MESSAGES)
-
-
-def test_an_image_gets_a_400_also_where_torchvision_is(checkpoint, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(VLLMValidationError, match=r"served without its vision tower; audio and"):
+@pytest.mark.parametrize(
+    ("torchvision", "message"),
+    [
+        (None, "text-only: images need torchvision, which is not installed here; audio and"),
+        (object(), "served without its vision tower; audio and"),
+    ],
+)
+def test_an_image_gets_a_400_that_says_why(checkpoint, monkeypatch, torchvision, message):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: torchvision)
+    with pytest.raises(VLLMValidationError, match=message):
         parse_chat(checkpoint(), MESSAGES)
 
 
@@ -174,10 +172,8 @@ def test_vllm_takes_what_was_prepared(processor):
 
 def test_ids_of_prompt_logprobs_come_to_the_engine_in_the_form_it_reads(checkpoint):
     arguments = EngineArgs(str(checkpoint()), enforce_eager=True, skip_tokenizer_init=True)
-    processor, prompt = (
-        InputProcessor(arguments.create_engine_config()),
-        {"prompt_token_ids": [1] * 3},
-    )
+    processor = InputProcessor(arguments.create_engine_config())
+    prompt = {"prompt_token_ids": [1] * 3}
     prepared = prepare(processor, prompt, SamplingParams(prompt_logprob_token_ids=[[3, 4], [5]]))
     request = processor.process_inputs("a", prompt, prepared, ("generate",))
     sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))

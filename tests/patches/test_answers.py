@@ -84,15 +84,31 @@ def in_parts(tokens: list[int], width: int) -> Any:
         yield TOKENIZER.decode(part), part, at + width >= len(tokens)
 
 
-def read(delta: Any, found: dict[str, Any]) -> None:
-    found["reasoning"] += (delta and delta.reasoning) or ""
-    found["content"] += (delta and delta.content) or ""
-    for call in (delta and delta.tool_calls) or ():
-        name, arguments = found["calls"].setdefault(call.index, ("", ""))
-        found["calls"][call.index] = (
-            name + (call.function.name or ""),
-            arguments + (call.function.arguments or ""),
-        )
+def asked(**options: Any) -> ChatCompletionRequest:
+    """A request with a tool, which is not strict."""
+    function = {"name": "t0", "parameters": {"type": "object", "properties": {}}}
+    return ChatCompletionRequest(
+        messages=[{"role": "user", "content": "x"}],
+        tools=[{"type": "function", "function": function}],
+        skip_special_tokens=False,
+        **options,
+    )
+
+
+def streamed(parser: Any, request: Any, parts: Any) -> dict[str, Any]:
+    """What a new parser reads of ``parts_of`` or ``in_parts``."""
+    found: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}}
+    for text, part, is_last in parts:
+        delta = parser.parse_delta(text, part, request, [2], finished=is_last)
+        found["reasoning"] += (delta and delta.reasoning) or ""
+        found["content"] += (delta and delta.content) or ""
+        for call in (delta and delta.tool_calls) or ():
+            name, arguments = found["calls"].setdefault(call.index, ("", ""))
+            found["calls"][call.index] = (
+                name + (call.function.name or ""),
+                arguments + (call.function.arguments or ""),
+            )
+    return found
 
 
 @pytest.mark.parametrize(("reasoning", "marks", "several", "tool"), PARSERS)
@@ -101,13 +117,7 @@ def test_a_stream_reads_what_the_whole_answer_says(reasoning, marks, several, to
     make = parser_of(theirs)
     # vLLM guesses the types of arguments in Gemma's form.
     whole = make if tool == "gemma4" else theirs
-    schema = {"type": "object", "properties": {}}
-    request = ChatCompletionRequest(
-        messages=[{"role": "user", "content": "x"}],
-        tools=[{"type": "function", "function": {"name": "t0", "parameters": schema}}],
-        tool_choice="auto",
-        skip_special_tokens=False,
-    )
+    request = asked(tool_choice="auto")
     for seed in range(30):
         rng = random.Random(seed)
         text = answer(rng, marks, several, CALLS.get(tool))
@@ -115,13 +125,10 @@ def test_a_stream_reads_what_the_whole_answer_says(reasoning, marks, several, to
         thought, content, calls = whole(TOKENIZER, request.tools).parse(
             TOKENIZER.decode(tokens), request, enable_auto_tools=tool is not None
         )
-        parser = make(TOKENIZER, request.tools)
-        streamed: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}}
-        for piece, part, is_last in parts_of(tokens, rng):
-            read(parser.parse_delta(piece, part, request, [2], finished=is_last), streamed)
-        made = [(name, json.loads(inside)) for name, inside in streamed["calls"].values()]
-        shown = streamed["content"].strip() if made else streamed["content"]
-        got = streamed["reasoning"], shown, made
+        found = streamed(make(TOKENIZER, request.tools), request, parts_of(tokens, rng))
+        made = [(name, json.loads(inside)) for name, inside in found["calls"].values()]
+        shown = found["content"].strip() if made else found["content"]
+        got = found["reasoning"], shown, made
         content = (content or "") if not calls else (content or "").strip()
         want = thought or "", content, [(c.name, json.loads(c.arguments)) for c in calls or ()]
         assert got == want, text
@@ -130,13 +137,7 @@ def test_a_stream_reads_what_the_whole_answer_says(reasoning, marks, several, to
 @pytest.mark.parametrize("tool", CALLS)
 def test_of_a_call_that_is_cut_is_read_what_was_written(tool):
     make = parser_of(ParserManager.get_parser(tool, "gemma4", enable_auto_tools=True))
-    function = {"name": "t0", "parameters": {"type": "object", "properties": {}}}
-    request = ChatCompletionRequest(
-        messages=[{"role": "user", "content": "x"}],
-        tools=[{"type": "function", "function": function}],
-        skip_special_tokens=False,
-    )
-    tokens = TOKENIZER.encode(CALLS[tool], add_special_tokens=False)
+    request, tokens = asked(), TOKENIZER.encode(CALLS[tool], add_special_tokens=False)
     called = 0
     for count in range(1, len(tokens)):
         text, read = TOKENIZER.decode(tokens[:count]), make(TOKENIZER, request.tools)
@@ -151,11 +152,8 @@ def test_a_thought_that_is_cut_keeps_its_spaces(width):
     make = parser_of(ParserManager.get_parser(None, "gemma4"))
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}])
     tokens = TOKENIZER.encode("<|channel>thought\nI call", add_special_tokens=False)
-    parser, thought = make(TOKENIZER, []), ""
-    for text, part, is_last in in_parts(tokens, width):
-        read = parser.parse_delta(text, part, request, [2], finished=is_last)
-        thought += (read and read.reasoning) or ""
-    assert thought == "I call"
+    found = streamed(make(TOKENIZER, []), request, in_parts(tokens, width))
+    assert found["reasoning"] == "I call"
 
 
 @pytest.mark.parametrize("width", [1, 40])
@@ -169,10 +167,7 @@ def test_a_call_that_is_not_allowed_is_text(tools, tool, width):
     )
     written = f"So:{CALLS[tool]} <|tool"
     tokens = TOKENIZER.encode(written, add_special_tokens=False)
-    parser = make(TOKENIZER, request.tools)
-    found: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}}
-    for text, part, is_last in in_parts(tokens, width):
-        read(parser.parse_delta(text, part, request, [2], finished=is_last), found)
+    found = streamed(make(TOKENIZER, request.tools), request, in_parts(tokens, width))
     assert found == {"reasoning": "", "content": written, "calls": {}}
 
 
@@ -219,16 +214,9 @@ def test_a_required_array_of_calls_is_read_in_parts(tool, monkeypatch):
     """As it is with VLLM_ENFORCE_STRICT_TOOL_CALLING=0."""
     make = parser_of(ParserManager.get_parser(tool, None, enable_auto_tools=True))
     monkeypatch.setattr(make.tool_parser_cls, "supports_required_and_named", True)
-    function = {"name": "t0", "parameters": {"type": "object"}}
-    request = ChatCompletionRequest(
-        messages=[{"role": "user", "content": "x"}],
-        tools=[{"type": "function", "function": function}],
-        tool_choice="required",
-    )
+    request = asked(tool_choice="required")
     text = '[{"name": "t0", "parameters": {"a": 1}}, {"name": "t0", "parameters": {}}]'
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
     for width in (1, 3, 7, len(tokens)):
-        parser, got = make(TOKENIZER, request.tools), {"reasoning": "", "content": "", "calls": {}}
-        for piece, part, is_last in in_parts(tokens, width):
-            read(parser.parse_delta(piece, part, request, [2], finished=is_last), got)
-        assert [*got["calls"].values()] == [("t0", '{"a": 1}'), ("t0", "{}")]
+        found = streamed(make(TOKENIZER, request.tools), request, in_parts(tokens, width))
+        assert [*found["calls"].values()] == [("t0", '{"a": 1}'), ("t0", "{}")]

@@ -81,6 +81,7 @@ def test_the_builtin_class_serves(served: dict[str, Any]) -> None:
         f"{BUILTIN}.DiffusionGemmaForConditionalGeneration",
     ]
     assert served["num_tokens"] == NUM_TOKENS
+    assert not [name for name in served["parameters"] if "vision" in name]
 
 
 def test_what_a_denoise_step_runs_is_not_overridden(served: dict[str, Any]) -> None:
@@ -110,10 +111,6 @@ def test_ours_is_not_loaded(served: dict[str, Any]) -> None:
 def test_of_no_rows_nothing_is_multiplied(served: dict[str, Any]) -> None:
     """With AMX vLLM's product of no rows divides by their number, and kills the process."""
     assert served["no_rows"] == 0
-
-
-def test_text_only(served: dict[str, Any]) -> None:
-    assert not [name for name in served["parameters"] if "vision" in name]
 
 
 def test_the_stand_in_does_not_outlive_the_import(served: dict[str, Any]) -> None:

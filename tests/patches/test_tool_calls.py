@@ -44,6 +44,12 @@ def grammars():
     children.close()
 
 
+def table_of(asked: Any, grammars: Grammars) -> Table:
+    kind = "structural_tag" if asked.structural_tag else "json"
+    spec = Spec(kind, asked.structural_tag or json.dumps(lower(asked.json).schema()))
+    return Table.from_bytes(grammars.begin(spec, []).result())
+
+
 class Asked:
     """A request with tools, as a server has it: with a structural tag, and a parser of answers.
 
@@ -67,10 +73,7 @@ class Asked:
         return self._make(TOKENIZER, self._request.tools)
 
     def table(self, grammars: Grammars) -> Table:
-        asked = self.request.structured_outputs
-        kind = "structural_tag" if asked.structural_tag else "json"
-        spec = Spec(kind, asked.structural_tag or json.dumps(lower(asked.json).schema()))
-        return Table.from_bytes(grammars.begin(spec, []).result())
+        return table_of(self.request.structured_outputs, grammars)
 
     def calls(self, text: str) -> list[tuple[str, Any]]:
         """Names and arguments in an answer; streamed in pieces they are the same."""
@@ -91,11 +94,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("parser", ["gemma4", "hermes"])
-@pytest.mark.parametrize(
-    "seeds",
-    [range(6), range(6, 200)],
-    ids=["some", "200"],
-)
+@pytest.mark.parametrize("seeds", [range(6), range(6, 200)], ids=["some", "200"])
 def test_arguments_of_strict_tools_are_what_their_schemas_allow(grammars, parser, seeds):
     """Also where a string could be taken for another type: ``"1"`` beside 1."""
     for seed in seeds:
@@ -192,10 +191,8 @@ HERMES = '<tool_call>\n{"name": "patch", "arguments": {*}}\n</tool_call>'
 def test_a_custom_tool_is_given_one_text(grammars, parser, choice, call):
     request = ResponsesRequest(input="x", tools=[NAMED], tool_choice=choice)
     make = parser_of(ParserManager.get_parser(parser, enable_auto_tools=True))
-    outputs = make(TOKENIZER, request.tools).adjust_request(request).extract_structured_outputs()
-    kind = "structural_tag" if outputs.structural_tag else "json"
-    spec = Spec(kind, outputs.structural_tag or json.dumps(lower(outputs.json).schema()))
-    found = Table.from_bytes(grammars.begin(spec, []).result())
+    asked = make(TOKENIZER, request.tools).adjust_request(request)
+    found = table_of(asked.extract_structured_outputs(), grammars)
     name, text = ("input", '<|"|>a<|"|>') if parser == "gemma4" else ('"input"', '"a"')
     assert accepts(found, call.replace("*", f"{name}:{text}"))
     assert not accepts(found, call.replace("*", ""))
