@@ -18,12 +18,12 @@ from dllm.models.unmasking.reference import load_model
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK
-from tests.support.masked_pass import logits_of_all
+from tests.support.masked_pass import logits_of_all, random_prompts
 
 SIZE = 32
 # Around the ends of blocks and sub-blocks. The reference itself does not read a prompt of one whole
 # block: it computes no causal pass up to there.
-LENGTHS = [1, 8, 31, 32, 33, 64, 75]
+PROMPTS = random_prompts([1, 8, 31, 32, 33, 64, 75], seed=4)
 
 
 class Setting(NamedTuple):
@@ -95,15 +95,10 @@ def expected(loop: Loop) -> Callable[[str], list[tuple[list[int], int]]]:
 
     def of(name: str) -> list[tuple[list[int], int]]:
         if name not in found:
-            found[name] = [loop.answer(prompt, SETTINGS[name]) for prompt in prompts()]
+            found[name] = [loop.answer(prompt, SETTINGS[name]) for prompt in PROMPTS]
         return found[name]
 
     return of
-
-
-def prompts() -> list[list[int]]:
-    draw = torch.Generator().manual_seed(4)
-    return [torch.randint(20, 800, (n,), generator=draw).tolist() for n in LENGTHS]
 
 
 def params(prompt: list[int], **extra: Any) -> SamplingParams:
@@ -113,7 +108,7 @@ def params(prompt: list[int], **extra: Any) -> SamplingParams:
 
 def served(engine: Engine, **extra: Any) -> list[list[int]]:
     engine.reset_prefix_cache()
-    return engine.generate(prompts(), [params(prompt, **extra) for prompt in prompts()])
+    return engine.generate(PROMPTS, [params(prompt, **extra) for prompt in PROMPTS])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -127,7 +122,7 @@ def test_tokens_are_those_of_the_loop(engine: Engine, expected: Any, name: str) 
 def test_a_block_takes_the_passes_of_the_loop(engine: Engine, expected: Any) -> None:
     """The causal pass in front of a block is the first one of its canvas, too."""
     setting = SETTINGS["many"].of_request()
-    for prompt, (tokens, passes) in list(zip(prompts(), expected("many"), strict=True))[-3:]:
+    for prompt, (tokens, passes) in list(zip(PROMPTS, expected("many"), strict=True))[-3:]:
         engine.reset_prefix_cache()
         with engine.watch() as watched:
             assert engine.generate([prompt], params(prompt, **setting)) == [tokens]

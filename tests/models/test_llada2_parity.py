@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 from bench import local
@@ -20,6 +19,7 @@ from dllm.models.unmasking.reference import load_model
 from tests.support import family_checkpoints
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.llada2_pipeline import AllVisible
+from tests.support.masked_pass import random_prompts
 
 pytestmark = pytest.mark.skipif(not local.is_installed(), reason=local.MISSING)
 # Every length modulo 4; with blocks of 32 those around their ends.
@@ -65,9 +65,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def prompts(block_size: int) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(block_size)
-    lengths = LENGTHS[block_size]
-    return [torch.randint(20, 800, (length,), generator=draw).tolist() for length in lengths]
+    return random_prompts(LENGTHS[block_size], seed=block_size)
 
 
 @pytest.mark.parametrize("editing_threshold", [None, 0.3])

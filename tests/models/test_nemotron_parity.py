@@ -18,10 +18,13 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK
-from tests.support.masked_pass import decoded, logits_of, sure
+from tests.support.masked_pass import decoded, logits_of, random_prompts, sure
 from tests.support.recorded_calls import record_calls
 
 LENGTH, THRESHOLD = 32, 0.9
+# Every length modulo 32, and longer ones, which are apart: the loop pads a batch to its longest.
+PROMPTS = random_prompts([*range(1, 33), 64, 100, 201], seed=1)
+BATCHES = [PROMPTS[:32], PROMPTS[32:]]
 # A step holds a canvas of each of its requests; a long prompt is read in two.
 OPTIONS = dict(max_num_seqs=12, max_num_batched_tokens=384, long_prefill_token_threshold=128)
 
@@ -41,18 +44,6 @@ def model(path: Path) -> Ministral3ForCausalLM:
     return load_model(path)
 
 
-def prompts() -> list[list[int]]:
-    """Every length modulo 32, and longer ones."""
-    draw = torch.Generator().manual_seed(1)
-    lengths = [*range(1, 33), 64, 100, 201]
-    return [torch.randint(20, 800, (n,), generator=draw).tolist() for n in lengths]
-
-
-def batches() -> list[list[list[int]]]:
-    """All prompts, the long ones apart: the loop pads a batch to its longest."""
-    return [prompts()[:32], prompts()[32:]]
-
-
 def looped(
     model: Ministral3ForCausalLM,
     prompts: list[list[int]],
@@ -70,7 +61,7 @@ def served(engine: Engine, prompts: list[list[int]], **extra: Any) -> list[list[
 
 
 def test_tokens_are_those_of_the_loop(engine: Engine, model: Ministral3ForCausalLM) -> None:
-    for some in batches():
+    for some in BATCHES:
         assert served(engine, some) == looped(model, some)
 
 
@@ -83,7 +74,7 @@ def causal(path: Path) -> Engine:
 def test_a_canvas_may_begin_with_the_causal_passs_token(
     causal: Engine, engine: Engine, model: Ministral3ForCausalLM
 ) -> None:
-    for some in batches():
+    for some in BATCHES:
         found = served(causal, some)
         assert found == looped(model, some, begins_causally=True)
         assert found != served(engine, some)
@@ -93,7 +84,7 @@ def test_a_canvas_that_begins_so_takes_a_pass_more(causal: Engine, monkeypatch) 
     """Two canvases: the prompt and the first of them have passes of their own."""
     passes = record_calls(monkeypatch, causal.scheduler, "schedule")
     with causal.watch() as watched, causal.one_pass_a_step():
-        served(causal, [prompts()[5]])
+        served(causal, [PROMPTS[5]])
     (steps,) = watched.values()
     assert len(passes) == len(steps) + 2
     assert {step.causal_len for step in steps} == {0}
@@ -102,18 +93,18 @@ def test_a_canvas_that_begins_so_takes_a_pass_more(causal: Engine, monkeypatch) 
 def test_first_tokens_follow_from_the_seed_and_a_grammar_begins_with_masks(causal: Engine) -> None:
     options = dict(max_tokens=2 * LENGTH, ignore_eos=True, temperature=1.0)
     drawn = [SamplingParams(seed=seed, **options) for seed in (1, 1, 2)]
-    one, again, other = causal.generate([prompts()[3]] * 3, drawn)
+    one, again, other = causal.generate([PROMPTS[3]] * 3, drawn)
     assert one == again != other
     structured = StructuredOutputsParams(regex="[0-9]{40}")
     (answer,) = causal.outputs(
-        [prompts()[3]], SamplingParams(max_tokens=2 * LENGTH, structured_outputs=structured)
+        [PROMPTS[3]], SamplingParams(max_tokens=2 * LENGTH, structured_outputs=structured)
     )
     text = causal.llm.get_tokenizer().decode(answer.outputs[0].token_ids, skip_special_tokens=True)
     assert text.isdecimal() and len(text) == 40
 
 
 def test_a_request_has_its_own_threshold(engine: Engine, model: Ministral3ForCausalLM) -> None:
-    some = prompts()[::7]
+    some = PROMPTS[::7]
     found = served(engine, some, diffusion_threshold=0.3)
     assert found == looped(model, some, 0.3)
     assert found != served(engine, some)
@@ -122,7 +113,7 @@ def test_a_request_has_its_own_threshold(engine: Engine, model: Ministral3ForCau
 def test_the_reference_of_quantization_and_evaluation_is_this_loop(
     path: Path, model: Ministral3ForCausalLM
 ) -> None:
-    some = prompts()[::11]
+    some = PROMPTS[::11]
     found = generate_blocks(model, some, DecodingRule.of_checkpoint(path), 2 * LENGTH)
     rule = DecodingRule.of_checkpoint(path)
     loops = looped(model, some)
@@ -132,7 +123,7 @@ def test_the_reference_of_quantization_and_evaluation_is_this_loop(
 
 
 def test_logprobs_of_a_prompt_are_those_token_by_token(engine, model) -> None:
-    ids = prompts()[-1]
+    ids = PROMPTS[-1]
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     (output,) = engine.outputs([ids], sampling)
     logits = logits_of(model, ids, len(ids))

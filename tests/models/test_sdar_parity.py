@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 from dllm.models.unmasking.reference import load_model
 from tests.support import family_checkpoints as families
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.masked_pass import Answer, Choose, decoded, sure, surest
+from tests.support.masked_pass import Answer, Choose, decoded, random_prompts, sure, surest
 
 
 class Kind(NamedTuple):
@@ -51,8 +50,7 @@ class Pair:
         self.engine: Engine = get_engine(path, max_num_batched_tokens=256)
         self.model = load_model(path)
         assert type(self.model).__name__ == f"{kind.backbone}ForCausalLM"
-        draw = torch.Generator().manual_seed(kind.size)
-        self.prompts = [torch.randint(20, 800, (n,), generator=draw).tolist() for n in kind.lengths]
+        self.prompts = random_prompts(kind.lengths, seed=kind.size)
 
     def expected(self, prompt: list[int], choose: Choose | None = None) -> Answer:
         """Two blocks behind the prompt; the first may be the rest of the prompt's last block."""

@@ -19,10 +19,11 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.patches import routes
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK, WHOLE_SEQUENCES
+from tests.support.masked_pass import random_prompts
 from tests.support.whole_loop import GEN_LENGTH, SEED, Loop, Setting
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
-LENGTHS = [1, 8, 31, 33, 75]
+PROMPTS = random_prompts([1, 8, 31, 33, 75], seed=4)
 
 
 @pytest.fixture(scope="module", params=WHOLE_SEQUENCES)
@@ -45,11 +46,6 @@ def engine(path: Path) -> Engine:
     return get_engine(path)
 
 
-def prompts() -> list[list[int]]:
-    draw = torch.Generator().manual_seed(4)
-    return [torch.randint(20, 800, (n,), generator=draw).tolist() for n in LENGTHS]
-
-
 def params(max_tokens: int = GEN_LENGTH, **extra: Any) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens, temperature=0, seed=SEED, ignore_eos=True, extra_args=extra
@@ -60,9 +56,9 @@ def params(max_tokens: int = GEN_LENGTH, **extra: Any) -> SamplingParams:
 def test_tokens_are_those_of_the_loop(engine: Engine, loop: Loop, number: int) -> None:
     """More prompts than run at a time."""
     setting = [*loop.settings.values()][number]
-    found = engine.generate(prompts(), params(**setting.of_request()))
-    assert found == [loop.answer(prompt, setting)[0] for prompt in prompts()]
-    assert number > 0 or found == engine.generate(prompts(), params())
+    found = engine.generate(PROMPTS, params(**setting.of_request()))
+    assert found == [loop.answer(prompt, setting)[0] for prompt in PROMPTS]
+    assert number > 0 or found == engine.generate(PROMPTS, params())
 
 
 def several_blocks(
@@ -102,7 +98,7 @@ def test_several_blocks_are_decided_at_once(
     engine: Engine, loop: Loop, size: int, part: float, add_threshold: float
 ) -> None:
     """``part``: of the first prompt's masks, those whose entropies are below the bound."""
-    first = prompts()[0]
+    first = PROMPTS[0]
     nats = entropies(loop.logits(first + [MASK] * GEN_LENGTH)[len(first) :].softmax(-1))
     bound = sum(sorted(nats)[int(part * GEN_LENGTH) :][:2]) / 2
     asked = {
@@ -113,8 +109,8 @@ def test_several_blocks_are_decided_at_once(
         "diffusion_block_add_threshold": add_threshold,
     }
     with engine.watch() as watched:
-        found = engine.generate(prompts(), params(**asked))
-    assert found == [several_blocks(loop, each, size, bound, add_threshold) for each in prompts()]
+        found = engine.generate(PROMPTS, params(**asked))
+    assert found == [several_blocks(loop, each, size, bound, add_threshold) for each in PROMPTS]
     assert all(len(steps) < GEN_LENGTH for steps in watched.values())
 
 
@@ -131,13 +127,13 @@ def test_context_of_a_block_may_be_cached(path: Path, loop: Loop, passes: str) -
         block_size=32,
         num_gpu_blocks_override=14,
     )
-    found = cached.generate(prompts(), params(**setting.of_request()))
-    assert found == [loop.answer(prompt, setting, is_cached=True)[0] for prompt in prompts()]
-    assert found != [loop.answer(prompt, setting)[0] for prompt in prompts()]
+    found = cached.generate(PROMPTS, params(**setting.of_request()))
+    assert found == [loop.answer(prompt, setting, is_cached=True)[0] for prompt in PROMPTS]
+    assert found != [loop.answer(prompt, setting)[0] for prompt in PROMPTS]
 
 
 def test_an_answer_takes_the_passes_of_the_loop(engine: Engine, loop: Loop) -> None:
-    prompt, setting = prompts()[-1], loop.settings["fast"]
+    prompt, setting = PROMPTS[-1], loop.settings["fast"]
     tokens, passes = loop.answer(prompt, setting)
     with engine.watch() as watched:
         assert engine.generate([prompt], params(**setting.of_request())) == [tokens]
@@ -150,7 +146,7 @@ def test_an_answer_takes_the_passes_of_the_loop(engine: Engine, loop: Loop) -> N
 
 def test_an_answer_may_be_shorter_or_longer_than_the_masks(engine: Engine, loop: Loop) -> None:
     """Shorter than a block: only its tokens are masks. Longer: ``gen_length`` masks at a time."""
-    prompt = prompts()[2]
+    prompt = PROMPTS[2]
     (short,) = engine.generate([prompt], params(10, diffusion_strategy="low_confidence_static"))
     ids, masks = prompt + [MASK] * 10, list(range(len(prompt), len(prompt) + 10))
     for step in range(10):
@@ -167,7 +163,7 @@ def test_an_answer_may_be_shorter_or_longer_than_the_masks(engine: Engine, loop:
 
 def test_an_end_token_ends_the_answer(engine: Engine, loop: Loop) -> None:
     """Also one in the first block: nothing behind it is computed."""
-    prompt = prompts()[1]
+    prompt = PROMPTS[1]
     setting = loop.settings["default"]
     expected, _ = loop.answer(prompt, setting)
     stop = expected[20]
@@ -193,16 +189,14 @@ def test_requests_that_preempt_each_other_have_the_same_answers(path: Path, engi
         SamplingParams(max_tokens=GEN_LENGTH, temperature=t, seed=7, ignore_eos=True)
         for t in (0, 0.8, 1.2, 0, 1)
     ]
-    alone = [
-        engine.generate([prompt], one)[0] for prompt, one in zip(prompts(), asked, strict=True)
-    ]
-    assert tight.generate(prompts(), asked) == alone
-    assert alone[1] != engine.generate([prompts()[1]], params())[0]
+    alone = [engine.generate([prompt], one)[0] for prompt, one in zip(PROMPTS, asked, strict=True)]
+    assert tight.generate(PROMPTS, asked) == alone
+    assert alone[1] != engine.generate([PROMPTS[1]], params())[0]
 
 
 def test_pins_are_seen_and_emitted_wherever_they_are(engine: Engine, loop: Loop) -> None:
     """The masks of the first block see a pin in the second one."""
-    prompt, at = prompts()[0], [3, 40, 63]
+    prompt, at = PROMPTS[0], [3, 40, 63]
     pinned = params(diffusion_pin_at=at, diffusion_pin_ids=[100, 200, 300])
     with engine.watch(keep_logits=True) as watched:
         (found,) = engine.generate([prompt], pinned)
@@ -220,7 +214,7 @@ def test_pins_are_seen_and_emitted_wherever_they_are(engine: Engine, loop: Loop)
 @pytest.mark.parametrize("asked", [{"seed_canvas": [5] * GEN_LENGTH}, {"read_only": True}])
 def test_a_canvas_has_no_width_of_its_own(engine: Engine, asked: dict[str, Any]) -> None:
     with pytest.raises(VLLMValidationError, match="the rest of a block, or of the answer"):
-        engine.add(prompts()[0], params(**{f"diffusion_{name}": asked[name] for name in asked}))
+        engine.add(PROMPTS[0], params(**{f"diffusion_{name}": asked[name] for name in asked}))
 
 
 def test_a_grammar_is_held(engine: Engine) -> None:
@@ -232,7 +226,7 @@ def test_a_grammar_is_held(engine: Engine) -> None:
         structured_outputs=StructuredOutputsParams(json=schema),
         extra_args={"diffusion_block_length": 16},
     )
-    (output,) = engine.outputs([prompts()[1]], asked)
+    (output,) = engine.outputs([PROMPTS[1]], asked)
     jsonschema.validate(json.loads(output.outputs[0].text), schema)
 
 
