@@ -34,7 +34,8 @@ def test_vllm_reads_it_without_remote_code(
     register()
     (tmp_path / "config.json").write_text(json.dumps(fields))
     config = get_config(tmp_path, trust_remote_code=False)
-    assert (config.canvas_length, config.mask_token_id) == (block_size, mask_token_id)
+    assert config.canvas_length == config.block_size == block_size
+    assert config.mask_token_id == mask_token_id and config.architectures[0] in FAMILIES
     assert config.rope_parameters["rope_theta"] == fields["rope_theta"]
     # transformers keeps the first under another name, and drops the last.
     elsewhere = ("rope_theta", "rope_scaling", "torch_dtype", "auto_map", "use_cache")

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 
 from bench import local
 from dllm.engine.algorithm import Canvases
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.models.llada2.settings import LLaDA2Settings
-from dllm.models.sdar.settings import SDARSettings
 from dllm.models.unmasking.settings import UnmaskingSettings
 from dllm.models.unmasking.step import Unmasking
 from dllm.ops.filters import RowFilters
@@ -52,14 +50,6 @@ def test_a_mode_is_four_numbers_and_explicit_ones_win(extra, expected) -> None:
     parameters = RequestOptions.read(SamplingParams(extra_args=extra), settings).parameters
     names = ("threshold", "editing", "editing_threshold", "max_post_steps")
     assert tuple(parameters[name] for name in names) == expected
-
-
-def test_a_mode_that_there_is_not_is_refused() -> None:
-    sdar = SDARSettings(VOCAB, BLOCK, MASK, BLOCK, 0.5, "sequential", 0.35)
-    for settings, mode in ((SETTINGS, "fast"), (sdar, "quality")):
-        asked = SamplingParams(extra_args={"diffusion_mode": mode})
-        with pytest.raises(VLLMValidationError, match="diffusion_mode"):
-            RequestOptions.read(asked, settings)
 
 
 def fresh_canvases(

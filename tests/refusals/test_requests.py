@@ -103,10 +103,13 @@ OF_MASKS: list[tuple[str, dict[str, Any], str]] = [
       for name in BLOCKS),
     *((name, given, parameter) for name in BLOCKS for given, parameter in (
         (dict(prompt_logprobs=1), "prompt_logprobs"),
+        (dict(allowed_token_ids=[MASK]), "allowed_token_ids"),
         (dict(extra_args={"diffusion_seed_canvas": [5] * SIZES[name]}), "diffusion_seed_canvas"),
         (dict(extra_args={"diffusion_canvas_length": SIZES[name] - 1}), "diffusion_canvas_length"),
         (dict(extra_args={"diffusion_t_min": 0.5}), "diffusion_t_min"))),
     ("sdar", dict(extra_args={"diffusion_strategy": "random"}), "diffusion_strategy"),
+    ("sdar", dict(extra_args={"diffusion_mode": "quality"}), "diffusion_mode"),
+    ("llada2", dict(extra_args={"diffusion_mode": "fast"}), "diffusion_mode"),
 ]  # fmt: skip
 # Of a target with a drafter, and of one whose drafts are sampled.
 OF_DRAFTS = [

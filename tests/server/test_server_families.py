@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 
 pytest_plugins = ["tests.support.sdar_server"]
 
-MASK = 4
 # Of a trained model: varied texts, which no end-of-sequence ends.
 VARIED = {"temperature": 2.0, "logit_bias": {"1": -100}}
 
@@ -73,20 +72,6 @@ def test_texts_are_pinned_and_holes_filled(server: Server) -> None:
             assert len(hole.token_ids) == 1
             num_filled += 1
     assert num_filled > 0
-
-
-def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
-    """The other reasons: ``tests/engine/test_blocks.py``."""
-    client = server.client()
-    for options, message in (
-        ({"echo": True, "logprobs": 1}, "prompt_logprobs = 1 is not served for this model"),
-        (
-            {"extra": {"allowed_token_ids": [MASK]}},
-            "allowed_token_ids leaves no token .* is no mask",
-        ),
-    ):
-        with pytest.raises(openai.BadRequestError, match=message):
-            complete(client, **options)
 
 
 IN_ENGINE = ("vllm:num_requests_running", "vllm:num_requests_waiting")
