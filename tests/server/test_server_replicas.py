@@ -1,7 +1,5 @@
 """Two replicas behind vLLM's own balancing, on a CPU: the answers are those of one."""
 
-import re
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 
 from tests.server.test_server import complete, prompt, tokens
 from tests.server.test_server_stream import CANVASES, read
-from tests.support.patience import HANG_S
 from tests.support.server_harness import CANVAS, FLAGS, Server, serving
 
 pytest_plugins = ["tests.support.server_harness"]
@@ -29,13 +26,7 @@ def replicas(
 
 def num_answered(server: Server) -> list[float]:
     """Requests that each replica has answered."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANG_S) as response:
-        text = response.read().decode()
-    counts = [0.0, 0.0]
-    pattern = r'^vllm:request_success_total\{engine="(\d)".*\} (\S+)$'
-    for engine, count in re.findall(pattern, text, re.MULTILINE):
-        counts[int(engine)] += float(count)
-    return counts
+    return server.metrics(*(f'vllm:request_success_total{{engine="{rank}".*' for rank in "01"))
 
 
 def test_many_requests_at_once_use_both_and_get_the_answers_of_one(server, replicas):

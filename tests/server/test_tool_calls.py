@@ -64,6 +64,7 @@ def ask(client: openai.OpenAI, item: Question, **options: Any) -> Any:
     assert item.chat is not None
     thinking = options.pop("thinking", False)
     fields = {"return_token_ids": True, "thinking_token_budget": options.pop("budget", None)}
+    fields["include_reasoning"] = options.pop("shows_thought", True)
     return ask_chat(
         client,
         item.prompt,
@@ -73,6 +74,22 @@ def ask(client: openai.OpenAI, item: Question, **options: Any) -> Any:
         extra_body={"chat_template_kwargs": {"enable_thinking": thinking}, **fields},
         **options,
     )
+
+
+def joined(stream: Any) -> tuple[str, str, list[tuple[str, str]], str]:
+    """Content, reasoning, calls and finish reason of a stream."""
+    content = reasoning = reason = ""
+    calls: dict[int, tuple[str, str]] = {}
+    for part in stream:
+        (choice,) = part.choices
+        content += choice.delta.content or ""
+        reasoning += getattr(choice.delta, "reasoning", None) or ""
+        for call in choice.delta.tool_calls or []:
+            name, arguments = calls.get(call.index, ("", ""))
+            name += call.function.name or ""
+            calls[call.index] = name, arguments + (call.function.arguments or "")
+        reason = choice.finish_reason or reason
+    return content, reasoning, [*calls.values()], reason
 
 
 def check(call: Any) -> dict[str, Any]:
@@ -141,12 +158,8 @@ def test_a_stream_has_the_same_calls(client, style, bias, thought):
     options = thought | {"tool_choice": "required", "logit_bias": biased}
     (choice,) = ask(client, item, **options).choices
     (whole,) = choice.message.tool_calls
-    name = arguments = ""
-    for part in ask(client, item, stream=True, **options):
-        assert not (part.choices[0].delta.content or "").strip()
-        for call in part.choices[0].delta.tool_calls or []:
-            name += call.function.name or ""
-            arguments += call.function.arguments or ""
+    content, _, [(name, arguments)], _ = joined(ask(client, item, stream=True, **options))
+    assert not content.strip()
     assert (name, json.loads(arguments)) == (whole.function.name, check(whole))
     assert set(MARKS[style][:2]) <= set(choice.token_ids)
 
@@ -159,43 +172,19 @@ def test_what_is_cut_is_the_same_whole_and_streamed(client, style, cut):
     item = asked(style, is_listed=True)[0]
     options = {"tool_choice": "required"} | cut
     (whole,) = ask(client, item, **options).choices
-    texts, calls, reason = ["", ""], {}, None
-    for part in ask(client, item, stream=True, **options):
-        (choice,) = part.choices
-        texts[0] += choice.delta.content or ""
-        texts[1] += getattr(choice.delta, "reasoning", None) or ""
-        for call in choice.delta.tool_calls or []:
-            name, arguments = calls.get(call.index, ("", ""))
-            name += call.function.name or ""
-            calls[call.index] = name, arguments + (call.function.arguments or "")
-        reason = choice.finish_reason or reason
-    made = [
-        (call.function.name, call.function.arguments) for call in whole.message.tool_calls or []
-    ]
-    assert [whole.message.content or "", whole.message.reasoning or ""] == texts
-    assert made == [*calls.values()] and whole.finish_reason == reason
-    assert reason == ("length" if "max_tokens" in cut else "tool_calls" if made else "stop")
+    said = whole.message
+    made = [(call.function.name, call.function.arguments) for call in said.tool_calls or []]
+    found = said.content or "", said.reasoning or "", made, whole.finish_reason
+    assert joined(ask(client, item, stream=True, **options)) == found
+    reason = "length" if "max_tokens" in cut else "tool_calls" if made else "stop"
+    assert whole.finish_reason == reason
 
 
 def test_a_thought_that_is_not_shown_is_no_part_of_the_call(client, style):
     item = asked(style, is_listed=True)[0]
-    shown, hidden = (
-        ask_chat(
-            client,
-            item.prompt,
-            tools=[STRICT[name] for name in item.chat.tools],
-            tool_choice="required",
-            max_tokens=MAX_TOKENS,
-            seed=1,
-            extra_body={
-                "chat_template_kwargs": {"enable_thinking": True},
-                "include_reasoning": is_shown,
-            },
-        )
-        .choices[0]
-        .message
-        for is_shown in (True, False)
-    )
+    options = {"tool_choice": "required", "thinking": True}
+    answers = [ask(client, item, shows_thought=shows, **options) for shows in (True, False)]
+    shown, hidden = (answer.choices[0].message for answer in answers)
     assert shown.reasoning and not hidden.reasoning
     calls = [[call.function for call in one.tool_calls] for one in (shown, hidden)]
     assert calls[0] == calls[1] and not (hidden.content or "").strip()
