@@ -81,7 +81,7 @@ checkpoints/tiny-random/model.safetensors: bench/toys/tiny.py checkpoints/tiny-r
 	$(BIN)/python -m bench.toys.tiny
 	@touch $@
 
-# What `dllm quantize` runs in. It sees our sources through a directory of links (dllm/quantize/command.py).
+# What `dllm quantize` runs in. It loads our package by its path (dllm/quantize/command.py).
 setup-quant: $(QUANT)/.locked
 
 $(QUANT)/.locked: requirements/quant.txt

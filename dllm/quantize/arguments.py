@@ -1,4 +1,4 @@
-"""The command line of ``dllm quantize``, which both of its processes read (``job``)."""
+"""The command line of ``dllm quantize``, which is read in both environments (``job``)."""
 
 import argparse
 from pathlib import Path

@@ -1,7 +1,7 @@
 """A request to quantize: its command line, checked before any work begins.
 
-Both processes of ``dllm quantize`` prepare the same job from the same command line: the command,
-to refuse at once what cannot be done, and ``make`` in LLM Compressor's environment, to do it.
+``dllm quantize`` prepares the same job from the same command line twice: to refuse at once what
+cannot be done, and in LLM Compressor's environment, to do it.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
     scheme = MADE[args.scheme]
     if args.calibration is not None and not scheme.needs_calibration:
         raise CommandError(f"--calibration is of no use with --scheme {args.scheme}; leave it out.")
-    refuse_existing(args.out)
+    check_out(args.out)
     source = Checkpoint(args.model)
     if not any((args.model / name).is_file() for name in TOKENIZERS):
         raise CommandError(
@@ -80,7 +80,10 @@ def _refuse_whole_sequences(source: Checkpoint, scheme: str) -> None:
         )
 
 
-def refuse_existing(out: Path) -> None:
+def check_out(out: Path) -> None:
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise CommandError(f"--out {out}: there is no directory {parent}.")
     if out.exists() or out.is_symlink():
         raise CommandError(f"--out {out} exists, and nothing is overwritten; name another one.")
 

@@ -1,6 +1,6 @@
 """Quantizes a checkpoint: calibrates if the scheme needs it, writes it, and checks it.
 
-This is the main program of LLM Compressor's environment; ``dllm.quantize.command`` starts it.
+This is what ``dllm.quantize.command`` becomes in LLM Compressor's environment.
 """
 
 import hashlib
@@ -8,10 +8,12 @@ import importlib.metadata
 import json
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +22,11 @@ from safetensors import SafetensorError
 
 from dllm.quantize.checkpoint import FEW, INDEX, Checkpoint, in_units
 from dllm.quantize.convert import Tensors
-from dllm.quantize.job import COMPANIONS, Job, prepare
+from dllm.quantize.job import COMPANIONS, Job, check_out, prepare
 from dllm.quantize.recipes import IGNORED, quantization_config
 from dllm.quantize.verify import verify
 from dllm.settings.command import FAILED, INTERRUPTED, OK, CommandError
+from dllm.settings.files import whole
 
 RUN = "quantize_run.json"  # beside the weights: what they were made with
 say = partial(print, flush=True)  # lines of progress
@@ -33,28 +36,33 @@ Write = Callable[[Job, Path, Tensors], None]
 
 
 def make(job: Job, write: Write, measure: Callable[[Job], Tensors]) -> None:
-    """Raises CommandError if it cannot be done; ``job.out`` is not whole then.
+    """Raises CommandError if it cannot be done; ``job.out`` is not there then.
 
     ``write`` gets a folder with what is needed of the source, and the static scales of inputs.
     """
     input_scales = measure(job) if job.scheme.needs_calibration else {}
     config = quantization_config(job.scheme, job.ignored)
     try:
-        job.out.mkdir()
-        with tempfile.TemporaryDirectory() as folder:
+        with whole(job.out) as out, tempfile.TemporaryDirectory() as folder:
+            out.mkdir()
             weights = (path.name for path in {*job.source.files.values()})
             for name in ("config.json", INDEX, *weights, *COMPANIONS):
                 if (job.source.path / name).is_file():
                     (Path(folder) / name).symlink_to((job.source.path / name).absolute())
-            write(job, Path(folder), input_scales)
-        for file in job.out.glob("*.safetensors"):
-            file.chmod(0o644)  # safetensors writes it readable by its owner only
-        _write_json(job.out / RUN, run_record(job))
-        _write_json(job.out / "config.json", {**job.source.config, "quantization_config": config})
+            write(replace(job, out=out), Path(folder), input_scales)
+            for file in out.glob("*.safetensors"):
+                file.chmod(0o644)  # safetensors writes it readable by its owner only
+            _write_json(out / RUN, run_record(job))
+            _write_json(out / "config.json", {**job.source.config, "quantization_config": config})
+            _refuse_bad_scales(out)
+            check_out(job.out)
     except (OSError, SafetensorError) as error:
         raise CommandError(f"the checkpoint cannot be written: {error}") from error
-    # LLM Compressor writes, in silence, a scale of 1 in the place of one that is not finite.
-    if problems := verify(Checkpoint(job.out), None, lambda: None).problems:
+
+
+def _refuse_bad_scales(made: Path) -> None:
+    """LLM Compressor writes, in silence, a scale of 1 in the place of one that is not finite."""
+    if problems := verify(Checkpoint(made), None, lambda: None).problems:
         raise CommandError(
             f"{'; '.join(problems[:FEW])}. Nothing was written: weights are all zero or not "
             "finite, or calibration has never run a layer."
@@ -118,6 +126,8 @@ def main(argv: Sequence[str]) -> int:
     # Set before LLM Compressor is imported: it would log a line for every module that it touches.
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     torch.set_grad_enabled(False)
+    # By an exception, which clears away what was begun.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         job, _ = prepare(argv)
         if job.device.startswith("cuda") and not torch.cuda.is_available():
@@ -128,11 +138,9 @@ def main(argv: Sequence[str]) -> int:
     except CommandError as error:
         print(f"dllm quantize: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:  # the command says so
+    except KeyboardInterrupt:
+        print("dllm quantize: interrupted", file=sys.stderr)
         return INTERRUPTED
     say(f"peak memory {peak_memory()}")
+    say(f"{job.out} is ready: `dllm check-quant {job.out} --against {job.source.path}`")
     return OK
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
