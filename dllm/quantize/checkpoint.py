@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from dllm.models import FAMILIES
 from dllm.settings.checks import missing_folder
@@ -20,19 +21,6 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 AGAIN = "Make or download it again."
 FEW = 5  # names that a message lists
-
-# safetensors' names of dtypes.
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
 
 
 class Checkpoint:
@@ -46,15 +34,13 @@ class Checkpoint:
         self.path = path
         self.config = self._read_config()
         self.files: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._open: dict[Path, safe_open] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         index = self._read_index()
         for file in self._weight_files(index):
-            for name, (shape, dtype) in read_header(file).items():
+            for name, tensor in mapped(file).items():
                 if name in self.files:
                     raise CommandError(f"{name} is in {self.files[name]} and again in {file}.")
-                self.files[name], self.shapes[name], self.dtypes[name] = file, shape, dtype
+                self.files[name], self.tensors[name] = file, tensor
         absent = sorted(index.keys() - self.files.keys())
         if absent:
             raise CommandError(
@@ -100,48 +86,15 @@ class Checkpoint:
             )
         return [self.path / name for name in names]
 
-    def _handle(self, file: Path) -> safe_open:
-        if file not in self._open:
-            self._open[file] = open_file(file)
-        return self._open[file]
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._handle(self.files[name]).get_tensor(name)
-
-    def read_part(self, name: str, index: int, rows: tuple[int, int]) -> torch.Tensor:
-        """Rows ``rows[0]`` to ``rows[1] - 1`` of matrix ``index`` of a 3-D tensor, as stored."""
-        return self._handle(self.files[name]).get_slice(name)[index, rows[0] : rows[1]]
-
-    def num_bytes(self, name: str) -> int:
-        return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
-
-    def release(self) -> None:
-        """Close the files: memory that reading mapped is given back. They reopen when needed."""
-        self._open.clear()
-
-
-def open_file(file: Path) -> safe_open:
+def mapped(file: Path) -> dict[str, torch.Tensor]:
     """Raises CommandError if it cannot be read: incomplete, damaged or another kind of file."""
     try:
-        return safe_open(file, framework="pt")
+        return load_file(file)
     except (SafetensorError, OSError) as error:
         raise CommandError(
             f"{file} cannot be read ({error}): it was cut short or damaged. {AGAIN}"
         ) from error
-
-
-def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Raises CommandError as ``open_file``, or if a dtype is not in ``DTYPES``."""
-    handle = open_file(file)
-    header = {}
-    for name in handle.keys():  # noqa: SIM118 (a safe_open is no mapping)
-        entry = handle.get_slice(name)
-        if entry.get_dtype() not in DTYPES:
-            raise CommandError(
-                f"{file}: {name} is {entry.get_dtype()}; known: {', '.join(DTYPES)}."
-            )
-        header[name] = (tuple(entry.get_shape()), DTYPES[entry.get_dtype()])
-    return header
 
 
 def in_units(num_bytes: float) -> str:

@@ -96,9 +96,9 @@ def one_name(name: str) -> str:
 def by_one_name(checkpoint: Checkpoint) -> dict[str, list[str]]:
     """All copies' names, by their ``one_name``; the decoder's first. Other families have one."""
     if DIFFUSION_GEMMA not in checkpoint.config["architectures"]:  # type: ignore[operator]
-        return {name: [name] for name in checkpoint.shapes}
+        return {name: [name] for name in checkpoint.tensors}
     copies: dict[str, list[str]] = {}
-    for name in sorted(checkpoint.shapes):  # "model.decoder" sorts before "model.encoder"
+    for name in sorted(checkpoint.tensors):  # "model.decoder" sorts before "model.encoder"
         copies.setdefault(one_name(name), []).append(name)
     return copies
 
@@ -134,14 +134,14 @@ def refuse_unfit(source: Checkpoint) -> None:
         )
     for name, stored in copies.items():
         for copy in stored:
-            shape = source.shapes[copy]
-            if name in expected and shape != expected[name]:
+            tensor = source.tensors[copy]
+            if name in expected and tensor.shape != expected[name]:
                 raise CommandError(
-                    f"{source.path}: {copy} has shape {list(shape)}; config.json makes it "
+                    f"{source.path}: {copy} has shape {list(tensor.shape)}; config.json makes it "
                     f"{list(expected[name])}."
                 )
-            if not source.dtypes[copy].is_floating_point or source.dtypes[copy].itemsize < 2:
+            if not tensor.is_floating_point() or tensor.itemsize < 2:
                 raise CommandError(
-                    f"{source.path}: {copy} is {source.dtypes[copy]}; to quantize, weights have to "
-                    "be bfloat16, float16 or float32."
+                    f"{source.path}: {copy} is {tensor.dtype}; to quantize, weights have to be "
+                    "bfloat16, float16 or float32."
                 )

@@ -20,6 +20,7 @@ from dllm.quantize.linears import (
     Linear,
     by_one_name,
     linears,
+    part_of,
     refuse_unfit,
     text_shapes,
 )
@@ -97,15 +98,16 @@ class _Checker:
             self.report.schemes[name] = self.report.schemes.get(name, 0) + 1
             is_whole = self.check_layer(layer)
             if is_whole and self.original is not None:
-                source = self.originals[layer.linear.source][0]
-                self.compare_layer(layer, _read_linear(self.original, source, layer.linear))
+                source = self.original.tensors[self.originals[layer.linear.source][0]]
+                self.compare_layer(layer, part_of(source, layer.linear))
             on_layer()
         self.check_fused()
         if self.original is not None:
             self.report.original_bytes = _total(self.original)
             self.compare_kept(self.original)
-            self.original.release()
-        self.checkpoint.release()
+
+    def parts_of(self, layer: _Layer) -> dict[str, torch.Tensor]:
+        return {suffix: self.checkpoint.tensors[name] for suffix, name in layer.stored.items()}
 
     def check_completeness(self) -> None:
         replaced = {layer.linear.source for layer in self.layers}
@@ -121,7 +123,7 @@ class _Checker:
             known.add(name)
             if name not in self.copies:
                 self.problems.append(f"{name} is missing")
-            elif (given := self.checkpoint.shapes[self.copies[name][0]]) != shape:
+            elif (given := self.checkpoint.tensors[self.copies[name][0]].shape) != shape:
                 self.problems.append(f"{name} has shape {list(given)}; expected {list(shape)}")
         others = (LAYER_SCALAR, "model.encoder.vision_tower.", "model.encoder.embed_vision.")
         unknown = [
@@ -142,7 +144,8 @@ class _Checker:
 
     def check_layer(self, layer: _Layer) -> bool:
         """Check tensors, shapes and scales of a layer; returns whether all of them are right."""
-        shapes = {suffix: self.checkpoint.shapes[name] for suffix, name in layer.stored.items()}
+        parts = self.parts_of(layer)
+        shapes = {suffix: tuple(part.shape) for suffix, part in parts.items()}
         found = layer_problems(layer.linear.module, shapes, layer.scheme)
         codes = layer.scheme.weight_suffix
         expected = layer.scheme.shapes(*layer.linear.shape)[codes]
@@ -152,7 +155,7 @@ class _Checker:
                 f"{list(expected)}"
             )
         for name in filter(is_scale, layer.stored.values()):
-            scales = self.checkpoint.read(name)
+            scales = self.checkpoint.tensors[name]
             text = scale_problem(name, scales) or implausible_scale(name, scales)
             found += [text] if text else []
         self.problems += found
@@ -164,7 +167,7 @@ class _Checker:
         for layer in self.layers:
             for suffix in ("weight_global_scale", "input_global_scale"):
                 if suffix in layer.scheme.suffixes and suffix in layer.stored:
-                    value = float(self.checkpoint.read(layer.stored[suffix]).float().max())
+                    value = float(self.checkpoint.tensors[layer.stored[suffix]].float().max())
                     scales[f"{layer.linear.fused}.{suffix}"][layer.linear.module] = value
         for name, values in scales.items():
             if len(set(values.values())) > 1:
@@ -174,8 +177,7 @@ class _Checker:
 
     def compare_layer(self, layer: _Layer, weight: torch.Tensor) -> None:
         module, weight = layer.linear.module, weight.float()
-        parts = {suffix: self.checkpoint.read(name) for suffix, name in layer.stored.items()}
-        difference = dequantize_weight(parts, layer.scheme.weights) - weight
+        difference = dequantize_weight(self.parts_of(layer), layer.scheme.weights) - weight
         norm = float(torch.linalg.vector_norm(weight))
         error = float(torch.linalg.vector_norm(difference)) / norm if norm else 0.0
         self.report.errors[module] = error
@@ -200,12 +202,11 @@ class _Checker:
         )
         if missing := sorted(there - here):
             self.problems.append(f"the original has {few(missing)}, and this has not")
+        made, given = self.checkpoint.tensors, original.tensors
         differing = [
             name
             for name in sorted(here & there)
-            if not torch.equal(
-                self.checkpoint.read(self.copies[name][0]), original.read(self.originals[name][0])
-            )
+            if not torch.equal(made[self.copies[name][0]], given[self.originals[name][0]])
         ]
         if differing:
             self.problems.append(f"{few(differing)}: not quantized, and not what the original has")
@@ -223,16 +224,8 @@ def _plan(checkpoint: Checkpoint) -> Plan:
         raise CommandError(f"{checkpoint.path / 'config.json'}: {error}") from error
 
 
-def _read_linear(source: Checkpoint, stored: str, layer: Linear) -> torch.Tensor:
-    """``[out, in]``. Of experts, whose weights are in one tensor, a part is read."""
-    if layer.expert is None:
-        return source.read(stored)
-    rows = (layer.first_row, layer.first_row + layer.shape[0])
-    return source.read_part(stored, layer.expert, rows)
-
-
 def _total(checkpoint: Checkpoint) -> int:
-    return sum(checkpoint.num_bytes(name) for name in checkpoint.shapes)
+    return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
 
 
 def _layer_scalars(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -243,5 +236,5 @@ def _layer_scalars(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     text = checkpoint.config.get("text_config")
     if text is None:  # another family, which has none
         return {}
-    scalars = ((n, checkpoint.read(n)) for n in checkpoint.shapes if n.endswith(LAYER_SCALAR))
+    scalars = ((n, each) for n, each in checkpoint.tensors.items() if n.endswith(LAYER_SCALAR))
     return dict(merge_shared_copies(scalars, LayerScalars(text["num_hidden_layers"])))  # type: ignore[index]

@@ -20,7 +20,7 @@ from dllm.drafter.checkpoint import TargetFacts
 from dllm.drafter.samples import Sample
 from dllm.models import FAMILIES
 from dllm.models.unmasking.reference import load_model
-from dllm.quantize.checkpoint import INDEX, WEIGHTS, open_file
+from dllm.quantize.checkpoint import INDEX, WEIGHTS, mapped
 from dllm.settings.checks import missing_folder
 from dllm.settings.command import CommandError
 from dllm.train.network import draft_inputs
@@ -82,7 +82,7 @@ def _files(path: Path) -> dict[str, str]:
             f"--target {path}: neither {INDEX} nor {WEIGHTS}; --from-buffer reads embedding and "
             "head from safetensors files."
         )
-    return dict.fromkeys(open_file(path / WEIGHTS).keys(), WEIGHTS)
+    return dict.fromkeys(mapped(path / WEIGHTS), WEIGHTS)
 
 
 def _only(path: Path, what: str, names: Iterable[str], endings: tuple[str, ...]) -> str:
@@ -104,7 +104,7 @@ def _only(path: Path, what: str, names: Iterable[str], endings: tuple[str, ...])
 
 
 def _read(path: Path, files: dict[str, str], name: str) -> Tensor:
-    tensor: Tensor = open_file(path / files[name]).get_tensor(name)
+    tensor = mapped(path / files[name])[name]
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise CommandError(
             f"--target {path}: {name} is quantized ({tensor.dtype}); --from-buffer needs it in 16 "
