@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from dllm.drafter.samples import Sample, recorded_layers
 from dllm.settings.command import FAILED, OK, CommandError, write_findings
@@ -69,7 +69,7 @@ def train(given: argparse.Namespace, argv: Sequence[str]) -> int:
     if given.from_server is not None:
         server = client.connect(given.from_server, given.model, given.api_key)
         refuse_other_model(server, given.target)
-    check_disk(given.out, given.resume, prompts, settings, drafter, target_config)
+    check_disk(given.out, given.resume, prompts, settings, drafter, target_config.dtype)
     begin(given.out, inputs_of(given, settings, drafter, prompts), given.resume)
     torch.set_num_threads(settings.threads)
     ends: TargetEmbeddingsAndHead
@@ -139,7 +139,7 @@ def load_settings(given: argparse.Namespace) -> DrafterTraining:
 
 
 def load_drafter(
-    given: argparse.Namespace, settings: DrafterTraining, target_config: dict[str, object]
+    given: argparse.Namespace, settings: DrafterTraining, target_config: PreTrainedConfig
 ) -> Drafter:
     """Raises CommandError: it does not fit the target, or nothing says which token is the mask."""
     facts = target_facts(target_config)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from dllm.drafter.checkpoint import DrafterConfig, TargetFacts, check_pair
 from dllm.settings.command import CommandError
@@ -101,9 +102,9 @@ def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 
 def drafter_config(
-    shape: DrafterShape, target_config: dict[str, object], facts: TargetFacts
+    shape: DrafterShape, target: PreTrainedConfig, facts: TargetFacts
 ) -> dict[str, object]:
-    given = target_config.get
+    given = target.to_dict().get
     num_heads = shape.num_heads or given("num_attention_heads")
     layers = shape.target_layer_ids or spread_layers(facts.num_layers, shape.num_layers)
     config: dict[str, object] = {
@@ -128,7 +129,7 @@ def drafter_config(
         "num_target_layers": facts.num_layers,
         "dflash_config": {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(layers)},
     }
-    rope = rope_of(target_config)
+    rope = rope_of(target)
     config["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] != "default":
         config["rope_scaling"] = {key: rope[key] for key in rope if key not in OF_TARGETS_ALONE}

@@ -11,11 +11,12 @@ import math
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from rich.filesize import decimal
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -35,7 +36,7 @@ from dllm.tools.client import Connection, explained
 from dllm.train.export import Drafter
 from dllm.train.network import count_params
 from dllm.train.settings import DrafterTraining
-from dllm.train.target import Target, dtype_of, load_batch
+from dllm.train.target import Target, load_batch
 
 OF_FILE = "prompts"  # the group of a file's prompts that name no domain
 
@@ -160,11 +161,11 @@ def check_disk(
     prompts: Sequence[Prompt],
     settings: DrafterTraining,
     drafter: Drafter,
-    target_config: Mapping[str, object],
+    dtype: torch.dtype | None,
 ) -> None:
     """Print how much of the disk a run may need; what a resumed run has written counts as free.
 
-    Raises CommandError: the disk has less room than that, or the target's numbers are of no type.
+    ``dtype``: the target's. Raises CommandError: the disk has less room than that.
     """
     limit, longest = settings.max_tokens, settings.max_length
     num_tokens = sum(min(len(prompt.tokens) + limit, longest) for prompt in prompts)
@@ -172,7 +173,7 @@ def check_disk(
     hidden = 0
     if settings.hidden_states == "stored":
         features = len(read.target_layer_ids) * read.target_hidden_size
-        hidden = num_tokens * features * dtype_of(target_config).itemsize
+        hidden = num_tokens * features * (dtype or torch.float32).itemsize
     needed = TOKEN_BYTES * num_tokens + hidden + STATE_BYTES * num_params
     print(
         f"disk: at most {decimal(needed)}, of which hidden states {decimal(hidden)}; "

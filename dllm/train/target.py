@@ -7,14 +7,14 @@ and in the memory of two matrices.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.drafter.samples import Sample
@@ -258,7 +258,7 @@ def own_mask(path: Path) -> int | None:
     return int(config["mask_token_id"]) if is_both else None
 
 
-def read_config(path: Path) -> dict[str, object]:
+def read_config(path: Path) -> PreTrainedConfig:
     """The language model's part. Raises CommandError: no config.json, or a diffusion model's."""
     if not path.is_dir():
         reason = missing_folder(str(path)) or (
@@ -267,53 +267,28 @@ def read_config(path: Path) -> dict[str, object]:
         )
         raise CommandError(f"--target {path}: {reason}")
     try:
-        config = json.loads((path / "config.json").read_text())
+        fields, _ = PreTrainedConfig.get_config_dict(path)
+        if diffusion := FAMILIES.keys() & set(fields.get("architectures") or ()):
+            raise CommandError(
+                f"--target {path} is a diffusion model ({min(diffusion)}), whose canvases are "
+                "drafts already; allowed: an autoregressive model."
+            )
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise CommandError(f"{path}: no readable config.json ({error}).") from None
-    diffusion = FAMILIES.keys() & set(config.get("architectures") or ())
-    if diffusion:
-        raise CommandError(
-            f"--target {path} is a diffusion model ({min(diffusion)}), whose canvases are drafts "
-            "already; allowed: an autoregressive model."
-        )
-    text: dict[str, object] | None = config.get("text_config")
-    if text is None:
-        return config
-    if not (text.get("dtype") or text.get("torch_dtype")):
-        text["dtype"] = config.get("dtype") or config.get("torch_dtype")
+    text: PreTrainedConfig = config.get_text_config()
+    text.dtype = text.dtype or config.dtype
     return text
 
 
-def dtype_of(config: Mapping[str, object]) -> torch.dtype:
-    """Raises CommandError if config.json names no type of torch."""
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise CommandError(
-            f"the target's config.json has dtype = {name!r}; allowed: a type of torch, for "
-            "instance bfloat16."
-        )
-    return dtype
+def rope_of(config: PreTrainedConfig) -> dict[str, object]:
+    """Of layers with full attention, at least ``rope_type`` and ``rope_theta``."""
+    without = {"rope_type": "default", "rope_theta": 10000.0}
+    found: Any = getattr(config, "rope_parameters", None) or without
+    return dict(found.get("full_attention", found))
 
 
-def rope_of(config: Mapping[str, object]) -> dict[str, object]:
-    """RoPE parameters of the target, at least ``rope_type`` and ``rope_theta``."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    assert isinstance(given, Mapping), given
-    theta = config.get("rope_theta") or given.get("rope_theta") or 10000.0
-    kind = given.get("rope_type", given.get("type", "default"))
-    return {"rope_type": kind, "rope_theta": theta} | dict(given)
-
-
-def target_facts(config: dict[str, object]) -> TargetFacts:
-    """Raises CommandError if config.json lacks one of them."""
-    sizes = [config.get(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size")]
-    if not all(isinstance(size, int) for size in sizes):
-        raise CommandError(
-            f"the target's config.json has hidden_size, num_hidden_layers and vocab_size = {sizes};"
-            " allowed: a causal language model with all three."
-        )
-    hidden_size, num_layers, vocab_size = (int(str(size)) for size in sizes)
-    return TargetFacts(
-        hidden_size, num_layers, vocab_size, not config.get("rope_interleave", False)
-    )
+def target_facts(config: PreTrainedConfig) -> TargetFacts:
+    is_interleaved = getattr(config, "rope_interleave", False)
+    sizes = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    return TargetFacts(*sizes, not is_interleaved)
