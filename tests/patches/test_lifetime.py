@@ -34,6 +34,19 @@ def test_the_others_end_within_five_seconds_by_what_they_wait_for(monkeypatch):
     assert slept == [lifetime.LOOK_EVERY_S] * 2 + [lifetime.GRACE_S] and ended == [1]
 
 
+@pytest.mark.parametrize(("name", "is_one_of_several"), [("ApiServer_1", True), ("Main", False)])
+def test_an_api_server_of_several_ends_with_the_one_that_started_it(
+    monkeypatch, name, is_one_of_several
+):
+    watch = Mock()
+    monkeypatch.setattr(lifetime, "end_without_parent", watch)
+    monkeypatch.setattr(lifetime.multiprocessing.current_process(), "name", name)
+    monkeypatch.setattr(lifetime.EngineCoreProc, "run_engine_core", lifetime._engine_core)
+    lifetime._bind_processes.__wrapped__()
+    assert watch.called is is_one_of_several
+    assert lifetime.EngineCoreProc.run_engine_core is lifetime.engine_core_main
+
+
 @pytest.fixture
 def base(monkeypatch):
     """A folder with a short path: a longer one is left as it is."""
