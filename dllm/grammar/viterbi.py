@@ -29,7 +29,8 @@ WORST = -1e30
 OTHER_THAN_FIXED = -1e33
 LOWEST = 10 * OTHER_THAN_FIXED  # a score that is not above this, or NaN, counts as WORST
 UNLIMITED = NEVER - 1  # a budget
-COLUMN = 512  # states; numpy compares whole arrays faster than segments of one
+COLUMN = 256  # states; numpy compares whole arrays faster than segments of one
+AT_ONCE = 1 << 16  # scores that stay in a processor's cache
 KEPT_MASK_BYTES = 4 << 20  # for each table, of masks of what its states allow
 
 
@@ -79,25 +80,40 @@ class Canvas:
         self._is_stop = frozenset(stops)
         edges = table.edges
         can_end = table.left[edges.target] < NEVER
-        self._thinking = len(table.accepts) - 1  # if there are thoughts
-        self._source, self._label = edges.source[can_end], edges.label[can_end]
-        target = edges.target[can_end]
+        source, target = edges.source[can_end], edges.target[can_end]
         # Edges come sorted by target.
-        self._bounds = np.searchsorted(target, np.arange(len(table.accepts) + 1))
-        self._targets, parts = _columns(self._bounds)
-        self._columns = [(self._source[at], self._label[at], *begins) for at, *begins in parts]
+        bounds = np.searchsorted(target, np.arange(len(table.accepts) + 1))
+        self._bounds: list[int] = bounds.tolist()
+        # In the search, states are ordered by how many edges lead to them, those with most first.
+        self._order = np.argsort(-np.diff(bounds), kind="stable")
+        self._rank = np.argsort(self._order)
+        self._left = table.left[self._order]
+        self._source, self._label = self._rank[source], edges.label[can_end]
+        # A column are the first edges into states, the second ones, ..., as far as COLUMN states
+        # have one. The edges of all columns come first, then the others, state by state.
+        number = np.arange(len(target)) - bounds[target]
+        sizes = np.bincount(number)
+        sizes = sizes[sizes >= COLUMN]
+        ends = np.cumsum(sizes)
+        self._columns = [
+            (slice(end - size, end), slice(size)) for end, size in zip(ends, sizes, strict=True)
+        ]
+        searched = np.lexsort((number, self._rank[target], np.minimum(number, len(sizes))))
+        self._searched = self._source[searched], self._label[searched]
+        self._rest = slice(int(sizes.sum()), None)
+        self._begins = np.flatnonzero(number[searched[self._rest]] == len(sizes))
+        self._thinking = len(table.accepts) - 1  # if there are thoughts
         # Of the token that ends thoughts, which is in no answer, nor in another label.
-        ends_thoughts = (self._source == self._thinking) & (target != self._thinking)
+        ends_thoughts = (source == self._thinking) & (target != self._thinking)
         self._end_of_thoughts = self._label[ends_thoughts]
         self._accepting = np.flatnonzero(table.accepts)
-        # The tokens of all classes but the one that has most: in strings, nearly all of them.
+        # The tokens of the class that has most, in strings nearly all, and those of all others.
         order, starts = table.members
         sizes = np.diff(starts, append=len(order))
-        self._largest = max(range(len(sizes)), key=sizes.__getitem__, default=-2)
-        is_other = np.arange(len(sizes)) != self._largest
-        self._others, others = order[np.repeat(is_other, sizes)], sizes[is_other]
+        self._is_largest = np.arange(len(sizes)) == (sizes.argmax() if len(sizes) else 0)
+        is_most, others = np.repeat(self._is_largest, sizes), sizes[~self._is_largest]
+        self._most, self._others = order[is_most], order[~is_most]
         self._other_starts = np.cumsum(others) - others
-        self._other_classes = np.flatnonzero(is_other)
         self._longest = int(table.left.max(initial=0, where=table.left < NEVER))
         self._masks: dict[int, np.ndarray] = {}
 
@@ -195,53 +211,53 @@ class Canvas:
         at = self._forward(by_label, state, budget, thoughts_end)  # [C + 1, S]
         # A text that stops at a place: what led there, the stop, and what fills the rest.
         rest = np.append(np.cumsum(filled[:0:-1])[::-1], 0.0)
-        ending = at[:num_places, self._accepting].max(axis=1, initial=-np.inf) + stop + rest
-        place = int(ending.argmax())
-        last = int(at[num_places].argmax())
+        accepting, whole = at[:num_places, self._rank[self._accepting]], at[num_places, self._rank]
+        ending = accepting.max(axis=1, initial=-np.inf) + stop + rest
+        place, last = int(ending.argmax()), int(whole.argmax())
         tokens, states = likeliest.copy(), np.full(num_places + 1, STOPPED, dtype=np.int64)
-        if ending[place] >= at[num_places, last]:
-            score = ending[place]
-            last = int(self._accepting[at[place, self._accepting].argmax()])
+        score = max(ending[place], whole[last])
+        if ending[place] == score:
+            last = int(self._accepting[accepting[place].argmax()])
             tokens[place] = self.stops[scores[place, self.stops].argmax()]
         else:
-            place, score = num_places, at[num_places, last]
+            place = num_places
         labels = self._trace(by_label, at, place, last, states)
         tokens[:place] = [*self._tokens_of(labels, by_class, scores, likeliest)]
         return Path(tokens, states, float(score))
 
     def _class_maxima(self, scores: np.ndarray, likeliest: np.ndarray) -> np.ndarray:
-        """``[C, K]``; row by row, because a copy of all rows in the order of classes is slower."""
-        order, starts = self.table.members
-        found = np.empty((len(scores), len(starts)), dtype=scores.dtype)
-        for place, (row, token) in enumerate(zip(scores, likeliest.tolist(), strict=True)):
-            if self.table.class_of[token] == self._largest:
-                others = np.maximum.reduceat(np.take(row, self._others), self._other_starts)
-                found[place, self._other_classes] = others
-                found[place, self._largest] = row[token]
-            else:
-                found[place] = np.maximum.reduceat(np.take(row, order), starts)
+        """``[C, K]``."""
+        largest = scores[np.arange(len(scores)), likeliest]
+        is_other = np.append(~self._is_largest, True)[self.table.class_of[likeliest]]
+        for place in np.flatnonzero(is_other):
+            largest[place] = scores[place].take(self._most, mode="wrap").max(initial=-np.inf)
+        found = np.empty((len(scores), len(self._is_largest)), dtype=scores.dtype)
+        found[:, self._is_largest] = largest[:, None]
+        num_rows = AT_ONCE // (len(self._others) + 1) + 1
+        for low in range(0, len(scores), num_rows):
+            some = scores[low : low + num_rows].take(self._others, axis=1, mode="wrap")
+            others = np.maximum.reduceat(some, self._other_starts, axis=1)
+            found[low : low + num_rows, ~self._is_largest] = others
         return found
 
     def _forward(
         self, by_label: np.ndarray, state: int, budget: int, thoughts_end: int
     ) -> np.ndarray:
-        """``[C + 1, S]`` fp64: the score of the best path to each state, before each position."""
-        num_places, left = len(by_label), self.table.left
-        at = np.full((num_places + 1, len(left)), -np.inf)
-        at[0, state] = 0.0
-        for place in range(num_places):
-            best = np.full(len(self._targets), -np.inf)
-            for source, label, *begins in self._columns:
-                arriving = at[place].take(source)
-                arriving += by_label[place].take(label)
-                if begins:
-                    arriving = np.maximum.reduceat(arriving, begins[0])
-                np.maximum(best[: len(arriving)], arriving, out=best[: len(arriving)])
-            at[place + 1, self._targets] = best
+        """``[C + 1, S]`` fp64: the best path's score to each state, in order, at each place."""
+        source, label = self._searched
+        at = np.full((len(by_label) + 1, len(self._left)), -np.inf)
+        at[0, self._rank[state]] = 0.0
+        for place, (scores, here, behind) in enumerate(zip(by_label, at, at[1:], strict=False)):
+            arriving = here.take(source, mode="wrap")  # the fastest mode
+            arriving += scores.take(label, mode="wrap")
+            best = behind[: len(self._begins)]
+            np.maximum.reduceat(arriving[self._rest], self._begins, out=best)
+            for column, states in self._columns:
+                np.maximum(behind[states], arriving[column], out=behind[states])
             if self._longest > budget - place - 1:
-                at[place + 1, left > budget - place - 1] = -np.inf
+                behind[self._left > budget - place - 1] = -np.inf
             if place >= thoughts_end:
-                at[place + 1, self._thinking] = -np.inf
+                behind[self._rank[self._thinking]] = -np.inf
         return at
 
     def _trace(
@@ -251,11 +267,12 @@ class Canvas:
         states[place] = state
         labels = []
         for before in range(place - 1, -1, -1):
-            low, high = self._bounds[states[before + 1] :][:2]
-            through = at[before, self._source[low:high]] + by_label[before, self._label[low:high]]
-            edge = low + through.argmax()
+            low, high = self._bounds[state], self._bounds[state + 1]
+            through = at[before].take(self._source[low:high])
+            through += by_label[before].take(self._label[low:high])
+            edge = low + int(through.argmax())
             labels.append(int(self._label[edge]))
-            states[before] = self._source[edge]
+            states[before] = state = int(self._order[self._source[edge]])
         return labels[::-1]
 
     def _tokens_of(
@@ -264,35 +281,15 @@ class Canvas:
         """The best token of the best class of each label."""
         order, starts = self.table.members
         ends = np.append(starts[1:], len(order))
+        is_of = self.table.class_of[likeliest].tolist()
         for place, label in enumerate(labels):
             classes = self.table.edges.classes(label)
-            best = classes[by_class[place, classes].argmax()]
+            best = int(classes[by_class[place].take(classes).argmax()])
             token = likeliest[place]
-            if self.table.class_of[token] != best:
+            if is_of[place] != best:
                 some = order[starts[best] : ends[best]]
-                token = some[scores[place, some].argmax()]
+                token = some[scores[place].take(some).argmax()]
             yield int(token)
-
-
-def _columns(bounds: np.ndarray) -> tuple[np.ndarray, list[tuple[np.ndarray, ...]]]:
-    """(states that edges lead to, those with most edges first; parts of the edges into them).
-
-    A part are the first edges into states, the second ones, ..., as far as COLUMN states have one;
-    the last part has all others, and where those of each state begin.
-
-    Args:
-        bounds: ``[S + 1]``, the first edge into each state.
-    """
-    sizes = np.diff(bounds)
-    targets = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes)]
-    first, sizes = bounds[targets], sizes[targets]
-    parts: list[tuple[np.ndarray, ...]] = []
-    while (size := int((sizes > len(parts)).sum())) >= COLUMN:
-        parts.append((first[:size] + len(parts),))
-    beyond = sizes[sizes > len(parts)] - len(parts)
-    begins = np.cumsum(beyond) - beyond
-    rest = np.repeat(first[: len(beyond)] + len(parts) - begins, beyond)
-    return targets, [*parts, (rest + np.arange(len(rest)), begins)]
 
 
 def _finite(scores: np.ndarray) -> np.ndarray:
