@@ -9,6 +9,7 @@ is that of a denoise step on a CPU, for the best text on a canvas of 64 places w
 
 import argparse
 import collections
+import gc
 import json
 import multiprocessing
 import os
@@ -207,6 +208,7 @@ def in_a_child(engine: Any, schema: Any, tests: list[Any]) -> dict[str, Any]:
 
     def work(answers: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        gc.disable()  # as in `children`
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         status = Path("/proc/self/statm").read_text().split()
         most = int(status[0]) * os.sysconf("SC_PAGE_SIZE") + children.MOST_MEMORY

@@ -11,6 +11,7 @@ a child, which reads one request there, answers, and ends. A request is JSON: th
 An answer is a letter for its kind, and a table or a message.
 """
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -159,6 +160,7 @@ def main(seconds: float, most_memory: int, patience: float) -> None:
     control = socket.socket(fileno=sys.stdin.fileno())
     vocabulary = Vocabulary.from_bytes(Connection(os.dup(control.fileno())).recv_bytes())
     _ = vocabulary.trie, vocabulary.is_text  # made once, and shared with all children
+    gc.disable()  # it reads all that this process has imported, and a child ends soon
     # Behind the imports, for which the first request waits. Beside processes that keep every core
     # busy, a child still gets a quarter of one: its limit counts what it uses, not its waits.
     os.nice(5)
