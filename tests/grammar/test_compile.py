@@ -248,6 +248,7 @@ MARKED = {
             "leads back to itself",
         ),
         (Spec("json", json.dumps({"enum": SCATTERED})), f"limit of states, {MOST_STATES}"),
+        (Spec("json", '{"const": %s}' % ("[" * 300 + "]" * 300)), "nested too deeply"),
         (Spec("structural_tag", json.dumps(MARKED)), "has a mark of calls"),
         (Spec("structural_tag", "{"), "no valid JSON"),
         (Spec("structural_tag", "3"), "xgrammar does not"),

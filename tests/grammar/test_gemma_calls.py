@@ -61,6 +61,7 @@ SCHEMAS = {
         "required": ["hour", "level"],
     },
     "nothing": {"type": "object", "additionalProperties": False},
+    "listed": {"type": "object", "enum": [{"a": 1}, {"a": True, "b": [{}]}]},
 }
 FREE = ({"type": "object"}, True, {}, {"type": "object", "additionalProperties": {"type": "null"}})
 

@@ -46,6 +46,11 @@ def are_accepted(schema, texts) -> list[bool]:
             ["[1]", '[1, {"a": [null]}]', '{"a": 1}', "[[]]"],
         ),
         ({"anyOf": [{"const": 1}, {"const": True}]}, ["1", "true"], ["0"]),
+        (  # 128 alternatives, of which few are different
+            {"type": "string", "allOf": [{"anyOf": [{"pattern": "a"}, {"pattern": "b"}]}] * 7},
+            ['"a"', '"b"', '"bxa"'],
+            ['"x"', "1"],
+        ),
         # Required names that are not declared.
         ({"type": "object", "required": ["a"]}, ['{"a": 1}'], ["{}"]),
         (object_of("b", a=TEXT), ['{"a": "", "b": 1}', '{"b": 1}'], ['{"a": ""}']),
