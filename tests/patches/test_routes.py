@@ -70,6 +70,18 @@ def test_our_fields_are_refused(method, body, message):
         asyncio.run(getattr(route, method[1])(asked, sent(body)))
 
 
+def test_coheres_chats_are_translated_and_no_others(monkeypatch):
+    for patch in ("show_in_order", "read_no_grammars"):
+        monkeypatch.setattr(serving, patch, lambda: None)
+    names = (serving.COHERES, "serving_tokenization")
+    objects = dict.fromkeys(
+        ("online_renderer", "online_derenderer", "openai_serving_models"), SimpleNamespace()
+    )
+    objects |= {name: object.__new__(OpenAIServingChat) for name in names}
+    serving.serve_canvases(State(objects))
+    assert [isinstance(objects[name], Translating) for name in names] == [True, False]
+
+
 def test_pins_are_refused_where_a_response_is_only_rendered():
     asked = ResponsesRequest(input="hi", diffusion_pins=[{"at": 0, "text": "x"}])
     with pytest.raises(VLLMValidationError, match="diffusion_pins is not served here"):
