@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import stat
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -194,9 +195,10 @@ def test_the_command_writes_a_checkpoint_and_resumes(target_path, files, capsys)
     assert "train: 1/4, " in printed and "train: 4/4, " in printed
     model = files / "run/model"
     shown = re.search(r"parameters, ([\d.]+) MB in bf16; ([\d.]+) ms a pass of 4 pos", printed)
-    written = (model / "model.safetensors").stat().st_size
+    written = (model / "model.safetensors").stat()
+    assert stat.filemode(written.st_mode) == "-rw-r--r--"  # whoever serves it may read it
     # Two digits are printed, and the file has a header of some KB.
-    assert abs(written / 1e6 - float(shown[1])) < 0.01 and float(shown[2]) > 0
+    assert abs(written.st_size / 1e6 - float(shown[1])) < 0.01 and float(shown[2]) > 0
     config, weights = read_checkpoint(model)
     assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": [1, 3]}
     assert set(weights) == set(random_drafter(layers=1))
