@@ -1,8 +1,8 @@
 """Checks of a quantized layer's tensors: each answers with sentences that name what is wrong.
 
-``dllm quantize`` runs them on every group of layers before it writes the group, ``dllm
-check-quant`` on a whole checkpoint, and a server while it loads one (``checked``): one that would
-compute NaN is refused. None or an empty list means that nothing is wrong.
+``dllm quantize`` runs them on what it has written, ``dllm check-quant`` on any checkpoint, and a
+server while it loads one (``checked``): one that would compute NaN is refused. None or an empty
+list means that nothing is wrong.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
