@@ -42,8 +42,6 @@ COMMANDS = {
     "check-quant": ("dllm.quantize.check_command", "look for what is wrong with such a checkpoint"),
 }
 
-ALIASES = {"calibrate": "train drafter"}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status.
@@ -59,9 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     num_words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
     name, rest = " ".join(arguments[:num_words]), arguments[num_words:]
-    if name in ALIASES:
-        print(f"dllm {name} is the same as dllm {ALIASES[name]}", file=sys.stderr)
-        name = ALIASES[name]
     if name not in COMMANDS:
         below = [each for each in COMMANDS if each.startswith(f"{name} ")]
         hint = "" if below else did_you_mean(name, list(COMMANDS))

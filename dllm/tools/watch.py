@@ -12,6 +12,7 @@ from dllm.settings.command import OK, CommandError, new_file, positive
 from dllm.tools.client import Connection, add_arguments, connect, explained
 from dllm.tools.watch_drawing import Frame, Texts, animation, legend, picture
 
+SHOWN_S = 0.4  # a denoise step in a terminal
 CANVASES = {"vllm_xargs": {"diffusion_stream": "canvas"}, "return_token_ids": True}
 
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     texts = Texts()
     connection = connect(given.base_url, given.model, given.api_key)
     drawn = served_frames(connection, texts, given.question, given.max_blocks, given.seed)
-    seen = show(drawn, texts, given.question, given.delay)
+    seen = show(drawn, texts, given.question)
     if given.svg:
         given.svg.write_text(animation(seen, texts, given.question))
         Console(stderr=True).print(f"Wrote {given.svg}", style="dim", highlight=False)
@@ -83,20 +84,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-blocks", type=positive, default=4, help="end after so many blocks (4)"
     )
-    parser.add_argument("--delay", type=float, default=0.4, help="seconds a denoise step (0.4)")
     parser.add_argument(
         "--svg", type=new_file, metavar="FILE", help="also write an animated SVG file"
     )
-    given = parser.parse_args(argv)
-    if not 0 <= given.delay < float("inf"):
-        parser.error(f"--delay {given.delay}; allowed: a number of seconds of at least 0.")
-    return given
+    return parser.parse_args(argv)
 
 
-def show(drawn: Iterator[Frame], texts: Texts, question: str, delay: float) -> list[Frame]:
-    """A terminal shows each in the place of the last, for ``delay`` seconds; a file, all of
-    them.
-    """
+def show(drawn: Iterator[Frame], texts: Texts, question: str) -> list[Frame]:
+    """A terminal shows each in the place of the last; a file, all of them."""
     console = Console()
     console.print(f"> {question}", style="bold", markup=False, highlight=False)
     console.print(legend())
@@ -110,5 +105,5 @@ def show(drawn: Iterator[Frame], texts: Texts, question: str, delay: float) -> l
         for frame in drawn:
             live.update(picture(frame, texts, console.width), refresh=True)
             seen.append(frame)
-            time.sleep(delay)
+            time.sleep(SHOWN_S)
     return seen

@@ -20,7 +20,6 @@ COMMANDS: list[tuple[str, int, str]] = [
     (f"{EVAL} --output /no/such/folder/x.json", 2, "/no/such/folder"),
     (f"{EVAL} --no-such-flag", 2, "--no-such-flag"),
     ("watch", 2, ""),
-    (f"{WATCH} --delay -1", 2, "--delay"),
     (f"{WATCH} --max-blocks 0", 2, "--max-blocks"),
     (f"{WATCH} --svg /no/such/folder/x.svg", 2, "/no/such/folder"),
     ("doctor --tensor-parallel-size=2", 2, ""),

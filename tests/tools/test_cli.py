@@ -56,16 +56,6 @@ def test_the_first_word_of_two_names_those_behind_it(
     assert capsys.readouterr().err == expected
 
 
-def test_the_former_name_of_a_command_works_and_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for words in (["calibrate"], ["train", "drafter"]):
-        assert main([*words, "--target", "x", "--out", "/no/such/folder/run"]) == 1
-        assert "dllm train drafter: " in (said := capsys.readouterr().err)
-        assert ("dllm calibrate is the same as dllm train drafter" in said) == (len(words) == 1)
-    assert main(["train"]) == 2
-
-
 def test_run_as_a_module_it_reports_errors_in_one_line() -> None:
     """`python -m` gives the module two names; the error must be caught under both."""
     done = run_python("-m", "dllm.cli", "eval", "--decisions", "nothing", status=1)
