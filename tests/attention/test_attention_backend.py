@@ -1,7 +1,7 @@
 """What can be seen of our attention backend in a CUDA server without one.
 
-Which backend the config hook chooses or refuses, that vLLM's selector accepts ours for the layers
-of the 26B model, and that a captured graph would read nothing but persistent tensors.
+That vLLM's selector accepts it for the layers of the 26B model, and that a captured graph would
+read nothing but persistent tensors. When it is chosen, ``tests/patches/test_cuda_start.py`` shows.
 """
 
 import inspect
@@ -10,14 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from vllm.platforms import current_platform
-from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends import fa_utils
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm.attention.masks import Mask
-from dllm.patches import configure
 from tests.support.recorded_calls import record_calls
 
 
@@ -44,60 +39,6 @@ def test_what_the_host_knows_of_a_batch(causal, heads, kind, ahead):
     )
     assert _kind_of(common) == kind
     assert _max_ahead(common, kind) == ahead
-
-
-@pytest.mark.parametrize(
-    ("given", "version", "has_flash", "window", "chosen"),
-    [
-        (None, None, True, "symmetric", ("CUSTOM", 4)),
-        (None, None, False, "symmetric", ("CUSTOM", None)),
-        (None, 3, True, "symmetric", ("CUSTOM", 3)),
-        (None, None, True, "anchored", ("CUSTOM", 4)),  # the full layers
-        ("CUSTOM", None, True, "symmetric", ("CUSTOM", None)),
-        ("CUSTOM", 4, True, "symmetric", ("CUSTOM", 4)),  # configured once more
-        ("TRITON_ATTN", None, True, "symmetric", ("TRITON_ATTN", None)),
-        ("FLASH_ATTN", None, True, "symmetric", ("FLASH_ATTN", 4)),
-        ("FLASH_ATTN", 3, True, "symmetric", None),
-        ("FLASH_ATTN", None, True, "anchored", None),
-    ],
-)
-def test_what_a_server_on_hopper_runs(monkeypatch, given, version, has_flash, window, chosen):
-    """backend and flash_attn_version behind ``--attention-backend``; None: refused."""
-    platform = type(current_platform)
-    monkeypatch.setattr(platform, "is_cpu", lambda self: False)
-    monkeypatch.setattr(
-        platform,
-        "get_device_capability",
-        classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)),
-    )
-    monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: has_flash)
-    attention = SimpleNamespace(
-        backend=given and AttentionBackendEnum[given],
-        use_non_causal=False,
-        flash_attn_version=version,
-    )
-    text = SimpleNamespace(
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=256,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=1024,
-    )
-    config = SimpleNamespace(
-        attention_config=attention,
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        model_config=SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16),
-    )
-    settings = SimpleNamespace(canvas_window=window, block_size=1)
-    monkeypatch.setattr(configure, "settings_of", lambda config: settings)
-    if chosen is None:
-        with pytest.raises(ValueError, match="--attention-backend FLASH_ATTN"):
-            configure.canvas_attention(config)
-        return
-    configure.canvas_attention(config)
-    assert attention.use_non_causal
-    assert (attention.backend.name, attention.flash_attn_version) == chosen
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])

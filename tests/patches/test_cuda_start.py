@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.config import CUDAGraphMode
-from vllm.platforms import current_platform
 
 from dllm.patches.configure import LEAST_ASYNC_BLOCK
 from dllm.patches.contract import (
@@ -20,11 +19,7 @@ from dllm.patches.contract import (
     REMOTE_SCHEDULER,
     SCHEDULER,
 )
-from dllm.patches.cuda_graphs import (
-    capture_sizes,
-    choose_cuda_graphs,
-    keep_mixed_batches_out,
-)
+from dllm.patches.cuda_graphs import capture_sizes, keep_mixed_batches_out
 from dllm.patches.drafting import DRAFTER_MODEL
 from dllm.patches.drafts import REMOTE_DRAFTS
 from dllm.patches.gpu_worker import CanvasGPURunner
@@ -47,6 +42,18 @@ FORMATS = {
 }
 BLOCKS = {"llada2.0-mini": 32, "llada2.0-flash": 32, "sdar-1.7b-chat": 4}
 USES_FLASH = {"bf16": True, "modelopt": False, "llada2.0-mini": False}
+# --attention-backend, flash_attn_version and canvas window where vLLM brings FlashAttention 4; the
+# backend and version that serve, None where that is refused.
+BACKENDS = {
+    (None, 3, "symmetric"): ["CUSTOM", 3],
+    (None, None, "anchored"): ["CUSTOM", 4],  # the full layers
+    ("CUSTOM", None, "symmetric"): ["CUSTOM", None],
+    ("CUSTOM", 4, "symmetric"): ["CUSTOM", 4],  # configured once more
+    ("TRITON_ATTN", None, "symmetric"): ["TRITON_ATTN", None],
+    ("FLASH_ATTN", None, "symmetric"): ["FLASH_ATTN", 4],
+    ("FLASH_ATTN", 3, "symmetric"): None,
+    ("FLASH_ATTN", None, "anchored"): None,
+}
 EACH = range(1, MOST_TOKENS // CANVAS + 1)
 # [requests, tokens, tokens of each]: canvases alone, then one head of a canvas's size among them.
 ALONE = [[count, count * CANVAS, CANVAS] for count in EACH]
@@ -102,7 +109,9 @@ CHOSEN = {
     "sizes": {"cudagraph_capture_sizes": [256, 512]},
     "largest": {"max_cudagraph_capture_size": 1024},
     "eager": {"enforce_eager": True},
-    "triton": {"attention_backend": "TRITON_ATTN"},
+    "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}},
+    "FULL_DECODE_ONLY": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
+    "PIECEWISE": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "lora": {"enable_lora": True, "max_loras": 2},
 }
 
@@ -124,6 +133,10 @@ def on_h200(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         cases[name] = {"model": cases["bf16"]["model"], "flags": flags}
     for name in USES_FLASH:
         cases[f"{name}, flash"] = {"model": cases[name]["model"], "flash": True}
+    for backend, version, window in BACKENDS:
+        attention = {"backend": backend, "flash_attn_version": version}
+        flags = {"attention_config": attention, "hf_overrides": {"canvas_window": window}}
+        cases[f"{backend} {version} {window}"] = cases["bf16, flash"] | {"flags": flags}
     target = str(ROOT / "checkpoints/tiny-ar")
     cases["remote"] = {"model": target, "flags": REMOTE}
     cases["remote, async"] = {"model": target, "flags": REMOTE | {"async_scheduling": True}}
@@ -155,7 +168,7 @@ def with_drafters(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", [*FORMATS, *BLOCKS])
 def test_our_parts_are_chosen(on_h200, name):
     start = on_h200[name]
-    assert start["attention"] == "CUSTOM"
+    assert start["attention"] == "CUSTOM" and start["non_causal"]
     is_async = BLOCKS.get(name, CANVAS) >= LEAST_ASYNC_BLOCK
     assert start["scheduler"] == (ASYNC_SCHEDULER if is_async else SCHEDULER)
     assert start["worker"] == GPU_WORKER
@@ -174,6 +187,15 @@ def test_flash_attention_serves_where_the_table_says(on_h200, name, uses_it):
         assert any("FlashAttention 4" in text for text in each["doctor"]) is is_there
         has_fp8 = "float8" in str(each["doctor"])
         assert each["doctor"] and has_fp8 is str(each["cache_dtype"]).startswith("fp8")
+
+
+@pytest.mark.parametrize(("given", "chosen"), BACKENDS.items())
+def test_a_user_may_choose_another_backend(on_h200, given, chosen):
+    start = on_h200["{} {} {}".format(*given)]
+    if chosen is None:
+        assert "--attention-backend FLASH_ATTN" in start["refusal"]
+    else:
+        assert [start["attention"], start["flash_attn_version"]] == chosen
 
 
 @pytest.mark.parametrize(
@@ -243,8 +265,10 @@ def test_a_user_may_choose_other_graphs(on_h200):
     assert on_h200["largest"]["graph_sizes"][-1] == 1024
     assert (on_h200["eager"]["graph_mode"], on_h200["eager"]["graph_sizes"]) == ("NONE", [])
     assert on_h200["lora"]["scheduler"] == ASYNC_SCHEDULER
-    assert on_h200["triton"]["attention"] == "TRITON_ATTN"
-    assert on_h200["triton"]["graph_mode"] == "FULL_AND_PIECEWISE"
+    assert on_h200["FULL"]["graph_mode"] == "FULL_AND_PIECEWISE"  # no prompt is in a full graph
+    for mode in ("FULL_DECODE_ONLY", "PIECEWISE"):
+        assert on_h200[mode]["graph_mode"] == mode
+    assert on_h200["TRITON_ATTN None symmetric"]["graph_mode"] == "FULL_AND_PIECEWISE"
 
 
 @pytest.mark.parametrize("canvas", [4, 32, 256, 1000])
@@ -258,28 +282,6 @@ def test_sizes_are_whole_canvases_and_halves_of_one(canvas, max_num_seqs, budget
     assert whole[0] == canvas and all(size % canvas == 0 for size in whole)
     assert all(large - small <= max(canvas, large / 8) for small, large in pairwise(whole))
     assert all(canvas // size >= 2 for size in sizes if size < canvas)
-
-
-@pytest.mark.parametrize(
-    ("given", "chosen"),
-    [
-        (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE),
-        (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_DECODE_ONLY),
-        (CUDAGraphMode.PIECEWISE, CUDAGraphMode.PIECEWISE),
-        (None, None),  # vLLM's default, FULL_AND_PIECEWISE, comes later
-    ],
-)
-def test_prompts_run_in_no_full_graph(monkeypatch, given, chosen):
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    compilation = SimpleNamespace(
-        cudagraph_capture_sizes=None, max_cudagraph_capture_size=None, cudagraph_mode=given
-    )
-    config = SimpleNamespace(
-        compilation_config=compilation,
-        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=8192),
-    )
-    choose_cuda_graphs(config, CANVAS)
-    assert compilation.cudagraph_mode == chosen
 
 
 @pytest.mark.parametrize(

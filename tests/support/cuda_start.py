@@ -90,6 +90,7 @@ def choices(config: Any) -> dict[str, Any]:
     return {
         "attention": getattr(config.attention_config.backend, "name", None),
         "flash_attn_version": config.attention_config.flash_attn_version,
+        "non_causal": config.attention_config.use_non_causal,
         "scheduler": scheduler.scheduler_cls,
         "async": scheduler.async_scheduling,
         "worker": config.parallel_config.worker_cls,
