@@ -7,6 +7,7 @@ import openai
 import pytest
 from vllm import SamplingParams
 
+from tests.engine.test_parity import prompt
 from tests.support.server_harness import CANVAS, MAX_NUM_BATCHED_TOKENS, MODEL, ask_chat
 
 pytestmark = pytest.mark.slow
@@ -14,11 +15,6 @@ pytestmark = pytest.mark.slow
 pytest_plugins = ["tests.support.server_harness"]
 
 BLOCKS = 3 * CANVAS
-
-
-def prompt(length: int, salt: int = 0) -> list[int]:
-    """Ordinary tokens, none of them special."""
-    return [20 + (7 * i + salt + i * i // 5) % 450 for i in range(length)]
 
 
 def split(options: dict[str, Any]) -> dict[str, Any]:
