@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from transformers import PreTrainedConfig
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.transformers_utils.config import get_config
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
@@ -68,14 +68,12 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     """The drafter's configuration. Raises ValueError if target or options do not fit it."""
     speculative, target = vllm_config.speculative_config, vllm_config.model_config
     assert speculative is not None, "no drafter"
-    options, num_drafts = options_of(vllm_config).drafter, speculative.num_speculative_tokens
     draft = speculative.draft_model_config
-    refuse_other_rules(speculative, vllm_config.watermark_config is not None)
-    options.check_against(num_drafts, speculative.enable_adaptive_verification)
+    check_options(vllm_config)
     refuse_cache_dtype(speculative)
     drafter = drafter_config(vllm_config)
     refuse_pilot(vllm_config, drafter.layers)
-    if options.renew is not None:
+    if options_of(vllm_config).drafter.renew is not None:
         refuse_reload_of(draft.model)
     check_pair(
         drafter,
@@ -123,15 +121,27 @@ def refuse_reload_of(drafter: str) -> None:
         )
 
 
-def refuse_other_rules(speculative: SpeculativeConfig, has_watermark: bool) -> None:
+def check_options(vllm_config: VllmConfig) -> None:
+    """Of any server whose worker drafts. Raises ValueError for what does not fit each other."""
+    refuse_other_rules(vllm_config)
+    speculative = vllm_config.speculative_config
+    assert speculative is not None, "no drafter"
+    options_of(vllm_config).drafter.check_against(
+        speculative.num_speculative_tokens, speculative.enable_adaptive_verification
+    )
+
+
+def refuse_other_rules(vllm_config: VllmConfig) -> None:
     """Raises ValueError for options of verification that neither of our rules has."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None, "no drafter"
     rules = f'which drafts are kept is said by "verification" of {WHERE}, and neither of its rules'
     if speculative.rejection_sample_method != "standard":
         raise ValueError(
             f"rejection_sample_method = {speculative.rejection_sample_method!r}; allowed: "
             f"'standard': {rules} has another method. Leave it out."
         )
-    if has_watermark:
+    if vllm_config.watermark_config is not None:
         raise ValueError(
             f"A watermark with a drafter: {rules} draws watermarked tokens. Leave one of them out."
         )

@@ -23,22 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import SpeculativeConfig
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from dllm.cpu.gumbel import murmur3
-from dllm.drafter.pair import refuse_other_rules
 
 
 class OwnRule(RejectionSampler):
-    """vLLM's sampler of steps with drafts, for our rule. Raises as ``refuse_other_rules``."""
-
-    def __init__(
-        self, sampler: Any, spec_config: SpeculativeConfig, *others: Any, **options: Any
-    ) -> None:
-        super().__init__(sampler, spec_config, *others, **options)
-        refuse_other_rules(spec_config, self.watermark_key is not None)
+    """vLLM's sampler of steps with drafts, for our rule."""
 
     def _verify(
         self,

@@ -60,14 +60,10 @@ def configure_noise_drafting(vllm_config: Any) -> None:
 def _configure_rule(vllm_config: Any) -> None:
     """What all models that draft for themselves have in common."""
     from dllm.drafter.adapter import adapter_folder, digest_of
-    from dllm.drafter.pair import refuse_other_rules
+    from dllm.drafter.pair import check_options
 
-    speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
-    refuse_other_rules(speculative, vllm_config.watermark_config is not None)
-    options.check_against(
-        speculative.num_speculative_tokens, speculative.enable_adaptive_verification
-    )
-    if options.adapter is not None:
+    check_options(vllm_config)
+    if options_of(vllm_config).drafter.adapter is not None:
         # vLLM keeps compiled code by its configuration. That of another adapter is other code.
         vllm_config.additional_config[ADAPTER] = digest_of(adapter_folder(vllm_config))
 

@@ -144,17 +144,13 @@ def _has_reduced_vocabulary(vllm_config: Any) -> bool:
 
 def configure_steering(vllm_config: Any) -> None:
     """Raises ValueError: the draft source cannot be steered, or an option does not work with it."""
-    from dllm.drafter.pair import refuse_other_rules
+    from dllm.drafter.pair import check_options
     from dllm.drafter.recording import layers_of_drafter
 
-    speculative, options = vllm_config.speculative_config, options_of(vllm_config).drafter
     _refuse_source(vllm_config)
-    if options.record is not None:
+    if options_of(vllm_config).drafter.record is not None:
         layers_of_drafter(vllm_config)
-    refuse_other_rules(speculative, vllm_config.watermark_config is not None)
-    options.check_against(
-        speculative.num_speculative_tokens, speculative.enable_adaptive_verification
-    )
+    check_options(vllm_config)
 
 
 def _refuse_source(vllm_config: Any) -> None:

@@ -41,7 +41,7 @@ def configure_remote(vllm_config: Any) -> None:
             f"--speculative-config names {REMOTE_DRAFTS}; name draft workers, too: {WHERE}: "
             '{"workers": ["~/.cache/dllm/drafts/worker.sock"]}.'
         )
-    refuse_other_rules(speculative, vllm_config.watermark_config is not None)
+    refuse_other_rules(vllm_config)
     options.check_against(speculative.num_speculative_tokens)
     for address in options.workers:
         parse(address, options.keys, f"{WHERE}: workers")
