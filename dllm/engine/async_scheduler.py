@@ -80,24 +80,11 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         self._committed, self._commits_next = self._commits_next, set()
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def make_spec_decoding_stats(
-        self,
-        spec_decoding_stats: Any,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-        request_id: str,
-    ) -> Any:
+    def make_spec_decoding_stats(self, spec_decoding_stats: Any, *args: Any, **of: Any) -> Any:
         """As the base class; a pass that only writes a block's KV is no denoise step."""
-        if request_id in self._committed:
+        if of["request_id"] in self._committed:
             return spec_decoding_stats
-        return super().make_spec_decoding_stats(
-            spec_decoding_stats,
-            num_draft_tokens,
-            num_accepted_tokens,
-            num_invalid_spec_tokens,
-            request_id,
-        )
+        return super().make_spec_decoding_stats(spec_decoding_stats, *args, **of)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)

@@ -302,20 +302,12 @@ class CanvasScheduler(SessionScheduler):
             self._num_full_thoughts = 0
         return stats
 
-    def make_spec_decoding_stats(
-        self,
-        spec_decoding_stats: Any,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-        request_id: str,
-    ) -> Any:
+    def make_spec_decoding_stats(self, spec_decoding_stats: Any, *args: Any, **of: Any) -> Any:
         """A canvas counts once in each pass; none converges but in the last of a step."""
-        add = super().make_spec_decoding_stats
-        stats, width = spec_decoding_stats, num_draft_tokens
+        add, stats = super().make_spec_decoding_stats, spec_decoding_stats
         for _ in range(self._num_passes - 1):
-            stats = add(stats, width, 0, num_invalid_spec_tokens, request_id)
-        return add(stats, width, num_accepted_tokens, num_invalid_spec_tokens, request_id)
+            stats = add(stats, *args, **of | {"num_accepted_tokens": 0})
+        return add(stats, *args, **of)
 
 
 def _asks_for_prompt_logprobs(request: Request) -> bool:
