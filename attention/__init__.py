@@ -22,7 +22,7 @@ None of these imports vLLM; the first six, choice.py, calls.py and ragged.py do 
 Four files connect them, or vLLM's own kernels, to a server:
 
     layers.py            what a model says of its layers: the anchored window, blocks, most rows
-    flash.py             calls vLLM's FlashAttention 4 with the arguments of our kernel
+    flash.py             what vLLM's FlashAttention 4 serves, called with our kernel's arguments
     backend.py           vLLM's attention backend on CUDA: runs our kernel or FlashAttention
     cpu_backend.py       vLLM's attention backend on a CPU, plus the anchored window and blocks
 """

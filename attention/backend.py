@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -33,8 +32,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from dllm.attention.cache_write import check_write, write_kv
 from dllm.attention.calls import MIXED, Call, calls_of
 from dllm.attention.canvas_attention import canvas_attention, plan_of
-from dllm.attention.choice import CANVASES, CAUSAL, flash_kinds
-from dllm.attention.flash import flash_attention
+from dllm.attention.choice import CANVASES, CAUSAL
+from dllm.attention.flash import flash_attention, flash_kinds, option_of
 from dllm.attention.inputs import (
     FP8_OF,
     MAX_HEAD_SIZE,
@@ -79,7 +78,14 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             impl.max_query_len or scheduler.max_num_batched_tokens for impl in impls
         )
         self._max_model_len = vllm_config.model_config.max_model_len
-        self._flash_kinds, self._shorten = impls[0].flash_kinds(), None
+        layer = Layer(
+            head_size=impls[0].head_size,
+            mask=self._mask,
+            dtype=vllm_config.model_config.dtype,
+            cache_dtype=FP8_OF.get(impls[0].kv_cache_dtype),
+        )
+        attention, self._shorten = vllm_config.attention_config, None
+        self._flash_kinds = flash_kinds(layer, attention, option_of(attention))
         window = self._mask.window
         if window is not None and self._flash_kinds:
             page_size = kv_cache_spec.block_size
@@ -207,9 +213,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self._viewed: weakref.ref[torch.Tensor] | None = None
         self._read_cache: PagedKV | None = None  # checked against the layer's queries
         self._written_cache: PagedKV | None = None  # and against its keys
-        self._vllm_config = config = get_current_vllm_config_or_none()  # None outside of a server
-        # The server's configuration names version 4 where some rows are faster with it.
-        self._has_flash = config is not None and config.attention_config.flash_attn_version == 4
+        self._vllm_config = get_current_vllm_config_or_none()  # None outside of a server
 
     @cached_property
     def options(self) -> AttentionOptions:
@@ -264,19 +268,6 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             attend = flash_attention if call.is_flash else canvas_attention
             attend(query, cache, call.batch, self.options, out)
         return output
-
-    def flash_kinds(self) -> list[str]:
-        """The kinds of rows that FlashAttention serves; known when the model is made."""
-        assert self._vllm_config is not None, "layers without a server's configuration have no step"
-        capability = current_platform.get_device_capability()
-        arch = 0 if capability is None else capability.to_int()
-        layer = Layer(
-            head_size=self.head_size,
-            mask=self.mask,
-            dtype=self._vllm_config.model_config.dtype,
-            cache_dtype=FP8_OF.get(self.kv_cache_dtype),
-        )
-        return flash_kinds(layer, arch, self._has_flash)
 
     def do_kv_cache_update(
         self,

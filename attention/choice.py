@@ -1,5 +1,8 @@
 """Which kernel computes attention: one pure function of the GPU, the layer, the rows and a flag.
 
+A server asks it by `flash.flash_kinds`: when it is configured, where it makes a layer's metadata,
+and for what is compared and reported at start.
+
 Rows are causal (prompts and emitted blocks), or of a canvas or an image, which see each other.
 `calls` makes the calls for a step that holds both.
 
@@ -58,12 +61,6 @@ def choose_kernel(layer: Layer, kind: str, arch: int, has_flash: bool, option: s
             "TRITON_ATTN."
         )
     return option
-
-
-def flash_kinds(layer: Layer, arch: int, has_flash: bool, option: str | None = None) -> list[str]:
-    """The kinds of rows that FlashAttention serves in a layer; as ``choose_kernel``."""
-    chosen = {kind: choose_kernel(layer, kind, arch, has_flash, option) for kind in KINDS}
-    return [kind for kind in KINDS if chosen[kind] == FLASH]
 
 
 def _has_head(arch: int, layer: Layer) -> bool:

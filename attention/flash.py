@@ -1,12 +1,36 @@
-"""vLLM's FlashAttention 4 for batches that ``choice`` gives it, called as `canvas_attention` is."""
+"""vLLM's FlashAttention 4: the rows that it serves, and its call, with our kernel's arguments."""
 
 from __future__ import annotations
 
 from torch import Tensor
+from vllm import envs
+from vllm.config import AttentionConfig
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backends import fa_utils
 
-from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+from dllm.attention.choice import FLASH, KINDS, OURS, choose_kernel
+from dllm.attention.inputs import AttentionOptions, Layer, PagedKV, RaggedBatch
+
+
+def flash_kinds(layer: Layer, attention: AttentionConfig, option: str | None) -> list[str]:
+    """The kinds of a layer's rows that it serves on this GPU, not with VLLM_BATCH_INVARIANT.
+
+    ``option``: as of ``choose_kernel``, which raises.
+    """
+    capability = current_platform.get_device_capability()
+    arch = 0 if capability is None else capability.to_int()
+    is_allowed = attention.flash_attn_version in (None, 4) and not envs.VLLM_BATCH_INVARIANT
+    has_flash = is_allowed and fa_utils.is_fa_version_supported(4)
+    chosen = {kind: choose_kernel(layer, kind, arch, has_flash, option) for kind in KINDS}
+    return [kind for kind in KINDS if chosen[kind] == FLASH]
+
+
+def option_of(attention: AttentionConfig) -> str | None:
+    """That option, where our backend serves: the server's configuration names version 4 where it
+    gives rows to FlashAttention.
+    """
+    return None if attention.flash_attn_version == 4 else OURS
 
 
 def flash_attention(
@@ -42,10 +66,3 @@ def flash_attention(
         dynamic_causal=batch.is_causal,
         fa_version=4,
     )
-
-
-def has_flash_attention() -> bool:
-    """Not with VLLM_BATCH_INVARIANT."""
-    from vllm import envs
-
-    return not envs.VLLM_BATCH_INVARIANT and fa_utils.is_fa_version_supported(4)

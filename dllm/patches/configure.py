@@ -244,26 +244,18 @@ def canvas_attention(vllm_config: Any) -> None:
     if given in (None, OURS):
         _refuse_cache_dtype(vllm_config.cache_config.cache_dtype)
     attention.backend = AttentionBackendEnum[given or OURS]
-    if flash_layers(vllm_config, settings_of(vllm_config), given):
+    if flash_layers(vllm_config, given):
         attention.flash_attn_version = 4
 
 
-def flash_layers(
-    vllm_config: Any, settings: DenoiseSettings, option: str | None
-) -> "dict[str, Layer]":
-    """By name, on this GPU. Raises ValueError if ``option``, the user's, cannot serve it."""
-    from dllm.attention.choice import flash_kinds
-    from dllm.attention.flash import has_flash_attention
+def flash_layers(vllm_config: Any, option: str | None) -> "dict[str, Layer]":
+    """By name, those in which FlashAttention serves rows; ``option``: as of ``flash_kinds``."""
+    from dllm.attention.flash import flash_kinds
     from dllm.engine.attention_layers import layers_of
 
-    version = vllm_config.attention_config.flash_attn_version
-    has_flash = version in (None, 4) and has_flash_attention()
-    arch = platforms.current_platform.get_device_capability().to_int()
-    return {
-        name: layer
-        for name, layer in layers_of(vllm_config, settings).items()
-        if flash_kinds(layer, arch, has_flash, option)
-    }
+    attention = vllm_config.attention_config
+    layers = layers_of(vllm_config, settings_of(vllm_config))
+    return {name: one for name, one in layers.items() if flash_kinds(one, attention, option)}
 
 
 def _refuse_cache_dtype(cache_dtype: str) -> None:

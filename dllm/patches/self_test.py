@@ -42,7 +42,7 @@ def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
     def replace(name: str, wrong: str) -> str:
         if name.startswith(ATTENTION):
             try:
-                flash_layers(vllm_config, settings_of(vllm_config), TRITON)
+                flash_layers(vllm_config, TRITON)
             except ValueError as error:
                 raise _no_other(name, wrong) from error
             attention.backend = AttentionBackendEnum.TRITON_ATTN
@@ -124,9 +124,10 @@ def _no_other(name: str, wrong: str) -> RuntimeError:
 
 def layers_to_check(vllm_config: Any) -> tuple[dict[str, Layer], dict[str, Layer]]:
     """Those that our kernel serves, and those that FlashAttention serves, too."""
-    settings, attention = settings_of(vllm_config), vllm_config.attention_config
+    attention = vllm_config.attention_config
     if attention.backend is None or attention.backend.name != OURS:
         return {}, {}
-    has_flash = attention.flash_attn_version == 4
-    flash = flash_layers(vllm_config, settings, None if has_flash else OURS)
-    return layers_of(vllm_config, settings), flash
+    from dllm.attention.flash import option_of  # imports vLLM's attention backends
+
+    flash = flash_layers(vllm_config, option_of(attention))
+    return layers_of(vllm_config, settings_of(vllm_config)), flash

@@ -70,12 +70,14 @@ def test_vllm_accepts_our_backend_for_the_layers_of_the_26b_model(
 
 def server(is_anchored=False, **layer):
     """What the builder and the layers read of a server's configuration, with one layer."""
-    impl = SimpleNamespace(max_query_len=None, flash_kinds=lambda: [])
+    impl = SimpleNamespace(max_query_len=None, head_size=64, kv_cache_dtype="auto")
     impl.mask = Mask(24, is_anchored)
     vars(impl).update(layer)
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=512),
-        model_config=SimpleNamespace(max_model_len=8192, is_mm_prefix_lm=False),
+        model_config=SimpleNamespace(
+            max_model_len=8192, is_mm_prefix_lm=False, dtype=torch.bfloat16
+        ),
         compilation_config=SimpleNamespace(
             static_forward_context={"layer": SimpleNamespace(impl=impl)}
         ),

@@ -15,7 +15,7 @@ from dllm.drafter.checkpoint import LayerAttention
 from dllm.engine import attention_layers, grammars, kernel_checks
 from dllm.ops import dispatch
 from dllm.ops.dispatch import CONTEXT_KV, GRAMMAR_PATHS, ROW_STATISTICS
-from dllm.patches import self_test
+from dllm.patches import configure, self_test
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FULL = Layer()
@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
 
     def replace(wrong: str, layer: Layer = FULL, ranks=bool, **options: object):
         monkeypatch.setattr(self_test, "all_ranks_say_yes", ranks)
-        monkeypatch.setattr(self_test, "settings_of", lambda config: None)
+        monkeypatch.setattr(configure, "settings_of", lambda config: None)
         monkeypatch.setattr(
             self_test, "layers_to_check", lambda config: ({"full layers": layer}, {})
         )

@@ -25,6 +25,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from dllm.attention import backend
+from dllm.attention.choice import FLASH, HOPPER, KINDS, choose_kernel
 from tests.support import tape
 from tests.support.engine_harness import Engine
 from tests.support.forced_async import asynchronous_platform
@@ -51,10 +52,9 @@ def run(flash: bool = False, **job: Any) -> dict[str, Any]:
 
 
 def _like_hopper() -> dict[str, Any]:
-    kinds = backend.flash_kinds
-
-    def hoppers_kinds(layer: Any, arch: Any, has_flash: Any) -> Any:
-        return kinds(replace(layer, dtype=torch.bfloat16), 90, True)
+    def hoppers_kinds(layer: Any, *given: Any) -> list[str]:
+        half = replace(layer, dtype=torch.bfloat16)
+        return [kind for kind in KINDS if choose_kernel(half, kind, HOPPER, True, None) == FLASH]
 
     return {"flash_kinds": hoppers_kinds, "flash_attention": backend.canvas_attention}
 
