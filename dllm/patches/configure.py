@@ -77,6 +77,7 @@ def configure_canvases(vllm_config: Any) -> None:
     # As in vLLM's built-in class: a checkpoint's max_new_tokens is not the default of a request's
     # max_tokens.
     vllm_config.model_config.override_generation_config.setdefault("max_new_tokens", None)
+    canvas_attention(vllm_config)
 
 
 def _separate_passes(vllm_config: Any) -> None:

@@ -48,6 +48,7 @@ def configure_self_drafting(vllm_config: Any) -> None:
         )
     _configure_rule(vllm_config)
     refuse_pilot(vllm_config)
+    vllm_config.attention_config.use_non_causal = True  # a kind that can draft on a canvas
 
 
 def configure_noise_drafting(vllm_config: Any) -> None:
@@ -66,11 +67,6 @@ def _configure_rule(vllm_config: Any) -> None:
     if options_of(vllm_config).drafter.adapter is not None:
         # vLLM keeps compiled code by its configuration. That of another adapter is other code.
         vllm_config.additional_config[ADAPTER] = digest_of(adapter_folder(vllm_config))
-
-
-def self_drafting_attention(vllm_config: Any) -> None:
-    """vLLM's, of a kind that can draft on a canvas."""
-    vllm_config.attention_config.use_non_causal = True
 
 
 def self_drafting_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:

@@ -116,6 +116,7 @@ def configure_drafting(vllm_config: Any) -> None:
     hf_config.architectures = [OUR_DRAFTER]
     speculative.update_arch_()
     _write_resolved_fields(hf_config, drafter.mask_token_id)
+    _choose_attention(vllm_config)
 
 
 def steering_limits(vllm_config: Any) -> Iterator[tuple[Any, str, str]]:
@@ -234,7 +235,7 @@ def _write_resolved_fields(hf_config: Any, mask_token_id: int) -> None:
     hf_config.dflash_config = dflash
 
 
-def draft_attention(vllm_config: Any) -> None:
+def _choose_attention(vllm_config: Any) -> None:
     """Ours, unless the user asks for another. Raises ValueError if that cannot serve it."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -41,13 +41,12 @@ class Kind:
     scheduler: str | None = None  # under synchronous scheduling
     async_scheduler: str | None = None  # the default on CUDA
     takes_scheduler: bool = True  # whether ``--scheduler-cls`` may name another one
-    attention: Callable[[Any], None] = lambda config: None
     # options of ``drafter`` that do something; others are refused
     takes: frozenset[str] = frozenset()
     refuses: Callable[[Any], Limits] = lambda config: ()  # what does not work with it
     # Why no step may be scheduled ahead; None: vLLM decides.
     why_synchronous: Callable[[Any], str | None] = lambda config: None
-    # checks and chooses what no other kind has
+    # checks and chooses what no other kind has, as attention
     configure: Callable[[Any], None] = lambda config: None
 
 
@@ -65,7 +64,6 @@ CANVASES = Kind(
     scheduler=contract.SCHEDULER,
     async_scheduler=contract.ASYNC_SCHEDULER,
     takes_scheduler=False,
-    attention=configure.canvas_attention,
     refuses=configure.canvas_limits,
     configure=configure.configure_canvases,
 )
@@ -81,7 +79,6 @@ DRAFTING = partial(
 SELF_DRAFTS = DRAFTING(
     "drafting for itself",
     lambda config, options: draft_of(config.speculative_config) is Draft.ITSELF,
-    attention=decoding.self_drafting_attention,
     takes=WIDTHS | BLOCKS | {"adapter"},
     refuses=decoding.self_drafting_limits,
     configure=decoding.configure_self_drafting,
@@ -100,7 +97,6 @@ NOISE_DRAFTS = DRAFTING(
 DFLASH = DRAFTING(
     "drafting with a DFlash drafter",
     lambda config, options: drafting.asks_for_our_drafter(config),
-    attention=drafting.draft_attention,
     takes=WIDTHS | BLOCKS | NETWORK | RECORDING,
     refuses=drafting.draft_limits,
     configure=drafting.configure_drafting,
@@ -185,7 +181,6 @@ def _configure(vllm_config: Any) -> None:
     if kind not in (DRAFT_WORKER, OTHERS):
         configure.refuse_missing_positions(vllm_config.model_config)
     kind.configure(vllm_config)
-    kind.attention(vllm_config)
     _choose_scheduler(vllm_config, kind)
     if _choose_worker(vllm_config, kind):
         from dllm.patches import lifetime  # imports vLLM's engine core
