@@ -134,11 +134,3 @@ def visible_range(row: int, span: QuerySpan, mask: Mask = ALL) -> tuple[int, int
         start, stop = pos - (mask.window - 1), min(stop, pos + mask.window)
     stop = min(max(stop, 0), span.seq_len)
     return min(max(start, 0), stop), stop
-
-
-def picture(span: QuerySpan, mask: Mask = ALL) -> str:
-    """The mask of a span as text: a line for each row, in it an 'x' for each key that it sees."""
-    return "\n".join(
-        "".join("x" if may_attend(row, key, span, mask) else "." for key in range(span.seq_len))
-        for row in range(span.query_len)
-    )

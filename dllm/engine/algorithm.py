@@ -65,14 +65,10 @@ class Canvases(NamedTuple):
     held: Tensor
     parameters: Mapping[str, Tensor]  # [R] each, ``RequestOptions.parameters``
     step_state: Mapping[str, Tensor]  # [R, ...] each, the algorithm's columns by name
-    # In front of the canvases; ``denoise`` holds their ends with ``holding_ends``. None without an
-    # engine.
-    thoughts: Thoughts | None = None
+    thoughts: Thoughts  # in front of them; ``denoise`` holds their ends with ``holding_ends``
 
     def holding_ends(self, tokens: Tensor) -> "Canvases":
         """Where a thinking budget ends, the end of thoughts is ``held``. ``tokens``: ``[R, C]``."""
-        if self.thoughts is None:
-            return self
         is_end = self.thoughts.ends_at(tokens)
         return self._replace(held=torch.where(is_end, self.thoughts.end[:, None], self.held))
 

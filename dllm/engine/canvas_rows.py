@@ -78,20 +78,3 @@ class CanvasRows(NamedTuple):
             place=sent(np.arange(len(request_of)) - starts[request_of]),
             padded=sent(np.minimum(starts[:-1, None] + places, last_row)),
         )
-
-    @classmethod
-    def whole(cls, starts: torch.Tensor, canvas_length: int) -> CanvasRows:
-        """Canvases of full width, without a batch: canvas i is in slot i. ``starts``: ``[R]``
-        int64.
-        """
-        num_rows = len(starts)
-        places = torch.arange(num_rows * canvas_length, device=starts.device)
-        return cls(
-            slots=torch.arange(num_rows, device=starts.device),
-            widths=torch.full_like(starts, canvas_length),
-            starts=starts,
-            seq_lens=starts + canvas_length,
-            request_of=places // canvas_length,
-            place=places % canvas_length,
-            padded=places.view(num_rows, canvas_length),
-        )

@@ -34,7 +34,6 @@ from dllm.settings.thoughts import NO_MARK, Marks
 NEVER = -(1 << 40)
 MOST = 1 << 29  # a budget, so that positions fit 32 bits; longer than any sequence
 ABSENT = -1  # in the place of a position: there is none
-ASKED = torch.tensor(True)
 
 
 @dataclass
@@ -104,7 +103,7 @@ class Thoughts(NamedTuple):
     call: Tensor
     canvas_start: Tensor  # position of each canvas's first token in its sequence
     # [] bool, on the host, which does not wait for it: whether any has a budget.
-    is_asked: Tensor = ASKED
+    is_asked: Tensor
 
     def ends_at(self, tokens: Tensor) -> Tensor:
         """Where the token that ends a thought is held, whatever stands there: ``[R, C]`` bool.

@@ -15,7 +15,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from dllm.attention.masks import ALL, Mask, QuerySpan, may_attend, picture, visible_range
+from dllm.attention.masks import ALL, Mask, QuerySpan, may_attend, visible_range
 
 # (query_len, seq_len, is_causal, is_image), the mask, what it looks like
 PICTURES = {
@@ -129,6 +129,14 @@ PICTURES = {
         """,
     ),
 }  # fmt: skip
+
+
+def picture(span: QuerySpan, mask: Mask = ALL) -> str:
+    """A line for each row, in it an 'x' for each key that it sees."""
+    return "\n".join(
+        "".join("x" if may_attend(row, key, span, mask) else "." for key in range(span.seq_len))
+        for row in range(span.query_len)
+    )
 
 
 @pytest.mark.parametrize("name", PICTURES)

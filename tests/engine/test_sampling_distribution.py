@@ -11,7 +11,6 @@ from vllm import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from dllm.engine.algorithm import Denoised
-from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.records import Records
 from dllm.engine.state import CanvasState
 from dllm.engine.step_rows import denoise_rows
@@ -20,7 +19,7 @@ from dllm.ops.filters import RowFilters
 from dllm.settings.admission import admit
 from dllm.settings.denoising import NO_TOKEN
 from tests.ops.test_noise import assert_drawn_from, uniform
-from tests.support.denoise_cases import family
+from tests.support.denoise_cases import family, whole_canvases
 
 VOCAB, CANVAS, SLOTS = 24, 16, 800
 CONFIG = GemmaSettings(
@@ -48,7 +47,7 @@ def step(steps_done: int = 0, entropy_bound: float = 1e5, **options) -> Denoised
     records.send()
     canvases.steps_done[:] = steps_done
     num_rows = SLOTS * CANVAS
-    rows = CanvasRows.whole(torch.full((SLOTS,), 5), CANVAS)
+    rows = whole_canvases(torch.full((SLOTS,), 5), CANVAS)
     top_k = params.top_k if params.top_k > 0 else VOCAB
     filters = RowFilters(
         torch.full((num_rows,), top_k, dtype=torch.int32),

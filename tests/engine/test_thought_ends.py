@@ -19,7 +19,8 @@ MARKS = Marks(START, END, CALL)
 
 
 def of(begin: int, budget: int) -> Thoughts:
-    return Thoughts(*(torch.tensor([x]) for x in (begin, budget, *MARKS, AT)))
+    given = (torch.tensor([x]) for x in (begin, budget, *MARKS, AT))
+    return Thoughts(*given, is_asked=torch.tensor(True))
 
 
 def read(tokens: Sequence[int], begin: int, budget: int) -> tuple[list[bool], list[int], int]:

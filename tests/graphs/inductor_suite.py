@@ -21,7 +21,6 @@ from vllm.config import (
 
 from bench.toys.tiny import tiny_config, write_checkpoint
 from dllm.engine.algorithm import DenoisingAlgorithm
-from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.compilation import maybe_compile, of_fixed_size
 from dllm.engine.records import Records
 from dllm.engine.state import CanvasState
@@ -36,7 +35,7 @@ from dllm.settings.admission import admit
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.thoughts import Marks
 from tests.support import family_checkpoints, inductor_interpreter
-from tests.support.denoise_cases import CONFIG, family
+from tests.support.denoise_cases import CONFIG, family, whole_canvases
 from tests.support.engine_harness import RUN_TOLERANCE, get_engine, relative_error
 
 WIDTH, VOCAB = 4, 64
@@ -115,7 +114,7 @@ class Steps:
         for slot in range(REQUESTS):
             self.records.reset(slot, options, seed=slot, prompt_len=PROMPT, thought=thought)
         self.records.send()
-        rows = CanvasRows.whole(torch.full((REQUESTS,), PROMPT), WIDTH)
+        rows = whole_canvases(torch.full((REQUESTS,), PROMPT), WIDTH)
         state.looks_for_ends(rows.slots.numpy())
         self.begin(rows.slots, rows.starts, state, algorithm)
         yield state.canvas.clone()

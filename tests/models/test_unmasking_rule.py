@@ -15,6 +15,7 @@ from dllm.ops.noise import gumbel_from_bits
 from dllm.ops.schedule import SCHEDULES
 from dllm.settings.thoughts import NO_MARK
 from tests.support import llada2_pipeline as pipeline
+from tests.support.denoise_cases import no_thoughts
 
 BLOCK, SUB_BLOCK, MASK, STOP, VOCAB = 8, 3, 99, 7, 100
 
@@ -53,6 +54,7 @@ def random_step(seed: int, rows: int = 16, **given: float) -> dict:
         parameters=parameters(rows, **given),
         mask_token_id=MASK,
         block_size=BLOCK,
+        thoughts=no_thoughts(rows),
     )
 
 
@@ -265,7 +267,9 @@ def test_thoughts_end_where_their_budget_does_and_by_themselves_before(editing):
     for _ in range(300):
         budget, begin = int(draw.integers(0, 6)), int(draw.integers(-2, 1))
         given = (50 + begin, budget, START, END, NO_MARK, 50)
-        thoughts = Thoughts(*(torch.tensor([number]) for number in given))
+        thoughts = Thoughts(
+            *(torch.tensor([number]) for number in given), is_asked=torch.tensor(True)
+        )
         ids = torch.full((1, BLOCK), MASK)
         ids = torch.where(thoughts.ends_at(ids), END, ids)
         own, steps, post_steps = torch.zeros_like(ids), torch.tensor([0]), torch.tensor([0])

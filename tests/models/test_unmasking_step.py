@@ -8,7 +8,6 @@ from vllm import SamplingParams
 
 from bench import local
 from dllm.engine.algorithm import Canvases
-from dllm.engine.canvas_rows import CanvasRows
 from dllm.models.llada2.settings import LLaDA2Settings
 from dllm.models.unmasking.settings import UnmaskingSettings
 from dllm.models.unmasking.step import Unmasking
@@ -16,6 +15,7 @@ from dllm.ops.filters import RowFilters
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import RequestOptions
 from tests.support import llada2_pipeline as pipeline
+from tests.support.denoise_cases import no_thoughts, whole_canvases
 
 VOCAB, BLOCK, MASK = 40, 8, 39
 SETTINGS = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.5, 0, 0.5, 16)
@@ -73,6 +73,7 @@ def fresh_canvases(
         held=torch.full((count, settings.block_size), NO_TOKEN),
         parameters={name: torch.full((count,), number) for name, number in numbers.items()},
         step_state={"post_steps": torch.zeros(count, dtype=torch.int32)},
+        thoughts=no_thoughts(count),
     )
 
 
@@ -100,7 +101,7 @@ def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p:
     """The same filters and probabilities; 4000 draws of each row agree with them."""
     count = 4000
     logits = random_logits(count)
-    rows = CanvasRows.whole(torch.full((count,), 16), BLOCK)
+    rows = whole_canvases(torch.full((count,), 16), BLOCK)
     canvases = fresh_canvases(range(count), temperature)
     proposal, _, _ = FAMILY.proposed(logits, rows, canvases, filters(count, top_k, top_p))
     reference = pipeline.scheduler(BLOCK, BLOCK)
@@ -117,7 +118,7 @@ def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p:
 
 def test_a_greedy_request_takes_the_likeliest_token_at_temperature_one() -> None:
     logits = random_logits(2)
-    rows = CanvasRows.whole(torch.tensor([16, 24]), BLOCK)
+    rows = whole_canvases(torch.tensor([16, 24]), BLOCK)
     proposal, _, _ = FAMILY.proposed(logits, rows, fresh_canvases(range(2)), None)
     confidence, token = logits.softmax(-1).max(-1)
     assert torch.equal(proposal.token.flatten(), token)
@@ -126,7 +127,7 @@ def test_a_greedy_request_takes_the_likeliest_token_at_temperature_one() -> None
 
 def test_the_mask_is_never_proposed_and_a_canvas_fills_up() -> None:
     state = fresh_canvases([0], 1.0)
-    rows = CanvasRows.whole(torch.tensor([16]), BLOCK)
+    rows = whole_canvases(torch.tensor([16]), BLOCK)
     num_masks = [BLOCK]
     assert (FAMILY.fresh_canvas(state.seeds, rows.seq_lens) == MASK).all()
     while num_masks[-1]:

@@ -1,10 +1,13 @@
-"""Denoise settings for tests: in a checkpoint's two files, and as the object made from them."""
+"""Denoise settings for tests, in a checkpoint's files and as an object; canvases of no batch."""
 
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
+from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.state import NO_THOUGHT
+from dllm.engine.thoughts import Thoughts
 from dllm.models.gemma.algorithm import EntropyBound
 from dllm.models.gemma.settings import GemmaSettings
 
@@ -35,3 +38,25 @@ def family(settings: GemmaSettings, vocab_size: int, hidden_size: int = 4) -> En
     return EntropyBound(
         settings, vocab_size, torch.float32, nn.Identity(), embedding, torch.ones(())
     )
+
+
+def whole_canvases(starts: torch.Tensor, canvas_length: int) -> CanvasRows:
+    """Of full width, canvas i in slot i; ``starts``: ``[R]`` int64."""
+    num_rows = len(starts)
+    places = torch.arange(num_rows * canvas_length)
+    return CanvasRows(
+        slots=torch.arange(num_rows),
+        widths=torch.full_like(starts, canvas_length),
+        starts=starts,
+        seq_lens=starts + canvas_length,
+        request_of=places // canvas_length,
+        place=places % canvas_length,
+        padded=places.view(num_rows, canvas_length),
+    )
+
+
+def no_thoughts(count: int) -> Thoughts:
+    """Of so many requests without a budget."""
+    given = {name: torch.full((count,), value) for name, value in NO_THOUGHT.items()}
+    starts = torch.zeros(count, dtype=torch.int64)
+    return Thoughts(canvas_start=starts, is_asked=torch.tensor(False), **given)

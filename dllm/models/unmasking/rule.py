@@ -161,7 +161,7 @@ def unmask_step(
     parameters: Mapping[str, Tensor],
     mask_token_id: int,
     block_size: int | Tensor,
-    thoughts: "Thoughts | None" = None,
+    thoughts: "Thoughts",
 ) -> Outcome:
     """The whole step: the next canvases, and which have converged. Nothing is written in place.
 
@@ -201,13 +201,11 @@ def unmask_step(
     decided = replaced | edited
     canvas = torch.where(decided, proposal.token, ids)
     is_stop = torch.where(decided, proposal.is_stop, proposal.was_stop) & is_valid
-    if thoughts is not None:
-        blank = torch.where((is_editing & is_last)[:, None], canvas, mask_token_id)
-        moved = thoughts.moved(ids, canvas, blank)
-        moved = torch.where(is_valid, moved, canvas)
-        is_stop &= moved == canvas
-        decided = (decided | (moved != canvas)) & (moved != mask_token_id)
-        canvas = moved
+    blank = torch.where((is_editing & is_last)[:, None], canvas, mask_token_id)
+    moved = torch.where(is_valid, thoughts.moved(ids, canvas, blank), canvas)
+    is_stop &= moved == canvas
+    decided = (decided | (moved != canvas)) & (moved != mask_token_id)
+    canvas = moved
 
     left = is_valid & (canvas == mask_token_id)
     post_steps = post_steps + (~had_masks).to(post_steps.dtype)

@@ -182,8 +182,8 @@ class Unmasking(DenoisingAlgorithm):
             is_sure = torch.exp(-stats.log_z) > canvases.parameters["editing_threshold"][of]
             is_editing = canvases.parameters["editing"][of] > 0
             stays &= ~(is_editing & is_sure & (stats.argmax != ids))
-        if canvases.thoughts is not None:  # a thought may end earlier by itself
-            stays &= ~canvases.thoughts.ends_at(canvases.ids[rows.padded].long())[of, place]
+        # A thought may end earlier by itself.
+        stays &= ~canvases.thoughts.ends_at(canvases.ids[rows.padded].long())[of, place]
         its_score = torch.where(stays, 0.0, scores.gather(1, ids[:, None])[:, 0])
         scores.masked_fill_(stays[:, None], OTHER_THAN_FIXED)
         return scores.scatter_(1, ids[:, None], its_score[:, None])
