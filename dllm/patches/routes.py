@@ -10,7 +10,8 @@ route turns thoughts on, and is named where its budget is refused.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import cache
 from types import AsyncGeneratorType
 from typing import Any
@@ -21,9 +22,9 @@ from vllm.utils.async_utils import make_async
 
 from dllm.api import fill, pins
 from dllm.api.engine_requests import places_of
-from dllm.api.http_request import HttpRequest, current, handling
+from dllm.api.http_request import HttpRequest, handling
 from dllm.models import settings_of
-from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
+from dllm.patches.streaming import form_asked, refuse_route
 from dllm.settings.admission import refuse_beams, refuse_without_canvases
 from dllm.settings.denoising import WHOLE_SEQUENCE
 from dllm.settings.request import BUDGET, LOGITS_MODES, STREAM, TRACE, refuse, refuse_value
@@ -51,16 +52,10 @@ PROMPT = (
     "prompt_token_ids"  # of ``kv_transfer_params``: the prompt, which vLLM then does not render
 )
 
-Take = Callable[[Create, Any, Any, Any], Awaitable[Any]]
 
-
-async def handled(
-    self: Any, theirs: Create, request: Any, raw_request: Any, take: Take | None = None
-) -> Any:
-    """What a route answers. It waits for grammars, and counts what its request starts.
-
-    ``theirs``: vLLM's method of ``self``, which ``take`` calls with what our fields ask for.
-    """
+@asynccontextmanager
+async def handled(self: Any, request: Any) -> AsyncIterator[HttpRequest]:
+    """Around what a route does: what its request starts is counted. At its end is `answered`."""
     if getattr(request, "use_beam_search", False):
         refuse_beams()
     _refuse_misplaced(getattr(request, "model_extra", None) or {})
@@ -73,18 +68,20 @@ async def handled(
         one.client_names["structured_outputs"] = "tools"
     with handling(one):
         try:
-            if take is not None:
-                answer = await take(theirs, self, request, raw_request)
-            else:
-                answer = await theirs(self, request, raw_request)
+            yield one
         except RecursionError:
             # vLLM reads the arguments of an earlier tool call as JSON.
             refuse("messages", "a message is nested too deeply. Make it flatter.")
-        if isinstance(answer, AsyncGeneratorType):
-            if isinstance(request, ResponsesRequest):
-                answer = await _begun(answer, one)
-            for compilation in one.compilations:
-                await compilation()
+
+
+async def answered(one: HttpRequest, request: Any, answering: Awaitable[Any]) -> Any:
+    """The answer; of a stream when its grammars are compiled, before its first byte."""
+    answer = await answering
+    if isinstance(answer, AsyncGeneratorType):
+        if isinstance(request, ResponsesRequest):
+            answer = await _begun(answer, one)
+        for compilation in one.compilations:
+            await compilation()
     return answer
 
 
@@ -153,27 +150,15 @@ def read_as_openai_does(request: Any) -> None:
         request.top_logprobs = None  # vLLM would ask for those of the prompt
 
 
-async def create_chat(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    await _write_pins(self, request)
-    return await create_watched(create, self, request, raw_request)
-
-
-async def create_translated(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    """A chat that Anthropic's route has made, with the budget of ``thinking``."""
-    if (one := current.get()) is not None:
-        one.client_names[BUDGET] = "thinking"
-    return await create(self, request, raw_request)
-
-
-async def create_completion(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    if not request.suffix:
-        request.suffix = None  # vLLM would refuse an empty one
-        _refuse_hole_without_suffix(request)
-        return await create_chat(create, self, request, raw_request)
-    one = current.get()
-    assert one is not None, "its route handles it"
-    one.hole = await _take_fill(self, request)
-    return await create_chat(create, self, request, raw_request)
+async def take_suffix(self: Any, request: Any, one: HttpRequest) -> None:
+    """Of a completion, which vLLM refuses for our models."""
+    if request.suffix:
+        one.hole = await _take_fill(self, request)
+        return
+    request.suffix = None  # vLLM would refuse an empty one
+    for key in (fill.WIDTHS, fill.END):
+        if key in (request.vllm_xargs or {}):
+            refuse(key, f"{key} without suffix; allowed: beside it. Send both, or omit both.")
 
 
 async def _begun(stream: Any, one: HttpRequest) -> Any:
@@ -265,7 +250,7 @@ async def refuse_fields_of_canvases(raw_request: Any) -> None:
             refuse_without_canvases(field)
 
 
-async def _write_pins(self: Any, request: Any) -> None:
+async def write_pins(self: Any, request: Any) -> None:
     given = getattr(request, pins.FIELD, None)
     if given is not None:
         canvas = self.engine_client.vllm_config.diffusion_config.canvas_length
@@ -278,7 +263,6 @@ async def _write_pins(self: Any, request: Any) -> None:
 
 
 async def _take_fill(self: Any, request: Any) -> fill.Fill:
-    """vLLM refuses a suffix for our models."""
     for field in BESIDE_NO_SUFFIX:
         if getattr(request, field, None):
             fill.refuse_beside_suffix(field)
@@ -301,12 +285,6 @@ async def _take_fill(self: Any, request: Any) -> fill.Fill:
     request.suffix = None
     request.vllm_xargs = {k: v for k, v in extra.items() if k not in (fill.WIDTHS, fill.END)}
     return hole
-
-
-def _refuse_hole_without_suffix(request: Any) -> None:
-    for key in (fill.WIDTHS, fill.END):
-        if key in (request.vllm_xargs or {}):
-            refuse(key, f"{key} without suffix; allowed: beside it. Send both, or omit both.")
 
 
 async def _off_the_loop(self: Any, tokenize: Callable[..., Any], *args: Any) -> Any:

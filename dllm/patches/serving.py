@@ -36,19 +36,20 @@ from dllm.patches.grammars import read_no_grammars
 from dllm.patches.replace import replaces
 from dllm.patches.routes import (
     allow_tools,
-    create_chat,
-    create_completion,
-    create_translated,
+    answered,
     handled,
     read_as_openai_does,
     refuse_fields,
     refuse_fields_of_canvases,
     refuse_sent,
     take_messages,
+    take_suffix,
+    write_pins,
     write_untranslated,
 )
+from dllm.patches.streaming import create_watched
 from dllm.settings.checks import did_you_mean
-from dllm.settings.request import refuse
+from dllm.settings.request import BUDGET, refuse
 
 # What an error of Anthropic's API says of a thread; its SDK then sends whole messages without one.
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -193,41 +194,54 @@ class AnyChat(Ours, OpenAIServingChat):
 class Chat(AnyChat):
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         read_as_openai_does(request)
-        theirs = OpenAIServingChat.create_chat_completion
-        return await handled(self, theirs, request, raw_request, create_chat)
+        create = super().create_chat_completion
+        async with handled(self, request) as one:
+            await write_pins(self, request)
+            return await answered(one, request, create_watched(create, self, request, raw_request))
 
 
 class Completion(Ours, OpenAIServingCompletion):
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
-        theirs = OpenAIServingCompletion.create_completion
-        return await handled(self, theirs, request, raw_request, create_completion)
+        create = super().create_completion
+        async with handled(self, request) as one:
+            await take_suffix(self, request, one)
+            await write_pins(self, request)
+            return await answered(one, request, create_watched(create, self, request, raw_request))
 
 
 class Responses(Ours, OpenAIServingResponses):
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
         allow_tools(request)
-        return await handled(self, OpenAIServingResponses.create_responses, request, raw_request)
+        async with handled(self, request) as one:
+            return await answered(one, request, super().create_responses(request, raw_request))
 
 
 class Batch(AnyChat, OpenAIServingChatBatch):
     async def create_batch_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
-        theirs = OpenAIServingChatBatch.create_batch_chat_completion
-        return await handled(self, theirs, request, raw_request)
+        async with handled(self, request) as one:
+            return await answered(
+                one, request, super().create_batch_chat_completion(request, raw_request)
+            )
 
 
 class Tokens(Ours, ServingTokens):
     async def serve_tokens(self, request: Any, raw_request: Any = None) -> Any:
         await refuse_fields(type(request), raw_request)
-        return await handled(self, ServingTokens.serve_tokens, request, raw_request)
+        async with handled(self, request) as one:
+            return await answered(one, request, super().serve_tokens(request, raw_request))
 
 
 class Translating(AnyChat):
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        """A chat that a route of another API has made, with the budget of its ``thinking``."""
         await refuse_fields(type(request), raw_request)
-        theirs = OpenAIServingChat.create_chat_completion
-        return await handled(self, theirs, request, raw_request, create_translated)
+        async with handled(self, request) as one:
+            one.client_names[BUDGET] = "thinking"
+            return await answered(
+                one, request, super().create_chat_completion(request, raw_request)
+            )
 
 
 class Messages(Translating, AnthropicServingMessages):

@@ -21,7 +21,7 @@ from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.settings.request import STREAM, TRACE, refuse, traced
 from dllm.settings.server import options_of
 
-Create = Callable[[Any, Any, Any], Awaitable[Any]]  # a route's method: self, request, raw request
+Create = Callable[[Any, Any], Awaitable[Any]]  # what a route calls: request, raw request
 
 
 def refuse_unseen_canvases(params: Any, vllm_config: Any) -> None:
@@ -109,10 +109,10 @@ def refuse_route(asked: str) -> NoReturn:
 
 
 async def create_watched(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    """Call a route's method ``create``, and add canvases and traces to its answer if asked for."""
+    """What ``create`` of ``self`` answers, with canvases and traces if they are asked for."""
     form = form_asked(request)
     if form is None and (request.vllm_xargs or {}).get(TRACE) in (None, False):
-        return await create(self, request, raw_request)
+        return await create(request, raw_request)
     if form is not None:
         _refuse_what_is_not_shown(self, request, form)
     options = options_of(self.engine_client.vllm_config)
@@ -130,7 +130,7 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
     assert one is not None, "its route handles it"
     one.feed, lines = feed, None
     try:
-        lines = await create(self, request, raw_request)
+        lines = await create(request, raw_request)
     finally:
         one.feed = None  # tasks that were started meanwhile may start further requests
         feed.is_open = is_stream = hasattr(lines, "__anext__")
