@@ -52,7 +52,8 @@ class Thought:
         budget = None if params is None else params.thinking_token_budget
         if params is None or budget is None or marks is None:
             return None
-        thought = cls(min(budget, MOST), marks, _begin(prompt, marks))
+        thought = cls(min(budget, MOST), marks, ABSENT)
+        thought.read(prompt, 0)
         grammar = grammar_of(params)
         if grammar is None:
             return thought
@@ -72,7 +73,7 @@ class Thought:
         return {"begin": self.begin, "budget": self.budget, **self.marks._asdict()}
 
     def read(self, tokens: Sequence[int], position: int) -> int:
-        """Read tokens of the answer; return how many thoughts their budget has ended."""
+        """Read tokens at a position; return how many thoughts their budget has ended."""
         num_full = 0
         for at, token in enumerate(tokens, position):
             if token == self.marks.start:
@@ -81,16 +82,6 @@ class Thought:
                 num_full += token == self.marks.end and at - self.begin >= self.budget
                 self.begin = ABSENT
         return num_full
-
-
-def _begin(tokens: Sequence[int], marks: Marks) -> int:
-    """Where the thought begins that is open behind these tokens, else ABSENT."""
-    for place in range(len(tokens) - 1, -1, -1):
-        if tokens[place] in marks[1:]:
-            return ABSENT
-        if tokens[place] == marks.start:
-            return place + 1
-    return ABSENT
 
 
 class Thoughts(NamedTuple):
