@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from dllm.drafter.widths import adaptive as module
 from dllm.drafter.widths.adaptive import (
     FIRST_TRIAL,
     LAST_TRIAL,
@@ -298,8 +299,8 @@ class Traffic:
         return self.reply_ms > longest_ms
 
 
-def adaptive(num_rows: int, **options) -> AdaptiveWidth:
-    return AdaptiveWidth(N, num_rows, reads_confidence=False, clock=Clock(), **options)
+def adaptive(num_rows: int) -> AdaptiveWidth:
+    return AdaptiveWidth(N, num_rows, reads_confidence=False, clock=Clock())
 
 
 def served(num_rows: int, policy: AdaptiveWidth | None = None, **times: float) -> Traffic:
@@ -366,9 +367,10 @@ def test_where_texts_become_easy_drafting_is_taken_up_soon(num_rows):
     assert num_steps <= 2 * LAST_TRIAL
 
 
-def test_behind_a_trial_that_paid_but_waited_the_next_is_far():
+def test_behind_a_trial_that_paid_but_waited_the_next_is_far(monkeypatch):
     """As far as WAITING_SHARE asks: waits stay a small share of the time."""
-    policy = adaptive(1, hysteresis=9.0)  # one trial is not enough to draft again
+    monkeypatch.setattr(module, "HYSTERESIS", 9.0)  # one trial is not enough to draft again
+    policy = adaptive(1)
     traffic = served(1, policy, plain_ms=10.0, per_draft_ms=0.1, reply_ms=5.0)
     traffic.steps(500, BAD)
     assert not traffic.is_drafting
@@ -425,7 +427,8 @@ def test_a_trial_verifies_one_request_that_was_tried_least():
 @pytest.mark.parametrize("is_drafting", [True, False])
 def test_between_start_and_stop_there_is_a_margin(is_drafting, monkeypatch):
     """Where neither is better by a fifth, both go on; beyond that they change places."""
-    policy = adaptive(1, hysteresis=0.2)
+    monkeypatch.setattr(module, "HYSTERESIS", 0.2)
+    policy = adaptive(1)
     policy.costs = FixedCosts(N, plain=10.0, drafting=15.0, per_block=2.5)
     traffic = served(1, policy)
     policy.is_drafting = is_drafting

@@ -23,6 +23,9 @@ from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
 from dllm.drafter.widths.survival import Survival, bins_of
 
 FIRST_TRIAL, LAST_TRIAL = 8, 128  # steps before a trial: the fewest, the most
+# Drafting starts (stops) when its expected tokens per second exceed (fall below) those of plain
+# decoding by this share.
+HYSTERESIS = 0.03
 WAITING_SHARE = 0.01  # of the time that trials may wait for drafts
 # Of steps in a row of the same kind (with drafts, or without) one in so many is timed, and followed
 # by a new decision whether to draft: doing so after each would cost small models 2 % of their time.
@@ -50,11 +53,7 @@ def best_widths(survival: np.ndarray, base: float, cost_ms: np.ndarray) -> tuple
 
 
 class AdaptiveWidth(WidthPolicy):
-    """Chooses each row's width from what was accepted so far and how long steps took.
-
-    ``hysteresis``: drafting starts (stops) when its expected tokens per second exceed (fall below)
-    those of plain decoding by this share.
-    """
+    """Chooses each row's width from what was accepted so far and how long steps took."""
 
     reads_outcomes = True
 
@@ -63,12 +62,10 @@ class AdaptiveWidth(WidthPolicy):
         num_drafts: int,
         num_slots: int,
         reads_confidence: bool = True,
-        hysteresis: float = 0.03,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(num_drafts)
         self.reads_confidence = reads_confidence
-        self.hysteresis = hysteresis
         self.clock = clock
         self.costs = StepCosts(num_drafts)
         self.num_slots = num_slots
@@ -200,7 +197,7 @@ class AdaptiveWidth(WidthPolicy):
         widths, drafting = self._best_widths(slots, bins=None)
         num_rows = len(slots)
         plain = num_rows / self._undrafted_ms(num_rows)
-        margin = 1 + self.hysteresis
+        margin = 1 + HYSTERESIS
         before = self.is_drafting
         if before:
             # If no draft is worth verifying, drafting costs its pass, gains no token and teaches
