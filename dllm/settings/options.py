@@ -60,7 +60,7 @@ def in_words(kind: Any, error: ValidationError) -> str:
 
 def allowed(errors: Any) -> str:
     """What a value may be, from the errors of its field: one for each form that it may have."""
-    texts = (one["msg"].removeprefix("Input should be ").replace("tuple", "list") for one in errors)
+    texts = (one["msg"].removeprefix("Input should be ") for one in errors)
     return " or ".join(dict.fromkeys(texts))
 
 

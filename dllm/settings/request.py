@@ -6,7 +6,7 @@ refuses it with HTTP 400 (``settings.admission``); the worker reads those that w
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args
 
@@ -49,9 +49,9 @@ LEAST_ROWS = 4
 WHOLE_CANVAS_ARGS = (SEED_CANVAS, PINNED, READ_ONLY)
 
 Flag = bool | Annotated[int, Field(ge=0, le=1)]  # JSON's booleans arrive over HTTP as 0 and 1
-Integers = Annotated[tuple[int, ...], Field(strict=False, fail_fast=True)]  # lists are taken, too
+Integers = Annotated[list[int], Field(strict=False, fail_fast=True)]  # tuples are taken, too
 TraceExtra = Literal["entropy", "behind_stop"]
-TraceExtras = Annotated[tuple[TraceExtra, ...], Field(strict=False, fail_fast=True)]
+TraceExtras = Annotated[list[TraceExtra], Field(strict=False, fail_fast=True)]
 
 
 class ExtraArgs(BaseModel):
@@ -140,7 +140,7 @@ class RequestOptions:
     # Tokens that end the request. What follows the first of them in a canvas need not converge.
     # Empty with ``diffusion_eos_stop: false``, the reference's rule.
     stops: frozenset[int]
-    seed_canvas: tuple[int, ...] | None  # the first canvas, -1 for noise; None: noise everywhere
+    seed_canvas: Sequence[int] | None  # the first canvas, -1 for noise; None: noise everywhere
     pins: Mapping[int, int]  # given tokens by answer position (``pins``), which stay in the input
     holds_pins: bool  # they are emitted, too
     is_read_only: bool  # the output is one canvas, and its logprobs are those at temperature 1

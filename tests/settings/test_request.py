@@ -84,7 +84,7 @@ def test_every_extra_argument_is_read():
         logprob_token_ids=[4, 5],
         stop_token_ids=[9],
     )
-    seed_canvas, pins = (7, 0, 49, 3, 3, 3, 3, 3), {0: 7, 2: 6, 7: 3, 40: 5}
+    seed_canvas, pins = [7, 0, 49, 3, 3, 3, 3, 3], {0: 7, 2: 6, 7: 3, 40: 5}
     parameters = {
         "max_steps": 3,
         "t_min": 0.1,
