@@ -85,10 +85,11 @@ async def answered(one: HttpRequest, request: Any, answering: Awaitable[Any]) ->
     return answer
 
 
-def _refuse_misplaced(sent: dict[str, Any]) -> None:
-    """Refuse options beside OpenAI's fields, where vLLM would drop them."""
+def _refuse_misplaced(sent: dict[str, Any], *others: str) -> None:
+    """Refuse options, and ``others``, beside OpenAI's fields, where vLLM would drop them."""
     for name, value in sent.items():
-        if name.startswith(OPTION) and name != pins.FIELD and value is not None:
+        is_ours = name.startswith(OPTION) and name != pins.FIELD
+        if (is_ours or name in others) and value is not None:
             refuse(name, f"{name} is not read here. Send it within vllm_xargs.")
 
 
@@ -212,9 +213,7 @@ def refuse_sent(body: Any, sent: dict[str, Any], *held: str) -> None:
         refuse_route(TRACE)
     if sent.get(pins.FIELD) is not None:
         refuse_route(pins.FIELD)
-    _refuse_misplaced(sent)
-    if sent.get(BUDGET) is not None and BUDGET not in body.model_fields:
-        refuse(BUDGET, f"{BUDGET} is not read here. Send it within vllm_xargs.")
+    _refuse_misplaced(sent, *{BUDGET}.difference(body.model_fields))
     for name, default in _of_chats_alone(body).items():
         is_left_out = name in held or sent.get(name) in (None, default)
         if not is_left_out and not (name == EDITS and _keeps_all(sent[name])):
