@@ -20,10 +20,11 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from dllm.drafter.metrics import Counts, DraftReport, send_drafting
+from dllm.drafter.metrics import DraftReport, send_drafting
 from dllm.drafter.pair import end_ids
 from dllm.drafter.prompt_lookup import Lookups
 from dllm.drafter.widths.make import make_driver
+from dllm.engine.metrics import Counts
 from dllm.engine.sessions import SessionScheduler
 from dllm.settings.server import options_of
 

@@ -19,12 +19,13 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm.drafter.metrics import Counts, DraftReport
+from dllm.drafter.metrics import DraftReport
 from dllm.drafter.pair import end_ids
 from dllm.drafter.recording import make_recorder
 from dllm.drafter.step import TargetStep
 from dllm.drafter.widths.make import may_skip_passes
 from dllm.drafter.widths.pilot import PilotLengths
+from dllm.engine.metrics import Counts
 from dllm.settings.server import options_of
 
 # vLLM's ``propose`` of a step: stores the step's context and drafts, [rows, N] token ids. With

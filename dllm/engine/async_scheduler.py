@@ -25,8 +25,6 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from dllm.engine import metrics
-from dllm.engine.channels import put_into
 from dllm.engine.scheduler import CanvasScheduler
 
 
@@ -37,7 +35,6 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         # and nothing else; those for which the next one does so.
         self._committed: set[str] = set()
         self._commits_next: set[str] = set()
-        self._num_commits = 0  # that statistics have not told of yet
 
     def _may_repeat(self, output: SchedulerOutput) -> bool:
         """Never: the next engine step is scheduled while the worker has this one."""
@@ -63,7 +60,7 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
             request.num_computed_tokens -= len(new_token_ids)
             if request.num_in_flight_tokens:
                 self._commits_next.add(request.request_id)
-                self._num_commits += 1
+                self._counts.add("commit_passes")
                 end = num_tokens + len(new_token_ids)
                 request.num_computed_tokens += end // size * size - num_tokens // size * size
         update = AsyncScheduler._update_request_with_output
@@ -85,10 +82,3 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         if of["request_id"] in self._committed:
             return spec_decoding_stats
         return super().make_spec_decoding_stats(spec_decoding_stats, *args, **of)
-
-    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        stats = super().make_stats(*args, **kwargs)
-        count, self._num_commits = self._num_commits, 0
-        if stats is not None and count:
-            put_into(stats, metrics.KEY, count)
-        return stats

@@ -19,11 +19,11 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from dllm import LOGGER
-from dllm.engine.channels import CanvasAnswer, RepeatableSchedule, put_into
+from dllm.engine.channels import CanvasAnswer, RepeatableSchedule
 from dllm.engine.derived import as_one_of
 from dllm.engine.emitted_blocks import GrammarCapacity, capacity_for, most_searched
 from dllm.engine.frames import FrameMail
-from dllm.engine.metrics import KEY_OF_THOUGHTS
+from dllm.engine.metrics import Counts, send
 from dllm.engine.sessions import SessionScheduler
 from dllm.engine.thoughts import Thought
 from dllm.settings.denoising import NO_TOKEN, WHOLE_SEQUENCE, block_size_of
@@ -51,7 +51,7 @@ class CanvasScheduler(SessionScheduler):
         self.need_mamba_block_aligned_split |= self._block_length > 1
         self._marks = marks_of(self.vllm_config)
         self._thoughts: dict[str, Thought | None] = {}  # of requests that have emitted something
-        self._num_full_thoughts = 0  # that statistics have not told of yet
+        self._counts = Counts()  # of what happened after the last statistics were made
         self._num_passes = 1  # of the engine step whose output is being counted
         vocab_size = self.vllm_config.model_config.get_vocab_size()
         num_requests = self.scheduler_config.max_num_seqs
@@ -292,14 +292,14 @@ class CanvasScheduler(SessionScheduler):
         if request.request_id not in self._thoughts:
             thought = Thought.of_request(params, prompt or [], self._marks)
             self._thoughts[request.request_id] = thought
-        if (thought := self._thoughts[request.request_id]) is not None:
-            self._num_full_thoughts += thought.read(tokens, request.num_tokens - len(tokens))
+        thought, start = self._thoughts[request.request_id], request.num_tokens - len(tokens)
+        if thought is not None and (num_full := thought.read(tokens, start)):
+            self._counts.add("thoughts_ended_by_budget", num_full)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
-        if stats is not None and self._num_full_thoughts:
-            put_into(stats, KEY_OF_THOUGHTS, self._num_full_thoughts)
-            self._num_full_thoughts = 0
+        if stats is not None and self._counts:
+            send(stats, self._counts.take())
         return stats
 
     def make_spec_decoding_stats(self, spec_decoding_stats: Any, *args: Any, **of: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
-from dllm.drafter.metrics import record_drafting
-from dllm.engine.metrics import record_counts
+from dllm.drafter.metrics import show_workers
+from dllm.engine.metrics import record
 
 
 class CountingLoggers(StatLoggerManager):
@@ -22,6 +22,6 @@ class CountingLoggers(StatLoggerManager):
         for logger in self.stat_loggers:
             if isinstance(logger, PrometheusStatLogger) and scheduler_stats is not None:
                 labels = [str(value) for value in logger.per_engine_labelvalues[engine_idx or 0]]
-                record_drafting(scheduler_stats, labels)
-                record_counts(scheduler_stats, labels)
+                record(scheduler_stats, labels)
+                show_workers(scheduler_stats, labels)
         super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dllm.drafter.metrics import Counts
+from dllm.engine.metrics import Counts
 from dllm.remote.link import RECONNECT_S, Link
 from dllm.remote.stream import Stream, wait
 from dllm.remote.wire import MAX_DELTA_TOKENS, MAX_ROWS, Delta, Draft, DraftBatch

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from dllm.drafter.metrics import Counts
+from dllm.engine.metrics import Counts
 from dllm.remote.report import Report
 from dllm.remote.stream import Stream
 from dllm.remote.wire import DraftBatch, Reply, frame, read_reply

@@ -4,7 +4,6 @@ import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 
 from dllm.engine import metrics
-from dllm.engine.channels import put_into
 
 
 def counted(model: str) -> float | None:
@@ -13,15 +12,17 @@ def counted(model: str) -> float | None:
 
 
 def test_commit_passes_reach_prometheus_and_leave_the_statistics() -> None:
+    counts = metrics.Counts()
     for carried in (None, {"another": 1}):
         stats = SchedulerStats(ec_connector_stats=carried)
-        put_into(stats, metrics.KEY, 3)
-        metrics.record_counts(stats, ["of this test", "0"])
-        metrics.record_counts(stats, ["of this test", "0"])  # not twice
-        assert stats.ec_connector_stats == carried
+        counts.add("commit_passes", 3)
+        metrics.send(stats, counts.take())
+        metrics.record(stats, ["of this test", "0"])
+        metrics.record(stats, ["of this test", "0"])  # not twice
+        assert stats.ec_connector_stats == carried and not counts
     assert counted("of this test") == 6
 
 
 def test_without_such_passes_nothing_is_counted() -> None:
-    metrics.record_counts(SchedulerStats(), ["idle", "0"])
+    metrics.record(SchedulerStats(), ["idle", "0"])
     assert counted("idle") is None

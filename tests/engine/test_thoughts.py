@@ -169,8 +169,8 @@ def test_a_grammar_begins_behind_the_budget(model, is_on_device, monkeypatch):
 
 def test_it_is_counted(model):
     engine = engine_of(model)
-    before = engine.scheduler._num_full_thoughts
+    engine.scheduler._counts.clear()
     contexts = [[*prompt(9), START], [*prompt(9), START, END]]
     how = asked(model, 2, blocks=2, logit_bias=FOR_EVER)
     engine.generate(contexts, how)
-    assert engine.scheduler._num_full_thoughts - before == 1
+    assert engine.scheduler._counts == {("thoughts_ended_by_budget", ""): 1}

@@ -12,8 +12,8 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from dllm.drafter.metrics import Counts, record_drafting, send_drafting
-from dllm.engine.metrics import LABELS
+from dllm.drafter.metrics import send_drafting, show_workers
+from dllm.engine.metrics import LABELS, Counts, record
 from dllm.remote import discovery, dynamo_process
 from dllm.remote.address import Address
 from dllm.remote.discovery import Child, Following, find_python, list_with_dynamo, watch_dynamo
@@ -148,7 +148,8 @@ def test_a_worker_that_left_the_list_is_no_longer_shown_and_its_counts_stay():
             asks.add("remote_asks", count, name)
         stats: Any = SimpleNamespace(ec_connector_stats=None, spec_decoding_stats=None)
         send_drafting(stats, asks.take(), dict.fromkeys(new, True))
-        record_drafting(stats, labels)
+        record(stats, labels)
+        show_workers(stats, labels)
         value = prometheus_client.REGISTRY.get_sample_value
         named = dict(zip(LABELS, labels, strict=True)) | {"worker": "one"}
         return [value(f"dllm:remote_{name}", named) for name in ("asks_total", "worker_up")]

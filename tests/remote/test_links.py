@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from dllm import LOGGER
-from dllm.drafter.metrics import Counts
+from dllm.engine.metrics import Counts
 from dllm.remote import dialing
 from dllm.remote.address import Address
 from dllm.remote.keys import Keys

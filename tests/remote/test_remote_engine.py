@@ -15,9 +15,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench.toys.suite import questions
-from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import WidthPolicy
+from dllm.engine.metrics import Counts
 from dllm.patches.drafts import REMOTE_DRAFTS
 from dllm.remote.engine import EngineDrafts
 from dllm.remote.link import Link

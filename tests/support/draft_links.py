@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from dllm.drafter.metrics import Counts
+from dllm.engine.metrics import Counts
 from dllm.remote import stream
 from dllm.remote.address import Address
 from dllm.remote.dialing import dialer

@@ -13,13 +13,13 @@ from transformers import Qwen3ForCausalLM
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.drafter.metrics import Counts
 from dllm.drafter.pair import drafter_config
 from dllm.drafter.steering import Steering
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotLengths
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
+from dllm.engine.metrics import Counts
 from dllm.patches.contract import CPU_WORKER
 from dllm.settings import vllm_names
 from tests.support.drafter_pairs import random_drafter

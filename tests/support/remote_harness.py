@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.driver import WidthDriver
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
+from dllm.engine.metrics import Counts
 from dllm.remote.client import Client, DraftRequest
 from dllm.remote.link import Link
 from dllm.remote.scheduler import RemoteDrafter

@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
+from dllm.engine.metrics import Counts
 
 
 class Slots(dict[str, int]):

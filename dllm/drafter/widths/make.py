@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth, LookupWidth
 from dllm.drafter.widths.driver import WidthDriver
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
+from dllm.engine.metrics import Counts
 from dllm.settings.drafting import DrafterOptions
 from dllm.settings.remote import RemoteOptions
 from dllm.settings.server import options_of
