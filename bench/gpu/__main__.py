@@ -51,9 +51,7 @@ LARGE = 130 << 30  # bytes of a GPU that holds three engines
 # step only if that is a full graph, of canvases alone (``engine.loop``). Else it has no graph.
 LOOP = {
     "async_scheduling": False,
-    "additional_config": {
-        "dllm": {"denoise_loop_ms": 1000, "commit": "separate", "first_step": "separate"}
-    },
+    "additional_config": {"dllm": {"denoise_loop_ms": 1000, "separate_passes": True}},
 }
 
 

@@ -38,8 +38,7 @@ class CanvasScheduler(SessionScheduler):
     def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args, **kwargs)
         options = options_of(self.vllm_config)
-        self._separate_commit = options.commit == "separate"
-        self._overlaps_first_step = options.first_step == "overlapped"
+        self._separates_passes = options.separate_passes
         # Of requests that have not emitted anything yet: fields of the worker's answer, by request.
         self._prompt_logprobs: dict[str, dict[str, Any]] = {
             "prompt_logprobs_dict": {},
@@ -107,7 +106,7 @@ class CanvasScheduler(SessionScheduler):
         """vLLM's cuts draft tokens to the token budget that is left, and a cut canvas would be
         denoised as if it were complete. So one that does not fit is taken out for this step.
         """
-        if self._overlaps_first_step:
+        if not self._separates_passes:
             self._give_canvases_to_chunked_prompts()
         withheld = self._withhold_canvases_that_do_not_fit()
         output = super().schedule(throttle_prefills)
@@ -117,7 +116,7 @@ class CanvasScheduler(SessionScheduler):
             is_running = request.status == RequestStatus.RUNNING
             if is_running and request.request_id not in output.num_scheduled_tokens:
                 request.spec_token_ids = canvas
-        if self._overlaps_first_step:
+        if not self._separates_passes:
             self._give_canvases_to_new_requests(output)
         if self._may_repeat(output):
             output = as_one_of(RepeatableSchedule, output)
@@ -197,7 +196,7 @@ class CanvasScheduler(SessionScheduler):
             request.num_in_flight_tokens += width
 
     def _withhold_canvases_that_do_not_fit(self) -> list[tuple[Request, list[int]]]:
-        """With ``commit: separate``, also the canvas behind an emitted block.
+        """With ``separate_passes``, also the canvas behind an emitted block.
 
         Under asynchronous scheduling a canvas is scheduled behind those in flight, and is withheld
         where it would end beyond the model's context.
@@ -214,7 +213,7 @@ class CanvasScheduler(SessionScheduler):
             # The causal span ends at least one block, or it is only the tail that precedes every
             # canvas.
             is_block = causal_len >= self._block_length and not request.is_prefill_chunk
-            commits_alone = self._separate_commit and is_block
+            commits_alone = self._separates_passes and is_block
             is_beyond = num_known + len(canvas) > self.max_model_len
             if canvas and (needed > min(budget, cap) or commits_alone or is_beyond):
                 withheld.append((request, canvas))

@@ -83,8 +83,8 @@ def configure_canvases(vllm_config: Any) -> None:
 def _separate_passes(vllm_config: Any) -> None:
     """Give prompts and emitted blocks passes of their own, which decide the first tokens."""
     given = vllm_config.additional_config or {}
-    separate = {"commit": "separate", "first_step": "separate"}
-    vllm_config.additional_config = {**given, "dllm": {**(given.get("dllm") or {}), **separate}}
+    ours = {**(given.get("dllm") or {}), "separate_passes": True}
+    vllm_config.additional_config = {**given, "dllm": ours}
 
 
 def set_batch_defaults() -> None:

@@ -21,7 +21,6 @@ from dllm.settings.remote import RemoteOptions
 WHERE = '--additional-config: "dllm"'  # how messages name the place of these options
 
 Made = TypeVar("Made")
-PassMode = Literal["overlapped", "separate"]
 SoftEmbedding = Literal["auto", "sparse", "exact"]
 ContextCache = Literal["none", "block"]
 Decoding = Literal["diffusion", "self_speculation", "ar"]
@@ -36,13 +35,9 @@ class PluginOptions:
     ``ar``: token by token. ``self_speculation``: the same tokens, which a pass over a canvas drafts
     and a causal pass verifies (``drafter.self_drafter``)."""
 
-    commit: PassMode = "overlapped"
-    """When an emitted block gets its causal KV. ``overlapped``: in the same forward pass as the
-    first denoise step of the next canvas. ``separate``: in a pass of its own, for comparison."""
-
-    first_step: PassMode = "overlapped"
-    """When a request's first canvas takes its first denoise step. ``overlapped``: in the same
-    forward pass as the last chunk of the prompt. ``separate``: in the next pass, for comparison."""
+    separate_passes: bool = False
+    """Set where canvases begin causally: the last chunk of a prompt, and an emitted block, have a
+    forward pass of their own, and not that of the first denoise step behind them."""
 
     context_cache: ContextCache = "none"
     """Of a model whose tokens all see each other. ``none``: each pass computes the whole sequence.

@@ -34,7 +34,7 @@ def ours(checkpoint: Any) -> Engine:
 
 
 def twin_runs(engine: Engine, requests: Any) -> list[Run]:
-    with switched(engine, passes=1, first_step="separate", commit="separate"):
+    with switched(engine, passes=1, are_separate=True):
         return [engine.quiet_run(*request) for request in requests]
 
 

@@ -79,8 +79,7 @@ class Server:
     longest: int
     window: int
     longest_chunk: int
-    first_step: str
-    commit: str
+    separates: bool
     reset: int | None  # the engine step before which the pages of all requests are dropped
     block_size: int = 1
 
@@ -98,7 +97,7 @@ def scheduler_of(config: Any, server: Server, kind: type[CanvasScheduler]) -> Ca
     config.model_config.hf_config.block_size = server.block_size
     config.cache_config.block_size = PAGE
     config.cache_config.num_gpu_blocks = server.pages
-    config.additional_config = {"dllm": {"first_step": server.first_step, "commit": server.commit}}
+    config.additional_config = {"dllm": {"separate_passes": server.separates}}
     heads: dict[str, Any] = dict(num_kv_heads=1, head_size=1, dtype=torch.float32)
     full = FullAttentionSpec(block_size=PAGE, **heads)
     sliding = SlidingWindowSpec(block_size=PAGE, sliding_window=server.window, **heads)
@@ -273,8 +272,7 @@ def servers(block_sizes: Sequence[int]) -> Any:
         longest=st.integers(24, 40),
         window=st.sampled_from([2, 5, 9]),
         longest_chunk=st.sampled_from([0, 0, CANVAS, 7]),
-        first_step=st.sampled_from(["overlapped", "separate"]),
-        commit=st.sampled_from(["overlapped", "overlapped", "separate"]),
+        separates=st.sampled_from([False, False, True]),
         reset=st.none() | st.integers(2, 20),
         block_size=st.sampled_from(block_sizes),
     )

@@ -25,10 +25,8 @@ BOUNDS = (1, 2, 8, UNBOUNDED)
 
 
 @contextmanager
-def switched(
-    engine: Engine, passes: int, first_step: str = "overlapped", commit: str = "overlapped"
-) -> Iterator[None]:
-    """The engine as if started with these options, and at most ``passes`` passes in an engine step.
+def switched(engine: Engine, passes: int, are_separate: bool = False) -> Iterator[None]:
+    """The engine, with passes apart or not, and at most ``passes`` of them in an engine step.
 
     The loop's clock moves by a second with every pass.
     """
@@ -37,8 +35,7 @@ def switched(
         patch.setattr(loop, "bound", passes if passes > 1 else 0)
         # An engine step of n passes reads the clock n times, and once at its start.
         patch.setattr(loop, "clock", itertools.count().__next__)
-        patch.setattr(scheduler, "_overlaps_first_step", first_step == "overlapped")
-        patch.setattr(scheduler, "_separate_commit", commit == "separate")
+        patch.setattr(scheduler, "_separates_passes", are_separate)
         yield
 
 
@@ -76,23 +73,16 @@ REQUESTS = [
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> list[Any]:
     """Each request alone: one pass an engine step; prompts and commits in passes of their own."""
-    with switched(engine, passes=1, first_step="separate", commit="separate"):
+    with switched(engine, passes=1, are_separate=True):
         return [engine.quiet_run(*request) for request in REQUESTS]
 
 
 @pytest.mark.parametrize(
-    ("passes", "first_step", "commit"),
-    [
-        *((passes, "overlapped", "overlapped") for passes in BOUNDS),
-        (UNBOUNDED, "separate", "overlapped"),
-        (UNBOUNDED, "overlapped", "separate"),
-        (2, "separate", "separate"),
-    ],
+    ("passes", "are_separate"),
+    [*((passes, False) for passes in BOUNDS), (UNBOUNDED, True), (2, True)],
 )
-def test_tokens_and_logits_do_not_depend_on_the_switches(
-    engine, expected, passes, first_step, commit
-):
-    with switched(engine, passes, first_step, commit), passes_of_steps(engine) as taken:
+def test_tokens_and_logits_do_not_depend_on_the_switches(engine, expected, passes, are_separate):
+    with switched(engine, passes, are_separate), passes_of_steps(engine) as taken:
         assert_same_runs([engine.quiet_run(*request) for request in REQUESTS], expected)
         engine.reset_prefix_cache()
         assert_same_runs(engine.runs(*zip(*REQUESTS, strict=True)), expected)
@@ -140,9 +130,9 @@ def test_a_request_aborted_in_mid_loop_leaves_nothing_behind(engine, monkeypatch
 def test_the_kv_of_a_whole_page_of_prompt_is_that_of_a_prompt_alone(engine):
     page = engine.runner.block_tables.block_sizes[0]
     contents = []
-    for first_step in ("separate", "overlapped"):
+    for are_separate in (True, False):
         engine.reset_prefix_cache()
-        with switched(engine, 1, first_step):
+        with switched(engine, 1, are_separate):
             engine.add(prompt(page), params(1))
             engine.step()
             contents.append(page_contents(engine))

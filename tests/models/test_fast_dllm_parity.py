@@ -130,13 +130,14 @@ def test_a_block_takes_the_passes_of_the_loop(engine: Engine, expected: Any) -> 
         assert len(steps) == passes < len(tokens)
 
 
-@pytest.mark.parametrize("schedule", ["commit", "first_step", "asynchronous"])
+@pytest.mark.parametrize("schedule", ["separate", "asynchronous"])
 def test_passes_of_their_own_give_the_same_tokens(path: Path, expected: Any, schedule: str) -> None:
     """A prompt or an emitted block in a pass in front of its canvas's: its last row is kept."""
     options: dict[str, Any] = {"max_num_batched_tokens": 256}
     if schedule == "asynchronous":
         engine = get_async_engine(path, **options)
     else:
-        engine = get_engine(path, additional_config={"dllm": {schedule: "separate"}}, **options)
+        separate = {"dllm": {"separate_passes": True}}
+        engine = get_engine(path, additional_config=separate, **options)
     found = served(engine, **SETTINGS["many"].of_request())
     assert found == [ids for ids, _ in expected("many")]

@@ -114,8 +114,8 @@ def test_hf_overrides_choose_the_canvas_window(edited, given, window):
 
 
 def test_plugin_options_arrive(checkpoint):
-    config = engine_config(checkpoint(), additional_config={"dllm": {"commit": "separate"}})
-    assert options_of(config).commit == "separate"
+    config = engine_config(checkpoint(), additional_config={"dllm": {"self_test": False}})
+    assert not options_of(config).self_test
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -157,7 +157,6 @@ def test_our_parts_are_chosen_without_a_flag(checkpoint):
         ({"async_scheduling": False}, False),
         ({"additional_config": {"dllm": {"denoise_loop_ms": 0}}}, True),
         ({"additional_config": {"dllm": {"denoise_loop_ms": 20}}}, False),
-        ({"additional_config": {"dllm": {"commit": "separate"}}}, True),
     ],
 )
 def test_scheduling_is_asynchronous_where_vllms_is(checkpoint, flags, is_async):

@@ -14,10 +14,11 @@ from dllm.settings.server import WHERE, PluginOptions
 
 WORKER = "unix:///drafts/worker.sock"
 OF_SERVER: list[tuple[Any, list[str]]] = [
-    *(({key: value}, [f"{WHERE}: {key} = {value!r}; allowed: 'overlapped' or 'separate'."])
-      for key in ("commit", "first_step") for value in ("Separate", "", None, 1, ["separate"])),
-    *((value, [f"{WHERE}: "]) for value in (["commit"], "text", 3)),
-    ({"comit": 1}, [f"{WHERE}: no option 'comit' (did you mean 'commit'?); known: "]),
+    *(({"context_cache": value},
+       [f"{WHERE}: context_cache = {value!r}; allowed: 'none' or 'block'."])
+      for value in ("Block", "", None, 1, ["block"])),
+    *((value, [f"{WHERE}: "]) for value in (["decoding"], "text", 3)),
+    ({"decodin": 1}, [f"{WHERE}: no option 'decodin' (did you mean 'decoding'?); known: "]),
     ({"zzz": 1}, [f"{WHERE}: no option 'zzz'; known: "]),
     *(({"denoise_loop_ms": value}, [f"denoise_loop_ms = {value!r}; allowed: ", " or 'auto'"])
       for value in (-1, math.nan, "5", True, 60_001, "Auto", "never", None)),

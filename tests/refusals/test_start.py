@@ -94,7 +94,7 @@ CANVASES: list[tuple[Flags, str]] = [  # of tiny-dllm, whose canvases have 32 to
     (generation(t_maxx=0.7, top_k=9), f"--override-generation-config: t_maxx: {BOUND}"),
     ({"diffusion_config": {"canvas_length": 16, "max_denoising_steps": 0}},
      "max_denoising_steps = 0; allowed: "),
-    (options(commit="never"), "commit = 'never'; allowed: "),
+    (options(context_cache="never"), "context_cache = 'never'; allowed: "),
     ({"max_num_batched_tokens": 31}, "--max-num-batched-tokens 31 .* at least 32"),
     ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold 8 .* at least 32"),
     ({"async_scheduling": True}, "--async-scheduling does not work: .* Leave the flag out"),

@@ -123,8 +123,6 @@ def test_without_options_the_defaults_hold(given_config):
 
 
 CHOICES = {
-    "commit": ("overlapped", "separate"),
-    "first_step": ("overlapped", "separate"),
     "context_cache": ("none", "block"),
     "soft_embedding": ("auto", "sparse", "exact"),
 }
@@ -138,8 +136,8 @@ def test_a_choice(key, value):
 
 
 def test_options_are_parsed_once_for_a_configuration(monkeypatch):
-    server = SimpleNamespace(additional_config={"dllm": {"commit": "separate"}})
-    assert options_of(server).commit == "separate"
+    server = SimpleNamespace(additional_config={"dllm": {"self_test": False}})
+    assert not options_of(server).self_test
     parse = PluginOptions.from_additional_config
     monkeypatch.setattr(PluginOptions, "from_additional_config", None)  # whoever calls it fails
     assert options_of(server) is options_of(server)
@@ -147,7 +145,7 @@ def test_options_are_parsed_once_for_a_configuration(monkeypatch):
     assert set(vars(server)) == {"additional_config"}  # vLLM copies configurations by their fields
     assert options_of(pickle.loads(pickle.dumps(server))) == options_of(server)
     server.additional_config = {}
-    assert options_of(server).commit == "overlapped"
+    assert options_of(server).self_test
 
 
 def test_a_model_name_that_is_a_path_or_may_be_one_of_the_hub(tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def _in_numpy(rounding: Callable[[np.ndarray], np.ndarray]) -> Rounding:
 
 
 # A server whose passes are those of Hugging Face's model: the prompt alone, and then canvases.
-PASSES_APART = {"dllm": {"first_step": "separate"}}
+PASSES_APART = {"dllm": {"separate_passes": True}}
 
 
 def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
