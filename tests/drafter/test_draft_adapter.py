@@ -3,7 +3,9 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dllm.drafter.adapter import read_adapter
+from dllm.drafter.adapter import adapter_folder, read_adapter
 from dllm.drafter.scheduler import AsyncDraftingScheduler
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.models.unmasking.reference import load_model
@@ -215,3 +217,14 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(path, folder, tmp_path,
     model, bad = self_drafting(path, folder).runner.model, other(folder, tmp_path / "bad", change)
     with pytest.raises(ValueError, match=message):
         read_adapter(bad, model, torch.float32)
+
+
+def test_an_adapter_that_a_hub_does_not_give_is_refused_by_name(monkeypatch) -> None:
+    gone = Mock(side_effect=OSError("no route"))
+    monkeypatch.setattr("dllm.drafter.adapter.snapshot_download", gone)
+    asked = SimpleNamespace(
+        additional_config={"dllm": {"drafter": {"adapter": "drafts"}}},
+        model_config=SimpleNamespace(model="someone/target", revision=None),
+    )
+    with pytest.raises(ValueError, match="adapter = 'drafts': no route"):
+        adapter_folder(asked)
