@@ -27,7 +27,7 @@ from dllm.prompts.files import BUNDLED
 from dllm.quant.checks import is_scale
 from dllm.quant.schemes import parse_plan
 from dllm.quantize import command
-from dllm.quantize.checkpoint import Checkpoint
+from dllm.quantize.checkpoint import INDEX, Checkpoint
 from dllm.quantize.convert import Fused
 from dllm.quantize.job import Job, calibration_prompts, prepare
 from dllm.quantize.linears import by_one_name, linears
@@ -317,6 +317,10 @@ def copied(source: Path, target: Path, edit: Callable[[Path], object]) -> Path:
         ),
         (lambda path: os.truncate(path / "model.safetensors", 50_000), "cannot be read .* cut sh"),
         (lambda path: (path / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (
+            lambda path: (path / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}'),
+            "names b.safetensors, which is not there",
+        ),
         (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer.json or"),
     ],
 )
