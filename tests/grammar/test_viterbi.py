@@ -12,7 +12,6 @@ import xgrammar
 
 from dllm.grammar import viterbi
 from dllm.grammar.automaton import DEAD
-from dllm.grammar.reach import NEVER
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import OTHER_THAN_FIXED, STOPPED, Canvas, Path, budget_of
@@ -57,6 +56,7 @@ def of_all_texts(found: Table, scores: np.ndarray, budget: int) -> float:
 @pytest.mark.parametrize("name", SHORT)
 def test_it_is_the_best_of_all_texts(name, column, monkeypatch):
     monkeypatch.setattr(viterbi, "COLUMN", column)
+    monkeypatch.setattr(viterbi, "AT_ONCE", column)  # rows one by one, or some at once
     rng = np.random.default_rng(0)
     found, _ = table(*GRAMMARS[name])
     num_unchanged = 0
@@ -167,16 +167,6 @@ def test_labels_find_the_path_that_classes_find(name):
         budget = int(found.left[0]) + 30
         path = Canvas(found, STOPS).best_path(scores, 0, budget)
         assert (path.tokens.tolist(), path.score) == by_classes(found, scores, budget)
-
-
-def test_where_positions_are_independent_it_is_the_best_of_each():
-    found, _ = table("regex", "[a-z]*")
-    scores = np.random.default_rng(1).normal(0, 3, (12, len(WORDS)))
-    letters = [i for i, word in enumerate(WORDS) if word.isalpha() and word.islower()]
-    scores[:, STOP] = -100
-    path = Canvas(found, STOPS).best_path(scores, 0, NEVER - 1)
-    expected = np.array(letters)[scores[:, letters].argmax(axis=1)]
-    np.testing.assert_array_equal(path.tokens, expected)
 
 
 def test_what_a_state_forbids_is_made_once():
