@@ -125,6 +125,7 @@ class Simulation:
     def __init__(self, scheduler: CanvasScheduler, server: Server, asks: Sequence[Ask]) -> None:
         init_none_hash(sha256)
         self.reset, self.canvas_length = server.reset, canvas_length(server)
+        self.longest_chunk = max(server.longest_chunk or server.budget, self.canvas_length)
         self.scheduler, self.asks = scheduler, dict(enumerate(asks))
         self.depth = 2 if isinstance(scheduler, CanvasAsyncScheduler) else 1
         texts = {str(number): ask.text for number, ask in self.asks.items()}
@@ -156,7 +157,11 @@ class Simulation:
                 self.taken["pages dropped between emission and commit"] += dropped
                 assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
             if self.scheduler.has_requests():
+                is_alone = sum(self.scheduler.get_request_counts()) == 1
                 message = self.scheduler.schedule()
+                # vLLM lets a request that is alone take all of the budget.
+                longest = max(message.num_scheduled_tokens.values(), default=0)
+                assert is_alone or longest <= self.longest_chunk, "long_prefill_token_threshold"
                 answer = self.worker.run(message)
                 self._in_flight.append((message, answer, self.worker.denoised))
                 self._check_pages()
