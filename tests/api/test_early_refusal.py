@@ -5,19 +5,12 @@ from typing import Annotated, Any
 import pytest
 from fastapi import Body
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionRequest,
-)
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from dllm.api.decisions.protocol import DecisionRequest
-from dllm.api.early_refusal import (
-    LONGEST,
-    LONGEST_OF_FIELD,
-    bounded_type,
-    bounded_validator,
-)
+from dllm.api.early_refusal import LONGEST, LONGEST_OF_FIELD, bounded_type, bounded_validator
 
 USER = {"role": "user", "content": "a"}
 CHOICE = {"type": "choice", "instructions": "a"}

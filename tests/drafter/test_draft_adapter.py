@@ -26,14 +26,7 @@ from tests.drafter.test_self_speculation import (
     SAMPLED,
     served_alike,
 )
-from tests.support.adapters import (
-    ADAPTER,
-    RANK,
-    changed,
-    projections,
-    rows_changed,
-    write_adapter,
-)
+from tests.support.adapters import ADAPTER, RANK, changed, projections, rows_changed, write_adapter
 from tests.support.drafter_harness import (
     RandomWidth,
     assert_close,

@@ -31,13 +31,7 @@ from tests.support.drafter_harness import (
     prompt,
     watch_drafts,
 )
-from tests.support.drafter_pairs import (
-    HEADS,
-    MASK,
-    drafter_config,
-    random_drafter,
-    write_drafter,
-)
+from tests.support.drafter_pairs import HEADS, MASK, drafter_config, random_drafter, write_drafter
 
 NUM_DRAFTS = 5
 

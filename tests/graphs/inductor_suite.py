@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import (
-    CompilationConfig,
-    CompilationMode,
-    VllmConfig,
-    set_current_vllm_config,
-)
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 
 from bench.toys.tiny import tiny_config, write_checkpoint
 from dllm.engine.algorithm import DenoisingAlgorithm

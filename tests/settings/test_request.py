@@ -9,11 +9,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.settings.admission import (
-    UNSUPPORTED_PARAMETERS,
-    admit,
-    admit_ids,
-)
+from dllm.settings.admission import UNSUPPORTED_PARAMETERS, admit, admit_ids
 from dllm.settings.request import (
     LEAST_ROWS,
     RequestOptions,

@@ -30,13 +30,8 @@ from typing import Any, ClassVar
 import torch
 import vllm
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-)
-from torch.utils._python_dispatch import (
-    _disable_current_modes as unseen,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 from vllm.triton_utils.dispatcher import KernelOverride

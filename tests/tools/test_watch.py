@@ -13,15 +13,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from dllm.cli import main
-from dllm.tools.watch_drawing import (
-    Frame,
-    Texts,
-    animation,
-    cells,
-    legend,
-    picture,
-    visible,
-)
+from dllm.tools.watch_drawing import Frame, Texts, animation, cells, legend, picture, visible
 from tests.support.chat_stub import Stub, serve
 
 SVG = "{http://www.w3.org/2000/svg}"
