@@ -17,7 +17,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from dllm.drafter.samples import read_shards, recorded_layers
 from dllm.drafter.scheduler import AsyncDraftingScheduler
 from dllm.drafter.sources import SteeredMarkov
-from dllm.drafter.steering import Steering
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
@@ -38,6 +37,7 @@ from tests.support.drafter_harness import (
     policy_of,
     prompt,
     take_counts,
+    watch_passes,
 )
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
@@ -131,22 +131,10 @@ def test_the_text_is_that_of_plain_decoding(pair, monkeypatch, kind, params):
 
 
 @contextmanager
-def watch_passes(engine: Engine) -> Iterator[dict[tuple[int, ...], list[int]]]:
+def drafts_behind(engine: Engine) -> Iterator[dict[tuple[int, ...], list[int]]]:
     """What is drafted behind each text, by draft passes alone."""
     seen: dict[tuple[int, ...], list[int]] = {}
-    states, follow = engine.runner.req_states, Steering._follow
-
-    def spy(self: Any, step: Any, draft: Any, is_wanted: bool) -> torch.Tensor:
-        drafts = follow(self, step, draft, is_wanted)
-        if self._drafted:
-            for row, slot in enumerate(step.batch.idx_mapping_np.tolist()):
-                if int(step.num_sampled[row]) > 0:
-                    length = int(states.total_len.gpu[slot])
-                    text = states.all_token_ids.gpu[slot, :length].tolist()
-                    seen[tuple(text)] = drafts[row].tolist()
-        return drafts
-
-    with mock.patch.object(Steering, "_follow", spy):
+    with watch_passes(engine, lambda _, text, drafts: seen.update({tuple(text): drafts})):
         yield seen
 
 
@@ -160,7 +148,7 @@ def test_what_was_not_drafted_for_is_context_of_later_drafts(pair):
     found, policies = [], [FixedWidth(N), Bursts(N, N, 3, 7)]
     for policy in policies:
         pair.drafting.reset_prefix_cache()
-        with policy_of(pair.drafting, policy), watch_passes(pair.drafting) as seen:
+        with policy_of(pair.drafting, policy), drafts_behind(pair.drafting) as seen:
             pair.drafting.generate(given, params)
         found.append(seen)
     always, sometimes = found
@@ -179,7 +167,7 @@ def test_all_drafts_of_a_target_for_itself_are_kept(pair, policy):
     pair.drafting.reset_prefix_cache()
     params = greedy(50, **SAMPLED) if "sampled" in pair.name else greedy(50)
     given = [prompt(40, 3), prompt(70, 8)]
-    with policy_of(pair.drafting, policy), watch_passes(pair.drafting) as seen:
+    with policy_of(pair.drafting, policy), drafts_behind(pair.drafting) as seen:
         texts = pair.drafting.generate(given, params)
     checked = 0
     for whole in (tuple(a + b) for a, b in zip(given, texts, strict=True)):
@@ -195,17 +183,10 @@ def test_all_drafts_of_a_target_for_itself_are_kept(pair, policy):
 
 def test_a_small_model_makes_one_pass_where_nothing_is_drafted(folders, monkeypatch):
     pair = Pair(folders, "draft_model")
-    passes: list[int] = []
-    run = type(pair.speculator)._run_model
-
-    def spy(self: Any, input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
-        passes.append(len(input_ids))
-        return run(self, input_ids, *args)
-
-    monkeypatch.setattr(type(pair.speculator), "_run_model", spy)
+    passes = record_calls(monkeypatch, type(pair.speculator), "_run_model")
     with policy_of(pair.drafting, FixedWidth(N, 0)):
         pair.drafting.generate([prompt(20)], greedy(10))
-    assert passes == [21] + [2] * 9
+    assert [len(input_ids) for (_, input_ids, *_), _ in passes] == [21] + [2] * 9
 
 
 def test_what_is_counted_reaches_the_scheduler(pair):

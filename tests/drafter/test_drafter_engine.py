@@ -1,8 +1,6 @@
 """Drafting in vLLM's engine on a CPU: the drafts are the definition's, the output the target's."""
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
+from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from tests.support.drafter_harness import (
     CASES,
     Bursts,
@@ -272,50 +270,33 @@ def test_greedy_output_is_the_targets_with_a_window(random_target, windowed, kin
         assert_greedy(random_target, given, output)
 
 
-@contextmanager
-def watch_widths(policy: WidthPolicy) -> Iterator[list[list[int]]]:
-    """The widths that a policy chooses, step by step."""
-    seen: list[list[int]] = []
-    choose = policy.widths
-
-    def spy(*args: Any) -> np.ndarray:
-        widths = choose(*args)
-        seen.append(widths.tolist())
-        return widths
-
-    policy.widths = spy  # type: ignore[method-assign]
-    yield seen
-
-
 @pytest.mark.parametrize("kind", ["5", "random", "adaptive"])
-def test_greedy_output_is_the_targets_when_drafts_are_right(target, engine, kind):
+def test_greedy_output_is_the_targets_when_drafts_are_right(target, engine, monkeypatch, kind):
     engine.reset_prefix_cache()
     policy = make_policy(kind, engine)
     prompts = [prompt(length, length, vocab=14) for length in (3, 40, 70)]
-    with (
-        policy_of(engine, policy),
-        watch_drafts(engine) as seen,
-        watch_widths(policy) as widths,
-    ):
+    chosen = record_calls(monkeypatch, policy, "widths")
+    with policy_of(engine, policy), watch_drafts(engine) as seen:
         outputs = engine.generate(prompts, greedy(200))
     for given, output in zip(prompts, outputs, strict=True):
         assert len(output) == 200
         assert_greedy(target, given, output)
     if kind == "random":
-        assert any(len(set(step)) > 1 for step in widths), "every request had the same width"
+        assert any(len(set(widths)) > 1 for _, widths in chosen), "every request had the same width"
     if kind == "5":
         # 200 tokens in fewer than 70 steps: more than two of three came from drafts.
         assert len(seen) < 3 * 70
 
 
-def test_adaptive_widths_follow_each_request(engine):
+def test_adaptive_widths_follow_each_request(engine, monkeypatch):
     """Side by side, one whose drafts are mostly kept and one whose tokens are nearly random."""
     engine.reset_prefix_cache()
     policy = make_policy("adaptive", engine)
     params = [greedy(60), greedy(60, temperature=2.0, seed=1)]
-    with policy_of(engine, policy), watch_widths(policy) as widths:
+    chosen = record_calls(monkeypatch, policy, "widths")
+    with policy_of(engine, policy):
         engine.generate([prompt(3, 3, vocab=14), prompt(4, 3, vocab=14)], params)
-    pairs = np.array([step for step in widths if len(step) == 2])
+    pairs = np.array([widths for _, widths in chosen if len(widths) == 2])
     assert len(pairs) > 5
     kept, random = pairs.mean(axis=0)
     assert abs(kept - random) > 1, pairs

@@ -13,11 +13,14 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from dllm.train.export import write_checkpoint
 from tests.support.drafter_harness import LIMITS, drafting_engine, greedy, prompt, watch_drafts
 from tests.support.drafter_pairs import drafter_config, random_drafter, write_target
 from tests.support.engine_harness import KV_CACHE_BYTES
 from tests.support.process import QUIET_ENGINE, printed_json, run_python
+from tests.support.recorded_calls import record_calls
 
 NUM_DRAFTS = 5
 PROMPT = prompt(40, 1)
@@ -63,20 +66,12 @@ def main(target: str, drafter: str) -> None:
     llm = LLM(target, speculative_config=speculative, **options)
     core = llm.llm_engine.engine_core.engine_core
     proposer = type(core.model_executor.driver_worker.worker.model_runner.drafter)
-    drafts: list[list[int]] = []
-    propose = proposer.propose
-
-    def spy(*args: object, **kwargs: object) -> object:
-        proposed = propose(*args, **kwargs)
-        drafts.extend(proposed.tolist())
-        return proposed
-
-    proposer.propose = spy
+    proposed = record_calls(pytest.MonkeyPatch(), proposer, "propose")
     output = llm.generate([{"prompt_token_ids": PROMPT}], greedy(NUM_TOKENS), use_tqdm=False)
     result = {
         "proposer": f"{proposer.__module__}.{proposer.__qualname__}",
         "tokens": list(output[0].outputs[0].token_ids),
-        "drafts": drafts,
+        "drafts": [of_row for _, drafts in proposed for of_row in drafts.tolist()],
     }
     print(json.dumps(result))
 

@@ -1,6 +1,6 @@
 """Engines with a drafter, and a record of what they draft in each step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 from vllm import SamplingParams
@@ -25,6 +26,7 @@ from dllm.settings import vllm_names
 from tests.support.drafter_pairs import random_drafter
 from tests.support.drafter_reference import ReferenceDrafter
 from tests.support.engine_harness import Engine, get_engine
+from tests.support.recorded_calls import record_calls
 
 LIMITS = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64, block_size=32)
 
@@ -212,33 +214,36 @@ class Draft:
 
 
 @contextmanager
+def watch_passes(
+    engine: Engine, see: Callable[[int, list[int], list[int]], None]
+) -> Iterator[None]:
+    """Give ``see`` what is drafted for requests behind their prompt: row, tokens so far, drafts."""
+    states, follow = engine.runner.req_states, Steering._follow
+
+    def spy(self: Any, step: Any, draft: Any, is_wanted: bool) -> torch.Tensor:
+        drafts = follow(self, step, draft, is_wanted)
+        for row, slot in enumerate(step.batch.idx_mapping_np.tolist()):
+            if self._drafted and int(step.num_sampled[row]) > 0:
+                length = int(states.total_len.gpu[slot])
+                tokens = states.all_token_ids.gpu[slot, :length].tolist()
+                see(row, tokens, drafts[row].tolist())
+        return drafts
+
+    with mock.patch.object(Steering, "_follow", spy):
+        yield
+
+
+@contextmanager
 def watch_drafts(engine: Engine) -> Iterator[list[Draft]]:
     """Record every draft of requests that are behind their prompt."""
     seen: list[Draft] = []
-    speculator = engine.runner.speculator
-    states = engine.runner.req_states
-    draft_behind, compute = Steering._follow, speculator.model.compute_logits
-    logits: list[torch.Tensor] = []
 
-    def spy_logits(hidden: torch.Tensor) -> torch.Tensor:
-        logits.append(compute(hidden))
-        return logits[-1]
+    def see(row: int, tokens: list[int], drafts: list[int]) -> None:
+        logits = calls[-1][1].unflatten(0, (-1, len(drafts)))
+        seen.append(Draft(tokens, drafts, logits[row].clone()))
 
-    def spy(self: Any, step: Any, draft: Any, is_wanted: bool) -> torch.Tensor:
-        logits.clear()
-        drafts = draft_behind(self, step, draft, is_wanted)
-        for row, slot in enumerate(step.batch.idx_mapping_np.tolist()):
-            if int(step.num_sampled[row]) > 0 and logits:
-                length = int(states.total_len.gpu[slot])
-                tokens = states.all_token_ids.gpu[slot, :length].tolist()
-                of_row = logits[-1].unflatten(0, (-1, drafts.shape[1]))[row].clone()
-                seen.append(Draft(tokens, drafts[row].tolist(), of_row))
-        return drafts
-
-    with (
-        mock.patch.object(Steering, "_follow", spy),
-        mock.patch.object(speculator.model, "compute_logits", spy_logits),
-    ):
+    with pytest.MonkeyPatch.context() as patch, watch_passes(engine, see):
+        calls = record_calls(patch, engine.runner.speculator.model, "compute_logits")
         yield seen
 
 
