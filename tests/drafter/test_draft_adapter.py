@@ -1,6 +1,5 @@
 """An adapter of the drafting rows: its drafts by the reference, and the text of plain decoding."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dllm.drafter.adapter import adapter_folder, read_adapter
@@ -36,6 +33,7 @@ from tests.support.drafter_harness import (
     prompt,
     watch_drafts,
 )
+from tests.support.edited import Edit, edited
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK
 from tests.support.forced_async import asynchronous_platform
@@ -165,20 +163,11 @@ def test_steps_are_scheduled_ahead(kind: str, tmp_path: Path, monkeypatch) -> No
     assert preempted, "the cache was large enough for everybody"
 
 
-def other(adapter: Path, out: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
-    """The same adapter with other matrices."""
-    shutil.copytree(adapter, out)
-    tensors = load_file(adapter / ADAPTER)
-    change(tensors)
-    save_file(tensors, out / ADAPTER)
-    return out
-
-
 def part(layer: int, matrix: str, kind: str = "self_attn.o_proj") -> str:
     return f"base_model.model.encoder.layers.{layer}.{kind}.lora_{matrix}.weight"
 
 
-BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+BAD: dict[str, tuple[Edit, str]] = {
     "another rank": (
         lambda all: all.update(
             {part(1, "A"): torch.zeros(2, 128), part(1, "B"): torch.ones(64, 2)}
@@ -207,7 +196,8 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_an_adapter_that_does_not_fit_is_refused_by_name(path, folder, tmp_path, kind) -> None:
     change, message = BAD[kind]
-    model, bad = self_drafting(path, folder).runner.model, other(folder, tmp_path / "bad", change)
+    model, bad = self_drafting(path, folder).runner.model, tmp_path / "bad"
+    edited(folder, bad, change, ADAPTER)
     with pytest.raises(ValueError, match=message):
         read_adapter(bad, model, torch.float32)
 

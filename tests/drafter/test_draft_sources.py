@@ -14,14 +14,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from dllm.drafter.samples import read_shards, recorded_layers
 from dllm.drafter.scheduler import AsyncDraftingScheduler
 from dllm.drafter.sources import SteeredMarkov
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import CPU_WORKER
 from dllm.patches.drafting import steering_limits
-from dllm.train.target import Target
+from tests.drafter.test_drafter_recorder_engine import assert_recorded
 from tests.drafter.test_prompt_lookup import Any as AnyLookup
 from tests.support.draft_sources import SOURCES, write_dflash_2, write_lilicorr
 from tests.support.drafter_harness import (
@@ -280,16 +279,8 @@ def test_what_a_source_reads_of_the_target_is_recorded(folders, tmp_path, name):
     with policy_of(engine, make_policy("random", engine)):
         texts = engine.generate(PROMPTS, greedy(20))
     engine.runner.speculator.steering._recorder.close()
-    found = {sample.tokens: sample for sample in read_shards(folder)}
-    (layers,) = recorded_layers(folder)
-    assert layers == {"eagle3": (0, 1, 2), "dspark": (1, 3)}[name]
-    model = Target(target_of(folders, name), "cpu")
-    model.model.float()
-    for given, text in zip(PROMPTS, texts, strict=True):
-        sample = found[(*given, *text)]
-        expected = model.hidden_states(torch.tensor([sample.tokens[:-1]]), layers)[0]
-        error = (sample.hidden()[:-1] - expected).abs().max() / expected.abs().max()
-        assert error < 1e-4  # fp32 sums in another order
+    layers = {"eagle3": [0, 1, 2], "dspark": [1, 3]}[name]
+    assert_recorded(folder, target_of(folders, name), layers, PROMPTS, texts)
 
 
 def test_a_named_worker_steers_without_options(folders):

@@ -66,19 +66,26 @@ def test_the_output_is_that_of_a_server_that_does_not_record(recorded):
     assert plain_engine(TARGET).generate(prompts, greedy(NUM_TOKENS)) == outputs
 
 
-def test_every_request_is_recorded_with_the_hidden_states_of_the_layers(recorded):
-    prompts, outputs, folder = recorded
+def assert_recorded(
+    folder: Path, path: Path, layers: list[int], prompts: list[list[int]], outputs: list[list[int]]
+) -> None:
+    """Every request of a target at ``path`` is, with the hidden states of these layers alone."""
     found = {sample.tokens: sample for sample in read_shards(folder)}
-    assert recorded_layers(folder) == [tuple(LAYERS)]
-    target = Target(TARGET, "cpu")
+    assert recorded_layers(folder) == [tuple(layers)]
+    target = Target(path, "cpu")
     target.model.float()
     assert len(found) == len(prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
         sample = found[(*prompt, *output)]
         assert sample.response_start == len(prompt)
-        hidden = target.hidden_states(torch.tensor([sample.tokens[:-1]]), LAYERS)[0]
+        hidden = target.hidden_states(torch.tensor([sample.tokens[:-1]]), layers)[0]
         error = (sample.hidden()[:-1] - hidden).abs().max() / hidden.abs().max()
         assert error < TOLERANCE
+
+
+def test_every_request_is_recorded_with_the_hidden_states_of_the_layers(recorded):
+    prompts, outputs, folder = recorded
+    assert_recorded(folder, TARGET, LAYERS, prompts, outputs)
 
 
 def test_a_fresh_drafter_is_trained_from_it(recorded, tmp_path, capsys):

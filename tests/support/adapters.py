@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm.lora.request import LoRARequest
 
+from tests.support.edited import WEIGHTS, edited
+
 RANK, ALPHA = 4, 8
-WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 
 
 # PEFT's names for the stacked matrices of a layer's experts.
@@ -63,18 +64,19 @@ def write_adapter(
 
 def merged(base: Path, adapter: Path, out: Path) -> Path:
     """Write the checkpoint whose weights are W + alpha / r * B @ A."""
-    shutil.copytree(base, out)
-    weights, parts = load_file(base / WEIGHTS), load_file(adapter / ADAPTER)
-    for name in list(weights):
-        layer = layer_of(name.removesuffix(".weight"))
-        if f"{layer}.lora_A.weight" in parts:
-            a, b = (parts[f"{layer}.lora_{part}.weight"] for part in "AB")
-            if weights[name].ndim == 3:  # as PEFT's ``ParamWrapper`` merges
-                a = a.reshape(len(weights[name]), RANK, -1)
-                b = b.reshape(len(b), RANK, -1).permute(2, 0, 1)
-            weights[name] = weights[name] + ALPHA / RANK * b @ a
-    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
-    return out
+    parts = load_file(adapter / ADAPTER)
+
+    def add(weights: dict[str, Tensor]) -> None:
+        for name in list(weights):
+            layer = layer_of(name.removesuffix(".weight"))
+            if f"{layer}.lora_A.weight" in parts:
+                a, b = (parts[f"{layer}.lora_{part}.weight"] for part in "AB")
+                if weights[name].ndim == 3:  # as PEFT's ``ParamWrapper`` merges
+                    a = a.reshape(len(weights[name]), RANK, -1)
+                    b = b.reshape(len(b), RANK, -1).permute(2, 0, 1)
+                weights[name] = weights[name] + ALPHA / RANK * b @ a
+
+    return edited(base, out, add)
 
 
 @contextmanager

@@ -13,12 +13,12 @@ WEIGHTS = "model.safetensors"
 Edit = Callable[[dict[str, torch.Tensor]], object]
 
 
-def edited(source: Path, target: Path, edit: Edit) -> Path:
+def edited(source: Path, target: Path, edit: Edit, file: str = WEIGHTS) -> Path:
     """Copy a checkpoint to ``target``; ``edit`` changes its tensors, by name, in place."""
     shutil.copytree(source, target)
-    tensors = load_file(target / WEIGHTS)
+    tensors = load_file(target / file)
     edit(tensors)
-    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, target / file, metadata={"format": "pt"})
     return target
 
 
