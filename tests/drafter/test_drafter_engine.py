@@ -33,6 +33,7 @@ from tests.support.drafter_pairs import (
     speculators_config,
     write_drafter,
 )
+from tests.support.engine_harness import assert_same_logprobs
 from tests.support.recorded_calls import record_calls
 
 NUM_DRAFTS = 5
@@ -403,15 +404,8 @@ def test_a_sampling_parameter_does_the_same_with_drafts(answers, case):
 def test_logprobs_are_the_targets(plain, drafting):
     params = greedy(12, logprobs=3, prompt_logprobs=2)
     ours, theirs = (engine.outputs([prompt(20, 3)], params)[0] for engine in (drafting, plain))
-    for kind in ("prompt", "output"):
-        pairs = [
-            (given.prompt_logprobs[1:] if kind == "prompt" else given.outputs[0].logprobs)
-            for given in (ours, theirs)
-        ]
-        for our_place, their_place in zip(*pairs, strict=True):
-            assert our_place.keys() == their_place.keys()
-            for token, entry in our_place.items():
-                assert entry.logprob == pytest.approx(their_place[token].logprob, abs=1e-4)
+    assert_same_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs)
+    assert_same_logprobs(ours.outputs[0].logprobs, theirs.outputs[0].logprobs)
 
 
 # --- refused when the server starts ---------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.support.drafter_harness import (
     unused_drafts,
     watch_drafts,
 )
-from tests.support.engine_harness import Engine, get_engine
+from tests.support.engine_harness import Engine, assert_same_logprobs, get_engine
 from tests.support.family_checkpoints import MASK, NEMOTRON
 from tests.support.masked_pass import logits_of, random_prompts
 
@@ -131,12 +131,7 @@ def served_alike(
 def test_the_text_is_the_one_token_by_token(plain, drafting, kind) -> None:
     """Greedy and seeded, with grammars and logprobs."""
     found, expected = served_alike(plain, drafting, PROMPTS, kind)
-    for ours, theirs in zip(
-        found[1].outputs[0].logprobs, expected[1].outputs[0].logprobs, strict=True
-    ):
-        assert list(ours) == list(theirs)
-        values = [each.logprob for each in ours.values()]
-        assert values == pytest.approx([each.logprob for each in theirs.values()], abs=1e-4)
+    assert_same_logprobs(found[1].outputs[0].logprobs, expected[1].outputs[0].logprobs)
 
 
 @pytest.mark.parametrize("num_steps", [2, 4])

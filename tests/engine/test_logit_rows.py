@@ -15,7 +15,7 @@ from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.step_rows import num_rejected
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
-from tests.support.engine_harness import get_engine
+from tests.support.engine_harness import assert_same_logprobs, get_engine
 from tests.support.recorded_calls import record_calls
 
 
@@ -75,13 +75,7 @@ def test_tiles_change_nothing(engine, checkpoint, monkeypatch, get):
     assert max(sizes) <= limit and len(sizes) > 1
     for a, b in zip(whole, tiled, strict=True):
         assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
-        assert (a.outputs[0].logprobs is None) == (b.outputs[0].logprobs is None)
-        for x, y in zip(a.outputs[0].logprobs or (), b.outputs[0].logprobs or (), strict=True):
-            assert set(x) == set(y)
-            for token in x:
-                # fp32 products of other sizes; logits are about 10.
-                assert abs(x[token].logprob - y[token].logprob) < 1e-4
-                assert x[token].rank == y[token].rank
+        assert_same_logprobs(a.outputs[0].logprobs, b.outputs[0].logprobs)
 
 
 PLAIN = [
@@ -113,11 +107,7 @@ def test_raw_logits_change_nothing(checkpoint, monkeypatch, get, limit):
     for whole, raw in zip(outputs, found, strict=True):
         assert [a.outputs[0].token_ids for a in raw] == [b.outputs[0].token_ids for b in whole]
         for a, b in zip(raw, whole, strict=True):
-            assert (a.prompt_logprobs is None) == (b.prompt_logprobs is None)
-            for x, y in zip(a.prompt_logprobs or (), b.prompt_logprobs or (), strict=True):
-                assert (x or {}).keys() == (y or {}).keys()
-                for token in x or ():
-                    assert abs(x[token].logprob - y[token].logprob) < 1e-4
+            assert_same_logprobs(a.prompt_logprobs, b.prompt_logprobs)
 
 
 def test_every_request_gets_the_frames_of_its_own_canvas(engine, monkeypatch):

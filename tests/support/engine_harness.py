@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 # Before vLLM is imported: no worker process, no compilation.
@@ -100,6 +101,21 @@ def assert_same_runs(runs: Sequence[Run], expected: Sequence[Run]) -> None:
     """Check that tokens are equal, and logits equal up to rounding."""
     differences = [run.difference(other) for run, other in zip(runs, expected, strict=True)]
     assert max(differences) < RUN_TOLERANCE, differences
+
+
+def assert_same_logprobs(ours: Any, theirs: Any) -> None:
+    """The same tokens and ranks in each place; in fp32, but for sums in another order."""
+    assert (ours is None) == (theirs is None)
+    for both in zip(ours or (), theirs or (), strict=True):
+        found, expected = (
+            {
+                (token, name): getattr(one, name)
+                for token, one in (place or {}).items()
+                for name in ("logprob", "rank")
+            }
+            for place in both
+        )
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def _make_group_of_experts() -> None:
