@@ -181,6 +181,11 @@ def test_the_kinds_agree_while_the_sequence_fits_into_the_window(
         assert not is_same
 
 
+def test_dllm_doctor_tells_masks_apart() -> None:
+    masks = Mask(), Mask(3), Mask(3, is_anchored=True), Mask(block_length=2)
+    assert [*map(str, masks)] == ["unbounded", "symmetric", "anchored", "blocks"]
+
+
 def test_refusals_name_the_values() -> None:
     with pytest.raises(ValueError, match="query_len is -1 and seq_len is 4"):
         QuerySpan(-1, 4, is_causal=False)
