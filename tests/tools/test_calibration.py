@@ -18,13 +18,13 @@ def test_scores_by_hand():
     answers = [
         decided([1.0, 0.0], 0, 0.0),
         decided([0.25, 0.75], 0, 0.8),
-        decided([0.4, 0.6], 1, 0.9),
+        decided([0.4, 0.6], 1, 0.8),
     ]
     found = calibration.report(answers)
     assert found["accuracy"] == pytest.approx(2 / 3)
     assert found["brier"] == pytest.approx((0 + 2 * 0.75**2 + 2 * 0.4**2) / 3)
     assert found["ece"] == pytest.approx((0 + 0.75 + 0.4) / 3)
-    assert found["hesitation_auroc"] == 0.5  # above one of two right answers
+    assert found["hesitation_auroc"] == 0.75  # above one right answer, level with the other
     (loss,) = calibration.log_losses(answers, [1.0])
     assert loss == pytest.approx(-np.log([1, 0.25, 0.6]).mean())
 
