@@ -21,6 +21,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import is_in_target_modules, parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.v1.worker.gpu.lora_utils import LoraState
 
 from dllm.engine.expert_adapters import is_on_cpu, sizes_of, take_apart, takes_adapters
 
@@ -47,6 +48,14 @@ class Adapter(LoRAModel):
                     "and they differ. Train one adapter for both halves of the model."
                 )
         return super().from_lora_tensors(lora_model_id, tensors, *args, **options)
+
+
+class RunningAdapters(LoraState):
+    """vLLM's, which takes adapters of one name for one: it may have been loaded anew meanwhile."""
+
+    def get_activate_loras(self, req_ids: list[str]) -> Any:
+        asked = filter(None, map(self.lora_requests.get, req_ids))
+        return {one.lora_int_id: one for one in asked}.values()
 
 
 class AdaptedLayers(LRUCacheLoRAModelManager):

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dllm.engine.adapters import manager_of_adapters
+from dllm.engine.adapters import RunningAdapters, manager_of_adapters
 from dllm.engine.channels import CanvasAnswer, LateAnswer, RepeatableSchedule
 from dllm.engine.derived import as_one_of
 from dllm.engine.warm_up import canvas_batch
@@ -41,6 +41,7 @@ class CanvasRunner(Base):
             device=device,
             uva_instead_of_gpu=True,
         )
+        self.lora_state = RunningAdapters(self.max_num_reqs)
 
     def load_model(self, *args: Any, **options: Any) -> None:
         """The table of draft tokens is the tensor of canvases: vLLM copies it to input ids."""

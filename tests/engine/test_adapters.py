@@ -110,13 +110,17 @@ def test_vllms_classes_are_left_as_they_are(case: Callable[[str], Case]) -> None
     assert CpuPlatform.get_punica_wrapper().startswith("vllm.")
 
 
+@pytest.mark.parametrize("names", ["abc", "aaa"])
 def test_more_adapters_than_slots_wait_and_pages_are_of_one_adapter(
-    case: Callable[[str], Case], tmp_path: Path
+    names: str, case: Callable[[str], Case], tmp_path: Path
 ) -> None:
-    """The same prompt with each adapter: whatever is in the prefix cache, it is not another's."""
+    """The same prompt with each adapter: whatever is in the prefix cache, it is not another's. One
+    name: it was loaded anew, from other paths, while its requests ran.
+    """
     its = case("sdar")
-    third = asked(write_adapter(tmp_path / "c", projections(its.base), seed=2), 3)
-    adapters = [None, *its.requests(), third]
+    paths = [*its.adapters, write_adapter(tmp_path / "c", projections(its.base), seed=2)]
+    named = enumerate(zip(names, paths, strict=True), 1)
+    adapters = [None, *(LoRARequest(name, number, str(path)) for number, (name, path) in named)]
     prompt = [one * 7 % 500 for one in range(1, 300)]
     alone = []
     for adapter in adapters:
@@ -125,7 +129,7 @@ def test_more_adapters_than_slots_wait_and_pages_are_of_one_adapter(
     assert len({*map(tuple, alone)}) == 4
     for _ in range(2):
         assert its.engine().generate([prompt] * 4, GREEDY, adapters) == alone
-    (again,) = its.engine().outputs([prompt], GREEDY, [third])
+    (again,) = its.engine().outputs([prompt], GREEDY, adapters[-1:])
     assert again.num_cached_tokens > 0
 
 

@@ -120,6 +120,7 @@ SET_IN_SUBCLASSES = {
     "CanvasReads.modalities",
     "CanvasReads.tail",
     "CanvasRunner.lora_manager",
+    "CanvasRunner.lora_state",
     "CanvasRunner.structured_outputs_worker",
     "CanvasScheduler.need_mamba_block_aligned_split",
     "DFlashDrafter.draft_id_to_target_id",
