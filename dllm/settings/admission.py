@@ -57,8 +57,6 @@ def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) 
         refuse("allowed_token_ids", "allowed_token_ids is empty; allowed: one and more. Send some.")
     check_integers("allowed_token_ids", params.allowed_token_ids, 0, vocab_size - 1)
     check_integers("logit_bias", params.logit_bias, 0, vocab_size - 1)
-    if params.allowed_token_ids and settings.never_emitted:  # among masks
-        _refuse_hints_outside(params)
     if has_structured_outputs(params):
         _refuse_beside_structured_outputs(params, settings)
     return options
@@ -112,6 +110,8 @@ def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: i
             "restriction.",
         )
     _refuse_pins_behind_the_end(params)
+    if settings.never_emitted:  # among masks
+        _refuse_forbidden_hints(params)
 
 
 def admit_prompt(tokens: Sequence[int], vocab_size: int, parameter: str = "prompt") -> None:
@@ -201,17 +201,24 @@ def _check_constrained(params: "SamplingParams") -> None:
         )
 
 
-def _refuse_hints_outside(params: "SamplingParams") -> None:
-    """Refuse hints that are not allowed, where what is given stays on its canvas."""
+def _refuse_forbidden_hints(params: "SamplingParams") -> None:
+    """Refuse hints that may not be emitted, where what is given stays on its canvas."""
     extra = params.extra_args or {}
     pins = pins_of(extra)
-    hints = dict(enumerate(extra.get(SEED_CANVAS) or ())) | pins
-    for place, token in hints.items():
-        is_held = holds(extra) and place in pins
-        if not (is_held or token == NO_TOKEN or token in params.allowed_token_ids):
-            name = PIN_IDS if place in (extra.get(PIN_AT) or ()) else SEED_CANVAS
-            allowed = "tokens of allowed_token_ids, because here a hint is emitted"
-            refuse_value(name, token, allowed, f"Leave it out; {PIN_MODE} = 'hold' emits any pin.")
+    allowed, stops = params.allowed_token_ids, params.all_stop_token_ids
+    ends = {word[-1] for word in params.bad_words_token_ids or ()}
+    for place, token in (dict(enumerate(extra.get(SEED_CANVAS) or ())) | pins).items():
+        if token == NO_TOKEN or (holds(extra) and place in pins):
+            continue
+        for name, is_forbidden in (
+            ("allowed_token_ids", allowed and token not in allowed),
+            ("bad_words", token in ends),
+            ("min_tokens", place < params.min_tokens and token in stops),
+        ):
+            if is_forbidden:
+                given = PIN_IDS if place in (extra.get(PIN_AT) or ()) else SEED_CANVAS
+                let = f"what {name} allows, because here a hint is emitted"
+                refuse_value(given, token, let, f"Leave it out; {PIN_MODE} = 'hold' emits any pin.")
 
 
 def _refuse_beside_structured_outputs(params: "SamplingParams", settings: DenoiseSettings) -> None:

@@ -87,7 +87,7 @@ PARAMETERS: list[tuple[dict[str, Any], str]] = [
     (dict(max_tokens=32, ignore_eos=True, extra_args=HELD | {"diffusion_pin_at": [32]}),
      "diffusion_pin_mode"),
 ]  # fmt: skip
-# With masks: what stays beside a grammar or a list of tokens, and what blocks cannot honour.
+# With masks: what stays beside what forbids it, and what blocks cannot honour.
 OF_MASKS: list[tuple[str, dict[str, Any], str]] = [
     *((name, dict(structured_outputs=CHOICE, extra_args=pins), parameter)
       for name in (*BLOCKS, "nemotron")
@@ -95,8 +95,12 @@ OF_MASKS: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron", dict(structured_outputs=CHOICE,
                       extra_args={"diffusion_seed_canvas": [40] * SIZES["nemotron"]}),
      "diffusion_seed_canvas"),
-    *((name, dict(allowed_token_ids=[41, 42], extra_args=HINT), "diffusion_pin_ids")
-      for name in (*BLOCKS, "nemotron")),
+    *((name, dict(extra_args=HINT) | beside, "diffusion_pin_ids")
+      for name in (*BLOCKS, "nemotron")
+      for beside in (
+          dict(allowed_token_ids=[41, 42]),
+          dict(min_tokens=2, stop_token_ids=[40]),
+          dict(logprob_token_ids=[41], extra_args=HINT | {"diffusion_constrained": True}))),
     ("nemotron", dict(allowed_token_ids=[41], extra_args=HELD | {
         "diffusion_seed_canvas": [41] * (SIZES["nemotron"] - 1) + [40]}), "diffusion_seed_canvas"),
     *((name, dict(extra_args=HELD | {"diffusion_pin_ids": [MASK]}), "diffusion_pin_ids")

@@ -1,5 +1,6 @@
 """What one request may ask for, and what of it is refused."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,6 +286,19 @@ def test_edits_that_may_leave_no_token(params):
 )
 def test_edits_that_leave_a_token_pass(params):
     admit_ids(params, CONFIG, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("word", [[7], [3, 7]])
+def test_a_hint_that_ends_a_bad_word_is_refused_where_it_would_be_emitted(word):
+    pin = {"diffusion_pin_at": [4], "diffusion_pin_ids": [7]}
+    params = edits(bad_words=[word], extra_args=pin)
+    admit_ids(params, CONFIG, VOCAB_SIZE)
+    masks: Any = SimpleNamespace(never_emitted=(VOCAB_SIZE - 1,))
+    with pytest.raises(VLLMValidationError) as error:
+        admit_ids(params, masks, VOCAB_SIZE)
+    assert error.value.parameter == "diffusion_pin_ids"
+    held = edits(bad_words=[word], extra_args=pin | {"diffusion_pin_mode": "hold"})
+    admit_ids(held, masks, VOCAB_SIZE)
 
 
 def test_served_parameters_pass():
