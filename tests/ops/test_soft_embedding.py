@@ -1,6 +1,10 @@
-"""The sparse soft embedding: its error bound, what it leaves out, what it does not depend on."""
+"""Both products that leave tokens out: error bounds, shards. And what the sparse one leaves out.
+
+What tiles cost is in ``test_tile_product.py``.
+"""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,11 +21,13 @@ from dllm.ops.soft_embedding import (
     sparse_product,
     tokens_that_count,
 )
+from dllm.ops.tile_product import tile_product
 from dllm.settings.server import SoftEmbedding
 
 VOCAB = 5000  # 4.9 tiles
 HIDDEN = 24
 INF = math.inf
+Product = Callable[..., Tensor]
 
 
 def table(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,20 +59,36 @@ def stats_of(logits: Tensor, temperature: Tensor, filters: RowFilters | None = N
     return row_stats(logits, temperature, keys, torch.float32, filters)
 
 
+def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, RowStats, Shard]:
+    """Rows of every kind at temperature 0.6, as a product takes them."""
+    logits = rows_of_every_kind(VOCAB)
+    t = torch.full((len(logits),), 0.6)
+    return logits, t, stats_of(logits, t), Shard(table(VOCAB, dtype), 0, VOCAB)
+
+
+def error_of(ours: Tensor, probs: Tensor, weight: Tensor) -> Tensor:
+    """Per row, in units of the largest embedding: [N] fp64."""
+    exact = probs.double() @ weight.double()
+    return (ours.double() - exact).norm(dim=-1) / weight.double().norm(dim=-1).max()
+
+
+# fp32: a probability is off by 3e-5 of itself (test_row_stats), a sum of VOCAB terms by less.
+ROUNDING = 4e-5
+each_product = pytest.mark.parametrize("product", [sparse_product, tile_product])
+
+
+@each_product
 @pytest.mark.parametrize("budget", [0.0, 1e-6, 2**-9, 0.1, 0.7])
 @pytest.mark.parametrize("temperature", [0.05, 0.6, 2.0])
 def test_the_error_is_at_most_the_skipped_mass_times_the_largest_norm(
-    temperature: float, budget: float
+    temperature: float, budget: float, product: Product
 ) -> None:
-    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
+    logits = rows_of_every_kind(VOCAB)
     t = torch.full((len(logits),), temperature)
-    stats = stats_of(logits, t)
-    p = torch.softmax(logits.double() / t.double()[:, None], -1)
-    ours = sparse_product(logits, t, stats, Shard(weight, 0, VOCAB), budget)
-    error = (ours.double() - p @ weight.double()).norm(dim=-1)
-    # fp32: a probability is off by 3e-5 of itself (test_row_stats), a sum of VOCAB terms by less.
-    bound = (budget + 4e-5) * weight.double().norm(dim=-1).max()
-    assert (error <= bound).all(), (error / bound).max()
+    probs = torch.softmax(logits.double() / t.double()[:, None], -1)
+    for weight in (table(VOCAB), 1 + 0.1 * table(VOCAB)):  # what is left out cancels, or does not
+        ours = product(logits, t, stats_of(logits, t), Shard(weight, 0, VOCAB), budget)
+        assert (error_of(ours, probs, weight) <= budget + ROUNDING).all()
 
 
 def test_the_budget_is_spent() -> None:
@@ -115,9 +137,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 ) -> None:
     """All in a bag, bit for bit; all in a product, up to its rounding, which knows its size."""
     monkeypatch.setattr(soft_embedding, "LARGEST_SHARE", share)
-    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
-    t = torch.full((len(logits),), 0.6)
-    stats, shard = stats_of(logits, t), Shard(weight, 0, VOCAB)
+    logits, t, stats, shard = case()
     together = sparse_product(logits, t, stats, shard, 0.01)
     for r in range(len(logits)):
         row = slice(r, r + 1)
@@ -129,27 +149,22 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 
 
 def test_bags_and_the_product_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
-    t = torch.full((len(logits),), 0.6)
-    stats, shard = stats_of(logits, t), Shard(weight, 0, VOCAB)
     results = []
     for share in (0.0, 0.5, 2.0):
         monkeypatch.setattr(soft_embedding, "LARGEST_SHARE", share)
-        results.append(sparse_product(logits, t, stats, shard, 0.0))
+        results.append(sparse_product(*case(), 0.0))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-6)
 
 
 def test_row_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
-    t = torch.full((len(logits),), 0.6)
-    stats, shard = stats_of(logits, t), Shard(weight, 0, VOCAB)
-    at_once = sparse_product(logits, t, stats, shard, 0.01)
+    at_once = sparse_product(*case(), 0.01)
     monkeypatch.setattr(row_stats_cpu, "WORKSPACE_LOGITS", 2 * VOCAB)
-    assert torch.equal(sparse_product(logits, t, stats, shard, 0.01), at_once)
+    assert torch.equal(sparse_product(*case(), 0.01), at_once)
 
 
-def test_filters_and_rows_without_a_distribution() -> None:
+@each_product
+def test_filters_and_rows_without_a_distribution(product: Product) -> None:
     logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
     logits[0], logits[1, 9] = -INF, math.nan
     n = len(logits)
@@ -159,40 +174,33 @@ def test_filters_and_rows_without_a_distribution() -> None:
     )
     stats = stats_of(logits, t, filters)
     assert stats.probs is not None
-    ours = sparse_product(logits, t, stats, Shard(weight, 0, VOCAB), 2**-9)
+    ours = product(logits, t, stats, Shard(weight, 0, VOCAB), 2**-9)
     assert (ours[:2] == 0).all()
-    error = (ours - stats.probs @ weight).norm(dim=-1)
-    assert (error <= (2**-9 + 4e-5) * weight.norm(dim=-1).max()).all()
+    assert (error_of(ours, stats.probs, weight) <= 2**-9 + ROUNDING).all()
 
 
+@each_product
 @pytest.mark.parametrize("budget", [0.0, 0.01])
-def test_shards_sum_to_the_whole(budget: float) -> None:
-    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
-    t = torch.full((len(logits),), 0.6)
-    stats = stats_of(logits, t)
-    whole = sparse_product(logits, t, stats, Shard(weight, 0, VOCAB), budget)
+def test_shards_sum_to_the_whole(budget: float, product: Product) -> None:
+    *given, whole = case()
     padding = torch.full((3, HIDDEN), math.nan)  # vLLM pads the last shard
     cuts = [(0, 1100), (1100, 1101), (1101, VOCAB)]
-    parts = [Shard(torch.cat([weight[a:b], padding]), a, b) for a, b in cuts]
-    total = sum(sparse_product(logits, t, stats, part, budget) for part in parts)
-    torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-6)
+    parts = [Shard(torch.cat([whole.weight[a:b], padding]), a, b) for a, b in cuts]
+    total = sum(product(*given, part, budget) for part in parts)
+    torch.testing.assert_close(total, product(*given, whole, budget), rtol=1e-5, atol=1e-6)
 
 
 def test_in_bf16_it_is_as_close_as_the_exact_product() -> None:
     """The default budget is what rounding the probabilities costs anyway."""
-    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB, torch.bfloat16)
-    t = torch.full((len(logits),), 0.6)
-    stats, shard = stats_of(logits, t), Shard(weight, 0, VOCAB)
+    logits, t, stats, shard = case(torch.bfloat16)
     assert stats.probs is not None
-    true = stats.probs.double() @ weight.double()
     unit = soft_embedding.skipped_mass(torch.bfloat16)
     assert unit == 2**-8
-    largest = weight.double().norm(dim=-1).max()
     exact = exact_product(stats.probs.bfloat16(), shard)
     ours = sparse_product(logits, t, stats, shard, unit)
     # Each rounds the probabilities and the result, by a unit; ours leaves out one unit more.
-    assert ((exact - true).norm(dim=-1) <= 2.01 * unit * largest).all()
-    assert ((ours - true).norm(dim=-1) <= 3.01 * unit * largest).all()
+    assert (error_of(exact, stats.probs, shard.weight) <= 2.01 * unit).all()
+    assert (error_of(ours, stats.probs, shard.weight) <= 3.01 * unit).all()
 
 
 @pytest.mark.parametrize(
