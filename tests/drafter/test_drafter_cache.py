@@ -84,6 +84,8 @@ def test_an_fp8_target_drafts_with_an_fp32_drafter(tmp_path):
     dtypes = {name: layer.kv_cache.dtype for name, layer in layers.items()}
     assert {dtypes.pop(name) for name in own} == {torch.float32}
     assert set(dtypes.values()) == {torch.uint8}
+    # Of which their attention makes its metadata.
+    assert drafting.runner.speculator.attn_vllm_config.cache_config.cache_dtype == "auto"
 
     assert drafting.generate(prompts, greedy(24)) == plain.generate(prompts, greedy(24))
 
