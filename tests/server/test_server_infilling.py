@@ -88,7 +88,7 @@ def test_a_stream_has_the_same_hole_and_so_has_every_repetition(client):
 
 def test_samples_logprobs_and_several_prompts(client):
     completion = client.completions.create(
-        model=MODEL, prompt=["Sort these", "Add these"], suffix=" and", n=2, max_tokens=4, seed=1,
+        model=MODEL, prompt=["Sort these", "Add " * 60], suffix=" and", n=2, max_tokens=4, seed=1,
         logprobs=1, extra_body={"return_token_ids": True},
     )  # fmt: skip
     assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
