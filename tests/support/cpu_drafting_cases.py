@@ -148,7 +148,6 @@ def draft_model_cases(rng: np.random.Generator) -> Iterator[Case]:
         out_seq_lens_ptr=poisoned(5),
         max_num_reqs=5,
         max_model_len=MODEL_END,
-        BLOCK_SIZE=4,
         **_step(rng),
     )
 
@@ -173,7 +172,6 @@ def eagle_cases(rng: np.random.Generator) -> Iterator[Case]:
         next_prefill_tokens_ptr=i32(rng.integers(100, 199, (1, 5))),
         num_sampled_ptr=i32([3, 0, 1]),
         max_num_reqs=5,
-        BLOCK_SIZE=4,
         **_step(rng),
     )
     for advances in (True, False):
@@ -191,7 +189,6 @@ def eagle_cases(rng: np.random.Generator) -> Iterator[Case]:
             seq_lens_ptr=poisoned(5),
             max_model_len=MODEL_END,
             max_num_reqs=5,
-            BLOCK_SIZE=4,
             ADVANCE_DRAFT_POSITIONS=advances,
         )
         for step in (1, 3):
@@ -211,7 +208,6 @@ def eagle_cases(rng: np.random.Generator) -> Iterator[Case]:
                 hidden_size=6,
                 max_model_len=MODEL_END,
                 num_speculative_steps=4,
-                BLOCK_SIZE=4,
                 ADVANCE_DRAFT_POSITIONS=advances,
             )
 

@@ -33,11 +33,20 @@ class Case:
 
 
 def case(kernel: str, label: str, grid: tuple[int, ...], rtol: float = 0.0, **args: Any) -> Case:
-    """A launch of one of the runner's kernels; strides that are not given are those of tensors."""
-    for name in parameters_of(GPU + kernel):
-        if name.endswith("_stride") and name not in args:
+    """A launch of one of the runner's kernels.
+
+    What is not given: strides and the vocabulary are those of tensors, blocks are of 32 logits or
+    of 4 other elements.
+    """
+    logits = args.get("logits_ptr")
+    for name in {*parameters_of(GPU + kernel)} - args.keys():
+        if name.endswith("_stride"):
             tensor = args[name.removesuffix("stride") + "ptr"]
             args[name] = 0 if tensor is None else tensor.stride(0)
+        elif name == "vocab_size" and logits is not None:
+            args[name] = logits.shape[-1]
+        elif name == "BLOCK_SIZE":
+            args[name] = 4 if logits is None else 32
     return Case(GPU + kernel, label, grid, args, rtol)
 
 
@@ -192,7 +201,6 @@ def prepare_prefill_inputs_cases(rng: np.random.Generator) -> Iterator[Case]:
             all_token_ids_ptr=i32(rng.integers(0, 999, (4, 50))),
             prefill_lens_ptr=i32(prefill_lens),
             num_computed_tokens_ptr=i32(num_computed),
-            BLOCK_SIZE=4,
             LOOKAHEAD_BLOCK=4,
         )
 
@@ -215,7 +223,6 @@ def prepare_pos_seq_lens_cases(rng: np.random.Generator) -> Iterator[Case]:
             query_start_loc_ptr=spans(lengths, padding=3),
             num_computed_tokens_ptr=i32(rng.integers(0, 100, 6)),
             max_num_reqs=6,
-            BLOCK_SIZE=4,
         )
 
 
@@ -268,7 +275,6 @@ def expand_idx_mapping_cases(rng: np.random.Generator) -> Iterator[Case]:
             expanded_idx_mapping_ptr=poisoned(10, dtype=torch.int64),
             expanded_local_pos_ptr=poisoned(10),
             cu_num_logits_ptr=spans(num_logits),
-            BLOCK_SIZE=4,
         )
 
 
@@ -324,23 +330,19 @@ def prompt_embeds_cases(rng: np.random.Generator) -> Iterator[Case]:
     lengths = [9, 0, 5, 6]
     given = [f32(rng.normal(0, 1, (length, 7))) for length in lengths]
     masks = [torch.from_numpy(rng.integers(0, 2, length, dtype=np.uint8)) for length in lengths]
-    yield Case(
-        GPU + "model_states.prompt_embeds._apply_prompt_embeds_kernel",
+    yield case(
+        "model_states.prompt_embeds._apply_prompt_embeds_kernel",
         "batch",
         (4, 2),
-        dict(
-            inputs_embeds_ptr=poisoned(20, 8, dtype=torch.float32)[:, :7],
-            inputs_embeds_stride=8,
-            embeds_ptrs_ptr=given,
-            mask_ptrs_ptr=[masks[slot] if slot > 1 else None for slot in range(4)],
-            embeds_lens_ptr=i32(lengths),
-            idx_mapping_ptr=i64([3, 0, 1, 2]),
-            query_start_loc_ptr=spans([6, 4, 3, 2]),
-            num_computed_tokens_ptr=i32([3, 0, 5, 2]),
-            hidden_size=7,
-            TOKEN_BLOCK=4,
-            BLOCK_SIZE=4,
-        ),
+        inputs_embeds_ptr=poisoned(20, 8, dtype=torch.float32)[:, :7],
+        embeds_ptrs_ptr=given,
+        mask_ptrs_ptr=[masks[slot] if slot > 1 else None for slot in range(4)],
+        embeds_lens_ptr=i32(lengths),
+        idx_mapping_ptr=i64([3, 0, 1, 2]),
+        query_start_loc_ptr=spans([6, 4, 3, 2]),
+        num_computed_tokens_ptr=i32([3, 0, 5, 2]),
+        hidden_size=7,
+        TOKEN_BLOCK=4,
     )
 
 

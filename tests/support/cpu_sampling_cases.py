@@ -36,8 +36,6 @@ def logprob_cases(rng: np.random.Generator) -> Iterator[Case]:
             logits_ptr=logits_with_empty_row,
             topk_ids_ptr=i64(ids),
             topk=9,
-            vocab_size=70,
-            BLOCK_SIZE=32,
             TOPK_BLOCK_SIZE=4,
             # Exponentials are added in another order.
             rtol=2e-6,
@@ -49,8 +47,6 @@ def logprob_cases(rng: np.random.Generator) -> Iterator[Case]:
             output_ptr=poisoned(rows, dtype=torch.int64),
             logits_ptr=logits,
             token_ids_ptr=likely.contiguous(),
-            vocab_size=70,
-            BLOCK_SIZE=32,
         )
 
 
@@ -90,7 +86,6 @@ def apply_grammar_bitmask_cases(rng: np.random.Generator) -> Iterator[Case]:
             logits_indices_ptr=i32(targets),
             cu_num_logits_ptr=spans([2, 1, 3]),
             bitmask_ptr=bitmask,
-            vocab_size=70,
             MASK_STRIDE=4,
             BLOCK_SIZE=64,
         )
@@ -127,8 +122,6 @@ def gumbel_cases(rng: np.random.Generator) -> Iterator[Case]:
             seeds_ptr=i64(SEEDS),
             pos_ptr=i64([0, 5, 123, 99999, 7]),
             temp_ptr=f32([0.7, 0.0, 1.0, 1.0, 2.5, 0.01]),
-            vocab_size=VOCAB,
-            BLOCK_SIZE=32,
             IS_DRAFTING=drafting,
             APPLY_TEMPERATURE=scale,
             USE_FP64=fp64,
@@ -141,7 +134,7 @@ def gumbel_cases(rng: np.random.Generator) -> Iterator[Case]:
 def temperature_and_min_p_cases(rng: np.random.Generator) -> Iterator[Case]:
     """Values without an effect (0, 1) among others, and a batch of no row."""
     for label, slots in [("batch", [3, 0, 1, 2, 2]), ("empty", [])]:
-        shared: dict[str, Any] = dict(expanded_idx_mapping_ptr=i64(slots), vocab_size=VOCAB)
+        shared: dict[str, Any] = dict(expanded_idx_mapping_ptr=i64(slots))
         for dtype in (torch.float32, torch.float16):
             yield case(
                 "sample.gumbel._temperature_kernel",
@@ -149,7 +142,6 @@ def temperature_and_min_p_cases(rng: np.random.Generator) -> Iterator[Case]:
                 (len(slots), 3),
                 logits_ptr=random_logits(rng, len(slots), VOCAB).to(dtype),
                 temperature_ptr=f32([0.0, 1.0, 0.3, 1.7]),
-                BLOCK_SIZE=32,
                 **shared,
             )
         logits = random_logits(rng, len(slots), VOCAB)
@@ -160,7 +152,6 @@ def temperature_and_min_p_cases(rng: np.random.Generator) -> Iterator[Case]:
             (len(slots),),
             logits_ptr=logits,
             min_p_ptr=f32([0.2, 0.0, 1.0, 0.01]),
-            BLOCK_SIZE=32,
             **shared,
         )
 
@@ -182,8 +173,6 @@ def penalties_cases(rng: np.random.Generator) -> Iterator[Case]:
         presence_penalty_ptr=f32([0.0, 0.0, 0.0, -0.4]),
         prompt_bin_mask_ptr=i32(rng.integers(-(2**31), 2**31, (4, 3))),
         output_bin_counts_ptr=i32(rng.integers(0, 3, (4, 96))),
-        vocab_size=96,
-        BLOCK_SIZE=32,
         rtol=1e-6,
     )
     yield case(
@@ -211,7 +200,6 @@ def bias_cases(rng: np.random.Generator) -> Iterator[Case]:
             "restore" if check_rows else "plain",
             (6,),
             logits_ptr=logits,
-            vocab_size=VOCAB,
             expanded_idx_mapping_ptr=i64([0, 1, 2, 2, 3, 4]),
             num_allowed_token_ids_ptr=i32([3, 0, 5, 0, 0]),
             allowed_token_ids_ptr=i32([rng.permutation(VOCAB)[:8] for _ in range(5)]),
@@ -290,8 +278,6 @@ def counting_cases(rng: np.random.Generator) -> Iterator[Case]:
         (3,),
         logits_ptr=logits,
         num_nans_ptr=poisoned(3),
-        vocab_size=VOCAB,
-        BLOCK_SIZE=32,
     )
     for label, num_computed in [("chunks", [3, 0, 11]), ("prompt-start", [0, 0, 0])]:
         yield case(
@@ -303,7 +289,6 @@ def counting_cases(rng: np.random.Generator) -> Iterator[Case]:
             idx_mapping_ptr=i64([2, 0, 1]),
             num_computed_tokens_ptr=i32(num_computed),
             all_token_ids_ptr=i32(rng.integers(0, 99, (3, 24))),
-            BLOCK_SIZE=4,
         )
 
 
