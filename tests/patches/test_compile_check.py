@@ -82,18 +82,18 @@ def test_code_that_differs_serves_without_the_compiler(check, wrong):
     assert check(wrong) == {name: name not in wrong for name in ("model", "step")}
 
 
-def test_rounding_is_allowed(check):
-    assert check(("model", "step"), by=0.9 * compile_check.MOST) == {"model": True, "step": True}
-
-
 def test_code_that_is_wrong_elsewhere_serves_nowhere(check):
     """On another rank, or in another data-parallel engine: all are asked about both."""
     answers = iter([False, True])
     assert check(ranks=lambda answer: next(answers)) == {"model": False, "step": True}
 
 
-@pytest.mark.parametrize("options", [{"self_test": False}, {"mode": CompilationMode.NONE}])
-def test_where_it_is_not_compared_it_stays(check, options):
+@pytest.mark.parametrize(
+    "options",
+    [{"self_test": False}, {"mode": CompilationMode.NONE}, {"by": 0.9 * compile_check.MOST}],
+    ids=["not compared", "not compiled", "rounding"],
+)
+def test_what_is_not_wrong_stays(check, options):
     assert check(("model", "step"), **options) == {"model": True, "step": True}
 
 

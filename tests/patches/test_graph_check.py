@@ -72,25 +72,19 @@ def check(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "left"),
-    [([], BOTH), ([FULL_GRAPH], [IN_PIECES]), ([IN_PIECES], [FULL_GRAPH]), (BOTH, [])],
+    ("wrong", "options", "left"),
+    [
+        ([], {}, BOTH),
+        ([FULL_GRAPH], {}, [IN_PIECES]),
+        ([IN_PIECES], {}, [FULL_GRAPH]),
+        (BOTH, {}, []),
+        (BOTH, {"self_test": False}, BOTH),
+        ([FULL_GRAPH], {"adapters": 1}, [IN_PIECES]),
+        ([], {"ranks": lambda answer: False}, []),  # on another rank, or in another engine
+    ],
 )
-def test_graphs_that_differ_from_steps_without_are_dropped(check, wrong, left):
-    kept = check(wrong)
-    assert kept == {32: left, 40: [IN_PIECES] * (IN_PIECES in left)}
-
-
-def test_where_they_are_not_compared_they_stay(check):
-    assert check(BOTH, self_test=False) == {32: BOTH, 40: [IN_PIECES]}
-
-
-def test_graphs_of_adapters_are_compared(check):
-    assert check([FULL_GRAPH], adapters=1) == {32: [IN_PIECES], 40: [IN_PIECES]}
-
-
-def test_graphs_that_are_wrong_elsewhere_serve_nowhere(check):
-    """On another rank, or in another data-parallel engine."""
-    assert check(ranks=lambda answer: False) == {32: [], 40: []}
+def test_graphs_that_differ_from_steps_without_are_dropped(check, wrong, options, left):
+    assert check(wrong, **options) == {32: left, 40: [IN_PIECES] * (IN_PIECES in left)}
 
 
 def test_a_step_that_fails_ends_the_start_and_names_the_switch(monkeypatch):
