@@ -18,6 +18,7 @@ from dllm.attention.inputs import Layer
 from dllm.attention.masks import ALL, Mask, QuerySpan, visible_range
 from dllm.attention.reference import gather_pages, paged_attention
 from dllm.engine import kernel_checks
+from tests.attention.test_attention_reference import torch_attention
 from tests.support.fake_cuda import GPUS
 from tests.support.process import ROOT
 
@@ -122,17 +123,13 @@ def flash_forward(q, k, v, *, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_
         query = q[rows].float()
         assert len(query) <= max_seqlen_q and length <= max_seqlen_k
         key, value = (gather_pages(each, page_table[index], length).float() for each in (k, v))
-        group = query.shape[1] // key.shape[1]
-        logits = torch.einsum("ihd,khd->hik", query, key.repeat_interleave(group, 1))
-        logits *= softmax_scale
         ahead = torch.arange(length) - (torch.arange(len(query)) + length - len(query))[:, None]
         sees = torch.ones_like(ahead, dtype=torch.bool)
         if window_size_left is not None:
             sees = (ahead >= -window_size_left) & (ahead <= window_size_right)
         if dynamic_causal[index]:
             sees &= ahead <= 0
-        probs = logits.masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num()
-        out[rows] = torch.einsum("hik,khd->ihd", probs, value.repeat_interleave(group, 1))
+        out[rows] = torch_attention(query, key, value, sees, softmax_scale).nan_to_num()
     return out, None, None, None
 
 

@@ -13,11 +13,13 @@ from dllm.attention.masks import ALL, Mask, QuerySpan
 from dllm.attention.reference import dense_attention, dense_mask, paged_attention
 
 
-def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Torch's own, with logits scaled by 0.3: [rows, heads, size]."""
+def torch_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float = 0.3
+) -> Tensor:
+    """Torch's own: [rows, heads, size]."""
     heads_first = (part.transpose(0, 1)[None] for part in (query, key, value))
     attended = torch.nn.functional.scaled_dot_product_attention(
-        *heads_first, attn_mask=mask, scale=0.3, enable_gqa=True
+        *heads_first, attn_mask=mask, scale=scale, enable_gqa=True
     )
     return attended[0].transpose(0, 1)
 
