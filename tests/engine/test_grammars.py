@@ -18,18 +18,17 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm.engine.emitted_blocks import EmittedText, GrammarCapacity
-from dllm.engine.grammars import DeviceGrammars, HostGrammars, PreparedTables, _budget
+from dllm.engine.grammars import DeviceGrammars, HostGrammars
 from dllm.engine.warm_up import canvas_batch
 from dllm.grammar.constraint import Constraint
-from dllm.grammar.device import NOTHING, Sizes, pack
+from dllm.grammar.device import NOTHING, Sizes
 from dllm.grammar.table import MOST_CLASSES, MOST_LABELS, MOST_STATES, Table
-from dllm.grammar.viterbi import STOPPED, Canvas, budget_of
+from dllm.grammar.viterbi import Canvas
 from dllm.patches.grammars import _begin
 from dllm.settings.request import with_grammar
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import blocks_of
 from tests.support.grammar_paths import as_on_a_gpu
-from tests.support.grammars import GRAMMARS, table
 from tests.support.recorded_calls import record_calls
 
 SCHEMA = {
@@ -139,20 +138,6 @@ def test_both_ways_through_a_canvas_are_taken(engine, monkeypatch):
         (output,) = engine.outputs([prompt(10)], biased)
     num_last = blocks_of(watched[output.request_id])[-1]
     assert len(searched) == num_last < len(solved)
-
-
-def test_a_device_keeps_as_much_room_for_the_end_as_the_host():
-    first, date = (table(*GRAMMARS[name])[0] for name in ("words", "date"))
-    states = torch.tensor([STOPPED, *range(len(date.left))])
-    nothing = PreparedTables(*[None] * len(PreparedTables._fields))  # of what is not read
-    for left in range(int(date.left.max()) + 3):
-        prepared = nothing._replace(
-            tables=pack([first, date]),
-            table_of=torch.ones(len(states), dtype=torch.int32),
-            tokens_left=torch.full((len(states),), left),
-        )
-        expected = [budget_of(date, state, left) for state in states.tolist()]
-        assert _budget(prepared, states).tolist() == expected
 
 
 def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
