@@ -44,20 +44,15 @@ def found(run):
     return [Run(*pair) for pair in zip(run["tokens"], run["logits"], strict=True)]
 
 
-def test_generations_equal_hugging_face(runs):
-    run = runs["gemma"]
-    model = hf_reference.load_hf(run["checkpoint"])
-    for prompt, tokens, seed in zip(run["prompts"], run["tokens"], (1, 2), strict=True):
-        assert tokens == hf_reference.generate_with_noise(model, prompt, 2, seed=seed).tokens
-
-
-def test_first_step_logits_equal_hugging_face(runs):
+def test_generations_and_first_steps_logits_equal_hugging_face(runs):
     """Tokens of random weights are robust; logits are not."""
     run = runs["gemma"]
     model = hf_reference.load_hf(run["checkpoint"])
-    for prompt, logits, seed in zip(run["prompts"], run["logits"], (1, 2), strict=True):
-        canvas = hf_reference.generate_with_noise(model, prompt, 1, seed=seed).canvases[0][0]
-        reference = hf_reference.one_step_logits(model, prompt, canvas)
+    given = zip(run["prompts"], run["tokens"], run["logits"], (1, 2), strict=True)
+    for prompt, tokens, logits, seed in given:
+        answer = hf_reference.generate_with_noise(model, prompt, 2, seed=seed)
+        assert tokens == answer.tokens
+        reference = hf_reference.one_step_logits(model, prompt, answer.canvases[0][0])
         error = (logits[:CANVAS] - reference).abs().max() / reference.abs().max()
         assert error < 1e-4  # fp32 sums in another order; see test_parity.py
 
