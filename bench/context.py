@@ -6,7 +6,6 @@ import csv
 import functools
 import importlib.metadata
 import os
-import platform
 import shlex
 import signal
 import subprocess
@@ -52,11 +51,10 @@ def commit() -> str:
 def machine() -> str:
     import torch
 
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores"
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+    from dllm.train.optimizer import processor
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return f"{processor(device)}, {os.cpu_count()} cores"
 
 
 def versions() -> str:

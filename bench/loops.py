@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
 from dllm.models import FAMILIES
@@ -23,6 +24,7 @@ from dllm.models.unmasking.reference import (
     additive,
     generate_blocks,
     load_model,
+    shifted,
 )
 
 Generate = Callable[[list[list[int]]], Generated]  # the answers to a batch, whole blocks of them
@@ -33,59 +35,73 @@ LLADA_BLOCK = 32  # tokens; an answer of Dream is one block
 
 def plain_loop(path: Path, max_tokens: int) -> tuple[Generate, Collection[int]]:
     """A LLaDA, a Dream, or a model of masked blocks by the rule of a server."""
-    config = json.loads((path / "config.json").read_text())
-    if config["architectures"][0] in WHOLE_SEQUENCES:
-        loop = WholeSequences(path, config, max_tokens)
-        return loop.generate, loop.stops
-    rule, model = DecodingRule.of_checkpoint(path), load_model(path)
-    return lambda prompts: generate_blocks(model, prompts, rule, max_tokens), rule.stop_ids
+    fields = json.loads((path / "config.json").read_text())
+    if (architecture := fields["architectures"][0]) not in WHOLE_SEQUENCES:
+        rule, model = DecodingRule.of_checkpoint(path), load_model(path)
+        return lambda prompts: generate_blocks(model, prompts, rule, max_tokens), rule.stop_ids
+    config, kind = FAMILIES[architecture].config_class()(**fields), WHOLE_SEQUENCES[architecture]
+    model, is_dream = kind(config).float().eval(), kind is Qwen2ForCausalLM
+    own = {name if is_dream else released_name(name): name for name in model.state_dict()}
+    weights = load_file(path / "model.safetensors")
+    model.load_state_dict({own[name]: each for name, each in weights.items()}, False)
+    length = min(max_tokens, config.gen_length)
+    loop = WholeSequences(model, config.mask_token_id, length, is_dream)
+    loop.stops = GenerationConfig.from_pretrained(path).eos_token_id
+    return loop.generate, loop.stops
 
 
 class WholeSequences:
-    def __init__(self, path: Path, fields: dict[str, Any], max_tokens: int) -> None:
-        architecture = fields["architectures"][0]
-        config = FAMILIES[architecture].config_class()(**fields)
-        self.model = WHOLE_SEQUENCES[architecture](config).float().eval()
-        self.is_dream = architecture == "DreamModel"
-        own = {name if self.is_dream else released_name(name): name
-               for name in self.model.state_dict()}  # fmt: skip
-        weights = load_file(path / "model.safetensors")
-        self.model.load_state_dict({own[name]: each for name, each in weights.items()}, False)
-        self.mask, self.length = config.mask_token_id, min(max_tokens, config.gen_length)
-        self.block = self.length if self.is_dream else min(LLADA_BLOCK, self.length)
-        self.stops: list[int] = GenerationConfig.from_pretrained(path).eos_token_id
+    """Answers of ``length`` tokens, or up to the block that holds one of ``stops``."""
+
+    def __init__(self, model: Any, mask: int, length: int, is_dream: bool) -> None:
+        self.model, self.mask, self.length, self.is_dream = model, mask, length, is_dream
+        self.stops: Collection[int] = ()
 
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]]) -> Generated:
-        """Prompts are padded on the left, so that all blocks begin at the same place."""
+    def generate(
+        self, prompts: list[list[int]], block_length: int | None = None, steps: int | None = None
+    ) -> Generated:
+        """``steps``: of a block. Prompts are padded on the left: all blocks begin at one place."""
         longest, masks = max(map(len, prompts)), [self.mask] * self.length
+        size = block_length or (self.length if self.is_dream else min(LLADA_BLOCK, self.length))
+        steps = steps or size
         pads = torch.tensor([[longest - len(ids)] for ids in prompts])
         canvas = torch.tensor([[0] * (longest - len(ids)) + ids + masks for ids in prompts])
         place = torch.arange(canvas.shape[1])
-        seen = additive((place >= pads)[:, None].expand(-1, len(place), -1))
+        seen = (place >= pads)[:, None].expand(-1, len(place), -1)
         is_open, num_steps, num_blocks = torch.ones(len(prompts)).bool(), 0, 0
-        for start in range(longest, canvas.shape[1], self.block):
-            block, at = canvas[:, start : start + self.block], start - int(self.is_dream)
-            for step in range(block.shape[1]):
-                logits = self.model(canvas, attention_mask=seen, use_cache=False).logits
-                self._decide(block, logits[:, at : at + block.shape[1]], step)
+        for start in range(longest, canvas.shape[1], size):
+            block = canvas[:, start : start + size]
+            for step in range(steps):
+                p = self.logits(canvas, seen, start, step)[:, start : start + size].softmax(dim=-1)
+                is_mask = block == self.mask
+                sure, count = self.surest(p, is_mask, start, step, steps)
+                taken = sure.masked_fill(~is_mask, -torch.inf).topk(count).indices
+                block.scatter_(1, taken, p.argmax(dim=-1).gather(1, taken))
             num_blocks += int(is_open.sum())
-            num_steps += int(is_open.sum()) * block.shape[1]
-            is_open &= ~torch.isin(block, torch.tensor(self.stops)).any(dim=1)
+            num_steps += int(is_open.sum()) * steps
+            is_open &= ~torch.isin(block, torch.tensor([*self.stops])).any(dim=1)
             if not is_open.any():
                 break
-        return Generated(canvas[:, longest : start + self.block].tolist(), num_steps, num_blocks)
+        return Generated(canvas[:, longest : start + size].tolist(), num_steps, num_blocks)
 
-    def _decide(self, block: torch.Tensor, logits: torch.Tensor, step: int) -> None:
-        """One step, which writes into ``block`` ``[N, B]``; each row has as many masks."""
-        is_mask, size = block == self.mask, block.shape[1]
+    def logits(self, canvas: Tensor, seen: Tensor, start: int, step: int) -> Tensor:
+        """``[N, L, V]``, each row for its own token, in a step of the block at ``start``."""
+        logits = self.model(canvas, attention_mask=additive(seen), use_cache=False).logits
         logits[..., self.mask] = -torch.inf
-        p = logits.softmax(dim=-1)
-        count, sure = 1, p.amax(dim=-1)
-        if self.is_dream:
-            sure = -torch.special.entr(p).sum(dim=-1)
-            times = torch.linspace(1, 1e-3, size + 1)
-            share = 1 - times[step + 1] / times[step]
-            count = int(is_mask[0].sum() * (1 if step == size - 1 else share))
-        taken = sure.masked_fill(~is_mask, -torch.inf).topk(count).indices
-        block.scatter_(1, taken, p.argmax(dim=-1).gather(1, taken))
+        return shifted(logits) if self.is_dream else logits
+
+    def surest(
+        self, p: Tensor, is_mask: Tensor, start: int, step: int, steps: int
+    ) -> tuple[Tensor, int]:
+        """How sure the model is of a block's tokens, ``[N, B]``, and how many a step decides."""
+        if not self.is_dream:
+            return p.amax(dim=-1), p.shape[1] // steps + (step < p.shape[1] % steps)
+        count = int(is_mask[0].sum() * share_of(step, steps))
+        return -torch.special.entr(p).sum(dim=-1), count
+
+
+def share_of(step: int, steps: int) -> float:
+    """Of the masks that are left, those that Dream's step decides."""
+    times = torch.linspace(1, 1e-3, steps + 1)
+    return 1.0 if step == steps - 1 else float(1 - times[step + 1] / times[step])

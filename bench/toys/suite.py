@@ -25,18 +25,7 @@ GROUPS: dict[str, dict[str, Family]] = {
 }
 
 # How an answer may be written instead, by the name of the style.
-STYLES: dict[str, Callable[[str], str]] = {
-    "signed": "{}. Yours, Bob".format,
-}
-
-
-# Of the small models' tokenizers: byte-level BPEs with a token a digit. A token's id is its place,
-# and the first five are as in the released tokenizer.
-SPECIAL_TOKENS = (
-    *("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"),
-    *("<|turn>", "<turn|>", "<|image>", "<|image|>", "<image|>"),
-)
-TOKEN_ID = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+STYLES: dict[str, Callable[[str], str]] = {"signed": "{}. Yours, Bob".format}
 
 
 @dataclass(frozen=True)

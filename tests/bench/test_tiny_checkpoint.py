@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-from bench.toys.suite import SPECIAL_TOKENS, TOKEN_ID
 from bench.toys.tiny import BUNDLED, tiny_config, write_checkpoint
 from dllm.models.gemma.shapes import tensor_shapes
 from tests.support.gemma_variants import write_variant
+from tests.support.toy_prompts import SPECIAL_TOKENS, TOKEN_ID
 
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED)
 VOCAB_SIZE = 512

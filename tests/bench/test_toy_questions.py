@@ -14,16 +14,14 @@ from transformers import AutoTokenizer
 from bench.toys.families import CITIES, FOODS, NAMES, in_words
 from bench.toys.suite import (
     FAMILIES,
-    SPECIAL_TOKENS,
     SPLITS,
-    TOKEN_ID,
     TOOL_FAMILIES,
     Question,
     question,
     split_of,
 )
 from dllm.prompts.files import json_lines
-from tests.support.toy_prompts import encode_prompt
+from tests.support.toy_prompts import SPECIAL_TOKENS, TOKEN_ID, encode_prompt
 
 EVERY = [*FAMILIES, *TOOL_FAMILIES]
 

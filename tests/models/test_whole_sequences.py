@@ -72,7 +72,7 @@ def several_blocks(
         left = [[at for at in block if ids[at] == MASK] for block in blocks]
         progress = 1 - len(left[num_open - 1]) / len(blocks[num_open - 1])
         num_open += num_open < len(blocks) and progress >= add_threshold
-        p = loop.logits(ids).softmax(-1)
+        p = loop.rows(ids).softmax(-1)
         nats = entropies(p)
         masks = [at for block in left[:num_open] for at in block]
         taken = {at for at in masks if nats[at] < bound}
@@ -99,7 +99,7 @@ def test_several_blocks_are_decided_at_once(
 ) -> None:
     """``part``: of the first prompt's masks, those whose entropies are below the bound."""
     first = PROMPTS[0]
-    nats = entropies(loop.logits(first + [MASK] * GEN_LENGTH)[len(first) :].softmax(-1))
+    nats = entropies(loop.rows(first + [MASK] * GEN_LENGTH)[len(first) :].softmax(-1))
     bound = sum(sorted(nats)[int(part * GEN_LENGTH) :][:2]) / 2
     asked = {
         "diffusion_strategy": "entropy_threshold",
@@ -144,16 +144,13 @@ def test_an_answer_takes_the_passes_of_the_loop(engine: Engine, loop: Loop) -> N
 # --- what the reference has no words for ---------------------------------------------------------
 
 
-def test_an_answer_may_be_shorter_or_longer_than_the_masks(engine: Engine, loop: Loop) -> None:
+def test_an_answer_may_be_shorter_or_longer_than_the_masks(
+    engine: Engine, loop: Loop, name: str, path: Path
+) -> None:
     """Shorter than a block: only its tokens are masks. Longer: ``gen_length`` masks at a time."""
     prompt = PROMPTS[2]
     (short,) = engine.generate([prompt], params(10, diffusion_strategy="low_confidence_static"))
-    ids, masks = prompt + [MASK] * 10, list(range(len(prompt), len(prompt) + 10))
-    for step in range(10):
-        left = [at for at in masks if ids[at] == MASK]
-        count = int(len(left) * loop.part_transferred(step, 10)) if loop.is_dream else 1
-        loop.reveal(ids, left, count, Setting(10, 10))
-    assert short == ids[len(prompt) :]
+    assert short == Loop(name, path, length=10).answer(prompt, Setting(10, 10))[0]
     setting = loop.settings["default"]
     (long,) = engine.generate([prompt], params(GEN_LENGTH + 32))
     first, _ = loop.answer(prompt, setting)
@@ -207,7 +204,7 @@ def test_pins_are_seen_and_emitted_wherever_they_are(engine: Engine, loop: Loop)
         ids[len(prompt) + place] = token
     logits = steps[0].logits
     assert logits is not None
-    expected = loop.logits(ids)[len(prompt) : len(prompt) + len(logits)]
+    expected = loop.rows(ids)[len(prompt) : len(prompt) + len(logits)]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -1,6 +1,14 @@
-"""Prompts of the small models as token ids, without a chat template."""
+"""Tokens of the small models, and prompts as token ids, without a chat template."""
 
 from tokenizers import Tokenizer
+
+# Of the small models' tokenizers: byte-level BPEs with a token a digit. A token's id is its place,
+# and the first five are as in the released tokenizer.
+SPECIAL_TOKENS = (
+    *("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"),
+    *("<|turn>", "<turn|>", "<|image>", "<|image|>", "<image|>"),
+)
+TOKEN_ID = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
 
 
 def encode_prompt(tokenizer: Tokenizer, question_text: str) -> list[int]:

@@ -1,9 +1,6 @@
-"""The plain loops of LLaDA-8B and Dream, on transformers' models, in fp32.
+"""The plain loops of LLaDA-8B and Dream (``bench.loops``), with all that a request may choose.
 
-After the papers and ``generate`` of ML-GSAI/LLaDA, ``diffusion_generate`` of Dream: the answer's
-masks all stand behind the prompt from the start, and every token sees every other one. LLaDA fills
-in one block after the other. Dream's row i is for token i + 1, and how many tokens a step decides
-depends on how many masks are left.
+Weights are loaded by names that are written here, not by those of the code under test.
 """
 
 import json
@@ -21,7 +18,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from dllm.models.unmasking.reference import additive
+from bench.loops import WholeSequences, share_of
+from dllm.models.unmasking.reference import additive, shifted
 from dllm.ops import noise
 
 GEN_LENGTH = 64
@@ -118,94 +116,71 @@ def loaded(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrain
     return model
 
 
-def bits_of(start: int, step: int, length: int) -> torch.Tensor:
-    """Random words of a step, for each token of a sequence whose block begins at ``start``."""
-    seed, at, done = (torch.tensor([one]) for one in (SEED, start, step))
-    words = noise.row_keys(seed, at, done, GEN_LENGTH, noise.STREAM_ORDER)[0, :, 0]
-    return torch.cat([torch.zeros(start, dtype=words.dtype), words])[:length]
+class Loop(WholeSequences):
+    """One prompt, by any setting."""
 
-
-class Loop:
-    def __init__(self, name: str, path: Path) -> None:
-        self.is_dream = name == "dream"
-        self.model = qwen2(path) if self.is_dream else llama(path)
-        self.mask = json.loads((path / "config.json").read_text())["mask_token_id"]
+    def __init__(self, name: str, path: Path, length: int = GEN_LENGTH) -> None:
+        is_dream = name == "dream"
+        model = qwen2(path) if is_dream else llama(path)
+        mask = json.loads((path / "config.json").read_text())["mask_token_id"]
+        super().__init__(model, mask, length, is_dream)
         self.settings = SETTINGS[name]
-
-    @torch.no_grad()
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        """``[L, V]``, each row for its own token; every token sees all of them."""
-        return self._own(self._logits(ids))
-
-    def _logits(self, ids: list[int], cache: DynamicCache | None = None) -> torch.Tensor:
-        num_keys = len(ids) + (cache.get_seq_length() if cache is not None else 0)
-        all_of_them = additive(torch.ones(1, len(ids), num_keys, dtype=torch.bool))
-        logits: torch.Tensor = self.model(
-            torch.tensor([ids]), attention_mask=all_of_them, past_key_values=cache
-        ).logits
-        logits[..., self.mask] = -torch.inf
-        return logits[0]
-
-    def _own(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.cat([logits[:1], logits[:-1]]) if self.is_dream else logits
-
-    @torch.no_grad()
-    def cached_logits(self, ids: list[int], start: int, is_first: bool) -> torch.Tensor:
-        """``[L, V]``. In front of ``start`` keys, values and logits are those of the first pass."""
-        if is_first:
-            self.cache = DynamicCache(config=self.model.config)
-            self.first = self._logits(ids, self.cache)
-            return self._own(self.first)
-        self.cache.crop(start)
-        return self._own(torch.cat([self.first[:start], self._logits(ids[start:], self.cache)]))
 
     def answer(
         self, prompt: list[int], setting: Setting, is_cached: bool = False
     ) -> tuple[list[int], int]:
-        """The tokens of the answer, and the number of passes."""
-        ids, passes = prompt + [self.mask] * GEN_LENGTH, 0
-        steps = setting.steps // (GEN_LENGTH // setting.block_length)
-        for start in range(len(prompt), len(ids), setting.block_length):
-            block = range(start, start + setting.block_length)
-            for step in range(steps):
-                masks = [at for at in block if ids[at] == self.mask]
-                count = len(block) // steps + (step < len(block) % steps)
-                bits = bits_of(start, step, len(ids))
-                if self.is_dream:
-                    part = self.part_transferred(step, steps)
-                    count = int(len(masks) * part)
-                if setting.alg == "origin":
-                    masks = [at for at in masks if bits[at] < part * 2**32]
-                    count = len(masks)
-                logits = self.cached_logits(ids, start, step == 0) if is_cached else None
-                self.reveal(ids, masks, count, setting, logits, bits)
-                passes += 1
-        return ids[len(prompt) :], passes
+        """The tokens of the answer, and the number of passes.
 
-    @staticmethod
-    def part_transferred(step: int, steps: int) -> torch.Tensor:
-        times = torch.linspace(1, 1e-3, steps + 1)
-        return torch.ones(()) if step == steps - 1 else 1 - times[step + 1] / times[step]
+        ``is_cached``: in front of a block keys, values and logits are those of its first pass.
+        """
+        self.setting, self.is_cached = setting, is_cached
+        steps = setting.steps * setting.block_length // self.length
+        found = self.generate([prompt], setting.block_length, steps)
+        return found.answers[0], found.num_steps
 
-    def reveal(
-        self,
-        ids: list[int],
-        masks: list[int],
-        count: int,
-        setting: Setting,
-        logits: torch.Tensor | None = None,
-        bits: torch.Tensor | None = None,
-    ) -> None:
-        p = (self.logits(ids) if logits is None else logits).softmax(-1)
-        top = p.topk(2).values
-        score = top[:, 0]
-        if setting.alg == "entropy":
-            score = (p * p.clamp(min=1e-30).log()).sum(-1)
-        if setting.alg == "topk_margin":
-            score = top[:, 0] - top[:, 1]
-        if setting.alg_temp:
-            score = score / setting.alg_temp + noise.gumbel_from_bits(bits)
-        if setting.alg == "random":
-            score = -bits.double()
-        for at in sorted(masks, key=lambda at: -float(score[at]))[:count]:
-            ids[at] = int(p[at].argmax())
+    @torch.no_grad()
+    def rows(self, ids: list[int]) -> torch.Tensor:
+        """``[L, V]``, each row for its own token; every token sees all of them."""
+        seen = torch.ones(1, len(ids), len(ids), dtype=torch.bool)
+        return super().logits(torch.tensor([ids]), seen, 0, 0)[0]
+
+    def logits(
+        self, canvas: torch.Tensor, seen: torch.Tensor, start: int, step: int
+    ) -> torch.Tensor:
+        if not self.is_cached:
+            return super().logits(canvas, seen, start, step)
+        first = start if step else 0
+        if step == 0:
+            self.cache = DynamicCache(config=self.model.config)
+        self.cache.crop(first)
+        found = self.model(
+            canvas[:, first:], attention_mask=additive(seen[:, first:]), past_key_values=self.cache
+        ).logits
+        found[..., self.mask] = -torch.inf
+        if step == 0:
+            self.first_pass = found
+        whole = torch.cat([self.first_pass[:, :first], found], 1)
+        return shifted(whole) if self.is_dream else whole
+
+    def surest(
+        self, p: torch.Tensor, is_mask: torch.Tensor, start: int, step: int, steps: int
+    ) -> tuple[torch.Tensor, int]:
+        alg, alg_temp = self.setting[2:]
+        sure, count = super().surest(p, is_mask, start, step, steps)
+        bits, top = bits_of(start, step, p.shape[1]), p.topk(2).values
+        if alg != "entropy":
+            sure = top[..., 0] - (top[..., 1] if alg == "topk_margin" else 0)
+        if alg_temp:
+            sure = sure / alg_temp + noise.gumbel_from_bits(bits)
+        if alg == "random":
+            sure = -bits[None].double()
+        if alg == "origin":
+            chosen = is_mask & (bits < share_of(step, steps) * 2**32)
+            sure, count = chosen.float(), int(chosen.sum())
+        return sure, count
+
+
+def bits_of(start: int, step: int, size: int) -> torch.Tensor:
+    """Random words of a step, for each token of a block that begins at ``start``."""
+    seed, at, done = (torch.tensor([one]) for one in (SEED, start, step))
+    return noise.row_keys(seed, at, done, GEN_LENGTH, noise.STREAM_ORDER)[0, :size, 0]
