@@ -209,7 +209,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--model {given.model}: no config.json there; give a checkpoint's folder.")
     config = json.loads((given.model / "config.json").read_text())
     try:
-        length = next(config[name] for name in LENGTHS if name in config)
+        length = next((config[name] for name in LENGTHS if name in config), 1)
         given.shape = Shape(length, given.input_len, given.output_len)
     except ValueError as error:
         parser.error(str(error))

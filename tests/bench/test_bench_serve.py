@@ -263,6 +263,11 @@ def test_without_http_engines_take_questions_in_whole_batches(tmp_path: Path) ->
     assert sizes == [(1, 100), (8, 104), (32, 128)]
 
 
+def test_an_autoregressive_target_takes_questions_alone() -> None:
+    options = serve.parse(["--model", str(MODEL.parent / "tiny-ar"), "--contestants", OURS])
+    assert options.schedule == [ADAPTIVE] and options.shape.canvas_length == 1
+
+
 # --- turns ---------------------------------------------------------------------------------------
 
 
