@@ -274,7 +274,7 @@ def read_config(path: Path) -> PreTrainedConfig:
                 "drafts already; allowed: an autoregressive model."
             )
         config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: of a dtype
         raise CommandError(f"{path}: no readable config.json ({error}).") from None
     text: PreTrainedConfig = config.get_text_config()
     text.dtype = text.dtype or config.dtype
@@ -289,6 +289,12 @@ def rope_of(config: PreTrainedConfig) -> dict[str, object]:
 
 
 def target_facts(config: PreTrainedConfig) -> TargetFacts:
+    """Raises CommandError: it is no language model's."""
     is_interleaved = getattr(config, "rope_interleave", False)
-    sizes = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    try:
+        sizes = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    except AttributeError as error:
+        raise CommandError(
+            f"the target's config.json: {error}; allowed: a causal language model."
+        ) from None
     return TargetFacts(*sizes, not is_interleaved)

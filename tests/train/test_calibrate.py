@@ -416,3 +416,17 @@ def test_the_command_asks_which_model_a_server_has(target_path, files, capsys):
         assert calibrate(target_path, files, f"--from-server={stub.url}") == 1
     assert "serves org/other" in capsys.readouterr().err
     assert not (files / "run").exists() and not stub.requests
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "qwen3", "dtype": "bf16"}, "bf16"),
+        ({"model_type": "qwen3", "dtype": "nn"}, "no readable"),
+        ({"model_type": "vit"}, "vocab_size"),
+    ],
+)
+def test_a_target_that_is_no_language_model_of_a_known_type_is_refused(tmp_path, config, named):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CommandError, match=named):
+        target_facts(read_target_config(tmp_path))
