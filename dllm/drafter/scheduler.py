@@ -95,6 +95,10 @@ class DraftingScheduler(SessionScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        # vLLM pads a prompt of one token with places for drafts, and its worker scores these, too.
+        for name in [*model_runner_output.prompt_logprobs_dict]:
+            if name in self.requests and self.requests[name].num_prompt_tokens == 1:
+                del model_runner_output.prompt_logprobs_dict[name]
         step = None
         if self._reads_steps:
             names = self.driver.known(scheduler_output.num_scheduled_tokens)

@@ -408,6 +408,13 @@ def test_logprobs_are_the_targets(plain, drafting):
     assert_same_logprobs(ours.outputs[0].logprobs, theirs.outputs[0].logprobs)
 
 
+def test_a_prompt_of_one_token_beside_another_request_has_no_logprobs(drafting):
+    drafting.add(prompt(20, 3), greedy(30))
+    drafting.step()
+    short = drafting.add(prompt(1), greedy(3, prompt_logprobs=0))
+    assert drafting.run()[short].prompt_logprobs == [None]
+
+
 # --- refused when the server starts ---------------------------------------------------------------
 
 
