@@ -132,7 +132,7 @@ def report(decided: Sequence[Decided]) -> dict[str, float | int | None]:
 
 
 def table(reports: dict[str, dict[str, float | int | None]], title: str) -> Table:
-    shown = Table(title=title, box=SIMPLE_HEAD)
+    shown = Table(title=title, box=SIMPLE_HEAD, padding=0)  # 80 columns hold it
     shown.add_column("")
     for name in next(iter(reports.values())):
         shown.add_column(name.replace("_", " "), justify="right")

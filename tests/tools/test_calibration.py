@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from dllm.settings.command import CommandError
 from dllm.tools import calibration
@@ -27,6 +28,14 @@ def test_scores_by_hand():
     assert found["hesitation_auroc"] == 0.75  # above one right answer, level with the other
     (loss,) = calibration.log_losses(answers, [1.0])
     assert loss == pytest.approx(-np.log([1, 0.25, 0.6]).mean())
+
+
+def test_a_terminal_of_80_columns_shows_all_names():
+    shown = Console(width=80, record=True)
+    found = calibration.report([decided([1.0, 0.0], 0)])
+    shown.print(calibration.table({"predicate": found}, "typed decisions"))
+    drawn = shown.export_text()
+    assert all(word in drawn for name in ("predicate", *found) for word in name.split("_"))
 
 
 def test_agreement_and_odds():
