@@ -268,7 +268,8 @@ def acceptance_text(acceptance: Mapping[str, Acceptance], best: Mapping[str, Acc
 LEAST_FIRST_DRAFT = 0.1  # a drafter of another target keeps a smaller share of first drafts
 STRANGER = (
     "hardly a draft is kept. It was made for another target, its config.json is wrong about the "
-    "target's layers, causality, mask token or RoPE, or it is not trained."
+    "target's layers, causality, mask token or RoPE, it is not trained, or it has learned "
+    "other kinds of prompts: give --prompts FILE."
 )
 
 

@@ -84,3 +84,4 @@ def test_a_drafter_is_checked_on_them(foreign, tmp_path, capsys):
     status = cli.main(["check-drafter", str(foreign), str(drafter), "--device", "cpu"])
     said = capsys.readouterr().out
     assert status == 1 and "hardly a draft is kept" in said  # both are random
+    assert "give --prompts" in said
