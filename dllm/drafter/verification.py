@@ -136,10 +136,11 @@ class RatioSampler(OwnRule):
         )
         uniform = (torch.from_numpy(bits.astype(np.float64))[:, 0] + 0.5) / 2**32
         drafts = behind(inputs, starts)
-        is_kept, resampled = torch.zeros_like(drafts, dtype=torch.bool), processed.clone()
+        is_kept = torch.zeros_like(drafts, dtype=torch.bool)
+        resampled = processed.to(torch.float32, copy=True)  # of greedy requests it may be bf16
         for part in torch.arange(len(drafts)).split(max(1, AT_ONCE // processed.shape[1])):
             part = part[drafts[part] >= 0]
-            target = probabilities(processed[part], temperature[part] == 0)
+            target = probabilities(resampled[part], temperature[part] == 0)
             proposed = None
             if draft_logits is not None:
                 of_draft = draft_logits[of_rows[part], steps[part]].float()
@@ -148,7 +149,7 @@ class RatioSampler(OwnRule):
             ratio, residual = ratio_test(target, proposed, drafts[part])
             is_kept[part] = uniform[part] < ratio
             has_rest = (residual > 0).any(1, keepdim=True)  # else rounding alone rejects
-            resampled[part] = residual.log().where(has_rest, processed[part])
+            resampled[part] = residual.log().where(has_rest, resampled[part])
         drawn = super()._own(resampled, draft_logits, inputs, starts, pos, slots, places)
         return torch.where(is_kept, drafts, drawn)
 

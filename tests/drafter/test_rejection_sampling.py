@@ -62,15 +62,15 @@ def test_a_draft_that_is_a_point_is_kept_with_the_targets_probability():
 NUM_REQUESTS = 60_000
 
 
-@pytest.mark.parametrize("is_sampled", [True, False])
-def test_tokens_of_many_requests_have_the_targets_distribution(engine, is_sampled):
+@pytest.mark.parametrize("is_sampled, dtype", [(True, torch.bfloat16), (False, torch.float32)])
+def test_tokens_of_many_requests_have_the_targets_distribution(engine, is_sampled, dtype):
     """Two drafts each. What stands behind the first depends on it; temperatures are 0, 1 and 2.
 
     The engine has put kernels for a CPU in the place of vLLM's.
     """
     slots = torch.arange(NUM_REQUESTS)
     temperature = torch.tensor([1.0, 2.0, 0.0]).repeat(NUM_REQUESTS // 3)
-    target, proposed = draw(VOCAB, VOCAB, seed=0), draw(VOCAB, VOCAB, seed=1)
+    target, proposed = (draw(VOCAB, VOCAB, seed=seed).to(dtype).float() for seed in (0, 1))
     drafts = [torch.full((NUM_REQUESTS,), 3)]
     draft_logits = torch.zeros(NUM_REQUESTS, NUM_DRAFTS, VOCAB)
     for place in range(NUM_DRAFTS):
@@ -86,7 +86,7 @@ def test_tokens_of_many_requests_have_the_targets_distribution(engine, is_sample
         )  # fmt: skip
     inputs = torch.stack(drafts, 1)  # [requests, 3]: the last token, and the drafts
     heat = temperature.where(temperature > 0, 1)
-    logits = (target[inputs] / heat[:, None, None]).flatten(0, 1)
+    logits = (target[inputs] / heat[:, None, None]).flatten(0, 1).to(dtype)  # exact
     states = SimpleNamespace(
         temperature=SimpleNamespace(gpu=temperature), seeds=SimpleNamespace(gpu=slots)
     )
