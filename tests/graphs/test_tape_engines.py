@@ -47,7 +47,9 @@ def path_of(
         if kind == "images":  # their processor knows them by the tokens' own names
             return checkpoint(canvas_length=CANVAS["gemma"], **WITH_TOWER)
         if family_name == "gemma":
-            plain = checkpoint(canvas_length=CANVAS["gemma"], seed=9 if kind else 3)
+            layers = ["sliding_attention", "full_attention"]
+            seed = 9 if kind else 3
+            plain = checkpoint(canvas_length=CANVAS["gemma"], seed=seed, layer_types=layers)
         else:
             plain = family(family_name)
         path = write_with_thoughts(plain, folder / name)
