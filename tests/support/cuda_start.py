@@ -13,7 +13,7 @@ JSON object on a line of its own:
 
 The last line of the output is a JSON list with a report for each case: what ``report`` returns, or
 {"refusal": message}. Nothing is computed. A model whose weights are not loaded is made on the meta
-device. Of an autoregressive model there is the configuration alone (``choices``).
+device. Without batches and weights there is the configuration alone (``choices``).
 """
 
 import json
@@ -70,7 +70,7 @@ def report(case: dict[str, Any]) -> dict[str, Any]:
     flash_attn_interface.FA4_AVAILABLE = case["flash"]
     arguments = EngineArgs(case["model"], skip_tokenizer_init=True, **case["flags"])
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    if config.diffusion_config is None:
+    if not (case["batches"] or case["loads"]):
         return choices(config)
     with set_current_vllm_config(config):
         model = made(config, "cpu" if case["loads"] else "meta")
