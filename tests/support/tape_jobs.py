@@ -63,7 +63,7 @@ ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "adapter": 
 # By the process in which they run: none long, as it is one test that waits for it.
 JOBS: dict[str, dict[str, dict[str, Any]]] = {
     "daily": {
-        "gemma, full": canvases("gemma", *SAMPLES, num_tokens=24),  # two canvases
+        "gemma, full": canvases("gemma", *SAMPLES, **FEW, num_tokens=24),  # two canvases
         "drafter": drafts(TINY_AR, 8, OURS),
     },
     "families": {
