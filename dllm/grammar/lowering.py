@@ -81,7 +81,8 @@ class Lowering:
 
     def conjunction(self, asked: Conjunction) -> nodes.Node | None:
         """The node of the values of all parts."""
-        asked = tuple(dict.fromkeys(asked))
+        is_named = any(_has_reference(part) for part in asked)
+        asked = tuple(dict.fromkeys(map(self.document.meant, asked)))
         if asked in self._open:
             self._open[asked] = True
             return nodes.Reference(self._name(asked))
@@ -94,7 +95,7 @@ class Lowering:
         found: list[nodes.Node] = []
         for flat in self.alternatives.of(asked):
             found += self.of_flat(flat, asked)
-        is_referred_to = self._open.pop(asked)
+        is_named |= self._open.pop(asked)
         if not found:
             self._empty.add(asked)
             # What was lowered meanwhile may refer to it.
@@ -103,7 +104,6 @@ class Lowering:
         if len(found) > 1:  # each once; 1 and true are not the same
             found = [*{repr(one): one for one in found}.values()]
         lowered = found[0] if len(found) == 1 else nodes.Choice(tuple(found))
-        is_named = is_referred_to or any(_has_reference(part) for part in asked)
         if not is_named or lowered == nodes.Node() or isinstance(lowered, nodes.Reference):
             return lowered
         self.definitions[self._name(asked)] = lowered

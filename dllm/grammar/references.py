@@ -66,6 +66,8 @@ def part_at(schema: Any, path: str, resolver: Any) -> Part:
     return Part(schema, path, resolver)
 
 
+NOTES = {"title", "description", "default", "examples", "$comment"}  # limit nothing
+MOST_REFERENCES = 16  # one to the other
 CANNOT = "answers cannot be held to it"
 
 
@@ -92,6 +94,14 @@ class Document:
         own["additionalProperties"] = _additional_properties
         own |= {key: _refused(key) for key in ("unevaluatedItems", "unevaluatedProperties")}
         return jsonschema.validators.extend(jsonschema.Draft202012Validator, own)
+
+    def meant(self, part: Part) -> Part:
+        """The part itself, or what it refers to if it says nothing else."""
+        for _ in range(MOST_REFERENCES):
+            if not isinstance(part.schema, dict) or {*part.schema} - NOTES != {"$ref"}:
+                break
+            part = self.referenced(part)
+        return part
 
     def referenced(self, part: Part) -> Part:
         reference = part.schema["$ref"]
