@@ -26,7 +26,7 @@ from dllm.grammar.alternatives import (
     property_of,
 )
 from dllm.grammar.patterns import ANYTHING, IN_JSON, Alphabet, Clause, exactly, held
-from dllm.grammar.references import CANNOT, Document, Part, refuse
+from dllm.grammar.references import CANNOT, Document, refuse
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.strings import lowered_string
 
@@ -81,8 +81,7 @@ class Lowering:
 
     def conjunction(self, asked: Conjunction) -> nodes.Node | None:
         """The node of the values of all parts."""
-        is_named = any(_has_reference(part) for part in asked)
-        asked = tuple(dict.fromkeys(map(self.document.meant, asked)))
+        given, asked = asked, tuple(dict.fromkeys(map(self.document.meant, asked)))
         if asked in self._open:
             self._open[asked] = True
             return nodes.Reference(self._name(asked))
@@ -95,7 +94,7 @@ class Lowering:
         found: list[nodes.Node] = []
         for flat in self.alternatives.of(asked):
             found += self.of_flat(flat, asked)
-        is_named |= self._open.pop(asked)
+        is_named = self._open.pop(asked) or asked != given
         if not found:
             self._empty.add(asked)
             # What was lowered meanwhile may refer to it.
@@ -174,10 +173,6 @@ def _is_writable(value: Any) -> bool:
     if isinstance(value, int):
         return abs(value) < 1 << 63
     return value is None or math.isfinite(value)
-
-
-def _has_reference(part: Part) -> bool:
-    return isinstance(part.schema, dict) and "$ref" in part.schema
 
 
 def _number(lowering: Lowering, flat: Flat) -> nodes.Node | None:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from re import _constants as op  # type: ignore[attr-defined]
 from typing import Any
 
@@ -42,6 +42,15 @@ class Edges:
     def state(self) -> int:
         self.edges.append([])
         return len(self.edges) - 1
+
+    def inside(self, starts: Iterable[int], most: int = EPSILON) -> set[int]:
+        """The states behind edges from some states whose lowest byte is at most ``most``."""
+        todo, seen = list(starts), set(starts)
+        while todo:
+            behind = {to for low, _, to in self.edges[todo.pop()] if low <= most} - seen
+            todo += behind
+            seen |= behind
+        return seen
 
     def one_by_one(self, builds: Sequence[Build], at: int, to: int) -> None:
         for build in builds[:-1]:
@@ -175,12 +184,7 @@ class Written(Edges):
     def closure(self, states: frozenset[int]) -> frozenset[int]:
         """The states that are reached without a byte."""
         if states not in self._closures:
-            todo, seen = list(states), set(states)
-            while todo:
-                new = {to for low, _, to in self.edges[todo.pop()] if low == EPSILON} - seen
-                todo += new
-                seen |= new
-            self._closures[states] = frozenset(seen)
+            self._closures[states] = frozenset(self.inside(states))
         return self._closures[states]
 
 

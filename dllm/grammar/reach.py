@@ -20,11 +20,11 @@ import numpy as np
 from dllm.grammar.automaton import DEAD, START, Automaton
 from dllm.grammar.refusals import Unsupported
 
-LOOKED_AT = 4  # times as many states, of which equal ones become one,
-MOST_LOOKED_AT = (1 << 16) - 1  # at most
-FEWEST_LEVELS = 2  # of recursion, the outer one counted
+LOOKED_AT = 5  # times as many states, of which equal ones become one
+FEWEST_LEVELS = 2  # of recursion, the outer one counted, and more where they have
+FEWEST_STATES = 16  # not even so many: that is an empty list, in which nothing fits
 UNROLLED = 2048  # states with which there may be more of them; four times as many up to
-ENOUGH_LEVELS = 3  # levels: in JSON, an object within an object is two
+ENOUGH_LEVELS = 4  # levels: in JSON, an object within an object is two
 AT_ONCE = 4096  # states whose pairs are looked up
 ROUNDS, MOST_COUNTS = 16, 64  # between two counts of what they tell apart; of these counts
 MIXING, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
@@ -65,14 +65,13 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
     """The states that texts lead to.
 
     Args:
-        most_states: up to MOST_LOOKED_AT.
         is_merged: states with equal continuations are one.
 
     Raises:
         Unsupported: more states than ``most_states`` without recursion, or with one level of it;
             no text ends within the kept levels.
     """
-    levels, is_whole = _by_level(automaton, min(LOOKED_AT * most_states, MOST_LOOKED_AT))
+    levels, is_whole = _by_level(automaton, LOOKED_AT * most_states)
 
     @functools.cache
     def of_levels(number: int) -> ByteTable:
@@ -88,13 +87,14 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
     number = FEWEST_LEVELS
     if is_whole and (len(levels) <= FEWEST_LEVELS or size(len(levels)) <= most_states):
         number = len(levels)
-    while number < len(levels) and size(number + 1) <= min(most_states, _room(number + 1)):
+    least = 0 if is_whole else FEWEST_STATES
+    while number < len(levels) and (
+        size(number + 1) <= min(most_states, _room(number + 1)) or size(number) < least
+    ):
         number += 1
-    if number > len(levels):
+    if number > len(levels) or not least <= size(number) <= most_states:
         raise TooManyStates(most_states)
     found = of_levels(number)
-    if len(found.rows) > most_states:
-        raise TooManyStates(most_states)
     return replace(found, rows=found.rows.astype(np.int16))
 
 
@@ -113,7 +113,9 @@ def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
     rows, class_of = rows[:, np.unique(of_part, return_index=True)[1]], of_part[part_of]
     # What leads only to states that were left out is left out too.
     ordered = np.sort(rows, axis=1)
-    source, place = np.nonzero(np.diff(ordered, axis=1, prepend=DEAD))  # DEAD is the lowest
+    is_new = ordered != DEAD
+    is_new[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
+    source, place = np.nonzero(is_new)
     has_end = distances(source, ordered[source, place].astype(np.int64), accepts) < NEVER
     if not has_end[0]:
         raise Unsupported(

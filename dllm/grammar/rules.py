@@ -68,7 +68,7 @@ class Rules(Edges):
         self.root = grammar["root_rule_id"]
         self.recursive_returns = self._returns_of_recursion()
         self.firsts = {
-            name: self._inside(self.starts[rule], EPSILON)
+            name: self.inside([self.starts[rule]])
             for name, (rule, fewest, most) in self.repeats.items()
             if most - fewest > MOST_UNROLLED and self._is_simple(rule)
         }
@@ -177,23 +177,14 @@ class Rules(Edges):
 
     def _is_simple(self, rule: int) -> bool:
         """Whether a rule reads bytes alone."""
-        inside = self._inside(self.starts[rule])
+        inside = self.inside([self.starts[rule]], 255)
         return all(low >= EPSILON for at in inside for low, _, _ in self.edges[at])
-
-    def _inside(self, start: int, most: int = 255) -> set[int]:
-        """The states behind edges from ``start`` whose lowest byte is at most ``most``."""
-        todo, seen = [start], {start}
-        while todo:
-            behind = {to for low, _, to in self.edges[todo.pop()] if low <= most} - seen
-            todo += behind
-            seen |= behind
-        return seen
 
     def _returns_of_recursion(self) -> set[tuple[int, int | None]]:
         """See ``recursive_returns``."""
         returns: list[tuple[int, int, tuple[int, int | None]]] = []  # (calling, called, behind)
         for rule, start in enumerate(self.starts):
-            for at in self._inside(start):
+            for at in self.inside([start], 255):
                 for low, high, target in self.edges[at]:
                     if low == RULE:
                         returns.append((rule, high, (target, None)))

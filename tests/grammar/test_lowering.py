@@ -385,6 +385,14 @@ def test_refusals_say_what_is_allowed_or_what_to_do():
         lower({"type": "array", "uniqueItems": True})
 
 
+def test_a_definition_is_lowered_once():
+    names = {"$ref": "#/$defs/names"}
+    noted = {"$ref": "#/$defs/more", "description": "a note"}
+    defs = {"names": {"items": TEXT, "type": "array"}, "more": names}
+    found = lower(object_of(a=names, b=names, c=noted) | {"$defs": defs})
+    assert len({*found.root.properties.values()}) == len(found.definitions) == 1
+
+
 def test_a_format_that_nobody_knows_limits_nothing():
     assert lower({"type": "string", "format": "iban"}).root == Text()
 

@@ -9,7 +9,7 @@ import pytest
 
 from dllm.grammar import table as tables
 from dllm.grammar.automaton import DEAD, START
-from dllm.grammar.reach import NEVER, nearest
+from dllm.grammar.reach import NEVER, TooManyStates, nearest
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import Table
 from dllm.grammar.vocabulary import Vocabulary
@@ -124,6 +124,17 @@ def test_levels_are_taken_whole():
         for texts, step in ((deep, 1), (mixed, 2)):
             for number, text in enumerate(texts, 1):
                 assert is_held(found, text) == (number * step <= num_levels), text
+
+
+def test_levels_in_which_next_to_nothing_fits_are_refused():
+    """Of a list of such lists not just the empty one is served."""
+    item = {"type": "object", "properties": {"name": {"type": "string"}, "in": {"$ref": "#"}}}
+    item |= {"required": ["name"], "additionalProperties": False}
+    text = json.dumps({"type": "array", "items": item})
+    made, _ = automaton("json", text)
+    assert is_held(build(made, most_states=200), '[{"name": ""}]')
+    with pytest.raises(TooManyStates):
+        build(made, most_states=20)
 
 
 def is_held(found: Table, text: str) -> bool:
