@@ -21,8 +21,7 @@ from dllm.grammar.automaton import DEAD, START, Automaton
 from dllm.grammar.refusals import Unsupported
 
 LOOKED_AT = 5  # times as many states, of which equal ones become one
-FEWEST_LEVELS = 2  # of recursion, the outer one counted, and more where they have
-FEWEST_STATES = 16  # not even so many: that is an empty list, in which nothing fits
+FEWEST_STATES = 64  # of the kept levels: in fewer may be nothing but an empty list
 UNROLLED = 2048  # states with which there may be more of them; four times as many up to
 ENOUGH_LEVELS = 4  # levels: in JSON, an object within an object is two
 AT_ONCE = 4096  # states whose pairs are looked up
@@ -68,8 +67,7 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
         is_merged: states with equal continuations are one.
 
     Raises:
-        Unsupported: more states than ``most_states`` without recursion, or with one level of it;
-            no text ends within the kept levels.
+        Unsupported: more states than ``most_states`` without recursion, or with one level of it.
     """
     levels, is_whole = _by_level(automaton, LOOKED_AT * most_states)
 
@@ -84,15 +82,14 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
         except Unsupported:  # no text ends within so few
             return 0
 
-    number = FEWEST_LEVELS
-    if is_whole and (len(levels) <= FEWEST_LEVELS or size(len(levels)) <= most_states):
-        number = len(levels)
-    least = 0 if is_whole else FEWEST_STATES
+    number, least = 1, FEWEST_STATES
+    if is_whole and size(len(levels)) <= most_states:
+        number, least = len(levels), 0
     while number < len(levels) and (
         size(number + 1) <= min(most_states, _room(number + 1)) or size(number) < least
     ):
         number += 1
-    if number > len(levels) or not least <= size(number) <= most_states:
+    if not levels or not least <= size(number) <= most_states:
         raise TooManyStates(most_states)
     found = of_levels(number)
     return replace(found, rows=found.rows.astype(np.int16))
@@ -182,7 +179,7 @@ def _by_level(automaton: Automaton, most_states: int) -> tuple[list[list[int]], 
     levels: list[list[int]] = []
     seen: set[int] = set()
     while waiting:
-        if len(levels) >= FEWEST_LEVELS:
+        if len(levels) > 1:
             most_states = min(most_states, 2 * _room(len(levels) + 1))
         calls = min(waiting)
         todo = deque(state for state in dict.fromkeys(waiting.pop(calls)) if state not in seen)
