@@ -20,7 +20,7 @@ import numpy as np
 from dllm.grammar.automaton import DEAD, START, Automaton
 from dllm.grammar.refusals import Unsupported
 
-LOOKED_AT = 5  # times as many states, of which equal ones become one
+LOOKED_AT = 3  # times as many states, of which equal ones become one
 FEWEST_STATES = 64  # of the kept levels: in fewer may be nothing but an empty list
 UNROLLED = 2048  # states with which there may be more of them; four times as many up to
 ENOUGH_LEVELS = 4  # levels: in JSON, an object within an object is two
