@@ -385,7 +385,7 @@ def _asks_nothing(keyword: str, part: Part) -> bool:
     if keyword in ("minContains", "maxContains"):
         return "contains" not in schema or _asks_nothing("contains", part)
     if keyword == "uniqueItems":
-        return schema[keyword] is False
+        return schema[keyword] is False or schema.get("maxItems", 2) <= 1
     return keyword in UNEVALUATED or keyword in DEPENDENCIES
 
 

@@ -314,6 +314,7 @@ def are_accepted(schema, texts) -> list[bool]:
         ({"prefixItems": [TEXT, WHOLE], "items": False}, ['["", 1]'], ['[1, ""]', '["", 1, 2]']),
         ({"items": [TEXT], "additionalItems": WHOLE}, ['["", 1, 2]'], ['["", ""]']),
         ({"contains": TEXT, "minContains": 0}, ["[1]", "[]"], []),
+        ({"uniqueItems": True, "maxItems": 1, "type": "array"}, ["[1]", "[]"], ["[1, 2]"]),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
 )
