@@ -340,7 +340,7 @@ def _flat(part: Part) -> Flat:
                 flat[keyword] = bound
         elif keyword == "pattern":
             flat[keyword] = ((value, True),)  # or not found
-        elif keyword == "format":
+        elif keyword in ("format", "uniqueItems"):
             flat[keyword] = value
         elif keyword == "multipleOf" and _is_whole(value):
             flat[keyword] = int(value)
@@ -384,8 +384,6 @@ def _asks_nothing(keyword: str, part: Part) -> bool:
         return schema.get("minContains") == 0 and "maxContains" not in schema
     if keyword in ("minContains", "maxContains"):
         return "contains" not in schema or _asks_nothing("contains", part)
-    if keyword == "uniqueItems":
-        return schema[keyword] is False or schema.get("maxItems", 2) <= 1
     return keyword in UNEVALUATED or keyword in DEPENDENCIES
 
 

@@ -9,6 +9,7 @@ It is made of `nodes`.
 """
 
 import decimal
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,18 +27,17 @@ from dllm.grammar.alternatives import (
     property_of,
 )
 from dllm.grammar.patterns import ANYTHING, IN_JSON, Alphabet, Clause, exactly, held
-from dllm.grammar.references import CANNOT, Document, refuse
+from dllm.grammar.references import Document, canonical, refuse
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.strings import lowered_string
 
 NUM_DIGITS = 6  # digits behind the point in numbers that have bounds
-NO_SETS = (
-    "answers cannot be held to items that differ (a set); send a list, and look for repeated items "
-    "in the answer"
-)
+NO_SETS = "send a list, and look for repeated items in the answer"
 MOST_NAMES = 64  # with more declared names, no free names are written beside them
 MOST_ITEMS = 1 << 20  # a larger number limits nothing: no answer is as long
 MOST_MULTIPLES = 256  # values that are listed from a bound on; without bounds, the largest step
+# Classes of the first characters of texts that differ. Controls, quotes and backslashes begin none.
+BEGINNINGS = (r" !#-@\[\]-`{-\x7f\x80-\u{10ffff}", "A-Ga-g", "H-Oh-o", "P-Zp-z")
 NO_MARKS = re.compile(r"\b\B")
 
 
@@ -76,40 +76,32 @@ class Lowering:
         self.definitions: dict[str, nodes.Node] = {}
         self.alternatives = Alternatives(self.document)
         self._names: dict[Conjunction, str] = {}
-        self._empty: set[Conjunction] = set()
-        self._open: dict[Conjunction, bool] = {}  # being lowered; whether something refers to it
+        self._open: dict[str, bool] = {}  # being lowered; whether something refers to it
 
     def conjunction(self, asked: Conjunction) -> nodes.Node | None:
         """The node of the values of all parts."""
         given, asked = asked, tuple(dict.fromkeys(map(self.document.meant, asked)))
-        if asked in self._open:
-            self._open[asked] = True
-            return nodes.Reference(self._name(asked))
-        if asked in self._names and self._names[asked] in self.definitions:
-            return nodes.Reference(self._name(asked))
-        if asked in self._empty:
-            return None
-        self._open[asked] = False
+        name = self._names.setdefault(asked, f"r{len(self._names)}")
+        if name in self._open:
+            self._open[name] = True
+        if name in self._open or name in self.definitions:
+            return nodes.Reference(name)
+        self._open[name] = False
         known = set(self.definitions)
         found: list[nodes.Node] = []
         for flat in self.alternatives.of(asked):
             found += self.of_flat(flat, asked)
-        is_named = self._open.pop(asked) or asked != given
+        is_named = self._open.pop(name) or asked != given
         if not found:
-            self._empty.add(asked)
             # What was lowered meanwhile may refer to it.
             self.definitions = {name: self.definitions[name] for name in known}
             return None
-        if len(found) > 1:  # each once; 1 and true are not the same
-            found = [*{repr(one): one for one in found}.values()]
+        found = [*{repr(one): one for one in found}.values()]  # 1 and true are not the same
         lowered = found[0] if len(found) == 1 else nodes.Choice(tuple(found))
         if not is_named or lowered == nodes.Node() or isinstance(lowered, nodes.Reference):
             return lowered
-        self.definitions[self._name(asked)] = lowered
-        return nodes.Reference(self._name(asked))
-
-    def _name(self, asked: Conjunction) -> str:
-        return self._names.setdefault(asked, f"r{len(self._names)}")
+        self.definitions[name] = lowered
+        return nodes.Reference(name)
 
     def of_flat(self, flat: Flat, asked: Conjunction) -> list[nodes.Node]:
         """One node for each type that an alternative allows; values are checked with ``asked``."""
@@ -131,7 +123,7 @@ class Lowering:
         types = flat.get("type") or ({"object"} if "properties" in flat else set(TYPES))
         for kind, keyword, path in unheld:
             if kind is None or kind in types or (kind == "number" and "integer" in types):
-                refuse(keyword, path, NO_SETS if keyword == "uniqueItems" else CANNOT)
+                refuse(keyword, path)
         if types >= set(TYPES) and not spoken:
             return [nodes.Node()]
         kinds = [kind for kind in (*TYPES, "integer") if kind in types]
@@ -242,10 +234,27 @@ def _array(lowering: Lowering, flat: Flat) -> nodes.Node | None:
         most = min(most, len(prefix))
     if fewest > most:
         return None
+    if flat.get("uniqueItems") is True and most > 1:
+        item = lowering.definitions.get(rest.name) if isinstance(rest, nodes.Reference) else rest
+        kinds = _kinds(item, lowering.alphabet)
+        if prefix or not kinds or not fewest <= len(kinds) <= len(BEGINNINGS):
+            refuse("uniqueItems", flat["path"], NO_SETS)
+        sizes = range(fewest, min(most, len(kinds)) + 1)
+        orders = (one for size in sizes for one in itertools.permutations(kinds, size))
+        return nodes.Choice(tuple(map(_all_of, orders)))
     if rest is None or len(prefix) >= most:
         return _all_of(prefix)
     fewest = max(fewest, len(prefix))  # xgrammar writes all of them
     return nodes.Items(tuple(prefix), rest, fewest or None, most if has_most else None)
+
+
+def _kinds(node: nodes.Node | None, alphabet: Alphabet) -> list[nodes.Node]:
+    """Parts of a node without common values: items that differ have one of each at most."""
+    if isinstance(node, nodes.Values):
+        return [nodes.Values((one,)) for one in {canonical(one): one for one in node.enum}.values()]
+    if node in (nodes.Text(), nodes.Text(None, 1)):
+        return [nodes.Text(held([Clause(f"[{one}]{ANYTHING}")], alphabet)) for one in BEGINNINGS]
+    return []
 
 
 def _object(lowering: Lowering, flat: Flat) -> nodes.Node | None:

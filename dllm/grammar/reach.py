@@ -91,8 +91,7 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
         number += 1
     if not levels or not least <= size(number) <= most_states:
         raise TooManyStates(most_states)
-    found = of_levels(number)
-    return replace(found, rows=found.rows.astype(np.int16))
+    return replace(of_levels(number), rows=of_levels(number).rows.astype(np.int16))
 
 
 def _room(level: int) -> int:

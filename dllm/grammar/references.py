@@ -67,11 +67,9 @@ def part_at(schema: Any, path: str, resolver: Any) -> Part:
 
 
 NOTES = {"title", "description", "default", "examples", "$comment"}  # limit nothing
-MOST_REFERENCES = 16  # one to the other
-CANNOT = "answers cannot be held to it"
 
 
-def refuse(keyword: str, path: str, why: str = CANNOT) -> NoReturn:
+def refuse(keyword: str, path: str, why: str = "answers cannot be held to it") -> NoReturn:
     """Raise Unsupported, with the keyword of a schema and where it stands."""
     raise Unsupported(f"The schema uses {keyword!r} at '{path or '#'}': {why}. Leave it out.")
 
@@ -97,11 +95,8 @@ class Document:
 
     def meant(self, part: Part) -> Part:
         """The part itself, or what it refers to if it says nothing else."""
-        for _ in range(MOST_REFERENCES):
-            if not isinstance(part.schema, dict) or {*part.schema} - NOTES != {"$ref"}:
-                break
-            part = self.referenced(part)
-        return part
+        is_alone = isinstance(part.schema, dict) and {*part.schema} - NOTES == {"$ref"}
+        return self.referenced(part) if is_alone else part
 
     def referenced(self, part: Part) -> Part:
         reference = part.schema["$ref"]

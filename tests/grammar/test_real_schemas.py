@@ -111,6 +111,23 @@ CASES = {
         [{"inner": {"x": {"aaaaaaaaa 1": "z"}, "w": {}}}],
         [{"inner": {"x": {"y": {}}}}, {"x": {}}],
     ),
+    "a set of values": (
+        {"type": "array", "uniqueItems": True, "items": {"enum": ["read", "write", 1]}}
+        | {"minItems": 1},
+        [["write", "read"], [1, "read", "write"], ["read"]],
+        [[], ["read", "read"], [1, "write", 1]],
+    ),
+    "a set of texts, in part": (
+        {"$defs": {"name": TEXT | {"minLength": 1}}}
+        | {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/name"}},
+        [[], ["Zoe", "bob", "é"], ["m", "-x", "A b", "s"]],
+        [["a", "a"], ["", "a"], [1]],
+    ),
+    "a set of at most two truths": (
+        {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}, "maxItems": 9},
+        [[True, False], [False]],
+        [[True, True], [True, False, True]],
+    ),
     "dictionaries": (
         {
             "type": "object",
