@@ -104,8 +104,8 @@ def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
     rows, part_of = automaton.rows(states, number)
     accepts = np.array([automaton.accepts(state) for state in states])
     columns: dict[bytes, int] = {}
-    by_byte = np.ascontiguousarray(rows.T)
-    of_part = np.array([columns.setdefault(row.tobytes(), len(columns)) for row in by_byte])
+    of_part = np.array([columns.setdefault(row.tobytes(), len(columns)) for row in rows.T])
+    columns.clear()  # as long as all rows
     rows, class_of = rows[:, np.unique(of_part, return_index=True)[1]], of_part[part_of]
     # What leads only to states that were left out is left out too.
     ordered = np.sort(rows, axis=1)
