@@ -36,8 +36,7 @@ NO_SETS = "send a list, and look for repeated items in the answer"
 MOST_NAMES = 64  # with more declared names, no free names are written beside them
 MOST_ITEMS = 1 << 20  # a larger number limits nothing: no answer is as long
 MOST_MULTIPLES = 256  # values that are listed from a bound on; without bounds, the largest step
-# Classes of the first characters of texts that differ. Controls, quotes and backslashes begin none.
-BEGINNINGS = (r" !#-@\[\]-`{-\x7f\x80-\u{10ffff}", "A-Ga-g", "H-Oh-o", "P-Zp-z")
+MOST_IN_SET = 4  # values of which a list has each at most once: all orders are written out
 NO_MARKS = re.compile(r"\b\B")
 
 
@@ -236,25 +235,17 @@ def _array(lowering: Lowering, flat: Flat) -> nodes.Node | None:
         return None
     if flat.get("uniqueItems") is True and most > 1:
         item = lowering.definitions.get(rest.name) if isinstance(rest, nodes.Reference) else rest
-        kinds = _kinds(item, lowering.alphabet)
-        if prefix or not kinds or not fewest <= len(kinds) <= len(BEGINNINGS):
+        values = item.enum if isinstance(item, nodes.Values) else ()
+        differ = [nodes.Values((one,)) for one in {canonical(one): one for one in values}.values()]
+        if prefix or not differ or not fewest <= len(differ) <= MOST_IN_SET:
             refuse("uniqueItems", flat["path"], NO_SETS)
-        sizes = range(fewest, min(most, len(kinds)) + 1)
-        orders = (one for size in sizes for one in itertools.permutations(kinds, size))
+        sizes = range(fewest, min(most, len(differ)) + 1)
+        orders = (one for size in sizes for one in itertools.permutations(differ, size))
         return nodes.Choice(tuple(map(_all_of, orders)))
     if rest is None or len(prefix) >= most:
         return _all_of(prefix)
     fewest = max(fewest, len(prefix))  # xgrammar writes all of them
     return nodes.Items(tuple(prefix), rest, fewest or None, most if has_most else None)
-
-
-def _kinds(node: nodes.Node | None, alphabet: Alphabet) -> list[nodes.Node]:
-    """Parts of a node without common values: items that differ have one of each at most."""
-    if isinstance(node, nodes.Values):
-        return [nodes.Values((one,)) for one in {canonical(one): one for one in node.enum}.values()]
-    if node in (nodes.Text(), nodes.Text(None, 1)):
-        return [nodes.Text(held([Clause(f"[{one}]{ANYTHING}")], alphabet)) for one in BEGINNINGS]
-    return []
 
 
 def _object(lowering: Lowering, flat: Flat) -> nodes.Node | None:
