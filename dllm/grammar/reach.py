@@ -82,7 +82,7 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
         except Unsupported:  # no text ends within so few
             return 0
 
-    number, least = 1, FEWEST_STATES
+    number, least = 1, min(FEWEST_STATES, most_states // 2)
     if is_whole and size(len(levels)) <= most_states:
         number, least = len(levels), 0
     while number < len(levels) and (
