@@ -75,6 +75,7 @@ class Lowering:
         self.definitions: dict[str, nodes.Node] = {}
         self.alternatives = Alternatives(self.document)
         self._names: dict[Conjunction, str] = {}
+        self._empty: set[str] = set()  # names of parts without a value
         self._open: dict[str, bool] = {}  # being lowered; whether something refers to it
 
     def conjunction(self, asked: Conjunction) -> nodes.Node | None:
@@ -85,6 +86,8 @@ class Lowering:
             self._open[name] = True
         if name in self._open or name in self.definitions:
             return nodes.Reference(name)
+        if name in self._empty:
+            return None
         self._open[name] = False
         known = set(self.definitions)
         found: list[nodes.Node] = []
@@ -92,6 +95,7 @@ class Lowering:
             found += self.of_flat(flat, asked)
         is_named = self._open.pop(name) or asked != given
         if not found:
+            self._empty.add(name)
             # What was lowered meanwhile may refer to it.
             self.definitions = {name: self.definitions[name] for name in known}
             return None

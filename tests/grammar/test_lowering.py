@@ -399,6 +399,16 @@ def test_a_definition_is_lowered_once():
     assert len({*found.root.properties.values()}) == len(found.definitions) == 1
 
 
+def test_so_is_a_definition_that_allows_nothing():
+    """Each is named twice by the one in front: lowered at each reference, they would never end."""
+    defs = {"48": {"not": {}}}
+    for step in range(48):
+        behind = {"$ref": f"#/$defs/{step + 1}"}
+        defs[str(step)] = object_of(a=behind, b=behind) | {"minProperties": 1}
+    found = lower(object_of(x={"$ref": "#/$defs/0"}) | {"$defs": defs})
+    assert not found.definitions
+
+
 def test_a_format_that_nobody_knows_limits_nothing():
     assert lower({"type": "string", "format": "iban"}).root == Text()
 
