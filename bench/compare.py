@@ -95,19 +95,14 @@ def worktree(commit: str, folder: Path) -> Iterator[Path]:
     """
     git("worktree", "add", "--quiet", "--detach", str(folder), commit)
     try:
-        imported = subprocess.run(
-            [sys.executable, "-c", "import dllm; print(dllm.__file__)"],
-            env=os.environ | {"PYTHONPATH": str(folder)},
-            cwd="/",
-            capture_output=True,
-            text=True,
-            check=False,
+        command = [sys.executable, "-c", "import dllm; print(dllm.__file__)"]
+        env = os.environ | {"PYTHONPATH": str(folder)}
+        done = subprocess.run(
+            command, env=env, cwd="/", capture_output=True, text=True, check=False
         )
-        if Path(imported.stdout.strip()) != folder / "dllm/__init__.py":
-            raise RuntimeError(
-                f"{folder} is first on Python's path, but the plugin comes from "
-                f"{imported.stdout.strip() or imported.stderr[-300:]}"
-            )
+        if Path(done.stdout.strip()) != folder / "dllm/__init__.py":
+            found = done.stdout.strip() or done.stderr[-300:]
+            raise RuntimeError(f"{folder} is first on the path, but the plugin comes from {found}")
         yield folder
     finally:
         git("worktree", "remove", "--force", str(folder))

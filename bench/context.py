@@ -1,7 +1,6 @@
 """What all commands share: where a number comes from, CSV files, progress, how failures end."""
 
 import argparse
-import contextlib
 import csv
 import functools
 import importlib.metadata
@@ -58,11 +57,8 @@ def machine() -> str:
 
 
 def versions() -> str:
-    found = []
-    for name in ("vllm", "torch", "triton", "transformers"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join(found)
+    names = "vllm", "torch", "triton", "transformers"
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def publish(path: Path, rows: Sequence[Mapping[str, object]]) -> None:

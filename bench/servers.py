@@ -195,9 +195,8 @@ def counters(metrics: str) -> Counter[str]:
 
 def vllm_command() -> str:
     """The ``vllm`` of this interpreter's environment, else the one on the path."""
-    beside = Path(sys.executable).parent / "vllm"
-    found = str(beside) if beside.exists() else shutil.which("vllm")
-    if found is None:
+    beside = shutil.which("vllm", path=Path(sys.executable).parent)
+    if (found := beside or shutil.which("vllm")) is None:
         raise RuntimeError("no `vllm` command in this environment: run `make setup` first.")
     return found
 

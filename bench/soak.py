@@ -3,11 +3,12 @@
     python -m bench.soak [--minutes 12] [--model tiny-dllm tiny-sdar ...] [--results DIR]
 
 For each model (84 minutes for all of them) three phases (docs/soak.md), of a quarter, a quarter and
-a half of the time. What is sent: ``bench/soak_load.py``. Writes ``soak.csv``: ``what`` was counted
-or measured, of which ``model`` and ``part`` (a phase or a process), and its ``value``. ``MEASURE:
-slope`` is per hour, with its 95% interval: least squares through the medians of twenty stretches of
-equal length. Exit code 1 if a good request failed, a status was 500 or above, tokens differed, or
-the log has a traceback or an output of a model that is not finite.
+a half of the time. What is sent: ``bench/soak_load.py``, and ``/health`` ten times a second. Writes
+``soak.csv``: ``what`` was counted or measured, of which ``model`` and ``part`` (a phase or a
+process), and its ``value``. ``MEASURE: slope`` is per hour, with its 95% interval: least squares
+through the medians of twenty stretches of equal length. Exit code 1 if a good request failed, a
+status was 500 or above, tokens differed, or the log has a traceback or an output of a model that is
+not finite.
 """
 
 import asyncio
@@ -39,13 +40,14 @@ CLIENTS, RUDE_CLIENTS, HEAVY_CLIENTS = 4, 4, 1
 RUDE_PAUSE_S, HEAVY_PAUSE_S = 0.2, 2.0
 WARM_UP = 60  # requests before anything counts
 TIMEOUT_S = 300
-SAMPLE_S = 2.0
+SAMPLE_S, PING_S = 2.0, 0.1
 SHADOWED = 10  # every so many good requests one is sent again
 STRETCHES = 20
 STUDENT = 2.101  # 97.5% of Student's t with STRETCHES - 2 degrees of freedom
 # Weights can be replaced in development mode alone; there vLLM logs a traceback of each refusal.
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 KINDS = set[str]().union(*(kinds for kinds, _ in MODELS.values()))  # of good requests
+SILENCE = "longest silence of /health"
 MEASURES = {"memory": "MiB", "file descriptors": "", "threads": "", "sockets": ""}
 PROCESSES = {"EngineCore": "engine core", "Worker": "worker", "vllm": "API server"}  # by title
 REPLAYED, DIFFERENT = ("sent once more", ""), ("other tokens", "")
@@ -96,6 +98,7 @@ class Campaign:
         self.model, self.kinds, self.dice = model, kinds, Random(seed)
         self.phase, self.deadline = CALM, 0.0
         self.latencies: dict[str, list[float]] = defaultdict(list)  # of good requests, s, by phase
+        self.silence: dict[str, float] = defaultdict(float)  # of /health, s, by phase
         # By what is counted and its part: of requests a phase and a kind.
         self.counts = Counter(dict.fromkeys([REPLAYED, DIFFERENT, BROKEN, TRACEBACKS], 0))
         self.problems: list[str] = []
@@ -132,9 +135,10 @@ class Campaign:
         async with asyncio.TaskGroup() as clients:
             for _ in range(CLIENTS):
                 clients.create_task(self._good_client(Random(self.dice.random())))
+            clients.create_task(self._ping())
             for kinds, pause_s in hostile:
                 dice = Random(self.dice.random())
-                clients.create_task(self._hostile_client(dice, kinds, pause_s))
+                clients.create_task(self._hostile(dice, kinds, pause_s))
             if self.phase == EVERYTHING:
                 clients.create_task(self._watch(pid))
 
@@ -147,9 +151,7 @@ class Campaign:
             if answer.status == 0:
                 await asyncio.sleep(1)  # the server may be gone
 
-    async def _hostile_client(
-        self, dice: Random, kinds: dict[str, Hostile], pause_s: float
-    ) -> None:
+    async def _hostile(self, dice: Random, kinds: dict[str, Hostile], pause_s: float) -> None:
         """One hostile act after the other, with a pause of ``pause_s`` on average."""
         for kind in cycle(dice.sample(list(kinds), len(kinds))):
             if time.monotonic() >= self.deadline:
@@ -160,6 +162,14 @@ class Campaign:
                 statuses = []  # the server may hang up on such clients
             self.got(kind, statuses)
             await asyncio.sleep(dice.expovariate(1 / pause_s))
+
+    async def _ping(self) -> None:
+        while time.monotonic() < self.deadline:
+            start = time.perf_counter()
+            with suppress(aiohttp.ClientError, TimeoutError):
+                await (await self._http.get("/health")).read()
+            self.silence[self.phase] = max(self.silence[self.phase], time.perf_counter() - start)
+            await asyncio.sleep(PING_S)
 
     async def _watch(self, pid: int) -> None:
         while time.monotonic() < self.deadline:
@@ -202,6 +212,8 @@ class Campaign:
             for percent in (50, 99):
                 value = 1e3 * float(np.percentile(seconds, percent))
                 rows.append(_row(f"p{percent}", phase, value, unit="ms"))
+        for phase, longest in self.silence.items():
+            rows.append(_row(SILENCE, phase, 1e3 * longest, unit="ms"))
         for process in dict.fromkeys(one.process for one in self.samples):
             rows += self._held(process)
         return rows
@@ -234,14 +246,8 @@ def sample(pid: int) -> list[Sample]:
     return found
 
 
-def _row(
-    what: str,
-    part: str,
-    value: float,
-    low: float | None = None,
-    high: float | None = None,
-    unit: str = "",
-) -> Row:
+def _row(what: str, part: str, value: float, *interval: float, unit: str = "") -> Row:
+    low, high = interval or (None, None)
     return {"what": what, "part": part, "value": value, "unit": unit, "low": low, "high": high}
 
 
@@ -269,8 +275,8 @@ def tables(rows: Rows) -> str:
                 cells.append(f"{value}; {_number(found.get((f'{measure}: slope', process)), 1)}")
             held.append(cells)
     phases = " / ".join(PHASES)
-    columns = [f"good requests: {phases}", "other requests", "p50, ms", "p99, ms", "failed"]
-    columns += ["sent once more", "other tokens", "tracebacks"]
+    columns = [f"good requests: {phases}", "other requests", "p50, ms", "p99, ms"]
+    columns += ["/health at most, ms", "failed", "sent once more", "other tokens", "tracebacks"]
     return f"{markdown(['', *columns], lines)}\n\n{markdown([EVERYTHING, *MEASURES], held)}"
 
 
@@ -282,7 +288,7 @@ def _requests(found: dict[tuple[str, str], dict[str, str]]) -> list[str]:
             group = "failed" if what == "failed" else "good" if kind in KINDS else "other"
             counts[group, phase] += int(float(row["value"]))
     cells = [" / ".join(f"{counts[one, phase]:,}" for phase in PHASES) for one in ("good", "other")]
-    for what in ("p50", "p99"):
+    for what in ("p50", "p99", SILENCE):
         numbers = [_number(found.get((what, phase)), 0).removesuffix(" ms") for phase in PHASES]
         cells.append(" / ".join(numbers))
     cells.append(str(sum(counts["failed", phase] for phase in PHASES)))

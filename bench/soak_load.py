@@ -189,8 +189,6 @@ NOISE: Kinds = GOOD | {  # of DiffusionGemma
 }
 MASKS: Kinds = GOOD | {"denoising parameters": _masked}
 ADAPTED: Kinds = MASKS | {"adapter": lambda dice: _chat(dice, model=ADAPTER)}
-
-
 DECIDING: Kinds = {
     name: GOOD[name] for name in ("decision", "question", "conversation", "sampling parameters")
 }
@@ -200,7 +198,6 @@ LEFT_TO_RIGHT: Kinds = {name: kind for name, kind in GOOD.items() if name not in
     "stream": lambda dice: _chat(dice, stream=True),
     "quotation": _quoted,
 }
-
 
 # Few places, so that a burst is over the capacity.
 FLAGS = (*SERVE_FLAGS, "--max-num-seqs", "16", "--enable-prefix-caching", "--no-log-error-stack")
@@ -317,6 +314,15 @@ async def refused(session: aiohttp.ClientSession, model: str, dice: Random) -> l
     return [await _status(session, COMPLETIONS, body)]
 
 
+async def large(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
+    """Bodies of 1 MB: a prompt, a schema and a chat that are refused."""
+    wide = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(30_000)}}
+    bodies = ({"prompt": "1 2 " * 240_000}, {"prompt": "a", "structured_outputs": {"json": wide}})
+    statuses = [await _status(session, COMPLETIONS, {"model": model, **body}) for body in bodies]
+    chat = {"model": model, "messages": [{"role": "user", "content": "a"}] * 28_000}
+    return [*statuses, await _status(session, CHAT, chat)]
+
+
 async def aborted(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
     """A long answer whose client hangs up at once, or in the middle of the stream."""
     body = _endless(dice, model, max_tokens=512, stream=dice.random() < 0.7)
@@ -374,6 +380,7 @@ async def new_weights(session: aiohttp.ClientSession, model: str, dice: Random) 
 
 RUDE: dict[str, Hostile] = {
     "refused": refused,
+    "bodies of 1 MB": large,
     "aborted": aborted,
     "slow reader": slow,
     "unfinished request": unfinished,

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress(" ".join(line(family, answered[family])[:3]))
     lines = [line(family, one) for family, one in answered.items()]
     lines += [line("all", *answered.values())] * (len(lines) > 1)
-    print(f"{model.name}: {given.split} questions, exact answers\n\n{markdown(HEADER, lines)}")
+    served = f"{connection.model} at {connection.url}"
+    print(f"{served}: {given.split} questions, exact answers\n\n{markdown(HEADER, lines)}")
     return OK
 
 
@@ -117,10 +118,6 @@ class ServedModel:
     concurrency: int
     temperature: float | None = None
     seed: int | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.connection.model} at {self.connection.url}"
 
     def answer(self, questions: Sequence[Question]) -> Run:
         """``concurrency`` at a time. Raises CommandError: the server failed or refused one."""

@@ -120,6 +120,7 @@ def test_a_campaign_against_a_good_server_is_clean(quick, monkeypatch):
     num_good = sum(map(len, found.latencies.values()))
     assert num_good >= 100 and len(found.shadows) == num_good // 10
     sent = {part for what, part in found.counts if what == "requests"}
+    assert set(found.silence) == set(soak.PHASES)
     kinds = {"calm: conversation", "rude: refused", "everything: burst over capacity"}
     assert kinds <= sent and "calm: refused" not in sent
 
