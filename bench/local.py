@@ -29,9 +29,9 @@ MISSING = f"needs diffusers in {DIFFUSERS} (make test installs it)"
 def chat(
     model: str, flags: Sequence[str], asked: Sequence[Question], at_once: int
 ) -> dict[str, Any]:
-    """Answer questions, ``at_once`` in each call of ``LLM.chat``; the first are asked twice.
+    """Answer questions twice, ``at_once`` in each call of ``LLM.chat``; the second time counts.
 
-    ``flags``: of ``vllm serve``.
+    The first time an engine compiles for sizes of batches. ``flags``: of ``vllm serve``.
     """
     from vllm import LLM, EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -45,12 +45,12 @@ def chat(
     chats = [[{"role": "user", "content": one.prompt}] for one in asked]
     batches = [chats[at : at + at_once] for at in range(0, len(chats), at_once)]
     answers, times = [], []
-    for batch in (batches[0], *batches):
+    for batch in (*batches, *batches):
         start = time.perf_counter()
         outputs = llm.chat(batch, params, use_tqdm=False)
         times += [time.perf_counter() - start] * len(batch)
         answers += [output.outputs[0] for output in outputs]
-    answers, times = answers[len(batches[0]) :], times[len(batches[0]) :]
+    answers, times = answers[len(asked) :], times[len(asked) :]
     texts, lengths = [one.text for one in answers], [len(one.token_ids) for one in answers]
     return saved(texts, lengths, times, sum(times[::at_once]))
 
