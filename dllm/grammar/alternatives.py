@@ -97,7 +97,7 @@ class Alternatives:
                     each, given = (
                         [self._product(kinds, one, part) for one in ones] for ones in (each, given)
                     )
-                each = [self._set_apart(at, each[at], given, inner) for at in range(len(inner))]
+                each = [self._set_apart(at, each, given, inner) for at in range(len(inner))]
             if keyword in schema:
                 found = self._product(found, [flat for one in each for flat in one], part)
         for name, needed, then in _dependencies(part):
@@ -229,11 +229,18 @@ class Alternatives:
         return list(found.values())
 
     def _set_apart(
-        self, at: int, flats: list[Flat], given: list[list[Flat]], parts: list[Part]
+        self, at: int, sure: list[list[Flat]], given: list[list[Flat]], parts: list[Part]
     ) -> list[Flat]:
-        """Alternatives of one part of ``oneOf``, without the values of the others."""
+        """Alternatives of one part of ``oneOf``, without the values of the others.
+
+        Args:
+            sure, given: alternatives of each part, which have none but its values, or all of them.
+        """
+        # As when they are lowered: whoever declares properties means an object.
+        flats = [{"type": {"object"}} | one if "properties" in one else one for one in sure[at]]
         for place, others in enumerate(given):
             if place != at:
+                flats = [one for one in flats if not any(_is_within(one, o) for o in sure[place])]
                 for other in others:
                     each = [self._without(flat, parts[at], other, parts[place]) for flat in flats]
                     flats = [one for ones in each for one in ones]
@@ -249,6 +256,9 @@ class Alternatives:
         both = _merged(flat, other)
         if both is None or self._is_empty(both):
             return [flat]
+        items = (*_item(flat, 0), *_item(other, 0))
+        if both.get("type") == {"array"} and self._have_none(items):  # both have the empty list
+            return [flat | {"minItems": max(flat.get("minItems", 0), 1)}]
         types = both.get("type", {TYPE_OF[key] for key in both if key in TYPE_OF})
         if types == {"object"}:
             flat = flat | {"type": {"object"}}
@@ -435,6 +445,21 @@ def _merged(one: Flat, other: Flat) -> Flat | None:
                 merged["unheld"].append((TYPE_OF[key], key, one.get("path", "#")))
     _merge_members(one, other, merged)
     return merged
+
+
+def _is_within(one: Flat, other: Flat) -> bool:
+    """Whether it is sure that all values of an alternative are of another, too."""
+    both = _merged(one, other)
+    types = one.get("type", {*TYPES})
+    kinds = {None, *types, *(("number",) if "integer" in types else ())}
+
+    def spoken(flat: Flat) -> Flat:
+        """What is said of these types."""
+        unheld = [known for known in flat.get("unheld", ()) if known[0] in kinds]
+        about = {key: value for key, value in flat.items() if TYPE_OF.get(key) in kinds}
+        return about | {"path": "", "unheld": unheld}
+
+    return both is not None and spoken(one) == spoken(both)
 
 
 def _merge_members(one: Flat, other: Flat, merged: Flat) -> None:

@@ -298,6 +298,18 @@ def are_accepted(schema, texts) -> list[bool]:
             ['{"b": 1}', '{"a": "", "b": 1}'],
             ["{}", '{"a": ""}', '{"b": null}'],
         ),
+        # oneOf: lists that have nothing but the empty one in common.
+        (
+            {"oneOf": [{"type": "array", "items": TEXT}, {"type": "array", "items": WHOLE}]},
+            ['["a", "b"]', "[1]"],
+            ["[]", '["a", 1]'],
+        ),
+        # oneOf: the values of one are of another one, too.
+        (
+            {"oneOf": [object_of("a", a=TEXT), {"properties": {"a": TEXT}}, {"type": "null"}]},
+            ["{}"],
+            ['{"a": "x"}', "null"],
+        ),
         # oneOf in oneOf: apart from all that the inner one allows.
         (
             {
@@ -331,7 +343,7 @@ def test_what_is_asked_is_held(schema, accepted, rejected):
         ({"type": "array", "uniqueItems": True}, "uniqueItems", "#"),
         ({"type": "number", "multipleOf": 0.01}, "multipleOf", "#"),
         ({"multipleOf": 3, "minimum": 1, "maximum": 9999, "type": "integer"}, "multipleOf", "#"),
-        ({"oneOf": [WHOLE, {"type": "number"}]}, "oneOf", "#/oneOf/0"),
+        ({"oneOf": [WHOLE, {"type": "number"}]}, "oneOf", "#/oneOf/1"),
         (
             object_of(p={"type": "string", "format": "uri", "maxLength": 9}),
             "format",
