@@ -36,6 +36,7 @@ NO_SETS = "send a list, and look for repeated items in the answer"
 MOST_NAMES = 64  # with more declared names, no free names are written beside them
 MOST_ITEMS = 1 << 20  # a larger number limits nothing: no answer is as long
 MOST_MULTIPLES = 256  # values that are listed from a bound on; without bounds, the largest step
+MOST_INTEGER = (1 << 63) - 1  # that is written beside a bound
 MOST_IN_SET = 4  # values of which a list has each at most once: all orders are written out
 NO_MARKS = re.compile(r"\b\B")
 
@@ -202,9 +203,10 @@ def _integer(_: Lowering, flat: Flat) -> nodes.Node | None:
         high = math.ceil(high) - 1 if is_below else math.floor(high)
     if low > high:
         return None
-    for keyword, bound in (("minimum", low), ("maximum", high)):
-        if 1 << 63 <= abs(bound) < math.inf:
-            refuse(keyword, flat["path"], "it takes more than 64 bits")
+    if MOST_INTEGER < low < math.inf or -math.inf < high < -MOST_INTEGER:
+        refuse("minimum" if low > 0 else "maximum", flat["path"], "it takes more than 64 bits")
+    low = max(low, -MOST_INTEGER) if low > -math.inf else low
+    high = min(high, MOST_INTEGER) if high < math.inf else high
     step = flat.get("multipleOf", 1)
     if step == 1:
         bounds = low if low > -math.inf else None, high if high < math.inf else None

@@ -310,6 +310,12 @@ def are_accepted(schema, texts) -> list[bool]:
             ["{}"],
             ['{"a": "x"}', "null"],
         ),
+        # Bounds beyond 64 bits: integers of 64 bits.
+        (
+            {"type": "integer", "minimum": 0, "maximum": 9223372036854776000},
+            ["0", "9223372036854775807"],
+            ["-1", "9223372036854776001"],
+        ),
         # oneOf in oneOf: apart from all that the inner one allows.
         (
             {
