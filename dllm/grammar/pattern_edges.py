@@ -113,8 +113,8 @@ class Edges:
         items = list(tree)
         while before and items[:1] == [BEGINNING]:
             items, before = items[1:], WHOLE
-        while behind and items[-1:] == [END]:
-            items, behind = items[:-1], WHOLE
+        while behind and items and (items[-1] == END or (END in items and _may_lack(items[-1]))):
+            behind = WHOLE if items.pop() == END else behind
         if before == OPEN and not (items and items[0][0] in GROUPS):
             items = [*parsed(ANYTHING), *items]
         if behind == OPEN and not (items and items[-1][0] in GROUPS):
@@ -163,6 +163,10 @@ class Edges:
             self._byte(92, at, escape)
             for one in spelled:
                 self.text(one.encode(), escape, to)
+
+
+def _may_lack(item: tuple[Any, Any]) -> bool:
+    return item[0] in REPEATS and item[1][0] == 0
 
 
 class Written(Edges):

@@ -141,6 +141,7 @@ def test_what_is_no_regular_language_or_unclear_is_refused(pattern):
         ("^a(?:b|c)$", 2, 2, {"ab", "ac"}),
         ("^a|aba$", 2, 3, {"aba"}),
         ("^(?:ab|a)+$", 3, 4, {"aba", "abab"}),
+        ("^$[ab]*$", 0, 9, {""}),
     ],
 )
 def test_lengths_beside_a_pattern_are_held(pattern, fewest, most, texts):
