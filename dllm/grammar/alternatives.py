@@ -102,10 +102,13 @@ class Alternatives:
                 found = self._product(found, [flat for one in each for flat in one], part)
         for name, needed, then in _dependencies(part):
             absent = {"properties": {name: (Part(False, part.path, part.resolver),)}}
-            present = [{"required": [name, *needed]}]
+            present = [{"required": needed}]
             for other in then:
                 present = self._product(present, self._of_part(other, opened, is_exact), part)
-            found = self._product(found, [absent, *present], part)
+            done = [one for one in found if any(_is_within(one, it) for it in (absent, *present))]
+            named = self._product([{"required": [name]}], present, part)
+            others = [one for one in found if one not in done]
+            found = done + self._product(others, [absent, *named], part)
         for others in self._conditions(part, opened, is_exact) if is_exact else ():
             found = self._product(found, others, part)
         # These keywords are about members that no other schema in this place speaks of.

@@ -48,6 +48,8 @@ SETTING = closed(
     **{f"{letter * 9} {number}": TEXT for letter in LETTERS[:16] for number in range(6)},
     inner={"type": "object", "additionalProperties": {"$ref": "#/$defs/setting"}},
 )
+B_OR_C = {"anyOf": [{"required": ["a", "b"]}, {"required": ["a", "c"]}]}
+NEEDED = {"a": {"anyOf": [{"required": ["b"]}, {"required": ["c"]}]}, "d": B_OR_C, "e": B_OR_C}
 IS_FILE = {"properties": {"kind": {"const": "file"}}}
 
 # Of each: the schema, values that are accepted, values that are not.
@@ -183,6 +185,13 @@ CASES = {
         ),
         [{"items": [{"of": "x"}]}],
         [{"items": [{}]}],
+    ),
+    "names that need others": (
+        {"type": "object", "properties": dict.fromkeys(LETTERS[:8], TEXT)}
+        | {"dependencies": NEEDED | {"b": ["a"], "c": ["a"], "f": ["a", "c"], "g": ["a", "b"]}}
+        | {"dependentRequired": {"h": ["b"]}},
+        [dict.fromkeys("abcdefgh", ""), dict.fromkeys("acf", ""), dict.fromkeys("abegh", ""), {}],
+        [{"a": ""}, dict.fromkeys("bc", ""), dict.fromkeys("abf", ""), dict.fromkeys("ach", "")],
     ),
     "by kind": (
         closed("kind", kind={"enum": ["file", "link"]}, path=TEXT, to=TEXT)
