@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dllm.grammar.patterns import exactly, is_found
+from dllm.grammar.pattern_edges import have_none
+from dllm.grammar.patterns import Clause, exactly, is_found
 from dllm.grammar.references import Document, Part, canonical, refuse
 
 Flat = dict[str, Any]
@@ -101,7 +102,7 @@ class Alternatives:
             if keyword in schema:
                 found = self._product(found, [flat for one in each for flat in one], part)
         for name, needed, then in _dependencies(part):
-            absent = {"properties": {name: (Part(False, part.path, part.resolver),)}}
+            absent: Flat = {"properties": {name: (Part(False, part.path, part.resolver),)}}
             present = [{"required": needed}]
             for other in then:
                 present = self._product(present, self._of_part(other, opened, is_exact), part)
@@ -234,11 +235,7 @@ class Alternatives:
     def _set_apart(
         self, at: int, sure: list[list[Flat]], given: list[list[Flat]], parts: list[Part]
     ) -> list[Flat]:
-        """Alternatives of one part of ``oneOf``, without the values of the others.
-
-        Args:
-            sure, given: alternatives of each part, which have none but its values, or all of them.
-        """
+        """Those of a part of ``oneOf`` without others' values; ``given`` may have more than it."""
         # As when they are lowered: whoever declares properties means an object.
         flats = [{"type": {"object"}} | one if "properties" in one else one for one in sure[at]]
         for place, others in enumerate(given):
@@ -328,11 +325,18 @@ def _has_no_size(fewest: str, most: str) -> Callable[[Flat], bool]:
     return lambda flat: flat.get(fewest, 0) > flat.get(most, math.inf)
 
 
+def has_no_text(flat: Flat) -> bool:
+    """Whether it is sure that no text is of an alternative."""
+    fewest, most = flat.get("minLength", 0), flat.get("maxLength", math.inf)
+    parts = tuple(Clause(one, is_there, False) for one, is_there in flat.get("pattern", ()))
+    return fewest > most or (bool(parts) and have_none(parts, fewest, most))
+
+
 # By type, whether its bounds contradict each other, so that it has no value.
 HAS_NONE: Mapping[str, Callable[[Flat], bool]] = {
     "number": has_no_number,
     "integer": has_no_number,
-    "string": _has_no_size("minLength", "maxLength"),
+    "string": has_no_text,
     "array": _has_no_size("minItems", "maxItems"),
     "object": _has_no_size("minProperties", "maxProperties"),
 }
@@ -452,17 +456,10 @@ def _merged(one: Flat, other: Flat) -> Flat | None:
 
 def _is_within(one: Flat, other: Flat) -> bool:
     """Whether it is sure that all values of an alternative are of another, too."""
-    both = _merged(one, other)
-    types = one.get("type", {*TYPES})
-    kinds = {None, *types, *(("number",) if "integer" in types else ())}
-
-    def spoken(flat: Flat) -> Flat:
-        """What is said of these types."""
-        unheld = [known for known in flat.get("unheld", ()) if known[0] in kinds]
-        about = {key: value for key, value in flat.items() if TYPE_OF.get(key) in kinds}
-        return about | {"path": "", "unheld": unheld}
-
-    return both is not None and spoken(one) == spoken(both)
+    both = _merged(one, other) or {}
+    kinds = {None, "number", *one.get("type", TYPES)}
+    keys = [key for key in one | both if TYPE_OF.get(key) in kinds]
+    return all(one.get(key) == both.get(key) for key in keys)
 
 
 def _merge_members(one: Flat, other: Flat, merged: Flat) -> None:

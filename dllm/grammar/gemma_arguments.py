@@ -154,11 +154,7 @@ def _repeated(rule: str, least: int, most: int | None) -> str:
 
 
 def _string(node: nodes.Text) -> str:
-    inside, most = STRING, node.max_length
-    if node.pattern is not None:
-        inside = _quoted(node.pattern)
-    elif node != nodes.Text():
-        inside = f"[^<]{{{node.min_length or 0},{'' if most is None else most}}}"
+    inside = STRING if node.pattern is None else _quoted(node.pattern)
     return f"{_quoted(QUOTE)} {inside} {_quoted(QUOTE)}"
 
 

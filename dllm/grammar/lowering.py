@@ -8,11 +8,11 @@ with the keyword and its path.
 It is made of `nodes`.
 """
 
-import decimal
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from dllm.grammar import nodes
@@ -24,9 +24,10 @@ from dllm.grammar.alternatives import (
     Flat,
     bounds_of,
     has_no_number,
+    has_no_text,
     property_of,
 )
-from dllm.grammar.patterns import ANYTHING, IN_JSON, Alphabet, Clause, exactly, held
+from dllm.grammar.patterns import ANYTHING, IN_JSON, Alphabet, exactly
 from dllm.grammar.references import Document, canonical, refuse
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.strings import lowered_string
@@ -176,31 +177,29 @@ def _number(lowering: Lowering, flat: Flat) -> nodes.Node | None:
         return _integer(lowering, flat)
     if has_no_number(flat):
         return None
-    low, high, is_above, is_below = bounds = bounds_of(flat)
-    if -math.inf < low and high < math.inf and not _has_digits(*bounds):
+    low, high, is_above, is_below = bounds_of(flat)
+    first, last = _whole(flat, 10**NUM_DIGITS)
+    if first > last:
         refuse("minimum", flat["path"], f"no number of {NUM_DIGITS} digits is between the bounds")
     least, most = low if low > -math.inf else None, high if high < math.inf else None
     lower_bounds = (None, least) if is_above else (least, None)
     return nodes.Number("number", *lower_bounds, *((None, most) if is_below else (most, None)))
 
 
-def _has_digits(least: float, most: float, is_above: bool, is_below: bool) -> bool:
-    """Whether a number that xgrammar writes, with NUM_DIGITS behind the point, is in bounds."""
-    low, high = decimal.Decimal(str(least)), decimal.Decimal(str(most))
-    step = decimal.Decimal(1).scaleb(-NUM_DIGITS)
-    with decimal.localcontext(prec=400):
-        first = (low / step).to_integral_value(decimal.ROUND_CEILING) * step
-        if first == low and is_above:
-            first += step
-    return first < high or (first == high and not is_below)
+def _whole(flat: Flat, scale: int = 1) -> tuple[float, float]:
+    """The least and the largest integer among an alternative's numbers times ``scale``."""
+    low, high, is_above, is_below = bounds_of(flat)
+    if low > -math.inf:
+        least = Fraction(str(low)) * scale
+        low = math.floor(least) + 1 if is_above else math.ceil(least)
+    if high < math.inf:
+        most = Fraction(str(high)) * scale
+        high = math.ceil(most) - 1 if is_below else math.floor(most)
+    return low, high
 
 
 def _integer(_: Lowering, flat: Flat) -> nodes.Node | None:
-    low, high, is_above, is_below = bounds_of(flat)
-    if low > -math.inf:
-        low = math.floor(low) + 1 if is_above else math.ceil(low)
-    if high < math.inf:
-        high = math.ceil(high) - 1 if is_below else math.floor(high)
+    low, high = _whole(flat)
     if low > high:
         return None
     if MOST_INTEGER < low < math.inf or -math.inf < high < -MOST_INTEGER:
@@ -324,43 +323,37 @@ def _others(
     patterns: dict[str, Conjunction] = flat.get("patternProperties", {})
     if len(declared) > MOST_NAMES or (declared and not lowering.alphabet.is_json):
         return None, {}
-    has_rest = not patterns or "additionalProperties" in flat
-    rest = lowering.conjunction(flat.get("additionalProperties", ())) if has_rest else None
-    if not patterns and not declared:
-        if rest is None or "propertyNames" not in flat:
-            return rest, {}
-        return None, dict.fromkeys(_named(flat, lowering.alternatives), rest)
-    if "propertyNames" in flat and declared:
-        return None, {}
-    if "propertyNames" in flat:
-        refuse("patternProperties", flat["path"], "beside others answers cannot be held to it")
-    asides = [Clause(exactly(declared), is_there=False)] if declared else []
+    asked: list[tuple[str | None, Conjunction]] = [*patterns.items()]
+    if not patterns or "additionalProperties" in flat:
+        asked.append((None, flat.get("additionalProperties", ())))
+    values = {pattern: lowering.conjunction(own) for pattern, own in asked}
+    if not (patterns or declared or "propertyNames" in flat):
+        return values[None], {}
+    asides = [(exactly(declared), False)] if declared else []
     found: dict[str, nodes.Node] = {}
-    for pattern, asked in [*patterns.items(), (None, None)]:
-        value = rest if asked is None else lowering.conjunction(asked)
+    for pattern, value in values.items():
         if value is not None:
-            parts = [Clause(other, other == pattern, is_whole=False) for other in patterns]
-            if (spelled := held([*parts, *asides])) is not None:
-                found[spelled] = value
+            parts = [*((other, other == pattern) for other in patterns), *asides]
+            found |= dict.fromkeys(_named(flat, lowering.alternatives, parts), value)
     return None, found
 
 
-def _named(flat: Flat, alternatives: Alternatives) -> list[str]:
-    """Names that ``propertyNames`` allows; each alternative is a pattern."""
-    found: list[str | None] = []
-    for one in alternatives.of(flat["propertyNames"]):
+def _named(flat: Flat, alternatives: Alternatives, parts: list[tuple[str, bool]]) -> list[str]:
+    """Names that ``propertyNames`` allows and in which patterns are found or not; as patterns."""
+    found: list[str] = []
+    for one in alternatives.of(flat.get("propertyNames", ())):
         for kind, keyword, path in one.get("unheld", ()):
             if kind in ("string", None):
                 refuse(keyword, path)
         if "enum" in one:
-            texts = [text for text in one["enum"] if isinstance(text, str)]
-            texts = [text for text in texts if _is_name(flat, text, alternatives)]
-            found += [held([Clause(exactly(texts))])] if texts else []
-        elif "string" in one.get("type", TYPES) and (names := lowered_string(one, IN_JSON)):
-            most = math.inf if names.max_length is None else names.max_length
-            plain = held([Clause(ANYTHING)], IN_JSON, names.min_length or 0, most)
-            found.append(names.pattern or plain)
-    return [spelled for spelled in found if spelled is not None]
+            names = [name for name in one["enum"] if isinstance(name, str)]
+            texts = [name for name in names if _is_name(flat, name, alternatives)]
+            one = {"path": one["path"], "pattern": ((exactly(texts), True),)}
+        one = one | {"pattern": (*one.get("pattern", ()), *parts) or ((ANYTHING, True),)}
+        if "string" in one.get("type", TYPES) and not has_no_text(one):
+            named = lowered_string(one, IN_JSON, is_whole=not parts)
+            found += [named.pattern] if named and named.pattern else []
+    return found
 
 
 OF_TYPE: Mapping[str, Callable[[Lowering, Flat], nodes.Node | None]] = {

@@ -39,8 +39,6 @@ class Number(Node):
 @dataclass(frozen=True)
 class Text(Node):
     pattern: str | None = None  # of `patterns.held`
-    min_length: int | None = None
-    max_length: int | None = None
     type: str = "string"
 
 

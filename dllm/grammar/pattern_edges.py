@@ -1,6 +1,8 @@
 """Automata over bytes of the texts that patterns allow."""
 
+import functools
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from re import _constants as op  # type: ignore[attr-defined]
@@ -8,21 +10,28 @@ from typing import Any
 
 from dllm.grammar.characters import BY_BYTES, Ranges, both, utf8
 from dllm.grammar.patterns import (
+    ALPHABETS,
     ANYTHING,
+    BEGINNING,
     CHARACTERS,
+    END,
+    IN_JSON,
     REPEATS,
     Alphabet,
     Clause,
     Held,
     characters_of,
+    looks_ahead,
     parsed,
     refusal,
 )
+from dllm.grammar.refusals import Unsupported
 
 EPSILON = -1  # of an edge that reads no byte, in the place of the lowest byte
-BEGINNING, END = (op.AT, op.AT_BEGINNING), (op.AT, op.AT_END_STRING)
 INSIDE, WHOLE, OPEN = range(3)  # beside stands more of a pattern; nothing; any text
 GROUPS = (op.BRANCH, op.SUBPATTERN)
+MOST_COMPARED = 512  # states; with more of them patterns may have a text in common
+MOST_WRITTEN = 2048  # repetitions
 SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 
 Build = Callable[[int, int], None]  # adds the edges that lead from a state to another one
@@ -70,6 +79,8 @@ class Edges:
 
     def repeat(self, build: Build, fewest: int, most: int, at: int, to: int) -> None:
         """Written out; ``most`` is -1 for any number."""
+        if max(fewest, most) > MOST_WRITTEN:
+            raise Unsupported(f"A pattern beside others repeats more than {MOST_WRITTEN} times.")
         for number in range(max(fewest, most)):
             behind = self.state()
             if number >= fewest:
@@ -113,8 +124,11 @@ class Edges:
         items = list(tree)
         while before and items[:1] == [BEGINNING]:
             items, before = items[1:], WHOLE
-        while behind and items and (items[-1] == END or (END in items and _may_lack(items[-1]))):
-            behind = WHOLE if items.pop() == END else behind
+        rest = items[items.index(END) + 1 :] if behind and END in items else []
+        if all(kind in REPEATS and value[0] == 0 for kind, value in rest if kind is not op.AT):
+            items = items[: len(items) - len(rest)]
+        while behind and items[-1:] == [END]:
+            items, behind = items[:-1], WHOLE
         if before == OPEN and not (items and items[0][0] in GROUPS):
             items = [*parsed(ANYTHING), *items]
         if behind == OPEN and not (items and items[-1][0] in GROUPS):
@@ -165,25 +179,23 @@ class Edges:
                 self.text(one.encode(), escape, to)
 
 
-def _may_lack(item: tuple[Any, Any]) -> bool:
-    return item[0] in REPEATS and item[1][0] == 0
-
-
 class Written(Edges):
-    """The edges of a part, with repetitions written out: from ``start`` to ``end``."""
+    """The edges of a part, with repetitions written out; ``ends``: whether each is to be met."""
 
     def __init__(self, part: Clause, alphabet: Alphabet) -> None:
         super().__init__()
         self.is_absent = not part.is_there
-        self.start, self.end = self.state(), self.state()
-        self.tree(parsed(part.pattern), part, alphabet, self.start, self.end)
+        self.start = self.state()
+        self.ends: dict[int, bool] = {}
+        for tree, is_there in looks_ahead(part):
+            one = part._replace(is_whole=part.is_whole and not self.ends)  # ahead of more
+            self.ends[end := self.state()] = is_there
+            self.tree(tree, one, alphabet, self.start, end)
         self._closures: dict[frozenset[int], frozenset[int]] = {}
 
-    def may_go_on(self, states: frozenset[int]) -> bool:
-        return self.is_absent or bool(states)
-
     def may_end(self, states: frozenset[int]) -> bool:
-        return self.is_absent != (self.end in states)
+        is_held = all((end in states) == is_there for end, is_there in self.ends.items())
+        return self.is_absent != is_held
 
     def closure(self, states: frozenset[int]) -> frozenset[int]:
         """The states that are reached without a byte."""
@@ -198,14 +210,15 @@ CUTS = (0, 0x5C, 0x5D, 0x75, 0x76, 0x80, 0xC0, 256)
 
 
 class Texts:
-    """The texts in JSON that are held to several parts, or to a length.
+    """The texts that are held to several parts, or to a length; in ``most_states``.
 
     Attributes:
         edges: of each state (low, high, target); 0 is the start.
         ends: states in which a text may end.
     """
 
-    def __init__(self, asked: Held) -> None:
+    def __init__(self, asked: Held, most_states: float = math.inf) -> None:
+        self._is_json = asked.alphabet.is_json
         self._parts = [Written(part, asked.alphabet) for part in asked.parts]
         self._following: dict[Any, list[tuple[int, int, Any, bool]]] = {}
         sets = tuple(one.closure(frozenset([one.start])) for one in self._parts)
@@ -214,6 +227,8 @@ class Texts:
         self.ends: list[int] = []
         todo = [*numbers]
         for state, length in todo:  # which grows
+            if len(todo) > most_states:
+                raise refusal(asked.parts[-1].pattern, "has too many states")
             edges = []
             for low, high, target, is_new in self._behind(state):
                 read = length + is_new
@@ -243,9 +258,12 @@ class Texts:
                     one.closure(frozenset(to for a, b, to in some if a <= low <= b))
                     for one, some in zip(self._parts, moves, strict=True)
                 )
-                if all(map(Written.may_go_on, self._parts, behind)):
+                if all(
+                    one.is_absent or some for one, some in zip(self._parts, behind, strict=True)
+                ):
                     is_new = mode == PLAIN and not 0x80 <= low < 0xC0
-                    found.append((low, end - 1, (behind, _mode(mode, low)), is_new))
+                    inside = _mode(mode, low) if self._is_json else PLAIN
+                    found.append((low, end - 1, (behind, inside), is_new))
             self._following[state] = found
         return self._following[state]
 
@@ -256,3 +274,31 @@ def _mode(mode: int, byte: int) -> int:
     if mode == ESCAPE:
         return ESCAPE - 1 if byte == 0x75 else PLAIN
     return PLAIN if mode == LAST_DIGIT else mode - 1
+
+
+def held(
+    parts: Sequence[Clause], alphabet: Alphabet = IN_JSON, fewest: float = 0, most: float = math.inf
+) -> str | None:
+    """The spelling of texts that are held to all parts; None if there are none."""
+    if not all(part.is_there for part in parts):  # is known of texts in their only spelling
+        parts = [Clause(ANYTHING), *parts]
+    number = ALPHABETS.index(alphabet)
+    if have_none(tuple(parts), fewest, most, number):
+        return None
+    if len(parts) == 1 and parts[0].is_whole:
+        low, high = parsed(parts[0].pattern).getwidth()
+        fewest, most = (0, math.inf) if fewest <= low and high <= most else (fewest, most)
+    spelled = json.dumps([number, list(parts), fewest, most])
+    return f"^held{spelled.encode().hex()}$"
+
+
+@functools.lru_cache(1024)
+def have_none(
+    parts: tuple[Clause, ...], fewest: float = 0, most: float = math.inf, alphabet: int = 0
+) -> bool:
+    """Whether it is sure that no text of an alphabet (of ``ALPHABETS``) is held to all parts."""
+    asked = Held(ALPHABETS[alphabet], parts, fewest, most)
+    try:
+        return not Texts(asked, MOST_COMPARED).ends
+    except Unsupported:  # it looks around, or has too many states
+        return False

@@ -1,21 +1,22 @@
 """Regular expressions of schemas and requests.
 
 They are JavaScript's, as JSON Schema asks: ``\\d`` and ``\\w`` are ASCII. Python's parser reads
-them. What a text is held to is spelled in letters, which xgrammar hands on as they are (`held`);
-`pattern_edges` reads it, and refuses what is no regular language.
+them. What a text is held to is spelled in letters, which xgrammar hands on as they are;
+`pattern_edges` writes and reads it, and refuses what is no regular language.
 """
 
 import functools
+import itertools
 import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
-from dllm.grammar.characters import BY_BYTES, Ranges, both, others
+from dllm.grammar.characters import BY_BYTES, Ranges, others
 from dllm.grammar.refusals import Unsupported
 
 SPACES: Ranges = [
@@ -31,6 +32,8 @@ CATEGORIES = {
     op.CATEGORY_WORD: WORDS,
     op.CATEGORY_NOT_WORD: others(WORDS),
 }
+BEGINNING, END = (op.AT, op.AT_BEGINNING), (op.AT, op.AT_END_STRING)
+AHEAD = {op.ASSERT: True, op.ASSERT_NOT: False}  # whether what is looked for has to be there
 CHARACTERS, REPEATS = (op.LITERAL, op.NOT_LITERAL, op.IN), (op.MAX_REPEAT, op.MIN_REPEAT)
 # What JavaScript and Python read differently, in classes and outside of them.
 ESCAPES = (
@@ -40,7 +43,7 @@ ESCAPES = (
 IN_CLASS = re.compile(ESCAPES, flags=re.DOTALL)
 DIFFERENT = re.compile(
     rf"{ESCAPES}|(?P<any>\[\^\])|(?P<none>\[\])|(?P<inside>\[(?:\\.|[^\]\\])*\])"
-    r"|(?P<name>\(\?<(?![=!]))|(?P<count>\{,)|(?P<open>\[)|(?P<one>\.)|(?P<end>\$)",
+    r"|(?P<name>\(\?<(?![=!]))|(?P<count>\{,)|(?P<open>\[|\(\?<[=!])|(?P<one>\.)|(?P<end>\$)",
     flags=re.DOTALL,
 )
 IN_PYTHON = {
@@ -93,34 +96,14 @@ class Held(NamedTuple):
     def tree(self) -> Any:
         """The tree of a single pattern that says all; None where there is none."""
         part, *more = self.parts
-        is_alone = part.is_there and not more
-        return with_lengths(parsed(part.pattern), self.fewest, self.most) if is_alone else None
-
-
-def held(
-    parts: Sequence[Clause], alphabet: Alphabet = IN_JSON, fewest: float = 0, most: float = math.inf
-) -> str | None:
-    """The spelling of texts that are held to all parts; None if it is not known how."""
-    if len(parts) == 1 and parts[0].is_there:
-        tree = parsed(parts[0].pattern)
-        if not has_text(tree, alphabet):
-            raise refusal(parts[0].pattern, "has no text that can be written here")
-        low, high = tree.getwidth()
-        if high < fewest or low > most:
-            return None
-        if low >= fewest and high <= most:
-            fewest, most = 0, math.inf
-    if not all(part.is_there for part in parts):  # is known of texts in their only spelling
-        parts = [Clause(ANYTHING), *parts]
-    found = Held(alphabet, tuple(parts), fewest, most)
-    if not alphabet.is_json and found.tree() is None:
-        return None
-    spelled = json.dumps([ALPHABETS.index(alphabet), *found[1:]])
-    return f"^held{spelled.encode().hex()}$"
+        (tree, _), *ahead = looks_ahead(part)
+        is_free = (self.fewest, self.most) == (0, math.inf)
+        is_alone = part.is_there and not more and not ahead and (part.is_whole or is_free)
+        return with_lengths(tree, self.fewest, self.most) if is_alone else None
 
 
 def read_held(spelled: str) -> Held:
-    """What `held` has spelled; of any other pattern, its whole texts."""
+    """What `pattern_edges.held` has spelled; of any other pattern, its whole texts."""
     found = HELD.fullmatch(spelled)
     if not found:
         return Held(TEXT, (Clause(spelled),), 0, math.inf)
@@ -141,24 +124,6 @@ def characters_of(kind: Any, value: Any) -> tuple[Ranges, bool]:
             ranges.append(one if part is op.RANGE else (one, one))
     is_negated = value[0][0] is op.NEGATE
     return others(ranges) if is_negated else ranges, not is_negated
-
-
-def has_text(tree: Any, alphabet: Alphabet) -> bool:
-    """Whether an alphabet has the characters of one of a pattern's texts."""
-
-    def has(kind: Any, value: Any) -> bool:
-        if kind is op.BRANCH:
-            return any(has_text(one, alphabet) for one in value[1])
-        if kind is op.SUBPATTERN:
-            return has_text(value[3], alphabet)
-        if kind in REPEATS:
-            return value[0] == 0 or has_text(value[2], alphabet)
-        if kind not in CHARACTERS:
-            return True
-        ranges, _ = characters_of(kind, value)
-        return bool(ranges if alphabet.is_json else both(ranges, alphabet.plain))
-
-    return all(has(*item) for item in tree)
 
 
 def with_lengths(tree: Any, fewest: float, most: float) -> Any:
@@ -213,6 +178,16 @@ def parsed(pattern: str) -> Any:
     if tree.state.flags & ~re.UNICODE:
         raise refusal(pattern, "has flags")
     return tree
+
+
+def looks_ahead(part: Clause) -> list[tuple[Any, bool]]:
+    """A pattern's tree, and what it looks ahead for where texts begin; whether each is there."""
+    tree = parsed(part.pattern)
+    lead = [*itertools.takewhile(lambda item: item == BEGINNING or item[0] in AHEAD, tree)]
+    ahead = [([BEGINNING, *value[1]], AHEAD[kind]) for kind, value in lead if kind in AHEAD]
+    if not ahead or not (part.is_whole or BEGINNING in lead):
+        return [(tree, True)]
+    return [([BEGINNING, *(tree[len(lead) :] or parsed(ANYTHING))], True), *ahead]
 
 
 def _in_python(found: re.Match[str]) -> str:

@@ -18,12 +18,7 @@ from dllm.grammar.refusals import Unsupported
 RULE, REPEAT = -2, -4
 TEXT, CLASS, STAR, EMPTY, CALL, SEQUENCE, CHOICES, DISPATCH, REPEATED, PATTERN = *range(9), 12
 FORM = "v16"  # of what xgrammar writes
-CONTROLS = (0, 31)  # are in no text of JSON, but for spaces between its tokens
-# One character of a string of bounded length. xgrammar writes none of JSON's escapes there; those
-# of one character are added. Of \uXXXX two may stand for one.
-IN_STRING = [1, 34, 34, 92, 92, 13, 13, 10, 10]
 MOST_UNROLLED = 16  # characters that have states of their own
-ESCAPED = b'"\\/bfnrt'
 
 
 class Rules(Edges):
@@ -100,15 +95,10 @@ class Rules(Edges):
         elif kind in (CLASS, STAR):
             ranges = list(zip(parts[1::2], parts[2::2], strict=True))
             if parts[0]:
-                ranges = others([CONTROLS, *ranges] if parts == IN_STRING else ranges)
+                ranges = others(ranges)
             if kind == STAR:
                 return self.loop(later(self.characters, ranges), at, to)
             self.characters(ranges, at, to)
-            if parts == IN_STRING:
-                escape = self.state()
-                self.text(b"\\", at, escape)
-                for byte in ESCAPED:
-                    self.text(bytes([byte]), escape, to)
         elif kind == CALL:
             self.edges[at].append([RULE, parts[0], to])
         elif kind == SEQUENCE:

@@ -4,7 +4,8 @@ import math
 
 from dllm.grammar.alternatives import Flat
 from dllm.grammar.nodes import Text
-from dllm.grammar.patterns import Alphabet, Clause, held
+from dllm.grammar.pattern_edges import held
+from dllm.grammar.patterns import ANYTHING, Alphabet, Clause
 from dllm.grammar.references import refuse
 
 DAY31, DAY30 = "(?:0[1-9]|[12][0-9]|3[01])", "(?:0[1-9]|[12][0-9]|30)"
@@ -66,7 +67,7 @@ SHORT_URI = r"https?://(?:[a-z0-9]{1,20}\.){1,3}[a-z]{2,10}(?:/[A-Za-z0-9._~/-]{
 MOST_LENGTH = 1 << 20  # a larger one limits nothing: no answer is as long
 
 
-def lowered_string(flat: Flat, alphabet: Alphabet) -> Text | None:
+def lowered_string(flat: Flat, alphabet: Alphabet, is_whole: bool = True) -> Text | None:
     """The node of an alternative's strings (``alternatives``); None if there are none."""
     fewest = max(math.ceil(flat.get("minLength", 0)), 0)
     most = flat.get("maxLength", math.inf)
@@ -75,7 +76,7 @@ def lowered_string(flat: Flat, alphabet: Alphabet) -> Text | None:
         return None
     patterns, path = flat.get("pattern", ()), flat["path"]
     # A single one is of the whole text, also without anchors: answers are some of those that match.
-    is_whole = len(patterns) == 1 and patterns[0][1] and flat.get("format") not in FORMATS
+    is_whole &= len(patterns) == 1 and patterns[0][1] and flat.get("format") not in FORMATS
     parts = [Clause(pattern, is_there, is_whole) for pattern, is_there in patterns]
     form = flat.get("format")
     if form in ("idn-email", "idn-hostname"):  # of which ASCII would be next to nothing
@@ -83,10 +84,10 @@ def lowered_string(flat: Flat, alphabet: Alphabet) -> Text | None:
     if form in FORMATS:
         is_short = form == "uri" and not patterns and (fewest, most) != (0, math.inf)
         parts.insert(0, Clause(SHORT_URI if is_short else FORMATS[form]))
-    if not parts:
-        return Text(None, fewest or None, int(most) if most < math.inf else None)
-    spelled = held(parts, alphabet, fewest, most)
+    if not parts and (fewest, most) == (0, math.inf):
+        return Text()
+    spelled = held(parts or [Clause(ANYTHING)], alphabet, fewest, most)
     if spelled is None:
         keyword = "format" if "format" in flat else "pattern"
-        refuse(keyword, path, "beside what else is asked answers cannot be held to it")
+        refuse(keyword, path, "beside what else is asked no text that can be written is of it")
     return Text(spelled)

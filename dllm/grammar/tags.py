@@ -7,7 +7,8 @@ from typing import Any
 
 from dllm.grammar.gemma_arguments import QUOTE, UNREAD, Writer
 from dllm.grammar.lowering import NO_MARKS, lower
-from dllm.grammar.patterns import IN_GEMMA, TEXT, Clause, held
+from dllm.grammar.pattern_edges import held
+from dllm.grammar.patterns import IN_GEMMA, TEXT, Clause, refusal
 from dllm.grammar.refusals import Unsupported
 
 # Where a structural tag has texts, in either of xgrammar's forms, and where it has schemas.
@@ -76,5 +77,6 @@ def _gemma_arguments(written: str) -> str:
 def _spelled(pattern: str) -> str:
     """What `rules` reads as a pattern, where xgrammar writes a text as it is."""
     found = held([Clause(pattern)], TEXT)
-    assert found is not None, "a single pattern can be held to"
+    if found is None:
+        raise refusal(pattern, "has no text")
     return found

@@ -304,11 +304,41 @@ def are_accepted(schema, texts) -> list[bool]:
             ['["a", "b"]', "[1]"],
             ["[]", '["a", 1]'],
         ),
+        # oneOf: texts without a common one.
+        (
+            {
+                "oneOf": [
+                    TEXT | {"pattern": "^[ab]{2}$"},
+                    TEXT | {"pattern": "^-+$", "maxLength": 9},
+                ]
+            },
+            ['"ab"', '"--"'],
+            ['"c"', '"a-"'],
+        ),
+        (
+            {"oneOf": [object_of("i", i=TEXT | {"pattern": f"^{x}/.+@"}) for x in ("a", "[bc]")]},
+            ['{"i": "a/x@"}', '{"i": "c/x@"}'],
+            ['{"i": "d/x@"}', "{}"],
+        ),
         # oneOf: the values of one are of another one, too.
         (
             {"oneOf": [object_of("a", a=TEXT), {"properties": {"a": TEXT}}, {"type": "null"}]},
             ["{}"],
             ['{"a": "x"}', "null"],
+        ),
+        # Names: of propertyNames, and of one pattern or of none.
+        (
+            {"type": "object", "propertyNames": {"anyOf": [{"maxLength": 1}, {"pattern": "^ab"}]}}
+            | {"patternProperties": {"^a": TEXT}, "additionalProperties": WHOLE},
+            ['{"a": "x", "b": 1}', '{"abc": "x"}', "{}"],
+            ['{"ac": "x"}', '{"b": "x"}', '{"bb": 1}', '{"a": 1}'],
+        ),
+        (
+            object_of(a=TEXT)
+            | {"propertyNames": {"pattern": "^[ab]+$"}}
+            | {"additionalProperties": WHOLE},
+            ['{"a": "x", "ab": 1}', '{"b": 1}'],
+            ['{"a": 1}', '{"c": 1}'],
         ),
         # Bounds beyond 64 bits: integers of 64 bits.
         (
@@ -359,7 +389,7 @@ def test_what_is_asked_is_held(schema, accepted, rejected):
         ({"$ref": "http://elsewhere/schema"}, "$ref", "#"),
         ({"allOf": [{"$ref": "#"}]}, "$ref", "#"),
         (
-            {"patternProperties": {"^a": TEXT}, "propertyNames": {"maxLength": 3}}
+            {"patternProperties": {"^a": TEXT}, "allOf": [{"additionalProperties": WHOLE}]}
             | {"type": "object"},
             "patternProperties",
             "#",

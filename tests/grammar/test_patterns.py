@@ -9,7 +9,8 @@ import re
 import pytest
 
 from dllm.grammar.automaton import DEAD, Automaton
-from dllm.grammar.patterns import IN_GEMMA, IN_JSON, TEXT, Clause, exactly, held, is_found
+from dllm.grammar.pattern_edges import held
+from dllm.grammar.patterns import IN_GEMMA, IN_JSON, TEXT, Clause, exactly, is_found
 from dllm.grammar.refusals import Unsupported
 from tests.support.grammars import read
 
@@ -73,8 +74,7 @@ def test_a_class_has_its_characters_in_each_alphabet(part):
     if left := wanted - {"<"}:
         assert as_text(part, alphabet=IN_GEMMA) == left
     else:
-        with pytest.raises(Unsupported, match="no text"):
-            held([Clause(part)], IN_GEMMA)
+        assert held([Clause(part)], IN_GEMMA) is None
 
 
 def drawn(draws: random.Random, depth: int = 0) -> str:
@@ -120,15 +120,31 @@ def test_a_pattern_is_found_as_in_javascript(pattern, text, is_there):
 @pytest.mark.parametrize(
     "pattern",
     [
-        *("a^b", "a$b", r"\bword", "(?i)a", "(?i:a)", "(?<!a)b", "(?=a)", "(?!no)a", r"a\Z"),
+        *("a^b", "a$b", r"\bword", "(?i)a", "(?i:a)", "(?<!a)b", "a(?=b)", "a(?!b)", r"a\Z"),
         *(r"\Aa", r"\\\b", r"(a)\1", "a++", "(?>a)", "[a", "[.*", "a{,3}", r"\p{L}", "a\\", "("),
-        *("[z-a]", "[^]a^b]", "(" * 5000, "[]"),
+        *("[z-a]", "[^]a^b]", "(" * 5000),
     ],
     ids=lambda value: value[:10],
 )
 def test_what_is_no_regular_language_or_unclear_is_refused(pattern):
     with pytest.raises(Unsupported, match="pattern"):
         as_text(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("^(?!ab)[ab]*$", {"", "a", "b"}),
+        ("^(?=.*b)(?!.*c)a?.?$", {"ab", "b"}),
+        ("^(?!ab$|b)", {"", "a", "ac", "aba", "abab"}),
+        ("(?!.*c)^a", {"a"}),
+    ],
+)
+def test_what_is_looked_for_where_a_text_begins_is_held(pattern, texts):
+    tried = ["", "a", "ab", "ac", "aba", "abab", "b"]
+    assert as_json(pattern, tried) == as_text(pattern, tried) == texts
+    parts = [Clause(pattern, is_there=False, is_whole=False)]
+    assert as_json(parts, tried) == {text for text in tried if not is_found(pattern, text)}
 
 
 @pytest.mark.parametrize(
@@ -165,12 +181,13 @@ def test_two_patterns_are_held_at_once(pattern, also, texts):
     assert as_json([Clause(also), absent], tried) == as_json(also, tried) - texts
 
 
-def test_lengths_that_cannot_be_held_are_told():
+def test_texts_that_there_are_not_are_told():
     for pattern, alphabet, *lengths in [
-        *(("^ab|c$", IN_GEMMA, 2), ("^(?:ab)+$", IN_GEMMA, 3)),
-        *(("^a{3}$", IN_JSON, 4), ("^a{3}$", IN_JSON, 0, 2)),
+        *(("^ab|c$", IN_GEMMA, 3), ("^(?:ab)+$", IN_GEMMA, 3, 3), ("<", IN_GEMMA), ("[]", TEXT)),
+        *(("^a{3}$", IN_JSON, 4), ("^a{3}$", IN_JSON, 0, 2), ("^(?!a)a", IN_JSON)),
     ]:
         assert held([Clause(pattern)], alphabet, *lengths) is None
+    assert held([Clause("^(?:ab)+$")], IN_GEMMA, 3)
 
 
 @pytest.mark.parametrize(
