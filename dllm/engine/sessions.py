@@ -20,3 +20,7 @@ class SessionScheduler(Scheduler):
         session.num_computed_tokens = kept
         super()._update_request_as_session(session, update)
         session.num_computed_tokens = num_computed - num_computed % self._block_length
+        if not session.num_computed_tokens:
+            # vLLM takes such a request for one that has neither pages nor a place in the worker.
+            self._free_request_blocks(session)
+            self.reset_preempted_req_ids.add(session.request_id)

@@ -10,24 +10,29 @@ from tests.support.engine_models import Model
 TURNS = [(10, 0.75), (7, 1.5), (21, 2)]
 
 
-def ask(engine: Engine, name: str, piece: list[int], params: SamplingParams) -> None:
+def ask(
+    engine: Engine, name: str, piece: list[int], params: SamplingParams, resumable: bool = True
+) -> None:
     """Send a piece to the engine core, as vLLM's `AsyncLLM` does for a generator of pieces."""
     core = engine.llm.llm_engine
     request = core.input_processor.process_inputs(
-        name, {"prompt_token_ids": piece}, params, supported_tasks=("generate",), resumable=True
+        name, {"prompt_token_ids": piece}, params, ("generate",), resumable=resumable
     )
     request.external_req_id = name
     core.engine_core.add_request(request)
 
 
-def answers(engine: Engine, names: list[str]) -> dict[str, list[int]]:
-    """The tokens of a turn, by session."""
+def answers(engine: Engine, names: list[str], is_last: bool = False) -> dict[str, list[int]]:
+    """The tokens of a turn, by session. Behind the last turn, a session leaves its place."""
+    core = engine.llm.llm_engine.engine_core
     tokens: dict[str, list[int]] = {name: [] for name in names}
     waiting = {*names}
     for _ in range(500):
-        for output in engine.llm.llm_engine.engine_core.get_output().outputs:
+        for output in core.get_output().outputs:
             tokens[output.request_id] += output.new_token_ids
-            waiting -= {output.request_id} if output.finish_reason is not None else set()
+            if output.finish_reason is not None:
+                waiting.remove(output.request_id)
+                core.abort_requests([output.request_id] if is_last else [])
         if not waiting:
             return tokens
     raise AssertionError(f"{waiting} did not answer")
@@ -49,3 +54,22 @@ def test_a_piece_is_answered_as_the_whole_text(model: Model, is_async: bool) -> 
         texts = {name: text + given[name] for name, text in texts.items()}
     engine.llm.llm_engine.engine_core.abort_requests(list(texts))
     assert not engine.scheduler.requests
+
+
+def test_without_a_whole_block_a_session_waits_like_a_new_request(of_blocks, is_async):
+    """Behind others, for a place; and what it says then, others may have said before."""
+    engine, params = of_blocks.engine(is_async, max_num_seqs=2), of_blocks.params(0.25)
+    firsts, piece = [[5, 6], [7, 8]], prompt(2 * of_blocks.size)
+    begun = engine.generate(firsts, params)
+    texts = [(a + b)[:-1] + piece for a, b in zip(firsts, begun, strict=True)]
+    whole = engine.generate(texts, params)
+
+    names, others = ["a", "b"], ["c", "d"]
+    for name, text in zip(names, firsts, strict=True):
+        ask(engine, name, text, params)
+    for name, text in zip(others, texts, strict=True):
+        ask(engine, name, text, params, resumable=False)
+    assert [*answers(engine, names).values()] == begun
+    for name in names:
+        ask(engine, name, piece, params)
+    assert [*answers(engine, names + others, is_last=True).values()] == whole * 2
