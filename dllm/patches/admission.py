@@ -159,6 +159,15 @@ def _check_grammar(params: Any, tokenizer: Any) -> None:
     spec_of(params.structured_outputs, is_compact=False)
 
 
+def refuse_grammar_of_piece(processor: TargetInputs, params: Any) -> None:
+    """Of streamed input: vLLM keeps the grammar of the first piece, and compiles none of ours."""
+    if isinstance(processor, CanvasInputs) and has_structured_outputs(params):
+        refuse(
+            "structured_outputs",
+            "Structured outputs are not served with streamed input. Send the whole text.",
+        )
+
+
 def _check_length_of_words(processor: Any, params: Any) -> None:
     if params.bad_words and processor.tokenizer is not None:
         num_chars = sum(len(word) for word in params.bad_words)

@@ -17,7 +17,7 @@ from dllm.api import fill
 from dllm.api.engine_requests import in_turn
 from dllm.api.http_request import current
 from dllm.models import settings_of
-from dllm.patches.admission import prepare
+from dllm.patches.admission import prepare, refuse_grammar_of_piece
 from dllm.patches.grammars import needs_table, serialized_grammar, wait_before_the_stream
 from dllm.patches.metrics import CountingLoggers
 from dllm.patches.served import Part
@@ -37,7 +37,7 @@ class PreparingLLM(AsyncLLM):
         """vLLM's is a generator, and checks when the first item is taken from it."""
         params = prepare(self.input_processor, prompt, sampling_params)
         if isinstance(prompt, AsyncGenerator):
-            prompt = _prepared_pieces(self.input_processor, prompt)
+            prompt = _prepared_pieces(self.input_processor, params, prompt)
         return self._started(prompt, sampling_params, params, request_id, *args, **kwargs)
 
     def _started(self, prompt: Any, asked: Any, prepared: Any, *args: Any, **options: Any) -> Any:
@@ -79,11 +79,12 @@ class CanvasLLM(PreparingLLM):
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
 
-async def _prepared_pieces(processor: Any, pieces: AsyncGenerator[Any, None]) -> Any:
-    """Each piece of a prompt may have parameters of its own."""
+async def _prepared_pieces(processor: Any, params: Any, pieces: AsyncGenerator[Any, None]) -> Any:
+    """Each piece of a prompt may have parameters of its own in place of ``params``."""
     async with aclosing(pieces):
         async for piece in pieces:
             own = piece.sampling_params
+            refuse_grammar_of_piece(processor, own or params)
             yield replace(piece, sampling_params=own and prepare(processor, piece.prompt, own))
 
 

@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.registry import MultiModalRegistry
-from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -122,19 +122,33 @@ def test_parameters_are_checked_for_each_request(processor):
     params = SamplingParams(max_tokens=8)
     prepare(processor, PROMPT, params)
     params.extra_args = {"diffusion_max_steps": 0}
+    for again in (prepare, lambda *piece: in_pieces(*piece, SamplingParams())):
+        with pytest.raises(VLLMValidationError) as refusal:
+            again(processor, PROMPT, params)
+        assert refusal.value.parameter == "diffusion_max_steps"
+
+
+def in_pieces(processor: Any, prompt: Any, own: SamplingParams | None, first: Any) -> None:
+    """Prepare a piece without parameters, and one that has its ``own``."""
 
     async def pieces() -> AsyncGenerator[StreamingInput, None]:
-        yield StreamingInput(PROMPT)
-        yield StreamingInput(PROMPT, params)
+        yield StreamingInput(prompt)
+        yield StreamingInput(prompt, own)
 
     async def all_pieces() -> None:
-        async for _ in _prepared_pieces(processor, pieces()):
+        async for _ in _prepared_pieces(processor, first, pieces()):
             pass
 
-    for again in (lambda: prepare(processor, PROMPT, params), lambda: asyncio.run(all_pieces())):
+    asyncio.run(all_pieces())
+
+
+def test_a_piece_of_a_prompt_has_no_grammar(processor):
+    """vLLM would keep that of the first piece."""
+    grammar = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    for first, own in ((SamplingParams(), grammar), (grammar, None)):
         with pytest.raises(VLLMValidationError) as refusal:
-            again()
-        assert refusal.value.parameter == "diffusion_max_steps"
+            in_pieces(processor, PROMPT, own, first)
+        assert refusal.value.parameter == "structured_outputs"
 
 
 def test_a_search_with_beams_is_refused_offline(processor):
