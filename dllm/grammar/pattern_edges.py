@@ -210,7 +210,7 @@ CUTS = (0, 0x5C, 0x5D, 0x75, 0x76, 0x80, 0xC0, 256)
 
 
 class Texts:
-    """The texts that are held to several parts, or to a length; in ``most_states``.
+    """The texts that are held to several parts, or to a length; one is enough in ``most_states``.
 
     Attributes:
         edges: of each state (low, high, target); 0 is the start.
@@ -227,6 +227,8 @@ class Texts:
         self.ends: list[int] = []
         todo = [*numbers]
         for state, length in todo:  # which grows
+            if self.ends and most_states < math.inf:  # there is one
+                break
             if len(todo) > most_states:
                 raise refusal(asked.parts[-1].pattern, "has too many states")
             edges = []
