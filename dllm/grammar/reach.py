@@ -25,8 +25,7 @@ FEWEST_STATES = 64  # of the kept levels: in fewer may be nothing but an empty l
 UNROLLED = 2048  # states with which there may be more of them; four times as many up to
 ENOUGH_LEVELS = 4  # levels: in JSON, an object within an object is two
 AT_ONCE = 4096  # states whose pairs are looked up
-ROUNDS, MOST_COUNTS = 16, 64  # between two counts of what they tell apart; of these counts
-MIXING, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+MIXING, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint8(32)
 NEVER = 1 << 30  # steps to the end of the text from a state that has none
 
 
@@ -85,10 +84,15 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
     number, least = 1, min(FEWEST_STATES, most_states // 2)
     if is_whole and size(len(levels)) <= most_states:
         number, least = len(levels), 0
-    while number < len(levels) and (
-        size(number + 1) <= min(most_states, _room(number + 1)) or size(number) < least
-    ):
-        number += 1
+    step = 1
+    while step:
+        more = min(number + step, len(levels))
+        if number < more and (
+            size(more) <= min(most_states, _room(more)) or size(number) < least
+        ):
+            number, step = more, max(1, more // 8)
+        else:
+            step //= 2
     if not levels or not least <= size(number) <= most_states:
         raise TooManyStates(most_states)
     return replace(of_levels(number), rows=of_levels(number).rows.astype(np.int16))
@@ -131,11 +135,7 @@ def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
 
 
 def _merged(states: ByteTable) -> ByteTable:
-    """States with equal continuations as one; those of different circles stay apart.
-
-    In each round a state gets a number made of those of the states that it leads to (Moore 1956),
-    until the rounds tell no more states apart.
-    """
+    """States with equal continuations as one; those of different circles stay apart."""
     rows, num_states = states.rows, len(states.rows)
     drawn = np.frombuffer(np.random.default_rng(0).bytes(8 * rows.shape[1]), dtype=np.uint64)
     found = []  # pairs of states, and a weight of the set of bytes that lead along each
@@ -146,22 +146,11 @@ def _merged(states: ByteTable) -> ByteTable:
         found.append((each, np.zeros(len(each), dtype=np.uint64)))
         np.add.at(found[-1][1], which, drawn[kind])
     pairs, weight = map(np.concatenate, zip(*found, strict=True))
-    source, first = np.unique(pairs // num_states, return_index=True)
-    target = pairs % num_states
-    own = (states.accepts + 2 * states.is_head + 4 * (states.circle + 1)).astype(np.uint64)
-    to_end = distances(pairs // num_states, target, states.accepts)  # which equal states share
-    own += to_end.astype(np.uint64) << SHIFT
-    number, kept, num_classes = own.copy(), own[:0], -1
-    for _ in range(MOST_COUNTS):  # then, in a chain of many states, they stay apart
-        if len(kept) == num_classes:
-            break
-        num_classes = len(kept)
-        for _ in range(ROUNDS):
-            total = own.copy()
-            total[source] += np.add.reduceat(weight * number[target], first)
-            total *= MIXING
-            number = total ^ (total >> SHIFT)
-        _, kept, class_of = np.unique(number, return_index=True, return_inverse=True)
+    source, target = np.divmod(pairs, num_states)
+    own = (states.accepts + 2 * states.is_head + 4 * (states.circle + 1)).astype(np.int64)
+    own += distances(source, target, states.accepts).astype(np.int64) << SHIFT  # equal ones share
+    class_of = coarsest(own, source, target, weight)
+    _, kept, class_of = np.unique(class_of, return_index=True, return_inverse=True)
     order = np.sort(kept)
     class_of = np.searchsorted(order, kept)[class_of]
     leads_to = np.append(class_of, DEAD).astype(np.int32)[rows]
@@ -172,13 +161,65 @@ def _merged(states: ByteTable) -> ByteTable:
     return replace(states, rows=leads_to[order], **parts)
 
 
+def coarsest(
+    own: np.ndarray, source: np.ndarray, target: np.ndarray, weight: np.ndarray
+) -> np.ndarray:
+    """``[S]``: the class of each state; no steps tell those of one class apart (Hopcroft 1971).
+
+    Args:
+        own: ``[S]``, what tells states apart before any step.
+        source: ``[E]``, ascending, where a step begins, and ``target`` where it leads.
+        weight: ``[E]`` uint64, a drawn number for each kind of step.
+    """
+    each = np.arange(len(own) + 1)
+    order = np.argsort(target, kind="stable")
+    before, bounds_before = source[order], np.searchsorted(target[order], each)
+    bounds = np.searchsorted(source, each)
+    class_of = np.unique(own, return_inverse=True)[1]
+    size = np.bincount(class_of, minlength=len(own))
+    todo = each[:-1]
+    while len(todo):
+        steps, which = _side_by_side(bounds, todo)
+        total = _mixed(class_of[todo])
+        np.add.at(total, which, weight[steps] * _mixed(class_of[target[steps]]))
+        _, first, group = np.unique(total, return_index=True, return_inverse=True)
+        old, count = class_of[todo[first]], np.bincount(group)
+        # The largest group keeps the number of its class, unless the others there lead to no
+        # state of a new number, so that nobody looked at them.
+        is_all = np.bincount(old, count, minlength=len(own)) == size
+        largest = np.lexsort((-count, old))
+        largest = largest[np.diff(old[largest], prepend=-1) > 0]
+        is_new = np.ones(len(old), dtype=bool)
+        is_new[largest] = ~is_all[old[largest]]
+        num_classes = np.count_nonzero(size)
+        number = np.where(is_new, num_classes + np.cumsum(is_new) - 1, old)
+        np.subtract.at(size, old[is_new], count[is_new])
+        size[number[is_new]] = count[is_new]
+        moved = is_new[group]
+        class_of[todo[moved]] = number[group[moved]]
+        todo = np.unique(before[_side_by_side(bounds_before, todo[moved])[0]])
+    return class_of
+
+
+def _mixed(number: np.ndarray) -> np.ndarray:
+    found = (number.astype(np.uint64) + np.uint64(1)) * MIXING
+    return found ^ (found >> SHIFT)
+
+
+def _side_by_side(bounds: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the numbers from ``bounds[i]`` to ``bounds[i + 1]`` for each i; which i each is of)."""
+    size = bounds[at + 1] - bounds[at]
+    which = np.repeat(np.arange(len(at)), size)
+    return np.arange(len(which)) + (bounds[at + 1] - np.cumsum(size))[which], which
+
+
 def _by_level(automaton: Automaton, most_states: int) -> tuple[list[list[int]], bool]:
     """(the states of each level, as many levels as fit; whether these are all)."""
     waiting: dict[int, list[int]] = {0: [START]}  # by open recursive calls
     levels: list[list[int]] = []
     seen: set[int] = set()
     while waiting:
-        if len(levels) > 1:
+        if len(levels) > 1 and len(seen) > FEWEST_STATES:
             most_states = min(most_states, 2 * _room(len(levels) + 1))
         calls = min(waiting)
         todo = deque(state for state in dict.fromkeys(waiting.pop(calls)) if state not in seen)

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from dllm.grammar import reach
 from dllm.grammar import table as tables
 from dllm.grammar.automaton import DEAD, START
 from dllm.grammar.reach import NEVER, TooManyStates, nearest
@@ -63,11 +64,14 @@ def tagged(*tags):
     return json.dumps({"anyOf": each})
 
 
-@pytest.mark.parametrize("text", [tagged(1, 2), tagged(1, None, True)])
+LONG = json.dumps({"type": "array", "items": {"enum": ["ab", "cb"]}, "maxItems": 300})
+
+
+@pytest.mark.parametrize("text", [tagged(1, 2), tagged(1, None, True), LONG])
 def test_states_with_equal_continuations_are_one(text):
     """What is counted stays apart."""
     made, _ = automaton("json", text)
-    merged, whole = nearest(made, 300), nearest(made, 300, is_merged=False)
+    merged, whole = nearest(made, 8000), nearest(made, 8000, is_merged=False)
     assert len(merged.rows) < len(whole.rows)
     pairs, todo = {(0, 0)}, [(0, 0)]  # that one text leads to
     while todo:
@@ -135,6 +139,17 @@ def test_levels_in_which_next_to_nothing_fits_are_refused():
     assert is_held(build(made, most_states=200), '[{"name": ""}]')
     with pytest.raises(TooManyStates):
         build(made, most_states=20)
+
+
+def test_where_the_first_text_ends_deep_inside_there_is_room_for_it(monkeypatch):
+    monkeypatch.setattr(reach, "UNROLLED", 16)
+    names = [f"{number * 7919 % 65536:016b}" for number in range(40)]
+    text = {"anyOf": [{"$ref": "#"}, {"enum": names}]}
+    for name in "ab":
+        inner = {"type": "array", "items": text, "minItems": 1} if name == "a" else text
+        text = {"type": "object", "properties": {name: inner}, "required": [name]}
+    made, _ = automaton("json", json.dumps(text))
+    assert is_held(build(made), json.dumps({"b": {"a": names}}))
 
 
 def is_held(found: Table, text: str) -> bool:
