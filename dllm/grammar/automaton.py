@@ -34,11 +34,11 @@ class Automaton:
     """The states that were asked for so far.
 
     Args:
-        serialized: of ``Rules``.
+        serialized, is_merged: of ``Rules``.
     """
 
-    def __init__(self, serialized: str) -> None:
-        rules = Rules(serialized)
+    def __init__(self, serialized: str, is_merged: bool = True) -> None:
+        rules = Rules(serialized, is_merged)
         self._edges, self._repeats = rules.edges, rules.repeats
         self._rule_starts, self._rule_ends = rules.starts, rules.ends
         self._recursive_returns, self._firsts = rules.recursive_returns, rules.firsts

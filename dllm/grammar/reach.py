@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START, Automaton
+from dllm.grammar.classes import SHIFT, coarsest
 from dllm.grammar.refusals import Unsupported
 
 LOOKED_AT = 3  # times as many states, of which equal ones become one
@@ -25,7 +26,6 @@ FEWEST_STATES = 64  # of the kept levels: in fewer may be nothing but an empty l
 UNROLLED = 2048  # states with which there may be more of them; four times as many up to
 ENOUGH_LEVELS = 4  # levels: in JSON, an object within an object is two
 AT_ONCE = 4096  # states whose pairs are looked up
-MIXING, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint8(32)
 NEVER = 1 << 30  # steps to the end of the text from a state that has none
 
 
@@ -87,9 +87,7 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
     step = 1
     while step:
         more = min(number + step, len(levels))
-        if number < more and (
-            size(more) <= min(most_states, _room(more)) or size(number) < least
-        ):
+        if number < more and (size(more) <= min(most_states, _room(more)) or size(number) < least):
             number, step = more, max(1, more // 8)
         else:
             step //= 2
@@ -159,58 +157,6 @@ def _merged(states: ByteTable) -> ByteTable:
         return states
     parts = {name: getattr(states, name)[order] for name in ("accepts", "circle", "is_head")}
     return replace(states, rows=leads_to[order], **parts)
-
-
-def coarsest(
-    own: np.ndarray, source: np.ndarray, target: np.ndarray, weight: np.ndarray
-) -> np.ndarray:
-    """``[S]``: the class of each state; no steps tell those of one class apart (Hopcroft 1971).
-
-    Args:
-        own: ``[S]``, what tells states apart before any step.
-        source: ``[E]``, ascending, where a step begins, and ``target`` where it leads.
-        weight: ``[E]`` uint64, a drawn number for each kind of step.
-    """
-    each = np.arange(len(own) + 1)
-    order = np.argsort(target, kind="stable")
-    before, bounds_before = source[order], np.searchsorted(target[order], each)
-    bounds = np.searchsorted(source, each)
-    class_of = np.unique(own, return_inverse=True)[1]
-    size = np.bincount(class_of, minlength=len(own))
-    todo = each[:-1]
-    while len(todo):
-        steps, which = _side_by_side(bounds, todo)
-        total = _mixed(class_of[todo])
-        np.add.at(total, which, weight[steps] * _mixed(class_of[target[steps]]))
-        _, first, group = np.unique(total, return_index=True, return_inverse=True)
-        old, count = class_of[todo[first]], np.bincount(group)
-        # The largest group keeps the number of its class, unless the others there lead to no
-        # state of a new number, so that nobody looked at them.
-        is_all = np.bincount(old, count, minlength=len(own)) == size
-        largest = np.lexsort((-count, old))
-        largest = largest[np.diff(old[largest], prepend=-1) > 0]
-        is_new = np.ones(len(old), dtype=bool)
-        is_new[largest] = ~is_all[old[largest]]
-        num_classes = np.count_nonzero(size)
-        number = np.where(is_new, num_classes + np.cumsum(is_new) - 1, old)
-        np.subtract.at(size, old[is_new], count[is_new])
-        size[number[is_new]] = count[is_new]
-        moved = is_new[group]
-        class_of[todo[moved]] = number[group[moved]]
-        todo = np.unique(before[_side_by_side(bounds_before, todo[moved])[0]])
-    return class_of
-
-
-def _mixed(number: np.ndarray) -> np.ndarray:
-    found = (number.astype(np.uint64) + np.uint64(1)) * MIXING
-    return found ^ (found >> SHIFT)
-
-
-def _side_by_side(bounds: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the numbers from ``bounds[i]`` to ``bounds[i + 1]`` for each i; which i each is of)."""
-    size = bounds[at + 1] - bounds[at]
-    which = np.repeat(np.arange(len(at)), size)
-    return np.arange(len(which)) + (bounds[at + 1] - np.cumsum(size))[which], which
 
 
 def _by_level(automaton: Automaton, most_states: int) -> tuple[list[list[int]], bool]:

@@ -6,10 +6,13 @@ Compiled, each rule repeats the whole grammar: that takes memory by the square o
 import itertools
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import networkx
+import numpy as np
 
 from dllm.grammar.characters import others
+from dllm.grammar.classes import coarsest
 from dllm.grammar.pattern_edges import EPSILON, Build, Edges, Texts, later
 from dllm.grammar.patterns import HELD, read_held
 from dllm.grammar.refusals import Unsupported
@@ -26,6 +29,7 @@ class Rules(Edges):
 
     Args:
         serialized: of xgrammar's ``Grammar.serialize_json()``.
+        is_merged: states that read the same are one.
 
     Attributes:
         edges: of each state, [low, high, target]: a range of bytes; or, with RULE or REPEAT
@@ -41,7 +45,7 @@ class Rules(Edges):
             too, because rules that are no part of a recursion end in the same states.
     """
 
-    def __init__(self, serialized: str) -> None:
+    def __init__(self, serialized: str, is_merged: bool = True) -> None:
         super().__init__()
         grammar = json.loads(serialized)
         if grammar["__VERSION__"] != FORM:
@@ -62,11 +66,61 @@ class Rules(Edges):
             self._rule(start, later(self._add, body))
         self.root = grammar["root_rule_id"]
         self.recursive_returns = self._returns_of_recursion()
+        if is_merged:
+            self._merge()
         self.firsts = {
             name: self.inside([self.starts[rule]])
             for name, (rule, fewest, most) in self.repeats.items()
             if most - fewest > MOST_UNROLLED and self._is_simple(rule)
         }
+
+    def _merge(self) -> None:
+        """Take states that read the same as one: a schema says much twice."""
+        class_of, kept = np.unique(self._classes(), return_inverse=True, return_index=True)[2:0:-1]
+        number: list[int] = class_of.tolist()
+        self.starts = [number[at] for at in self.starts]
+        self.ends = {number[at] for at in self.ends}
+        rule_of = {at: rule for rule, at in enumerate(self.starts)}
+        rules = [rule_of[at] for at in self.starts]
+        deeper = {name for _, name in self.recursive_returns}
+        repeats: dict[tuple[int, int, int, bool], int] = {}
+        names: dict[int | None, Any] = {None: None}
+        for name, (rule, fewest, most) in self.repeats.items():
+            key = rules[rule], fewest, most, name in deeper
+            names[name] = repeats.setdefault(key, len(repeats))
+        self.repeats = {name: key[:3] for key, name in repeats.items()}
+        self.recursive_returns = {(number[at], names[name]) for at, name in self.recursive_returns}
+        inner: dict[int, Any] = {RULE: rules, REPEAT: names}
+        edges = [self.edges[at] for at in kept.tolist()]
+        for at, old in enumerate(edges):
+            new = [
+                (low, inner[low][one] if low in inner else one, number[to]) for low, one, to in old
+            ]
+            edges[at] = [*map(list, dict.fromkeys(new))]
+        self.edges = edges
+
+    def _classes(self) -> np.ndarray:
+        """The class of each state (`coarsest`).
+
+        Those behind calls that count as levels of recursion stay apart from others.
+        """
+        kinds: dict[tuple[int, ...], int] = {}
+        returns = {at for at, name in self.recursive_returns if name is None}
+        own = [-1 - 2 * (at in self.ends) - (at in returns) for at in range(len(self.edges))]
+        steps = []
+        for at, edges in enumerate(self.edges):
+            for low, high, to in edges:
+                if low in (RULE, REPEAT):  # a state of its own, before the rule and what follows
+                    rule, *limits = self.repeats[high] if low == REPEAT else (high,)
+                    which = low, *limits, (to, high) in self.recursive_returns
+                    call = len(own)
+                    own.append(kinds.setdefault(which, len(kinds)))
+                    steps += [(at, 0, call), (call, 1, self.starts[rule]), (call, 2, to)]
+                else:
+                    steps.append((at, 3 + kinds.setdefault((low, high), len(kinds)), to))
+        source, kind, target = np.array(sorted(steps), dtype=np.int64).reshape(-1, 3).T
+        drawn = np.random.default_rng(0).integers(1 << 63, size=len(kinds) + 3, dtype=np.uint64)
+        return coarsest(np.array(own), source, target, drawn[kind])[: len(self.edges)]
 
     def _rule(self, start: int, build: Build) -> None:
         end = self.state()

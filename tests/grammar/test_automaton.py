@@ -7,6 +7,7 @@ import pytest
 import xgrammar
 
 from dllm.grammar.automaton import DEAD, START, Automaton
+from dllm.grammar.reach import nearest
 from dllm.grammar.refusals import Unsupported
 from tests.support.grammars import GRAMMARS, automaton, of_schema, random_schema, table
 
@@ -83,6 +84,20 @@ def test_equal_continuations_are_one_state():
     assert first == second != DEAD
     assert made.read(START, b"[a") != first
     assert made.read(START, b"[a]]") == DEAD
+
+
+def test_what_is_written_twice_is_read_once():
+    """Behind what tells alternatives apart; the states are those before equal ones are merged."""
+
+    def num_states(*tags: str) -> int:
+        each = [
+            {"properties": {"k": {"const": tag}, "v": {"format": "date", "type": "string"}}}
+            for tag in tags
+        ]
+        made, _ = of_schema(json.dumps({"anyOf": [one | {"required": ["k", "v"]} for one in each]}))
+        return len(nearest(made, 1000, is_merged=False).rows)
+
+    assert num_states("a", "b") < num_states("a") + 10
 
 
 @pytest.mark.parametrize(

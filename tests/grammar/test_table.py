@@ -9,7 +9,8 @@ import pytest
 
 from dllm.grammar import reach
 from dllm.grammar import table as tables
-from dllm.grammar.automaton import DEAD, START
+from dllm.grammar.automaton import DEAD, START, Automaton
+from dllm.grammar.children import grammar_of
 from dllm.grammar.reach import NEVER, TooManyStates, nearest
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import Table
@@ -70,7 +71,8 @@ LONG = json.dumps({"type": "array", "items": {"enum": ["ab", "cb"]}, "maxItems":
 @pytest.mark.parametrize("text", [tagged(1, 2), tagged(1, None, True), LONG])
 def test_states_with_equal_continuations_are_one(text):
     """What is counted stays apart."""
-    made, _ = automaton("json", text)
+    serialized = grammar_of("json", text, any_whitespace=False).serialize_json()
+    made = Automaton(serialized, is_merged=False)
     merged, whole = nearest(made, 8000), nearest(made, 8000, is_merged=False)
     assert len(merged.rows) < len(whole.rows)
     pairs, todo = {(0, 0)}, [(0, 0)]  # that one text leads to
