@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 import networkx
 import numpy as np
 
+from dllm.grammar.classes import side_by_side
 from dllm.grammar.pattern_edges import EPSILON
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.rules import REPEAT, RULE, Rules
 
 START, DEAD = 0, -1
 MOST_ITEMS = 200_000  # in one state, before it is called unbounded
-MOST_FORCED_CALLS = 16
 
 
 # What a rule returns to: an edge's target and the stack below, and for a repetition also which one
@@ -82,10 +82,7 @@ class Automaton:
         Args:
             numbers: of DEAD, and then of each state.
         """
-        bounds = np.array([self._range(state) for state in states])
-        sizes = bounds[:, 1] - bounds[:, 0]
-        ends = np.cumsum(sizes)
-        ranges = np.arange(ends[-1]) + np.repeat(bounds[:, 0] - ends + sizes, sizes)
+        ranges, _ = side_by_side(*np.array([self._range(state) for state in states]).T)
         first = np.frombuffer(self._first, dtype=np.uint8)[ranges]
         cuts, place = np.unique(first, return_inverse=True)
         widths = np.diff(place, append=0) % len(cuts)
@@ -178,23 +175,12 @@ class Automaton:
                 elif low == EPSILON:
                     reached.append((target, stack))
                 elif low == RULE:
-                    reached.append((self._rule_starts[high], self._call(target, stack)))
+                    reached.append((self._rule_starts[high], self._returning(target, stack)))
                 else:
                     reached += self._repeat(target, stack, high, 0)
             todo += [item for item in reached if item not in seen]
             seen.update(reached)
         return frozenset(kept)
-
-    def _call(self, target: int, stack: int) -> int:
-        # Where nothing can follow but a call, the stack is that inside of the call, so that stacks
-        # of equal continuations are more often equal. Left recursion would never end.
-        for _ in range(MOST_FORCED_CALLS):
-            edges = self._edges[target]
-            if target in self._rule_ends or len(edges) != 1 or edges[0][0] != RULE:
-                break
-            _, rule, behind = edges[0]
-            target, stack = self._rule_starts[rule], self._returning(behind, stack)
-        return self._returning(target, stack)
 
     def _returning(self, target: int, stack: int) -> int:
         # The last thing that a rule does: it returns to where its caller returns.

@@ -23,7 +23,7 @@ def coarsest(
     size = np.bincount(class_of, minlength=len(own))
     todo = each[:-1]
     while len(todo):
-        steps, which = _side_by_side(bounds, todo)
+        steps, which = side_by_side(bounds[todo], bounds[todo + 1])
         total = _mixed(class_of[todo])
         np.add.at(total, which, weight[steps] * _mixed(class_of[target[steps]]))
         _, first, group = np.unique(total, return_index=True, return_inverse=True)
@@ -39,9 +39,10 @@ def coarsest(
         number = np.where(is_new, num_classes + np.cumsum(is_new) - 1, old)
         np.subtract.at(size, old[is_new], count[is_new])
         size[number[is_new]] = count[is_new]
-        moved = is_new[group]
-        class_of[todo[moved]] = number[group[moved]]
-        todo = np.unique(before[_side_by_side(bounds_before, todo[moved])[0]])
+        class_of[todo] = number[group]
+        moved = todo[is_new[group]]
+        steps, _ = side_by_side(bounds_before[moved], bounds_before[moved + 1])
+        todo = np.unique(before[steps])
     return class_of
 
 
@@ -50,8 +51,7 @@ def _mixed(number: np.ndarray) -> np.ndarray:
     return found ^ (found >> SHIFT)
 
 
-def _side_by_side(bounds: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the numbers from ``bounds[i]`` to ``bounds[i + 1]`` for each i; which i each is of)."""
-    size = bounds[at + 1] - bounds[at]
-    which = np.repeat(np.arange(len(at)), size)
-    return np.arange(len(which)) + (bounds[at + 1] - np.cumsum(size))[which], which
+def side_by_side(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the numbers from each of ``low`` up to ``high``; which of them each belongs to)."""
+    which = np.repeat(np.arange(len(low)), high - low)
+    return np.arange(len(which)) + (high - np.cumsum(high - low))[which], which

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START, Automaton
-from dllm.grammar.classes import SHIFT, coarsest
+from dllm.grammar.classes import coarsest
 from dllm.grammar.refusals import Unsupported
 
 LOOKED_AT = 3  # times as many states, of which equal ones become one
@@ -110,11 +110,8 @@ def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
     columns.clear()  # as long as all rows
     rows, class_of = rows[:, np.unique(of_part, return_index=True)[1]], of_part[part_of]
     # What leads only to states that were left out is left out too.
-    ordered = np.sort(rows, axis=1)
-    is_new = ordered != DEAD
-    is_new[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
-    source, place = np.nonzero(is_new)
-    has_end = distances(source, ordered[source, place].astype(np.int64), accepts) < NEVER
+    source, target, _ = _steps(rows)
+    has_end = distances(source, target, accepts) < NEVER
     if not has_end[0]:
         raise Unsupported(
             f"The grammar allows no finite text, or none within {len(states)} states. Give another "
@@ -132,26 +129,28 @@ def _bytes_of(automaton: Automaton, states: list[int]) -> ByteTable:
     )
 
 
-def _merged(states: ByteTable) -> ByteTable:
-    """States with equal continuations as one; those of different circles stay apart."""
-    rows, num_states = states.rows, len(states.rows)
+def _steps(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(which states, ascending, lead; to which; a number of each set of bytes that does)."""
     drawn = np.frombuffer(np.random.default_rng(0).bytes(8 * rows.shape[1]), dtype=np.uint64)
-    found = []  # pairs of states, and a weight of the set of bytes that lead along each
-    for low in range(0, num_states, AT_ONCE):
+    found = []
+    for low in range(0, len(rows), AT_ONCE):
         source, kind = np.nonzero(rows[low : low + AT_ONCE] != DEAD)
         source += low
-        each, which = np.unique(source * num_states + rows[source, kind], return_inverse=True)
+        each, which = np.unique(source * len(rows) + rows[source, kind], return_inverse=True)
         found.append((each, np.zeros(len(each), dtype=np.uint64)))
         np.add.at(found[-1][1], which, drawn[kind])
     pairs, weight = map(np.concatenate, zip(*found, strict=True))
-    source, target = np.divmod(pairs, num_states)
-    own = (states.accepts + 2 * states.is_head + 4 * (states.circle + 1)).astype(np.int64)
-    own += distances(source, target, states.accepts).astype(np.int64) << SHIFT  # equal ones share
-    class_of = coarsest(own, source, target, weight)
+    return *np.divmod(pairs, len(rows)), weight
+
+
+def _merged(states: ByteTable) -> ByteTable:
+    """States with equal continuations as one; those of different circles stay apart."""
+    own = states.accepts + 2 * states.is_head + 4 * (states.circle + 1)
+    class_of = coarsest(own, *_steps(states.rows))
     _, kept, class_of = np.unique(class_of, return_index=True, return_inverse=True)
     order = np.sort(kept)
     class_of = np.searchsorted(order, kept)[class_of]
-    leads_to = np.append(class_of, DEAD).astype(np.int32)[rows]
+    leads_to = np.append(class_of, DEAD).astype(np.int32)[states.rows]
     is_same = (own == own[order][class_of]).all() and (leads_to == leads_to[order][class_of]).all()
     if not is_same:  # different states had one number
         return states

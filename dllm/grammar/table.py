@@ -203,16 +203,8 @@ def by_tokens(
         class_of_kind[one] = known = columns.setdefault(column.tobytes(), len(kept))
         if known == len(kept):
             kept.append(column)
-    if len(kept) > MOST_CLASSES:
-        raise Unsupported(
-            f"The grammar tells {len(kept):,} kinds of tokens apart; allowed: {MOST_CLASSES:,}. "
-            "Make it smaller: fewer choices and patterns."
-        )
-    if len(accepts) * len(kept) > MOST_CELLS:
-        raise Unsupported(
-            f"The grammar has {len(accepts)} states that tell {len(kept)} kinds of tokens apart; "
-            f"allowed: a product of {MOST_CELLS:,}. Make it smaller: fewer choices and patterns."
-        )
+    _check("kinds of tokens", len(kept), MOST_CLASSES)
+    _check("states times kinds of tokens", len(accepts) * len(kept), MOST_CELLS)
     following: np.ndarray = np.full((len(accepts), len(kept)), DEAD, dtype=np.int32)
     for one, (before, behind) in enumerate(kept):
         following[before, one] = behind
@@ -221,17 +213,18 @@ def by_tokens(
     left = distances(source, target, accepts)
     table = Table(class_of_kind[kind_of], following, accepts, left)
     edges = table.edges
-    for what, number, most in (
-        ("pairs of states, one behind the other", len(edges.source), MOST_EDGES),
-        ("sets of tokens that lead from state to state", len(edges.bounds) - 1, MOST_LABELS),
-        ("kinds of tokens in such sets", len(edges.members), MOST_MEMBERS),
-    ):
-        if number > most:
-            raise Unsupported(
-                f"The grammar has {number:,} {what}; allowed: {most:,}. Make it smaller: fewer "
-                "choices and patterns."
-            )
+    _check("pairs of states, one behind the other", len(edges.source), MOST_EDGES)
+    _check("sets of tokens that lead from state to state", len(edges.bounds) - 1, MOST_LABELS)
+    _check("kinds of tokens in such sets", len(edges.members), MOST_MEMBERS)
     return table
+
+
+def _check(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise Unsupported(
+            f"The grammar has {number:,} {what}; allowed: {most:,}. Make it smaller: fewer "
+            "choices and patterns."
+        )
 
 
 def _of_marks(states: ByteTable, words: Sequence[bytes]) -> tuple[ByteTable, list[np.ndarray]]:
