@@ -24,7 +24,6 @@ from dllm.grammar.alternatives import (
     Flat,
     bounds_of,
     has_no_number,
-    has_no_text,
     property_of,
 )
 from dllm.grammar.patterns import ANYTHING, IN_JSON, Alphabet, exactly
@@ -350,7 +349,7 @@ def _named(flat: Flat, alternatives: Alternatives, parts: list[tuple[str, bool]]
             texts = [name for name in names if _is_name(flat, name, alternatives)]
             one = {"path": one["path"], "pattern": ((exactly(texts), True),)}
         one = one | {"pattern": (*one.get("pattern", ()), *parts) or ((ANYTHING, True),)}
-        if "string" in one.get("type", TYPES) and not has_no_text(one):
+        if "string" in one.get("type", TYPES):
             named = lowered_string(one, IN_JSON, is_whole=not parts)
             found += [named.pattern] if named and named.pattern else []
     return found

@@ -2,7 +2,7 @@
 
 import math
 
-from dllm.grammar.alternatives import Flat
+from dllm.grammar.alternatives import Flat, has_no_text
 from dllm.grammar.nodes import Text
 from dllm.grammar.pattern_edges import held
 from dllm.grammar.patterns import ANYTHING, Alphabet, Clause
@@ -87,6 +87,8 @@ def lowered_string(flat: Flat, alphabet: Alphabet, is_whole: bool = True) -> Tex
     if not parts and (fewest, most) == (0, math.inf):
         return Text()
     spelled = held(parts or [Clause(ANYTHING)], alphabet, fewest, most)
+    if spelled is None and has_no_text(flat):
+        return None
     if spelled is None:
         keyword = "format" if "format" in flat else "pattern"
         refuse(keyword, path, "beside what else is asked no text that can be written is of it")

@@ -326,6 +326,8 @@ def are_accepted(schema, texts) -> list[bool]:
             ["{}"],
             ['{"a": "x"}', "null"],
         ),
+        # A property that no text can be is not written.
+        (object_of(a=TEXT | {"pattern": "^b", "not": {"pattern": "^b"}}), ["{}"], ['{"a": "b"}']),
         # Names: of propertyNames, and of one pattern or of none.
         (
             {"type": "object", "propertyNames": {"anyOf": [{"maxLength": 1}, {"pattern": "^ab"}]}}
@@ -415,7 +417,7 @@ def test_what_is_asked_is_held(schema, accepted, rejected):
         ({"enum": ["\ud800"]}, "enum", "#"),
         ({"type": "integer", "minimum": 1 << 70}, "minimum", "#"),
         ({"type": "object", "required": "abc"}, "required", "#"),
-        ({"type": "string", "pattern": "^a{5}$", "minLength": 7}, "pattern", "#"),
+        ({"type": "string", "pattern": "a{5}", "minLength": 7}, "pattern", "#"),
         ({"type": "text"}, "type", "#"),
         (object_of(a={"type": None}), "type", "#/properties/a"),
         ({"type": ["string", None]}, "type", "#"),
@@ -486,6 +488,7 @@ def test_notes_and_names_are_not_refused(schema):
         {"allOf": [TEXT, WHOLE]},
         object_of("a", a=False),
         {"type": "string", "minLength": 2, "maxLength": 1},
+        {"type": "string", "pattern": "^a{5}$", "minLength": 7},
         {"type": "number", "minimum": 5, "exclusiveMaximum": 5},
         {"type": "number", "minimum": 5, "exclusiveMinimum": 5, "maximum": 5},
     ],
