@@ -177,7 +177,7 @@ def check_disk(
     needed = TOKEN_BYTES * num_tokens + hidden + STATE_BYTES * num_params
     print(
         f"disk: at most {decimal(needed)}, of which hidden states {decimal(hidden)}; "
-        f"{len(prompts)} prompts, {num_params / 1e6:.2f}M parameters"
+        f"{num_params / 1e6:.2f}M parameters"
     )
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
