@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 
 from dllm.grammar.counts import COUNTED, nearest_counted
+from dllm.grammar.lowering import lower
 from dllm.grammar.table import MOST_STATES, Table, by_tokens
 from dllm.grammar.vocabulary import Vocabulary
 from tests.support.grammars import of_schema
@@ -18,7 +19,7 @@ CHARACTERS = ("a", "b", "abc", "x", "é", "日", '"', "\n", "\U0001f600", ",")
 
 
 def table_of(schema, most_states: int = MOST_STATES) -> Table:
-    made, _ = of_schema(json.dumps(schema))
+    made, _ = of_schema(json.dumps(lower(schema).schema()))
     return by_tokens(nearest_counted(made, most_states), VOCABULARY, most_states=most_states)
 
 
