@@ -12,6 +12,7 @@ import xgrammar
 
 from dllm.grammar import viterbi
 from dllm.grammar.automaton import DEAD
+from dllm.grammar.lowering import lower
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import OTHER_THAN_FIXED, STOPPED, Canvas, Path, budget_of
@@ -20,10 +21,10 @@ from tests.support.grammars import (
     PADDING,
     STOP,
     WORDS,
-    automaton,
     build,
     compiler,
     random_schema,
+    read,
     spelled,
     table,
 )
@@ -257,7 +258,7 @@ def test_random_schemas_are_complete_wherever_the_budget_allows_it():
         }
         compiled = compiler().compile_json_schema(json.dumps(schema), any_whitespace=False)
         try:
-            made, _ = automaton("json", json.dumps(schema))
+            made = read("json", json.dumps(lower(schema).schema()))
             found = build(made, most_states=rng.choice([300, 4096]))
         except Unsupported as reason:
             assert "states" in str(reason)
