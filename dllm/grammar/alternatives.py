@@ -229,7 +229,8 @@ class Alternatives:
         found: dict[str, Flat] = {}
         for flat in flats:
             if not self._is_empty(flat):
-                found.setdefault(_sense(flat), flat)
+                sense = canonical({key: value for key, value in flat.items() if key != "path"})
+                found.setdefault(sense, flat)
         return list(found.values())
 
     def _set_apart(
@@ -295,11 +296,6 @@ class Alternatives:
             types == {"object"}
             and any(self._have_none(property_of(flat, name)) for name in flat.get("required", ()))
         )
-
-
-def _sense(flat: Flat) -> str:
-    """A text that alternatives with the same values share, wherever they stand."""
-    return canonical({key: value for key, value in flat.items() if key != "path"})
 
 
 def _kind(value: Any) -> str:

@@ -191,17 +191,12 @@ class Written(Edges):
             one = part._replace(is_whole=part.is_whole and not self.ends)  # ahead of more
             self.ends[end := self.state()] = is_there
             self.tree(tree, one, alphabet, self.start, end)
-        self._closures: dict[frozenset[int], frozenset[int]] = {}
+        # The states that are reached without a byte.
+        self.closure = functools.cache(lambda states: frozenset(self.inside(states)))
 
     def may_end(self, states: frozenset[int]) -> bool:
         is_held = all((end in states) == is_there for end, is_there in self.ends.items())
         return self.is_absent != is_held
-
-    def closure(self, states: frozenset[int]) -> frozenset[int]:
-        """The states that are reached without a byte."""
-        if states not in self._closures:
-            self._closures[states] = frozenset(self.inside(states))
-        return self._closures[states]
 
 
 # Inside of a character: behind a backslash, and before so many hexadecimal digits.
@@ -220,7 +215,7 @@ class Texts:
     def __init__(self, asked: Held, most_states: float = math.inf) -> None:
         self._is_json = asked.alphabet.is_json
         self._parts = [Written(part, asked.alphabet) for part in asked.parts]
-        self._following: dict[Any, list[tuple[int, int, Any, bool]]] = {}
+        following = functools.cache(self._behind)
         sets = tuple(one.closure(frozenset([one.start])) for one in self._parts)
         numbers: dict[Any, int] = {((sets, PLAIN), 0): 0}
         self.edges: list[list[tuple[int, int, int]]] = []
@@ -232,7 +227,7 @@ class Texts:
             if len(todo) > most_states:
                 raise refusal(asked.parts[-1].pattern, "has too many states")
             edges = []
-            for low, high, target, is_new in self._behind(state):
+            for low, high, target, is_new in following(state):
                 read = length + is_new
                 if read > asked.most:
                     continue
@@ -247,27 +242,23 @@ class Texts:
 
     def _behind(self, state: Any) -> list[tuple[int, int, Any, bool]]:
         """(low, high, state behind these bytes, whether they begin a character)."""
-        if state not in self._following:
-            sets, mode = state
-            moves = [
-                [edge for at in some for edge in one.edges[at] if edge[0] >= 0]
-                for one, some in zip(self._parts, sets, strict=True)
-            ]
-            cuts = {cut for some in moves for low, high, _ in some for cut in (low, high + 1)}
-            found = []
-            for low, end in itertools.pairwise(sorted({*cuts, *CUTS})):
-                behind = tuple(
-                    one.closure(frozenset(to for a, b, to in some if a <= low <= b))
-                    for one, some in zip(self._parts, moves, strict=True)
-                )
-                if all(
-                    one.is_absent or some for one, some in zip(self._parts, behind, strict=True)
-                ):
-                    is_new = mode == PLAIN and not 0x80 <= low < 0xC0
-                    inside = _mode(mode, low) if self._is_json else PLAIN
-                    found.append((low, end - 1, (behind, inside), is_new))
-            self._following[state] = found
-        return self._following[state]
+        sets, mode = state
+        moves = [
+            [edge for at in some for edge in one.edges[at] if edge[0] >= 0]
+            for one, some in zip(self._parts, sets, strict=True)
+        ]
+        cuts = {cut for some in moves for low, high, _ in some for cut in (low, high + 1)}
+        found = []
+        for low, end in itertools.pairwise(sorted({*cuts, *CUTS})):
+            behind = tuple(
+                one.closure(frozenset(to for a, b, to in some if a <= low <= b))
+                for one, some in zip(self._parts, moves, strict=True)
+            )
+            if all(one.is_absent or some for one, some in zip(self._parts, behind, strict=True)):
+                is_new = mode == PLAIN and not 0x80 <= low < 0xC0
+                inside = _mode(mode, low) if self._is_json else PLAIN
+                found.append((low, end - 1, (behind, inside), is_new))
+        return found
 
 
 def _mode(mode: int, byte: int) -> int:

@@ -6,7 +6,6 @@ Compiled, each rule repeats the whole grammar: that takes memory by the square o
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import networkx
 import numpy as np
@@ -80,24 +79,10 @@ class Rules(Edges):
         number: list[int] = class_of.tolist()
         self.starts = [number[at] for at in self.starts]
         self.ends = {number[at] for at in self.ends}
-        rule_of = {at: rule for rule, at in enumerate(self.starts)}
-        rules = [rule_of[at] for at in self.starts]
-        deeper = {name for _, name in self.recursive_returns}
-        repeats: dict[tuple[int, int, int, bool], int] = {}
-        names: dict[int | None, Any] = {None: None}
-        for name, (rule, fewest, most) in self.repeats.items():
-            key = rules[rule], fewest, most, name in deeper
-            names[name] = repeats.setdefault(key, len(repeats))
-        self.repeats = {name: key[:3] for key, name in repeats.items()}
-        self.recursive_returns = {(number[at], names[name]) for at, name in self.recursive_returns}
-        inner: dict[int, Any] = {RULE: rules, REPEAT: names}
-        edges = [self.edges[at] for at in kept.tolist()]
-        for at, old in enumerate(edges):
-            new = [
-                (low, inner[low][one] if low in inner else one, number[to]) for low, one, to in old
-            ]
-            edges[at] = [*map(list, dict.fromkeys(new))]
-        self.edges = edges
+        self.recursive_returns = {(number[at], name) for at, name in self.recursive_returns}
+        for edge in itertools.chain(*self.edges):
+            edge[2] = number[edge[2]]
+        self.edges = [self.edges[at] for at in kept.tolist()]
 
     def _classes(self) -> np.ndarray:
         """The class of each state (`coarsest`).

@@ -72,8 +72,6 @@ def lowered_string(flat: Flat, alphabet: Alphabet, is_whole: bool = True) -> Tex
     fewest = max(math.ceil(flat.get("minLength", 0)), 0)
     most = flat.get("maxLength", math.inf)
     most = math.floor(most) if most < MOST_LENGTH else math.inf
-    if fewest > most:
-        return None
     patterns, path = flat.get("pattern", ()), flat["path"]
     # A single one is of the whole text, also without anchors: answers are some of those that match.
     is_whole &= len(patterns) == 1 and patterns[0][1] and flat.get("format") not in FORMATS
