@@ -245,9 +245,8 @@ class DeviceGrammars(CanvasGrammars):
         super()._put(slot, found)
         self._staged[slot] = found.state if found else 0
         # The scheduler lets in no more than there is room for.
-        needed = NOTHING
-        for grammar in self._grammars() if found else ():
-            needed = needed.plus(Sizes.of(grammar.canvas.table))
+        asked = self._grammars() if found else ()
+        needed = NOTHING.plus(*(Sizes.of(grammar.canvas.table) for grammar in asked))
         num_states = sum(len(one.grammar.canvas.table.accepts) for one in self.slots if one)
         if not needed.fits(self._capacity) or num_states > self._most_searched:
             super()._put(slot, None)

@@ -133,8 +133,7 @@ class Children:
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
                     process_group=0,
                 )
-            connection = Connection(os.dup(self._control.fileno()))
-            with connection:
+            with Connection(os.dup(self._control.fileno())) as connection:
                 connection.send_bytes(self._vocabulary.to_bytes())
             if not self._control.recv(1):
                 raise OSError("the process that compiles grammars does not start")
@@ -199,11 +198,7 @@ def _answer(vocabulary: Vocabulary, request: bytes) -> bytes:
 
 
 def table_of(
-    vocabulary: Vocabulary,
-    most_states: int,
-    absent: list[int],
-    marks: list[int],
-    **spec: Any,
+    vocabulary: Vocabulary, most_states: int, absent: list[int], marks: list[int], **spec: Any
 ) -> bytes:
     """The table of a grammar (``Table.to_bytes``), without texts that have ``absent`` tokens."""
     spec["text"] = lower_text(spec["kind"], spec["text"])
@@ -246,10 +241,8 @@ def grammar_of(
                 "'schema' and 'end'). Correct it."
             ) from error
     if kind == "regex":
-        written = {"type": "const_string", "value": text}
-        return Grammar.from_structural_tag(
-            json.dumps({"type": "structural_tag", "format": written})
-        )
+        tag = {"type": "structural_tag", "format": {"type": "const_string", "value": text}}
+        return Grammar.from_structural_tag(json.dumps(tag))
     return Grammar.from_lark(text) if kind == "lark" else Grammar.from_ebnf(text)
 
 

@@ -51,7 +51,7 @@ def class_maxima(
     """
     tokens = Groups(tables.chunk, tables.chunk_class, tables.first_chunk, tables.most_chunks)
     chunks = max(members // CHUNK, 1)
-    return Maxima(*_maxima(logits, tokens, table_of, tables.most_classes, chunks))
+    return _maxima(logits, tokens, table_of, tables.most_classes, chunks)
 
 
 def label_maxima(
@@ -61,13 +61,10 @@ def label_maxima(
     chunk, first = tables.label_chunk, tables.first_label_chunk
     classes = Groups(chunk, tables.chunk_label, first, tables.most_label_chunks)
     chunks = max(members // LABEL_CHUNK, 1)
-    return Maxima(*_maxima(maxima.best, classes, table_of, tables.most_labels, chunks))
+    return _maxima(maxima.best, classes, table_of, tables.most_labels, chunks)
 
 
-def _maxima(
-    values: Tensor, groups: Groups, table_of: Tensor, most: int, chunks: int
-) -> tuple[Tensor, Tensor]:
-    """(the best value of each group, ``[N, most]``; the lowest member with it)."""
+def _maxima(values: Tensor, groups: Groups, table_of: Tensor, most: int, chunks: int) -> Maxima:
     num_rows = len(values)
     assert values.stride(1) == 1, values.stride()
     keys = torch.full((num_rows, most), NOTHING, dtype=torch.int64, device=values.device)
@@ -81,7 +78,7 @@ def _maxima(
     best = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
     member = (0x7FFFFFFF - (keys & 0xFFFFFFFF)).int()
     is_there = keys != NOTHING
-    return torch.where(is_there, best, -torch.inf), torch.where(is_there, member, -1)
+    return Maxima(torch.where(is_there, best, -torch.inf), torch.where(is_there, member, -1))
 
 
 @triton.jit(do_not_specialize=["row_stride", "most"])

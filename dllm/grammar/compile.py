@@ -141,20 +141,18 @@ class Grammars:
         asked = json.dumps([asdict(spec), sorted(stops)])
         key = hashlib.sha256(asked.encode()).hexdigest()
         with self._lock:
-            found, future = self._recent.get(key), self._begun.get(key)
-            if found is None and future is None:
-                if len(self._begun) >= MOST_AT_ONCE + MOST_WAITING:
-                    raise TooSlow(
-                        f"{MOST_WAITING} other grammars wait to be compiled. Send the request "
-                        "later."
-                    )
-                future = self._begun[key] = self._threads.submit(self._make, key, spec, stops)
+            found = self._recent.get(key)
+            if found is None:
+                if key not in self._begun:
+                    if len(self._begun) >= MOST_AT_ONCE + MOST_WAITING:
+                        message = f"{MOST_WAITING} other grammars wait to be compiled."
+                        raise TooSlow(f"{message} Send the request later.")
+                    self._begun[key] = self._threads.submit(self._make, key, spec, stops)
+                return self._begun[key]
         if isinstance(found, str):
             raise Unsupported(found)
-        if found is not None:
-            future = Future()
-            future.set_result(found)
-        assert future is not None
+        future = Future[bytes]()
+        future.set_result(found)
         return future
 
     def _make(self, key: str, spec: Spec, stops: Collection[int]) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START
-from dllm.grammar.table import Table, without_empty
+from dllm.grammar.table import Table
 from dllm.grammar.viterbi import UNLIMITED, Canvas
 
 
@@ -55,13 +55,32 @@ class Constraint:
     def with_start(self, stops: Collection[int], fillers: Collection[int]) -> tuple[Table, int]:
         """(a table of thoughts and answer, the state in which both start).
 
+        With thoughts that is one more state, the last one, in which tokens may come freely; their
+        end leads to the start. The end, tokens that are in no text of the grammar, and each token
+        that only the grammar allows become classes of their own.
+
         Args:
             stops, fillers: not in thoughts, so that an answer follows.
         """
+        table = self.table
         if self.thoughts is None:
-            return self.table, START
-        forbidden = {*self.thoughts.forbidden, *stops, *fillers} - {self.thoughts.end}
-        return _behind_thoughts(self.table, self.thoughts.end, sorted(forbidden))
+            return table, START
+        end = self.thoughts.end
+        forbidden = sorted({*self.thoughts.forbidden, *stops, *fillers} - {end})
+        thinking, others = len(table.accepts), table.num_classes
+        of_end, first_forbidden = others + 1, others + 2
+        class_of = np.where(table.class_of < 0, others, table.class_of).astype(np.int32)
+        class_of[forbidden] = -1
+        class_of[end] = of_end
+        spoken = [token for token in forbidden if table.class_of[token] >= 0]
+        class_of[spoken] = first_forbidden + np.arange(len(spoken))
+        following = np.full((thinking + 1, first_forbidden + len(spoken)), DEAD, dtype=np.int32)
+        following[:thinking, :others] = table.next
+        following[:thinking, first_forbidden:] = table.next[:, table.class_of[spoken]]
+        following[thinking, :first_forbidden] = thinking
+        following[thinking, of_end] = START
+        # Counted again: an answer goes without `end`, which a shortest one may have had.
+        return Table.counted(class_of, following, np.append(table.accepts, False)), thinking
 
 
 class Grammar:
@@ -93,28 +112,3 @@ class SlotGrammar:
     state: int
     end: int
     thoughts_end: int = UNLIMITED
-
-
-def _behind_thoughts(table: Table, end: int, forbidden: list[int]) -> tuple[Table, int]:
-    """The table with one more state, in which tokens may come freely; ``end`` leads to the start.
-
-    It is the last state. ``end``, tokens that are in no text of the grammar, and each token that
-    only the grammar allows become classes of their own.
-    """
-    thinking, num_classes = len(table.accepts), table.num_classes
-    others, of_end, first_forbidden = num_classes, num_classes + 1, num_classes + 2
-    class_of = np.where(table.class_of < 0, others, table.class_of).astype(np.int32)
-    class_of[forbidden] = -1
-    class_of[end] = of_end
-    spoken = [token for token in forbidden if table.class_of[token] >= 0]
-    class_of[spoken] = first_forbidden + np.arange(len(spoken))
-    following = np.full((thinking + 1, first_forbidden + len(spoken)), DEAD, dtype=np.int32)
-    following[:thinking, :num_classes] = table.next
-    following[:thinking, first_forbidden:] = table.next[:, table.class_of[spoken]]
-    following[thinking, :first_forbidden] = thinking
-    following[thinking, of_end] = START
-    class_of, following = without_empty(class_of, following)
-    accepts = np.append(table.accepts, False)
-    # Counted again: an answer goes without `end`, which a shortest one may have had.
-    left = np.append(table.left, 0)
-    return Table(class_of, following, accepts, left).counted(), thinking

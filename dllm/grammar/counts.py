@@ -7,13 +7,12 @@ limit on states. Otherwise numbers are rounded up behind each token, so that a s
 end before it has all the characters that it might have; it never has more.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, Automaton
-from dllm.grammar.reach import ByteTable, nearest
+from dllm.grammar.reach import ByteTable, TooManyStates, nearest
 from dllm.grammar.refusals import Unsupported
 
 # How many numbers are told apart in a string: all of them, or so many.
@@ -62,13 +61,14 @@ def nearest_counted(automaton: Automaton, most_states: int, is_merged: bool = Tr
     return states
 
 
-def with_counts(states: ByteTable, most_states: int) -> Iterator[Counts]:
-    """The counts that fit into COUNTED or so many states, from the most exact ones on."""
+def most_exact(states: ByteTable, most_states: int) -> Counts:
+    """The most exact counts that fit into COUNTED states, or else into so many."""
     for limit in (min(most_states, COUNTED), most_states):
         for numbers in NUMBERS:
             counts = Counts.of(states, numbers)
             if counts.size.sum() <= limit:
-                yield counts
+                return counts
+    raise TooManyStates(most_states)
 
 
 class Moves:
@@ -85,14 +85,12 @@ class Moves:
         self.identity = np.stack([numbers, numbers])
         if self.has_circles:
             circle = states.circle
-            same = (circle[self.by_kind] == circle) & (circle >= 0)
-            self._stays = same
-            self._adds = (same & states.is_head[self.by_kind]).astype(np.int16)
-            self._leaves = ~same & (circle >= 0)
+            self._stays = (circle[self.by_kind] == circle) & (circle >= 0)
+            self._adds = (self._stays & states.is_head[self.by_kind]).astype(np.int16)
+            self._leaves = ~self._stays & (circle >= 0)
             self._most = np.append(states.most, 0)[circle]
             first = np.where(circle >= 0, STAYS, 0).astype(np.int16)
             self.identity = np.stack([numbers, numbers, first, np.zeros_like(first)])
-        self.nowhere = self.identity[:, :0]
 
     def behind(self, move: np.ndarray, kind: int) -> np.ndarray:
         """What a word does, and then a byte of a kind."""

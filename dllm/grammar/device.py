@@ -77,8 +77,8 @@ class Sizes(NamedTuple):
         sizes = table.next.size, len(table.accepts), len(edges.source)
         return cls(1, *sizes, int(num_chunks), int(num_label_chunks))
 
-    def plus(self, other: "Sizes") -> "Sizes":
-        return Sizes(*(one + more for one, more in zip(self, other, strict=True)))
+    def plus(self, *others: "Sizes") -> "Sizes":
+        return Sizes(*map(sum, zip(self, *others, strict=True)))
 
     def minus(self, other: "Sizes") -> "Sizes":
         return Sizes(*(one - less for one, less in zip(self, other, strict=True)))
@@ -132,7 +132,7 @@ class TablePool:
         self._clear()
 
     def _clear(self) -> None:
-        self._placed: list[Table] = []
+        self._placed: dict[int, Table] = {}  # by their ids, in the order in which they lie
         self._used = NOTHING
         self._packed = self._packed._replace(**NONE_YET)
 
@@ -146,22 +146,19 @@ class TablePool:
                 one that does not fit are there.
         """
         new = self._missing(tables)
-        needed = self._used
-        for table in new:
-            needed = needed.plus(Sizes.of(table))
-        if not needed.fits(self._capacity):
+        if not self._used.plus(*map(Sizes.of, new)).fits(self._capacity):
             self._clear()
             new = self._missing(tables)
         for table in new:
             self._write(table, Sizes.of(table))
-            self._placed.append(table)
-        number = {id(table): number for number, table in enumerate(self._placed)}
+            self._placed[id(table)] = table
+        number = {key: number for number, key in enumerate(self._placed)}
         return self._packed, [number[id(table)] for table in tables]
 
     def _missing(self, tables: Sequence[Table]) -> list[Table]:
         """The tables that are not in the pool, each once."""
-        placed = {id(table) for table in self._placed}
-        return [one for key, one in {id(one): one for one in tables}.items() if key not in placed]
+        asked = {id(table): table for table in tables}
+        return [table for key, table in asked.items() if key not in self._placed]
 
     def _write(self, table: Table, sizes: Sizes) -> None:
         used, packed = self._used, self._packed
@@ -192,19 +189,15 @@ class TablePool:
             (packed.num_classes, used.tables, [table.next.shape[1]]),
             *((getattr(packed, name), used.tables, [low, high]) for name, low, high in begins),
         ):
-            written = np.asarray(values, np.int8 if part.dtype == torch.int8 else np.int32)
-            _put(written, part[first : first + len(written)])
+            dtype = np.int8 if part.dtype == torch.int8 else np.int32
+            on_host = torch.from_numpy(np.ascontiguousarray(values, dtype))
+            written = part[first : first + len(on_host)]
+            written.copy_(on_host.pin_memory() if part.is_cuda else on_host, non_blocking=True)
         self._used = behind
         of_table = table.num_classes, sizes.chunks, len(bounds) - 1
         for name, size in zip(MOST, (*of_table, sizes.label_chunks), strict=True):
             packed = packed._replace(**{name: max(getattr(packed, name), size)})
         self._packed = packed
-
-
-def _put(values: np.ndarray, target: Tensor) -> None:
-    """Write an array into memory of the device; does not wait for it."""
-    on_host = torch.from_numpy(np.ascontiguousarray(values))
-    target.copy_(on_host.pin_memory() if target.is_cuda else on_host, non_blocking=True)
 
 
 # The parts of `PackedTables` that count what `Sizes` does behind the first one.
@@ -215,9 +208,7 @@ NONE_YET: Any = dict.fromkeys(MOST, 0)
 
 def pack(tables: Sequence[Table], device: torch.device | str = "cpu") -> PackedTables:
     """Tables of one vocabulary, at least one, in this order and in a pool of their size."""
-    capacity = NOTHING
-    for table in tables:
-        capacity = capacity.plus(Sizes.of(table))
+    capacity = NOTHING.plus(*map(Sizes.of, tables))
     return TablePool(capacity, len(tables[0].class_of), device).place(tables)[0]
 
 
@@ -278,25 +269,6 @@ def pointers(parts: Any) -> Any:
     For a number in a tuple that is 1 or a multiple of 16, Triton would compile a kernel of its own.
     """
     return parts._make(part if isinstance(part, Tensor) else None for part in parts)
-
-
-def ends(logits: Tensor, likeliest: Tensor, stops: Tensor, fillers: Tensor) -> Ends:
-    """Look up the few tokens that end texts or stand behind them.
-
-    Args:
-        logits: [N, V].
-        likeliest: [N] int64, the argmax of each row.
-        stops, fillers: [N, M] int64.
-    """
-    stop, which = logits.gather(1, stops).float().max(dim=1)
-    return Ends(
-        likeliest=likeliest,
-        peak=logits.gather(1, likeliest[:, None])[:, 0].float(),
-        is_stop=(stops == likeliest[:, None]).any(dim=1),
-        stop=stop,
-        stop_token=stops.gather(1, which[:, None])[:, 0],
-        filled=logits.gather(1, fillers).float().amax(dim=1),
-    )
 
 
 def padded(lists: list[np.ndarray]) -> list[list[int]]:

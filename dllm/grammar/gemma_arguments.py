@@ -73,8 +73,9 @@ class Writer:
                 return f'"{{" {self._members(node)} "}}"'
             case nodes.Items():
                 return f'"[" {self._items(node)} "]"'
-            case nodes.Text():
-                return _string(node)
+            case nodes.Text(pattern):
+                inside = STRING if pattern is None else _quoted(pattern)
+                return f"{_quoted(QUOTE)} {inside} {_quoted(QUOTE)}"
             case nodes.Number(kind) if node == nodes.Number(kind):
                 return self._rule(INTEGER if kind == "integer" else NUMBER)
             case nodes.Number():
@@ -113,7 +114,11 @@ class Writer:
             raise _not_held("minProperties" if least > len(required) else "maxProperties")
         first = behind = NOTHING  # of the names so far
         for name in sorted(properties, reverse=True):
-            _check_name(name)
+            if not re.fullmatch(NAME, name) or name != name.strip():
+                raise Unsupported(
+                    f"it has a property called {name[:40]!r}; allowed: names without any of "
+                    "':,{}[]<>', line ends and spaces around them. Rename it."
+                )
             pair = f"{_quoted(f'{name}:')} {self._value(properties[name])}"
             is_optional = name not in required
             first = self._rule(f"{pair} {behind}" + f" | {first}" * is_optional)
@@ -137,25 +142,12 @@ def _not_held(key: str) -> Unsupported:
     )
 
 
-def _check_name(name: str) -> None:
-    if not re.fullmatch(NAME, name) or name != name.strip():
-        raise Unsupported(
-            f"it has a property called {name[:40]!r}; allowed: names without any of "
-            "':,{}[]<>', line ends and spaces around them. Rename it."
-        )
-
-
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
 def _repeated(rule: str, least: int, most: int | None) -> str:
     return NOTHING if most == 0 else f"{rule}{{{least},{'' if most is None else most}}}"
-
-
-def _string(node: nodes.Text) -> str:
-    inside = STRING if node.pattern is None else _quoted(node.pattern)
-    return f"{_quoted(QUOTE)} {inside} {_quoted(QUOTE)}"
 
 
 def _constant(value: Any) -> str:

@@ -30,9 +30,8 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
     tags = [
         formats.TagFormat(
             begin=f"{BEGIN}call:{name}{{",
-            content=formats.ConstStringFormat(
-                value=UNREAD + json.dumps([name, schema])
-            ),  # see `tags`
+            # `tags` reads it.
+            content=formats.ConstStringFormat(value=UNREAD + json.dumps([name, schema])),
             end=f"}}{END}",
         )
         for name, schema in tools

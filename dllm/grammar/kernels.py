@@ -20,14 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm.grammar import automaton, viterbi
-from dllm.grammar.class_maxima import (
-    HIGHEST,
-    NO_TABLE,
-    Maxima,
-    class_maxima,
-    label_maxima,
-)
-from dllm.grammar.device import Ends, PackedTables, Paths, Searches, ends, pointers
+from dllm.grammar.class_maxima import HIGHEST, NO_TABLE, Maxima, class_maxima, label_maxima
+from dllm.grammar.device import Ends, PackedTables, Paths, Searches, pointers
 
 DEAD = tl.constexpr(automaton.DEAD)
 STOPPED = tl.constexpr(viterbi.STOPPED)
@@ -78,7 +72,16 @@ def write_paths(
     table_of, its_stops = canvases.table[request_of], stops[request_of]
     maxima = class_maxima(scores, tables, table_of)
     labels = label_maxima(maxima, tables, table_of)
-    found = ends(scores, scores.argmax(dim=1), its_stops, fillers[request_of])
+    likeliest = scores.argmax(dim=1)
+    stop, which = scores.gather(1, its_stops).float().max(dim=1)
+    found = Ends(
+        likeliest=likeliest,
+        peak=scores.gather(1, likeliest[:, None])[:, 0].float(),
+        is_stop=(its_stops == likeliest[:, None]).any(dim=1),
+        stop=stop,
+        stop_token=its_stops.gather(1, which[:, None])[:, 0],
+        filled=scores.gather(1, fillers[request_of]).float().amax(dim=1),
+    )
     paths = best_paths_kernels(maxima, labels, found, tables, canvases, cut)
     places = torch.arange(len(request_of), device=logits.device) - canvases.first_row[request_of]
     budgets = (canvases.budget[request_of] - places).int()

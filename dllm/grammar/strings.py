@@ -72,11 +72,10 @@ def lowered_string(flat: Flat, alphabet: Alphabet, is_whole: bool = True) -> Tex
     fewest = max(math.ceil(flat.get("minLength", 0)), 0)
     most = flat.get("maxLength", math.inf)
     most = math.floor(most) if most < MOST_LENGTH else math.inf
-    patterns, path = flat.get("pattern", ()), flat["path"]
+    patterns, form, path = flat.get("pattern", ()), flat.get("format"), flat["path"]
     # A single one is of the whole text, also without anchors: answers are some of those that match.
-    is_whole &= len(patterns) == 1 and patterns[0][1] and flat.get("format") not in FORMATS
+    is_whole &= len(patterns) == 1 and patterns[0][1] and form not in FORMATS
     parts = [Clause(pattern, is_there, is_whole) for pattern, is_there in patterns]
-    form = flat.get("format")
     if form in ("idn-email", "idn-hostname"):  # of which ASCII would be next to nothing
         refuse("format", path, f"answers cannot be held to {form!r}")
     if form in FORMATS:
@@ -85,9 +84,9 @@ def lowered_string(flat: Flat, alphabet: Alphabet, is_whole: bool = True) -> Tex
     if not parts and (fewest, most) == (0, math.inf):
         return Text()
     spelled = held(parts or [Clause(ANYTHING)], alphabet, fewest, most)
-    if spelled is None and has_no_text(flat):
+    if spelled is not None:
+        return Text(spelled)
+    if has_no_text(flat):
         return None
-    if spelled is None:
-        keyword = "format" if "format" in flat else "pattern"
-        refuse(keyword, path, "beside what else is asked no text that can be written is of it")
-    return Text(spelled)
+    keyword = "format" if "format" in flat else "pattern"
+    refuse(keyword, path, "beside what else is asked no text that can be written is of it")

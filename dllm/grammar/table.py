@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START
-from dllm.grammar.counts import Counts, Moves, told_apart, with_counts
-from dllm.grammar.reach import NEVER, ByteTable, TooManyStates, distances
+from dllm.grammar.counts import Counts, Moves, most_exact, told_apart
+from dllm.grammar.reach import NEVER, ByteTable, distances
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.vocabulary import Trie, Vocabulary, pack, unpack
 
@@ -70,12 +70,18 @@ class Table:
     @classmethod
     def of_any_text(cls, vocab_size: int) -> "Table":
         """A table with one state, in which every token is allowed and every text may end."""
-        return cls(
-            class_of=np.zeros(vocab_size, dtype=np.int32),
-            next=np.zeros((1, 1), dtype=np.int32),
-            accepts=np.ones(1, dtype=bool),
-            left=np.zeros(1, dtype=np.int32),
-        )
+        class_of, following = np.zeros(vocab_size, np.int32), np.full((1, 1), START, np.int32)
+        return cls.counted(class_of, following, np.ones(1, dtype=bool))
+
+    @classmethod
+    def counted(cls, class_of: np.ndarray, following: np.ndarray, accepts: np.ndarray) -> "Table":
+        """A table without the classes that have no token, whose ``left`` is counted."""
+        is_text = class_of >= 0
+        used, numbers = np.unique(class_of[is_text], return_inverse=True)
+        class_of = np.full_like(class_of, -1)
+        class_of[is_text] = numbers
+        found = cls(class_of, following[:, used], accepts, np.zeros(len(accepts), np.int32))
+        return replace(found, left=distances(found.edges.source, found.edges.target, accepts))
 
     @property
     def num_classes(self) -> int:
@@ -97,18 +103,13 @@ class Table:
             return self
         class_of = self.class_of.copy()
         class_of[removed] = -1
-        class_of, following = without_empty(class_of, self.next)
-        found = replace(self, class_of=class_of, next=following).counted()
+        found = Table.counted(class_of, self.next, self.accepts)
         if found.left[START] == NEVER:
             raise Unsupported(
                 "The grammar has no text without the tokens that end the request (stop_token_ids) "
                 "and special tokens. Leave some of the stop_token_ids out."
             )
         return found
-
-    def counted(self) -> "Table":
-        """The table with ``left`` counted anew."""
-        return replace(self, left=distances(self.edges.source, self.edges.target, self.accepts))
 
     def to_bytes(self) -> bytes:
         """Bytes for another process; `from_bytes` reads them."""
@@ -148,15 +149,6 @@ class Table:
         return order, np.searchsorted(self.class_of[order], np.arange(self.num_classes))
 
 
-def without_empty(class_of: np.ndarray, following: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Classes numbered anew, without those that have no token; and their columns."""
-    is_text = class_of >= 0
-    used, numbers = np.unique(class_of[is_text], return_inverse=True)
-    class_of = np.full_like(class_of, -1)
-    class_of[is_text] = numbers
-    return class_of, following[:, used]
-
-
 def by_tokens(
     states: ByteTable,
     vocabulary: Vocabulary,
@@ -182,9 +174,7 @@ def by_tokens(
     ]
     map_of[~vocabulary.is_text] = NOWHERE
     used, kind_of = np.unique(map_of, return_inverse=True)
-    counts = next(with_counts(states, most_states), None) if moves.has_circles else None
-    if moves.has_circles and counts is None:
-        raise TooManyStates(most_states)
+    counts = most_exact(states, most_states) if moves.has_circles else None
     may_end = states.accepts if counts is None else np.repeat(states.accepts, counts.size)
     kinds, source, target = _of_kinds([maps[each] for each in used], counts, len(may_end))
     del maps
@@ -287,7 +277,7 @@ IDENTITY, NOWHERE = 0, 1  # the first maps: of the empty word, and of a word tha
 def _maps(moves: Moves, class_of: np.ndarray, trie: Trie) -> tuple[list[np.ndarray], np.ndarray]:
     """(different maps (`Moves`); ``[V]``, the map of each word)."""
     num_kinds, num_states = moves.by_kind.shape
-    maps = [moves.identity, moves.nowhere]
+    maps = [moves.identity, moves.identity[:, :0]]
     numbers = {each.tobytes(): number for number, each in enumerate(maps)}
     behind: dict[int, int] = {}  # map * num_kinds + kind of byte -> map
     map_of = np.full(trie.num_nodes, NOWHERE, dtype=np.int32)
@@ -298,8 +288,7 @@ def _maps(moves: Moves, class_of: np.ndarray, trie: Trie) -> tuple[list[np.ndarr
         before = map_of[parent]
         alive = np.flatnonzero(before != NOWHERE)
         pair, which = np.unique(
-            before[alive].astype(np.int64) * num_kinds + class_of[byte[alive]],
-            return_inverse=True,
+            before[alive].astype(np.int64) * num_kinds + class_of[byte[alive]], return_inverse=True
         )
         found = np.empty(len(pair), dtype=np.int32)
         for index, key in enumerate(pair.tolist()):

@@ -146,17 +146,14 @@ class Canvas:
         table, states = self.table, [state]
         class_of = table.class_of[np.asarray(tokens, dtype=np.int64)].tolist()
         for place, (token, kind) in enumerate(zip(tokens, class_of, strict=True)):
-            if state == STOPPED:
-                states.append(state)
-            elif token in self._is_stop and table.accepts[state]:
+            if state == STOPPED or (token in self._is_stop and table.accepts[state]):
                 state = STOPPED
-                states.append(state)
             else:
                 state = DEAD if kind < 0 else int(table.next[state, kind])
                 is_late = state == self._thinking and place >= thoughts_end
                 if state == DEAD or is_late or table.left[state] > budget - place - 1:
                     return states, place
-                states.append(state)
+            states.append(state)
         return states, len(tokens)
 
     def forbidden(self, path: Path, budget: int, thoughts_end: int = UNLIMITED) -> list[np.ndarray]:
