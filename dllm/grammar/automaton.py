@@ -22,7 +22,6 @@ from dllm.grammar.rules import REPEAT, RULE, Rules
 START, DEAD = 0, -1
 MOST_ITEMS = 200_000  # in one state, before it is called unbounded
 
-
 # What a rule returns to: an edge's target and the stack below, and for a repetition also which one
 # it is and how often the rule has been read.
 Frame = tuple[int, int] | tuple[int, int, int, int]
@@ -31,13 +30,14 @@ END: Item = (-1, 0)  # the whole text may end
 
 
 class Automaton:
-    """The states that were asked for so far.
+    """The states that were asked for so far; ``serialized`` is of ``Rules``.
 
-    Args:
-        serialized, is_merged: of ``Rules``.
+    Attributes:
+        is_merged: states that read the same are one.
     """
 
     def __init__(self, serialized: str, is_merged: bool = True) -> None:
+        self.is_merged = is_merged
         rules = Rules(serialized, is_merged)
         self._edges, self._repeats = rules.edges, rules.repeats
         self._rule_starts, self._rule_ends = rules.starts, rules.ends

@@ -209,8 +209,7 @@ def table_of(
             raise MemoryError from error
         raise Unsupported(f"xgrammar does not read the grammar: {str(error)[:SHOWN]}") from error
     # States stay apart where there are marks: the way there shows their places.
-    automaton = Automaton(serialized, is_merged=not marks)
-    states = nearest_counted(automaton, most_states, is_merged=not marks)
+    states = nearest_counted(Automaton(serialized, is_merged=not marks), most_states)
     return by_tokens(states, vocabulary, marks, most_states).without(absent).to_bytes()
 
 

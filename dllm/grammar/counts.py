@@ -47,15 +47,15 @@ class Counts:
         return cls(most, step, -(-most // step) + 1)
 
 
-def nearest_counted(automaton: Automaton, most_states: int, is_merged: bool = True) -> ByteTable:
+def nearest_counted(automaton: Automaton, most_states: int) -> ByteTable:
     """As `nearest`; where recursion would leave no states for counts, of fewer levels."""
-    states = nearest(automaton, most_states, is_merged)
+    states = nearest(automaton, most_states)
     few = min(most_states, COUNTED)
     for share in SHARES:
         if not len(states.most) or Counts.of(states, ENOUGH).size.sum() <= few:
             break
         try:
-            states = nearest(automaton, few // share, is_merged)
+            states = nearest(automaton, few // share)
         except Unsupported:  # it has so many states without recursion
             break
     return states

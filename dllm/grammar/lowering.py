@@ -3,9 +3,7 @@
 xgrammar 0.2.8 leaves out what it does not know, and some of what it knows in certain places. The
 lowered schema has no more values than the given one; it may have fewer, for instance because names
 that nobody declared are not written beside declared ones. What it cannot be narrowed to is refused,
-with the keyword and its path.
-
-It is made of `nodes`.
+with the keyword and its path. It is made of `nodes`.
 """
 
 import itertools

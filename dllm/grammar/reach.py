@@ -59,11 +59,8 @@ class ByteTable:
     most: np.ndarray
 
 
-def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> ByteTable:
+def nearest(automaton: Automaton, most_states: int) -> ByteTable:
     """The states that texts lead to.
-
-    Args:
-        is_merged: states with equal continuations are one.
 
     Raises:
         Unsupported: more states than ``most_states`` without recursion, or with one level of it.
@@ -73,7 +70,7 @@ def nearest(automaton: Automaton, most_states: int, is_merged: bool = True) -> B
     @functools.cache
     def of_levels(number: int) -> ByteTable:
         found = _bytes_of(automaton, [*itertools.chain(*levels[:number])])
-        return _merged(found) if is_merged else found
+        return _merged(found) if automaton.is_merged else found
 
     def size(number: int) -> int:
         try:

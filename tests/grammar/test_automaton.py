@@ -95,7 +95,8 @@ def test_what_is_written_twice_is_read_once():
             for tag in tags
         ]
         made, _ = of_schema(json.dumps({"anyOf": [one | {"required": ["k", "v"]} for one in each]}))
-        return len(nearest(made, 1000, is_merged=False).rows)
+        made.is_merged = False
+        return len(nearest(made, 1000).rows)
 
     assert num_states("a", "b") < num_states("a") + 10
 
