@@ -23,6 +23,7 @@ from dllm.engine.algorithm import Denoised
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.grammars import HostGrammars, Written
 from dllm.grammar.constraint import Constraint, SlotGrammar, Thoughts
+from dllm.grammar.lowering import lower
 from dllm.grammar.refusals import Unsupported
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas
@@ -204,7 +205,13 @@ def test_every_step_writes_the_best_text_through_what_stays() -> None:
 @functools.cache
 def known_grammar(name: str) -> tuple[Table, Any, dict[str, Any] | None]:
     kind, text = GRAMMARS[name]
-    return *table(kind, text, most_states=400), json.loads(text) if kind == "json" else None
+    if kind == "json":
+        return of_schema(json.loads(text))
+    return *table(kind, text, most_states=400), None
+
+
+def of_schema(schema: dict[str, Any]) -> tuple[Table, Any, dict[str, Any]]:
+    return *table("json", json.dumps(lower(schema).schema()), most_states=400), schema
 
 
 def random_grammar(rng: random.Random) -> tuple[Table, Any, dict[str, Any] | None]:
@@ -214,7 +221,7 @@ def random_grammar(rng: random.Random) -> tuple[Table, Any, dict[str, Any] | Non
     while True:
         schema = random_schema(rng)
         try:
-            return *table("json", json.dumps(schema), most_states=400), schema
+            return of_schema(schema)
         except Unsupported:
             continue
 
