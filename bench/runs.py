@@ -30,6 +30,7 @@ import numpy as np
 from bench.context import Row
 from bench.toys.prompts import write_lines
 from bench.toys.suite import FAMILIES, Question, questions
+from dllm.prompts.files import json_lines
 
 ADAPTIVE, FIXED = "adaptive", "fixed"
 ANSWER_TOKENS = 128  # at most, of an answer to a question; right ones are shorter
@@ -93,21 +94,20 @@ class Workload:
     def client_flags(self, seed: int, dataset: Path) -> list[str]:
         """Flags of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.
 
-        ``seed``: of what is drawn, and of arrival times. ``dataset``: is written if there are
-        questions; its name ends in .jsonl.
+        ``seed``: of what is drawn, and of arrival times. ``dataset``: is written unless
+        tokens are random; its name has to end in .jsonl.
         """
-        shape = self.shape
+        shape, rate, at_once = self.shape, self.rate, self.concurrency
         flags: dict[str, object] = {"--num-prompts": self.num_requests, "--seed": seed}
         flags |= {"--num-warmups": NUM_WARMUPS}
-        if self.rate:
-            flags |= {"--request-rate": self.rate}
-        else:
-            flags |= {"--max-concurrency": self.concurrency}
+        flags |= {"--request-rate": rate} if rate else {"--max-concurrency": at_once}
         if self.schedule != FIXED:
-            if self.prompts is None:
-                write_lines(dataset, [{"prompt": one.prompt} for one in self.asked(seed)])
+            lines: list[dict[str, Any]] = [{"prompt": one.prompt} for one in self.asked(seed)]
+            if self.prompts is not None:  # conversations are nothing that the client reads
+                lines = [line for _, line in json_lines(self.prompts) if "prompt" in line]
+            write_lines(dataset, lines)
             flags |= {"--backend": "openai-chat", "--endpoint": "/v1/chat/completions"}
-            flags |= {"--dataset-name": "custom", "--dataset-path": self.prompts or dataset}
+            flags |= {"--dataset-name": "custom", "--dataset-path": dataset}
             flags |= {"--custom-output-len": ANSWER_TOKENS}
             switches = ["--skip-chat-template", *["--disable-shuffle"] * (self.prompts is None)]
         else:

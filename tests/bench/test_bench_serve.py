@@ -1,5 +1,6 @@
 """What the serving benchmark makes of a run: numbers, refusals, turns, tables. No servers."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -367,6 +368,15 @@ def test_no_sampling_parameter_is_sent(tmp_path: Path) -> None:
     for workload in (WORKLOAD, Workload(ADAPTIVE, 2, SHAPE, rate=4.0)):
         flags = workload.client_flags(3, tmp_path / "questions.jsonl")
         assert not {"--temperature", "--min-p", "--top-p", "--top-k"} & set(flags)
+
+
+def test_of_a_file_the_client_gets_prompts_and_no_conversations(tmp_path: Path) -> None:
+    given, written = tmp_path / "prompts.jsonl", tmp_path / "written.jsonl"
+    prompt, said = {"prompt": "Hello"}, [{"role": "user", "content": "Hello"}]
+    given.write_text("".join(f"{json.dumps(one)}\n" for one in (prompt, {"messages": said})))
+    flags = Workload(ADAPTIVE, 2, SHAPE, concurrency=1, prompts=given).client_flags(3, written)
+    assert flags[flags.index("--dataset-path") + 1] == str(written)
+    assert [json.loads(line) for line in written.read_text().splitlines()] == [prompt]
 
 
 def test_a_client_that_fails_says_why() -> None:
