@@ -58,7 +58,8 @@ def machine() -> str:
 
 def versions() -> str:
     names = "vllm", "torch", "triton", "transformers"
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    found = [next(iter(importlib.metadata.distributions(name=name)), None) for name in names]
+    return ", ".join(f"{one.name} {one.version}" for one in found if one)
 
 
 def publish(path: Path, rows: Sequence[Mapping[str, object]]) -> None:

@@ -7,8 +7,7 @@ a half of the time. What is sent: ``bench/soak_load.py``, and ``/health`` ten ti
 ``soak.csv``: ``what`` was counted or measured, of which ``model`` and ``part`` (a phase or a
 process), and its ``value``. ``MEASURE: slope`` is per hour, with its 95% interval: least squares
 through the medians of twenty stretches of equal length. Exit code 1 if a good request failed, a
-status was 500 or above, tokens differed, or the log has a traceback or an output of a model that is
-not finite.
+status was 500 or above, tokens differed, or the log has a traceback or an output not finite.
 """
 
 import asyncio
