@@ -67,9 +67,7 @@ class Alternatives:
     def of(self, conjunction: Conjunction, is_exact: bool = True) -> list[Flat]:
         """Alternatives of the values that are of all parts.
 
-        Args:
-            is_exact: otherwise ``oneOf`` is read as ``anyOf``: they have all values of the parts,
-                and maybe others.
+        Unless ``is_exact``, ``oneOf`` is read as ``anyOf``: they may have other values, too.
         """
         found: list[Flat] = [{"path": conjunction[0].path if conjunction else "#"}]
         for part in conjunction:

@@ -30,11 +30,7 @@ END: Item = (-1, 0)  # the whole text may end
 
 
 class Automaton:
-    """The states that were asked for so far; ``serialized`` is of ``Rules``.
-
-    Attributes:
-        is_merged: states that read the same are one.
-    """
+    """The states that were asked for so far; the arguments are those of ``Rules``."""
 
     def __init__(self, serialized: str, is_merged: bool = True) -> None:
         self.is_merged = is_merged

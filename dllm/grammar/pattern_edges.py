@@ -191,12 +191,17 @@ class Written(Edges):
             one = part._replace(is_whole=part.is_whole and not self.ends)  # ahead of more
             self.ends[end := self.state()] = is_there
             self.tree(tree, one, alphabet, self.start, end)
-        # The states that are reached without a byte.
-        self.closure = functools.cache(lambda states: frozenset(self.inside(states)))
+        self._closures: dict[frozenset[int], frozenset[int]] = {}
 
     def may_end(self, states: frozenset[int]) -> bool:
         is_held = all((end in states) == is_there for end, is_there in self.ends.items())
         return self.is_absent != is_held
+
+    def closure(self, states: frozenset[int]) -> frozenset[int]:
+        """The states that are reached without a byte."""
+        if states not in self._closures:
+            self._closures[states] = frozenset(self.inside(states))
+        return self._closures[states]
 
 
 # Inside of a character: behind a backslash, and before so many hexadecimal digits.

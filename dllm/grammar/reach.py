@@ -148,6 +148,9 @@ def _merged(states: ByteTable) -> ByteTable:
     order = np.sort(kept)
     class_of = np.searchsorted(order, kept)[class_of]
     leads_to = np.append(class_of, DEAD).astype(np.int32)[states.rows]
+    is_same = (own == own[order][class_of]).all() and (leads_to == leads_to[order][class_of]).all()
+    if not is_same:  # different states had one number
+        return states
     parts = {name: getattr(states, name)[order] for name in ("accepts", "circle", "is_head")}
     return replace(states, rows=leads_to[order], **parts)
 
